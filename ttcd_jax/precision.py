@@ -1,0 +1,33 @@
+"""Which dtype holds what: parameters, matrix products, and running state."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ttcd_jax.config import Config
+
+FloatName = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision(Config):
+    """`param` holds weights and optimizer moments, `compute` the operands of matrix products, `state`
+    softmax statistics, log-sum-exps and sums of delta_w (products accumulate in it too)."""
+
+    param: FloatName = "float32"
+    compute: FloatName = "float32"
+    state: FloatName = "float32"
+
+    @property
+    def param_dtype(self) -> DTypeLike:
+        return jnp.dtype(self.param)
+
+    @property
+    def compute_dtype(self) -> DTypeLike:
+        return jnp.dtype(self.compute)
+
+    @property
+    def state_dtype(self) -> DTypeLike:
+        return jnp.dtype(self.state)
