@@ -1,0 +1,32 @@
+"""ttcd_jax: language models that learn what to remember (In-Place Test-Time Context Distillation).
+
+    from ttcd_jax import IPTTCDBlock, IPTTCDMLP, DualWindowAttention, Transformer, load_run
+
+Names are imported on first use, so that a command's `--help` needs no jax.
+"""
+
+import importlib
+
+_HOME = {
+    "DualWindowAttention": "ttcd_jax.layers.dual_window",
+    "DualWindowConfig": "ttcd_jax.layers.dual_window",
+    "AttentionConfig": "ttcd_jax.layers.attention",
+    "IPTTCDBlock": "ttcd_jax.models.block",
+    "IPTTCDBlockConfig": "ttcd_jax.models.block",
+    "IPTTCDConfig": "ttcd_jax.layers.ipttcd",
+    "IPTTCDMLP": "ttcd_jax.layers.ipttcd",
+    "MLPConfig": "ttcd_jax.layers.mlp",
+    "MemoryConfig": "ttcd_jax.layers.ipttcd",
+    "Precision": "ttcd_jax.precision",
+    "RopeConfig": "ttcd_jax.layers.rope",
+    "Transformer": "ttcd_jax.models.transformer",
+    "TransformerConfig": "ttcd_jax.models.catalog",
+    "load_run": "ttcd_jax.train.run_directory",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'ttcd_jax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -5,20 +5,33 @@
     C chunks         L positions of a chunk (T = C * L)        R conv taps       Y stacked layers
 
 Parameters carry the names of their logical axes as metadata (`axes=(...)`), one per dimension:
-`embed` (D), `mlp` (F), `heads` (N * H), `kv_heads` (K * H), `head_dim` (H), `vocab` (V), `taps` (R),
-`layers` (Y, added when blocks are stacked). A device mesh is mapped onto these names outside the layers.
+`embed` (D), `mlp` (F), `heads` (N * H), `kv_heads` (K * H), `head_dim` (H), `vocab` (V), `taps`
+(R), `layers` (Y, added when blocks are stacked). A device mesh is mapped onto these names outside
+the layers.
 """
 
 import jax
 from flax import nnx
 
-LOGICAL_AXES = ("embed", "embed_out", "mlp", "heads", "kv_heads", "head_dim", "vocab", "taps", "layers")
+LOGICAL_AXES = (
+    "embed",
+    "embed_out",
+    "mlp",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "vocab",
+    "taps",
+    "layers",
+)
 
 
 def param(value: jax.Array, axes: tuple[str, ...]) -> nnx.Param:
     """A parameter whose dimensions are named. Raises `KeyError` for a name outside the legend."""
     for name in axes:
         if name not in LOGICAL_AXES:
-            raise KeyError(f"unknown logical axis {name!r}; the legend has {', '.join(LOGICAL_AXES)}")
+            raise KeyError(
+                f"unknown logical axis {name!r}; the legend has {', '.join(LOGICAL_AXES)}"
+            )
     assert len(axes) == value.ndim, f"{len(axes)} axis names for a parameter of shape {value.shape}"
     return nnx.Param(value, axes=axes)

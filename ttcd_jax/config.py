@@ -102,4 +102,6 @@ def _revive(value: Any, hint: Any) -> Any:
     for cls in _config_classes(hint):
         if cls.__name__ == value.get("type"):
             return cls.from_dict(value)
-    raise UserError(f"no configuration class {value.get('type')!r} is allowed here ({_describe(hint)})")
+    raise UserError(
+        f"no configuration class {value.get('type')!r} is allowed here ({_describe(hint)})"
+    )

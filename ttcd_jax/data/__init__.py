@@ -1,0 +1,1 @@
+"""Text and synthetic tasks as packed rows, addressed by (seed, step) alone."""

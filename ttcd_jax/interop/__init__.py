@@ -1,0 +1,1 @@
+"""Other people's parameter names and configurations, as tables."""

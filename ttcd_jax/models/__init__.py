@@ -1,0 +1,1 @@
+"""Blocks, the stacked transformer, and the list of methods."""

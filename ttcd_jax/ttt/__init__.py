@@ -1,0 +1,1 @@
+"""The update rule of test-time context distillation as pure functions of arrays."""

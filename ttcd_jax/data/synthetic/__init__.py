@@ -1,0 +1,1 @@
+"""Tasks whose rows are generated from (seed, index)."""

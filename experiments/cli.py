@@ -1,0 +1,70 @@
+"""The frame of every command: flags in, one line and an exit status out when the user erred.
+
+Exit status: 0 done, 2 to 5 a `UserError` (`ttcd_jax.errors` says which), 130 interrupted, 141 the
+reader of our output went away. Any other exception keeps its traceback.
+"""
+
+import os
+import select
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from absl import app, flags
+
+from ttcd_jax.errors import UserError
+
+INTERRUPTED = 130
+OUTPUT_CLOSED = 141
+
+
+def run(main: Callable[[list[str]], None]) -> NoReturn:
+    """Parses the flags, calls `main([program])` and leaves the process."""
+    try:
+        try:
+            app.run(main, flags_parser=_parse_flags)
+        finally:
+            sys.stdout.flush()
+    except UserError as error:
+        _leave(f"error: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        _leave("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
+        # Python flushes stdout once more on its way out: give it somewhere to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(OUTPUT_CLOSED)
+    raise AssertionError("app.run leaves through SystemExit")
+
+
+def printable(text: str) -> str:
+    """`text` on one line, control characters escaped: a file name may hold terminal commands."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def _parse_flags(arguments: list[str]) -> list[str]:
+    try:
+        program, *rest = flags.FLAGS(arguments)
+    except flags.Error as error:
+        raise UserError(" ".join(str(error).split())) from None
+    except SystemExit:
+        # Only a help flag exits while flags are parsed, and absl calls that a failure.
+        sys.exit(0)
+    if rest:
+        raise UserError(f"unexpected argument {rest[0]!r}; options are written --name=value")
+    return [program]
+
+
+def _leave(message: str, status: int) -> NoReturn:
+    print(printable(message), file=sys.stderr)
+    sys.exit(status)
+
+
+def _output_is_closed() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

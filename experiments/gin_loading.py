@@ -1,0 +1,230 @@
+"""One frozen configuration tree out of a .gin file and `--param` bindings.
+
+Every dataclass that the root's type hints reach answers to its class name:
+
+    include 'model/tiny.gin'              fragments first, relative to the configuration directory
+    SEQ_LEN = 256                         a macro
+    RunConfig.seq_len = %SEQ_LEN
+    RunConfig.data = @RecallConfig()      which class fills a field
+    RunConfig.teacher = @teacher/AttentionConfig()
+    teacher/AttentionConfig.window = 64   applies inside that scope only
+
+A field that can hold exactly one class and has no default is built without being bound. The
+language and its scoping are gin's; the tree is built here, because gin itself forgets where a value
+was bound, checks no type, has one registry per process and lets a file import and call anything.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from experiments.gin_reading import (
+    Binding,
+    Key,
+    Macro,
+    Reference,
+    find_gin_file,
+    mentions,
+    read_file,
+    read_params,
+)
+from ttcd_jax.config import Config, closest
+from ttcd_jax.errors import UserError
+
+Classes = dict[str, type[Config]]
+
+
+def load_config[C: Config](
+    root: type[C], gin_file: str, params: Sequence[str] = (), *, config_dir: Path
+) -> C:
+    """The tree of configurations that `gin_file` describes, `params` overriding what it binds.
+
+    `gin_file` is a name inside `config_dir` or a path. Raises `UserError`, with file:line where
+    there is one, for a name that does not exist, a binding or macro without effect, a missing or a
+    wrong value. Only a parameter that swaps a class may leave the file's bindings without effect.
+    """
+    classes = reachable_classes(root)
+    from_file = read_file(find_gin_file(gin_file, config_dir), config_dir)
+    from_params = read_params(params)
+    bindings = from_file | from_params
+    replaced = [from_file[key] for key in from_params if key in from_file]
+    _check_names([*replaced, *bindings.values()], classes)
+    builder = _Builder(classes, bindings)
+    config = builder.build(root, "")
+    _check_use(bindings, builder.used, replaced, classes)
+    return typing.cast(C, config)
+
+
+def reachable_classes(root: type[Config]) -> Classes:
+    """`root` and every configuration class its fields' hints lead to, by class name."""
+    classes: Classes = {}
+    pending = [root]
+    while pending:
+        cls = pending.pop(0)
+        if cls.__name__ not in classes:
+            classes[cls.__name__] = cls
+            for hint in typing.get_type_hints(cls).values():
+                pending += _config_classes(hint)
+        assert classes[cls.__name__] is cls, f"two configuration classes are called {cls.__name__}"
+    return classes
+
+
+def _config_classes(hint: Any) -> list[type[Config]]:
+    if isinstance(hint, type) and issubclass(hint, Config):
+        return [hint]
+    return [cls for option in get_args(hint) for cls in _config_classes(option)]
+
+
+class _Builder:
+    """Constructs configurations; `used` collects the keys that applied to one."""
+
+    def __init__(self, classes: Classes, bindings: dict[Key, Binding]) -> None:
+        self.classes = classes
+        self.bindings = bindings
+        self.used: set[Key] = set()
+        self._open: list[str] = []
+
+    def build(self, cls: type[Config], scope: str) -> Config:
+        """An instance of `cls` with what `scope` and the scopes around it bind."""
+        self._enter("/".join(filter(None, (scope, cls.__name__))))
+        hints = typing.get_type_hints(cls)
+        values, places, missing = {}, {}, []
+        for field in dataclasses.fields(cls):
+            binding = self._find(cls.__name__, field.name, scope)
+            if binding:
+                values[field.name] = self._evaluate(binding.value, scope)
+                places[field.name] = binding.where
+            elif _is_required(field):
+                if _config_classes(hints[field.name]) == [hints[field.name]]:
+                    values[field.name] = self.build(hints[field.name], scope)
+                else:
+                    missing.append(f"{cls.__name__}.{field.name} = {_example(hints[field.name])}")
+        if missing:
+            raise UserError(f"{cls.__name__} lacks a value; bind {', '.join(missing)}")
+        self._open.pop()
+        return _construct(cls, values, places)
+
+    def _find(self, owner: str, field: str, scope: str) -> Binding | None:
+        """The binding of the innermost scope; outer ones count as used, they give way to it."""
+        parts = scope.split("/") if scope else []
+        keys = [("/".join(parts[:depth]), owner, field) for depth in range(len(parts), -1, -1)]
+        found = [self.bindings[key] for key in keys if key in self.bindings]
+        self.used.update(binding.key for binding in found)
+        return found[0] if found else None
+
+    def _evaluate(self, value: Any, scope: str) -> Any:
+        if isinstance(value, Reference):
+            return self.build(self.classes[value.name], value.scope or scope)
+        if isinstance(value, Macro):
+            self._enter(f"%{value.name}")
+            result = self._evaluate(self.bindings["", value.name, ""].value, scope)
+            self._open.pop()
+            return result
+        if isinstance(value, list | tuple):
+            return tuple(self._evaluate(item, scope) for item in value)
+        return value
+
+    def _enter(self, name: str) -> None:
+        if name in self._open:
+            raise UserError(
+                f"the configuration contains itself: {' -> '.join((*self._open, name))}"
+            )
+        self._open.append(name)
+
+
+def _construct(cls: type[Config], values: dict[str, Any], places: dict[str, str]) -> Config:
+    """`cls(**values)`; an error that names a bound field is told where it was bound."""
+    try:
+        return cls(**values)
+    except UserError as error:
+        for field, where in places.items():
+            if str(error).startswith(f"{cls.__name__}.{field} "):
+                raise type(error)(f"{where}: {error}") from None
+        raise
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _example(hint: Any) -> str:
+    choices = " or ".join(f"@{cls.__name__}()" for cls in _config_classes(hint))
+    return choices or f"<{getattr(hint, '__name__', hint)}>"
+
+
+def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
+    """Every class, field and macro that is bound or mentioned exists."""
+    macros = [binding.owner for binding in bindings if not binding.field]
+    for binding in bindings:
+        if binding.field:
+            _check_class(binding.owner, binding.where, classes)
+            fields = [field.name for field in dataclasses.fields(classes[binding.owner])]
+            if binding.field not in fields:
+                near = closest(binding.field, fields)
+                raise UserError(
+                    f"{binding.where}: {binding.owner} has no field {binding.field!r}{near}"
+                )
+        for mention in mentions(binding.value):
+            if isinstance(mention, Macro):
+                if mention.name not in macros:
+                    near = closest(mention.name, macros)
+                    raise UserError(f"{binding.where}: no macro %{mention.name} is defined{near}")
+                continue
+            _check_class(mention.name, binding.where, classes)
+            if not mention.is_called:
+                raise UserError(f"{binding.where}: write @{mention.name}(), with parentheses")
+
+
+def _check_class(name: str, where: str, classes: Classes) -> None:
+    if name not in classes:
+        near = closest(name, list(classes)) or f"; known are {', '.join(sorted(classes))}"
+        raise UserError(f"{where}: no configuration class {name!r}{near}")
+
+
+def _check_use(
+    bindings: dict[Key, Binding], used: set[Key], replaced: Sequence[Binding], classes: Classes
+) -> None:
+    """Every binding applied to something that was built, every macro is mentioned."""
+    everything = [*replaced, *bindings.values()]
+    mentioned = {mention.name for binding in everything for mention in mentions(binding.value)}
+    excused = _classes_behind(replaced, bindings, classes)
+    for key, binding in bindings.items():
+        if not binding.field:
+            if binding.owner not in mentioned:
+                near = closest(binding.owner, list(classes))
+                raise UserError(f"{binding.where}: macro {binding.owner} is never used{near}")
+        elif key not in used and binding.owner not in excused:
+            raise UserError(_unused(binding, classes))
+
+
+def _classes_behind(
+    replaced: Iterable[Binding], bindings: dict[Key, Binding], classes: Classes
+) -> set[str]:
+    """Names of what the replaced bindings would have built, classes inside classes included."""
+    pending = [mention for binding in replaced for mention in mentions(binding.value)]
+    names: set[str] = set()
+    while pending:
+        mention = pending.pop()
+        if mention.name in names:
+            continue
+        names.add(mention.name)
+        if isinstance(mention, Macro):
+            pending += mentions(bindings["", mention.name, ""].value)
+        else:
+            names |= reachable_classes(classes[mention.name]).keys()
+    return names
+
+
+def _unused(binding: Binding, classes: Classes) -> str:
+    message = f"{binding.where}: {binding.name} has no effect, no {binding.owner} is built"
+    target = f"@{binding.scope}/{binding.owner}()" if binding.scope else f"@{binding.owner}()"
+    holders = [
+        f"{cls.__name__}.{field} = {target}"
+        for cls in classes.values()
+        for field, hint in typing.get_type_hints(cls).items()
+        if classes[binding.owner] in _config_classes(hint)
+    ]
+    place = f" in scope {binding.scope!r}" if binding.scope else ""
+    return f"{message}{place}; remove it or bind {' or '.join(holders)}"

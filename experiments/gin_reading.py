@@ -1,0 +1,195 @@
+"""What a .gin file binds, each binding with the place that wrote it.
+
+gin's own parser reads the language. Nothing of gin's runtime is used: a file cannot import or call
+anything, so reading an untrusted one is safe.
+"""
+
+import dataclasses
+import difflib
+import os
+import tokenize
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gin import config_parser
+
+from ttcd_jax.errors import UserError
+
+Key = tuple[str, str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """`@scope/Name()`; without the parentheses `is_called` is False."""
+
+    scope: str
+    name: str
+    is_called: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Macro:
+    """`%name`."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """`scope/owner.field = value`, written at `where`. A macro's definition has no field."""
+
+    scope: str
+    owner: str
+    field: str
+    value: Any
+    where: str
+
+    @property
+    def key(self) -> Key:
+        return self.scope, self.owner, self.field
+
+    @property
+    def name(self) -> str:
+        path = f"{self.scope}/{self.owner}" if self.scope else self.owner
+        return f"{path}.{self.field}" if self.field else path
+
+
+class _Delegate(config_parser.ParserDelegate):
+    """Keeps references and macros as plain values instead of looking them up."""
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
+        scope, _, name = scoped_configurable_name.rpartition("/")
+        return Reference(scope, name, evaluate)
+
+    def macro(self, macro_name: str) -> Macro:
+        return Macro(macro_name)
+
+
+def mentions(value: Any) -> Iterator[Reference | Macro]:
+    """The references and macros inside a bound value."""
+    if isinstance(value, Reference | Macro):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from mentions(item)
+
+
+def find_gin_file(gin_file: str, config_dir: Path) -> Path:
+    """The file that `--gin` names: a name inside `config_dir`, or a path. Raises `UserError`."""
+    for path in (config_dir / gin_file, Path(gin_file)):
+        # Path.is_file would raise for a name that is too long or holds a null character.
+        if os.path.isfile(path):
+            return path
+    raise UserError(f"no file {gin_file!r} in {config_dir}{_nearest_files(gin_file, config_dir)}")
+
+
+def read_file(path: Path, config_dir: Path) -> dict[Key, Binding]:
+    """The bindings of a file and of the fragments it includes, whose bindings it may override.
+
+    Raises `UserError` with file:line for bad syntax, an import, an include that leaves
+    `config_dir`, is missing, late or circular, and a key bound twice by one file or two fragments.
+    """
+    return _read(path.resolve(), config_dir.resolve(), ())
+
+
+def read_params(params: Sequence[str]) -> dict[Key, Binding]:
+    """The bindings given on the command line; of two for one key the last wins."""
+    bindings: dict[Key, Binding] = {}
+    for param in params:
+        where = f"--param {param}"
+        for statement, _ in _parse(param, lambda _, where=where: where):
+            if isinstance(
+                statement, config_parser.IncludeStatement | config_parser.ImportStatement
+            ):
+                raise UserError(f"{where}: only bindings (Class.field=value) can be given here")
+            bindings |= {binding.key: binding for binding in _bindings(statement, where)}
+    return bindings
+
+
+def _read(path: Path, config_dir: Path, parents: tuple[Path, ...]) -> dict[Key, Binding]:
+    shown = path.relative_to(config_dir) if path.is_relative_to(config_dir) else path
+    if path in parents:
+        raise UserError(f"{shown} includes itself through {parents[-1].name}")
+    included: dict[Key, list[Binding]] = {}
+    own: dict[Key, Binding] = {}
+    for statement, where in _parse(_text(path), lambda line: f"{shown}:{line}"):
+        if isinstance(statement, config_parser.ImportStatement):
+            raise UserError(
+                f"{where}: a .gin file may not import {statement.module!r}; only bind values"
+            )
+        if isinstance(statement, config_parser.IncludeStatement):
+            if own:
+                raise UserError(f"{where}: includes come before the bindings that override them")
+            fragment = _fragment(statement.filename, config_dir, where)
+            for key, binding in _read(fragment, config_dir, (*parents, path)).items():
+                included.setdefault(key, []).append(binding)
+            continue
+        for binding in _bindings(statement, where):
+            if binding.key in own:
+                first = own[binding.key].where
+                raise UserError(f"{where}: {binding.name} is already bound at {first}; keep one")
+            own[binding.key] = binding
+    return _merge(included, own)
+
+
+def _merge(included: dict[Key, list[Binding]], own: dict[Key, Binding]) -> dict[Key, Binding]:
+    for key, found in included.items():
+        places = list(dict.fromkeys(binding.where for binding in found))
+        if len(places) > 1 and key not in own:
+            raise UserError(
+                f"{places[1]}: {found[0].name} is already bound at {places[0]}; keep one, "
+                "or bind it in the including file"
+            )
+    return {key: found[0] for key, found in included.items()} | own
+
+
+def _bindings(statement: Any, where: str) -> list[Binding]:
+    if isinstance(statement, config_parser.BlockDeclaration):
+        return []
+    scope, owner, field, value, _ = statement
+    if not field:
+        scope, owner = "", "/".join(filter(None, (scope, owner)))
+    return [Binding(scope, owner, field, value, where)]
+
+
+def _parse(text: str, locate: Callable[[int], str]) -> list[tuple[Any, str]]:
+    """gin's statements, each with its place."""
+    try:
+        statements = list(config_parser.ConfigParser(text, _Delegate()))
+    except SyntaxError as error:
+        message, line = str(error.msg), error.lineno or 1
+    except tokenize.TokenError as error:
+        message, (line, _) = error.args
+    else:
+        return [(statement, locate(statement.location.line_num)) for statement in statements]
+    _, failed, token = message.partition("Failed to parse token ")
+    if failed:
+        message = f"cannot read the value {token}; a string needs quotes"
+    raise UserError(f"{locate(line)}: {' '.join(message.split())}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+
+
+def _fragment(name: str, config_dir: Path, where: str) -> Path:
+    if not os.path.isfile(config_dir / name):
+        raise UserError(f"{where}: no file {name!r} to include{_nearest_files(name, config_dir)}")
+    path = (config_dir / name).resolve()
+    if os.path.isabs(name) or not path.is_relative_to(config_dir):
+        raise UserError(f"{where}: include {name!r} leaves {config_dir}; name a file below it")
+    return path
+
+
+def _nearest_files(name: str, config_dir: Path) -> str:
+    known = {
+        key: str(path.relative_to(config_dir))
+        for path in sorted(config_dir.rglob("*.gin"))
+        for key in (path.name, str(path.relative_to(config_dir)))
+    }
+    near = [known[key] for key in difflib.get_close_matches(name, known, n=5, cutoff=0.5)]
+    return f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""

@@ -1,0 +1,1 @@
+"""Two causal sliding windows over one set of queries, keys and values."""

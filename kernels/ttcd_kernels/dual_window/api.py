@@ -1,0 +1,128 @@
+"""Public entry points of dual-window attention: shapes are checked here, before anything is
+launched."""
+
+from typing import Literal
+
+from jaxtyping import Array, Float, Int
+
+from ttcd_kernels.dual_window import reference, xla
+
+Implementation = Literal["auto", "xla", "reference"]
+_IMPLEMENTATIONS = {
+    "auto": xla.dual_window,
+    "xla": xla.dual_window,
+    "reference": reference.dual_window,
+}
+
+
+def dual_window_attention_with_lse(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    teacher_window: int | None,
+    student_window: int | None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[
+    Float[Array, "B T N H"], Float[Array, "B T N H"], Float[Array, "B T N"], Float[Array, "B T N"]
+]:
+    """Causal attention under two sliding windows: (teacher, student, teacher lse, student lse).
+
+    The queries are the last T of the S positions (the first S - T keys are halo). A window counts
+    the query itself; `None` sees everything. `scale` defaults to H**-0.5. Query head n reads kv
+    head n // (N / K). Keys of another segment are invisible. Log-sum-exps are natural, float32
+    (float64 for float64 inputs). Differentiable in q, k, v through all four results, at five matrix
+    products per key pair of the teacher's window. `implementation`: "xla" works in blocks, O(T *
+    window) memory; "reference" is the O(T * S) definition; "auto" takes the best for the device
+    ("xla").
+
+    Raises:
+        ValueError: shapes or windows that do not fit, naming both numbers.
+    """
+    check_shapes(q, k, v, segment_ids)
+    S = k.shape[1]
+    teacher_window = check_window("teacher_window", teacher_window, S)
+    student_window = check_window("student_window", student_window, S)
+    if student_window > teacher_window:
+        raise ValueError(
+            f"student_window {student_window} is wider than teacher_window {teacher_window}: "
+            "the student must see no more than the teacher"
+        )
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation {implementation!r} is not one of {', '.join(_IMPLEMENTATIONS)}"
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    run = _IMPLEMENTATIONS[implementation]
+    return run(q, k, v, segment_ids, teacher_window, student_window, scale)
+
+
+def dual_window_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    teacher_window: int | None,
+    student_window: int | None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N H"]]:
+    """(teacher, student) outputs of `dual_window_attention_with_lse`."""
+    teacher, student, _, _ = dual_window_attention_with_lse(
+        q,
+        k,
+        v,
+        teacher_window=teacher_window,
+        student_window=student_window,
+        segment_ids=segment_ids,
+        scale=scale,
+        implementation=implementation,
+    )
+    return teacher, student
+
+
+def window_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    window: int | None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B T N H"]:
+    """Causal attention under one sliding window: the dual call with an empty far band."""
+    return dual_window_attention(
+        q,
+        k,
+        v,
+        teacher_window=window,
+        student_window=window,
+        segment_ids=segment_ids,
+        scale=scale,
+        implementation=implementation,
+    )[1]
+
+
+def check_shapes(q, k, v, segment_ids) -> None:
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
+    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q {q.shape} and k {k.shape} differ in batch or head dimension")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{k.shape[2]} kv heads do not divide {q.shape[2]} query heads")
+    if k.shape[1] < q.shape[1]:
+        raise ValueError(f"{q.shape[1]} queries need at least as many keys, got {k.shape[1]}")
+    if segment_ids is not None and segment_ids.shape != k.shape[:2]:
+        raise ValueError(f"segment_ids {segment_ids.shape} must match the keys, {k.shape[:2]}")
+
+
+def check_window(name: str, window: int | None, length: int) -> int:
+    if window is None:
+        return length
+    if window < 1:
+        raise ValueError(f"{name} is {window}: a window counts the query itself, so at least 1")
+    return min(window, length)

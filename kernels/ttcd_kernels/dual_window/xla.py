@@ -1,0 +1,295 @@
+"""Dual-window attention in XLA, block of queries by block: memory O(T * window), forward and
+backward.
+
+A scan over blocks of c queries takes from K and V the w_T + c rows its block can see. One score
+matrix s [c, w_T + c] serves both windows. With the softmax state (m, l, acc) of the near band
+(distance < w_S)
+
+    student = acc / l,    lse_S = m + log l
+
+and the same state carried on over the far band (w_S <= distance < w_T) gives the teacher: one
+accumulator, as in the single sweep of a fused kernel. The backward needs no second set of products
+either: in the near band P_T = rho P_S with rho = exp(lse_S - lse_T) <= 1, so
+
+    near:  dS = P_S * ((dO_S + rho dO_T) V^T - (D_S + rho D_T)),     dV += P_S^T (dO_S + rho dO_T)
+    far:   dS = P_T * (dO_T V^T - D_T),                              dV += P_T^T dO_T
+
+with D = rowsum(dO * O) - d_lse: five matrix products for each key pair of the teacher's window. dK
+and dV leave the scan through a rolling window of w_T + c rows, so nothing is scattered into
+full-size arrays.
+
+Inside: B batch, c queries of a block (axis T), E = w_T + c keys (axis S), K kv heads, G = N / K, H
+head dim.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_MAX_SCORE_ELEMENTS = 1 << 24  # one block's scores: 64 MiB in float32
+_MIN_BLOCK, _MAX_BLOCK = (
+    64,
+    256,
+)  # 256 rows stay in a CPU's cache (measured); fewer waste less masking
+
+
+class _Shape(NamedTuple):
+    """Static facts of a call. Windows are at most the number of keys; `block` rows per step."""
+
+    teacher_window: int
+    student_window: int  # equal to teacher_window: one window only, the far band is empty
+    scale: float
+    block: int
+    halo: int  # keys before the first query
+
+
+class _Residuals(NamedTuple):
+    """What the backward needs. Scores are recomputed."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    segment_ids: jax.Array | None
+    teacher: jax.Array
+    student: jax.Array
+    teacher_lse: jax.Array
+    student_lse: jax.Array
+
+
+def block_rows(batch_heads: int, length: int, window: int) -> int:
+    """Queries per block: at most 256, fewer when a block's scores would pass 64 MiB."""
+    block = _MAX_BLOCK
+
+    def scores(block: int) -> int:
+        return batch_heads * block * (window + block)
+
+    while block > _MIN_BLOCK and scores(block) > _MAX_SCORE_ELEMENTS:
+        block //= 2
+    return min(block, length)
+
+
+def dual_window(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    teacher_window: int,
+    student_window: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Same contract as `reference.dual_window`; differentiable in q, k, v through all four
+    results."""
+    B, T, N, _ = q.shape
+    S = k.shape[1]
+    teacher_window, student_window = min(teacher_window, S), min(student_window, S)
+    block = block_rows(B * N, T, teacher_window)
+    if teacher_window == S and 8 * block <= T:
+        return _causal_halves(q, k, v, segment_ids, teacher_window, student_window, scale)
+    shape = _Shape(teacher_window, student_window, scale, block, S - T)
+    return _banded(shape, q, k, v, segment_ids)
+
+
+def _causal_halves(q, k, v, segment_ids, teacher_window, student_window, scale):
+    """Full attention: the first half of the queries never looks at the second half's keys, so each
+    half is a call of its own (recursively), which saves most of the masked products."""
+    half, S = q.shape[1] // 2, k.shape[1]
+    seen = S - q.shape[1] + half
+    early_ids = None if segment_ids is None else segment_ids[:, :seen]
+    early = dual_window(
+        q[:, :half], k[:, :seen], v[:, :seen], early_ids, seen, min(student_window, seen), scale
+    )
+    late_block = block_rows(q.shape[0] * q.shape[2], q.shape[1] - half, S)
+    shape = _Shape(teacher_window, student_window, scale, late_block, seen)
+    late = _banded(shape, q[:, half:], k, v, segment_ids)
+    return tuple(jnp.concatenate(parts, axis=1) for parts in zip(early, late, strict=True))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _banded(shape: _Shape, q, k, v, segment_ids):
+    return _forward(shape, q, k, v, segment_ids)[0]
+
+
+def _pad_rows(x: jax.Array, front: int, back: int) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (front, back)) + ((0, 0),) * (x.ndim - 2))
+
+
+def _to_blocks(x: jax.Array, block: int) -> jax.Array:
+    """[B, T, ...] -> [blocks, B, c, ...], T padded to whole blocks."""
+    x = _pad_rows(x, 0, -x.shape[1] % block)
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+
+
+def _from_blocks(x: jax.Array, length: int) -> jax.Array:
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+def _grouped(x: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[B, c, N, ...] -> [B, K, G, c, ...]."""
+    x = x.reshape(*x.shape[:2], num_kv_heads, -1, *x.shape[3:])
+    return jnp.moveaxis(x, 1, 3)
+
+
+def _ungrouped(x: jax.Array) -> jax.Array:
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+class _Window(NamedTuple):
+    """What one block of queries sees."""
+
+    k: jax.Array  # [B, E, K, H]
+    v: jax.Array
+    near: jax.Array  # bool, broadcastable to [B, K, G, c, E]
+    far: jax.Array
+
+
+def _window(shape: _Shape, k_pad, v_pad, ids_pad, index: jax.Array) -> _Window:
+    """Keys of block `index` and the masks of its two bands. K and V carry w_T rows of front
+    padding, so the query in row r of the block stands at column r + w_T."""
+    w_T, c = shape.teacher_window, shape.block
+    start, extent = index * c + shape.halo, shape.teacher_window + shape.block
+    rows = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=extent, axis=1)
+    column = jnp.arange(extent)
+    distance = jnp.arange(c)[:, None] + w_T - column[None, :]
+    visible = (distance >= 0) & (distance < w_T) & (start + column >= w_T)[None, :]
+    if ids_pad is not None:
+        ids = rows(ids_pad, start)
+        visible = visible & (ids[:, w_T:, None] == ids[:, None, :])[:, None, None]
+    is_near = distance < shape.student_window
+    return _Window(rows(k_pad, start), rows(v_pad, start), visible & is_near, visible & ~is_near)
+
+
+def _padded(shape: _Shape, q, k, v, segment_ids):
+    back = -q.shape[1] % shape.block
+    pad = functools.partial(_pad_rows, front=shape.teacher_window, back=back)
+    return pad(k), pad(v), None if segment_ids is None else pad(segment_ids)
+
+
+def _near_columns(shape: _Shape) -> slice:
+    """Columns of the window that hold every near key: the last w_S + c."""
+    return slice(shape.teacher_window - shape.student_window, None)
+
+
+def _far_columns(shape: _Shape) -> slice:
+    """Columns that hold every far key: the first w_T - w_S + c (none when there is one window
+    only)."""
+    width = shape.teacher_window - shape.student_window
+    return slice(0, width + shape.block if width else 0)
+
+
+def _forward(shape: _Shape, q, k, v, segment_ids):
+    T, K = q.shape[1], k.shape[2]
+    state = jnp.promote_types(q.dtype, jnp.float32)
+    k_pad, v_pad, ids_pad = _padded(shape, q, k, v, segment_ids)
+    near_cols, far_cols = _near_columns(shape), _far_columns(shape)
+    dot = functools.partial(jnp.einsum, preferred_element_type=state)
+
+    def attend(weight, values):
+        return dot("BKGTS,BSKH->BKGTH", weight.astype(values.dtype), values)
+
+    def one_block(_, operands):
+        index, q_BTNH = operands
+        window = _window(shape, k_pad, v_pad, ids_pad, index)
+        score = dot("BKGTH,BSKH->BKGTS", _grouped(q_BTNH, K), window.k) * shape.scale
+        near = jnp.where(window.near, score, -jnp.inf)[..., near_cols]
+        peak = near.max(-1, keepdims=True)  # finite: a query always sees itself
+        weight = jnp.exp(near - peak)
+        total, acc = weight.sum(-1, keepdims=True), attend(weight, window.v[:, near_cols])
+        student, student_lse = acc / total, peak + jnp.log(total)
+        teacher, teacher_lse = student, student_lse
+        if far_cols.stop:
+            far = jnp.where(window.far, score, -jnp.inf)[..., far_cols]
+            new_peak = jnp.maximum(peak, far.max(-1, keepdims=True))
+            shrink, weight = jnp.exp(peak - new_peak), jnp.exp(far - new_peak)
+            total = total * shrink + weight.sum(-1, keepdims=True)
+            acc = acc * shrink + attend(weight, window.v[:, far_cols])
+            teacher, teacher_lse = acc / total, new_peak + jnp.log(total)
+        out = teacher.astype(q.dtype), student.astype(q.dtype), teacher_lse, student_lse
+        return None, tuple(_ungrouped(x) for x in out)
+
+    q_blocks = _to_blocks(q, shape.block)
+    _, blocks = jax.lax.scan(one_block, None, (jnp.arange(len(q_blocks)), q_blocks))
+    teacher, student, teacher_lse, student_lse = (_from_blocks(x, T) for x in blocks)
+    results = teacher, student, teacher_lse[..., 0], student_lse[..., 0]
+    return results, _Residuals(q, k, v, segment_ids, *results)
+
+
+def _backward(shape: _Shape, saved: _Residuals, cotangents):
+    q, k, v = saved.q, saved.k, saved.v
+    d_teacher, d_student, d_teacher_lse, d_student_lse = cotangents
+    state = saved.teacher_lse.dtype
+    # D = rowsum(dO * O) - d_lse, and the combined cotangent of the near band, rounded to q's dtype
+    # once.
+    rho = jnp.exp(saved.student_lse - saved.teacher_lse)[..., None]
+    D_teacher = _row_dot(d_teacher, saved.teacher, state) - d_teacher_lse[..., None]
+    D_near = _row_dot(d_student, saved.student, state) - d_student_lse[..., None] + rho * D_teacher
+    d_near = (d_student.astype(state) + rho * d_teacher.astype(state)).astype(q.dtype)
+
+    rows = (q, d_near, D_near, saved.student_lse[..., None])
+    rows += (d_teacher, D_teacher, saved.teacher_lse[..., None])
+    blocks = tuple(_to_blocks(x, shape.block) for x in rows)
+    padded = _padded(shape, q, k, v, saved.segment_ids)
+    extent = shape.teacher_window + shape.block
+    empty = jnp.zeros((k.shape[0], extent, *k.shape[2:]), state)
+
+    def one_block(carry, operands):
+        index, *rows = operands
+        dq, dk, dv = _backward_block(shape, _window(shape, *padded, index), rows)
+        dk, dv = carry[0] + dk, carry[1] + dv
+        c = shape.block  # the oldest c rows are final: the next block starts c rows later
+        carry = tuple(_pad_rows(x[:, c:], 0, c) for x in (dk, dv))
+        return carry, (dq.astype(q.dtype), dk[:, :c].astype(k.dtype), dv[:, :c].astype(v.dtype))
+
+    carry, (dq, dk, dv) = jax.lax.scan(
+        one_block, (empty, empty), (jnp.arange(len(blocks[0])), *blocks)
+    )
+
+    def whole(done, rest, like):
+        """Finished rows, then what the last window still holds; without the padding in front."""
+        total = jnp.concatenate([_from_blocks(done, done.shape[0] * shape.block), rest], axis=1)
+        total = _pad_rows(total, shape.halo, 0).astype(like.dtype)
+        return total[:, shape.teacher_window : shape.teacher_window + like.shape[1]]
+
+    return _from_blocks(dq, q.shape[1]), whole(dk, carry[0], k), whole(dv, carry[1], v), None
+
+
+def _row_dot(a: jax.Array, b: jax.Array, dtype) -> jax.Array:
+    return (a.astype(dtype) * b.astype(dtype)).sum(-1, keepdims=True)
+
+
+def _backward_block(shape: _Shape, window: _Window, rows):
+    """dq [B, c, N, H] of one block and its share of dk, dv [B, E, K, H]: five matrix products."""
+    state = rows[3].dtype
+    dot = functools.partial(jnp.einsum, preferred_element_type=state)
+    near_cols, far_cols = _near_columns(shape), _far_columns(shape)
+    K, dtype = window.k.shape[2], window.k.dtype
+    q, d_near, D_near, lse_near, d_far, D_far, lse_far = (_grouped(x, K) for x in rows)
+    score = dot("BKGTH,BSKH->BKGTS", q, window.k) * shape.scale
+
+    def band(mask, columns, lse, d_out, D):
+        """(dS, dV) of one band, padded to all columns of the window."""
+        values = window.v[:, columns]
+        weight = jnp.exp(jnp.where(mask, score, -jnp.inf)[..., columns] - lse)
+        d_weight = dot("BKGTH,BSKH->BKGTS", d_out, values)
+        d_score = (weight * (d_weight - D)).astype(dtype)
+        d_values = dot("BKGTS,BKGTH->BSKH", weight.astype(dtype), d_out)
+        return d_score, d_values
+
+    d_score, dv = band(window.near, near_cols, lse_near, d_near, D_near)
+    front = shape.teacher_window - shape.student_window
+    d_score = jnp.pad(d_score, ((0, 0),) * 4 + ((front, 0),))
+    dv = _pad_rows(dv, front, 0)
+    if far_cols.stop:
+        d_far_score, dv_far = band(window.far, far_cols, lse_far, d_far, D_far)
+        back = window.k.shape[1] - far_cols.stop
+        d_score = d_score + jnp.pad(d_far_score, ((0, 0),) * 4 + ((0, back),))
+        dv = dv + _pad_rows(dv_far, 0, back)
+    dq = dot("BKGTS,BSKH->BKGTH", d_score, window.k) * shape.scale
+    dk = dot("BKGTS,BKGTH->BSKH", d_score, q) * shape.scale
+    return _ungrouped(dq), dk, dv
+
+
+_banded.defvjp(_forward, _backward)

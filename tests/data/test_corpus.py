@@ -1,0 +1,164 @@
+import pathlib
+import sysconfig
+
+import pytest
+
+from ttcd_jax.data import corpus
+from ttcd_jax.data.corpus import CorpusConfig, Document, load_documents
+from ttcd_jax.errors import DataError, UserError
+
+
+@pytest.fixture
+def stdlib(tmp_path, monkeypatch):
+    """A small standard library with everything in it that has to be left out."""
+    files = {f"module_{i:03}.py": b"x = %d\n" % i for i in range(200)}
+    files |= {"package/__init__.py": b"import this\n", "package/note.txt": b"no"}
+    files |= {"empty.py": b"", "latin.py": b"# \xe9\n", "site-packages/numpy.py": b"no"}
+    files |= {"test/test_x.py": b"no", "lib2to3/tests/test_y.py": b"no"}
+    files |= {"idlelib/idle_test/test_z.py": b"no", "__pycache__/x.py": b"no"}
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    return tmp_path
+
+
+def _folder(root: pathlib.Path, files: dict[str, str]) -> CorpusConfig:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return CorpusConfig(kind="text", path=str(root))
+
+
+def _names(documents):
+    return [document.name for document in documents]
+
+
+def test_stdlib_takes_whole_modules_and_splits_them(stdlib):
+    train = load_documents(CorpusConfig(), "train")
+    validation = load_documents(CorpusConfig(), "validation")
+    expected = {f"module_{i:03}.py" for i in range(200)} | {"package/__init__.py"}
+    assert set(_names(train)) | set(_names(validation)) == expected
+    assert set(_names(train)).isdisjoint(_names(validation))
+    assert _names(train) == sorted(_names(train))
+    assert all(text == (stdlib / name).read_bytes() for name, text in train)
+
+
+def test_split_depends_on_the_name_alone(stdlib):
+    held_out = _names(load_documents(CorpusConfig(), "validation"))
+    # sha256(name) mod 100 < 5, worked out with `sha256sum` and `bc`
+    expected = ("006", "031", "035", "094", "128", "146", "161", "172", "175")
+    assert held_out == [f"module_{number}.py" for number in expected]
+    for name in held_out[:-1]:
+        (stdlib / name).unlink()
+    (stdlib / "module_100.py").write_text("changed = True\n")
+    assert _names(load_documents(CorpusConfig(), "validation")) == held_out[-1:]
+
+
+def test_the_real_standard_library_is_found():
+    train = load_documents(CorpusConfig(max_bytes=200_000), "train")
+    assert 100_000 < sum(len(document.text) for document in train) <= 200_000
+    parts = {part for name in _names(train) for part in name.split("/")}
+    assert parts.isdisjoint({"site-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+def test_max_bytes_keeps_whole_documents_and_grows_by_them(stdlib):
+    smaller = load_documents(CorpusConfig(max_bytes=300), "train")
+    everything = load_documents(CorpusConfig(), "train")
+    assert 280 < sum(len(document.text) for document in smaller) <= 300
+    assert set(smaller) < set(everything)
+    assert _names(smaller) == sorted(_names(smaller))
+    assert load_documents(CorpusConfig(max_bytes=10**6), "train") == everything
+    assert load_documents(CorpusConfig(max_bytes=1), "validation")
+    with pytest.raises(DataError, match=r"max_bytes 5 is less than .* \(6 bytes\)"):
+        load_documents(CorpusConfig(max_bytes=5), "train")
+
+
+def test_folder_with_splits_uses_them(tmp_path):
+    config = _folder(tmp_path, {"train/b.txt": "b", "train/a.txt": "a", "validation/c.txt": "c"})
+    assert load_documents(config, "train") == [Document("a.txt", b"a"), Document("b.txt", b"b")]
+    assert load_documents(config, "validation") == [Document("c.txt", b"c")]
+
+
+def test_folder_without_splits_is_split_by_name(tmp_path):
+    config = _folder(tmp_path, {f"deep/{i}.txt": "x" for i in range(50)} | {"note.md": "no"})
+    config = config.replace(validation_percent=40)
+    train, validation = (_names(load_documents(config, s)) for s in ("train", "validation"))
+    assert sorted(train + validation) == sorted(f"deep/{i}.txt" for i in range(50))
+    assert 10 <= len(validation) <= 30
+
+
+def test_glob_selects_the_files(tmp_path):
+    config = _folder(tmp_path, {"train/a.txt": "a", "train/b.md": "b", "validation/c.md": "c"})
+    assert _names(load_documents(config.replace(glob="*.md"), "train")) == ["b.md"]
+
+
+def test_one_file_is_cut_after_a_line(tmp_path):
+    text = "".join(f"line {i} é\n" for i in range(100)).encode()
+    (tmp_path / "book.txt").write_bytes(text)
+    config = CorpusConfig(kind="text", path=str(tmp_path / "book.txt"), validation_percent=10)
+    (train,) = load_documents(config, "train")
+    (validation,) = load_documents(config, "validation")
+    assert train.name == validation.name == "book.txt"
+    assert train.text + validation.text == text
+    assert train.text.endswith(b"\n")
+    assert len(text) * 0.1 <= len(validation.text) < len(text) * 0.12
+
+
+def test_missing_or_empty_text_names_the_path_and_the_remedy(tmp_path):
+    missing = CorpusConfig(kind="text", path=str(tmp_path / "absent"))
+    with pytest.raises(DataError, match=r"no file or folder at .*absent; set CorpusConfig\.path"):
+        load_documents(missing, "train")
+    config = _folder(tmp_path, {"train/a.txt": "", "validation/b.txt": "b"})
+    with pytest.raises(DataError, match=r"the train split of .* is empty"):
+        load_documents(config, "train")
+    with pytest.raises(DataError, match=r"no file under .*train matches '\*\.md'"):
+        load_documents(config.replace(glob="*.md"), "train")
+
+
+def test_split_without_a_document_is_an_error(tmp_path):
+    config = _folder(tmp_path, {"a.txt": "a"}).replace(validation_percent=0)
+    assert load_documents(config, "train")
+    with pytest.raises(DataError, match=r"validation_percent=0\); add text, or give a folder"):
+        load_documents(config, "validation")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "text"}, "kind 'text' takes the path"),
+        ({"path": "x"}, "kind 'stdlib' takes none"),
+        ({"validation_percent": 100}, "validation_percent is 100; give 0 to 99"),
+        ({"max_bytes": 0}, "max_bytes is 0; give 1 or more"),
+        ({"kind": "text", "path": "x", "glob": "/etc/*"}, "give a pattern below path"),
+    ],
+)
+def test_config_errors(fields, message):
+    with pytest.raises(UserError, match=message):
+        CorpusConfig(**fields)
+
+
+def test_fingerprint_follows_names_and_contents():
+    documents = [Document("a", b"bc"), Document("d", b"e")]
+    changes = [
+        [Document("a", b"bx"), Document("d", b"e")],
+        [Document("ab", b"c"), Document("d", b"e")],
+        [Document("a", b"bc"), Document("e", b"e")],
+        documents[::-1],
+        documents[:1],
+    ]
+    prints = {corpus.fingerprint(changed) for changed in [documents, *changes]}
+    assert len(prints) == len(changes) + 1
+    assert corpus.fingerprint(list(documents)) == corpus.fingerprint(documents)
+
+
+def test_manifest():
+    documents = [Document("a", b"bc"), Document("d", b"e")]
+    assert corpus.manifest(CorpusConfig(), documents) == {
+        "kind": "stdlib",
+        "num_documents": 2,
+        "num_bytes": 3,
+        "sha256": corpus.fingerprint(documents),
+    }

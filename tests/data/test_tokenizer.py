@@ -1,0 +1,129 @@
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from ttcd_jax.data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    TokenizerConfig,
+    build_tokenizer,
+    check_tokens,
+)
+from ttcd_jax.errors import DataError, UserError
+
+TEXT = "def größe(x):\n    return '<|endoftext|>' * x  # 日本\n"
+
+
+def _byte_level_file(tmp_path, special: str) -> str:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=[special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT * 3], trainer)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=100)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path / "tokenizer.json")
+
+
+@pytest.fixture(params=["byte", "json"])
+def tokenizer(request, tmp_path):
+    if request.param == "byte":
+        return build_tokenizer(TokenizerConfig())
+    path = _byte_level_file(tmp_path, "<|endoftext|>")
+    return build_tokenizer(TokenizerConfig(kind="json", path=path))
+
+
+def test_decode_inverts_encode(tokenizer):
+    ids = tokenizer.encode(TEXT)
+    assert ids.dtype == np.int32
+    np.testing.assert_array_equal(ids, tokenizer.encode(TEXT.encode()))
+    assert tokenizer.decode(ids) == TEXT
+    check_tokens(ids, tokenizer.vocab_size)
+
+
+def test_specials_are_in_the_vocabulary_and_never_in_text(tokenizer):
+    ids = tokenizer.encode(TEXT)
+    assert not np.isin([tokenizer.bos_id, tokenizer.eos_id], ids).any()
+    framed = np.concatenate([[tokenizer.bos_id], ids, [tokenizer.eos_id]])
+    check_tokens(framed, tokenizer.vocab_size)
+    assert tokenizer.decode(framed) == TEXT
+
+
+def test_num_bytes_sums_to_the_text(tokenizer):
+    framed = np.concatenate([[tokenizer.bos_id], tokenizer.encode(TEXT), [tokenizer.eos_id]])
+    num_bytes = tokenizer.num_bytes(framed)
+    assert num_bytes.shape == framed.shape
+    assert num_bytes[0] == num_bytes[-1] == 0
+    assert num_bytes.sum() == len(TEXT.encode())
+
+
+def test_empty_text_has_no_tokens(tokenizer):
+    assert tokenizer.encode("").shape == (0,)
+    assert tokenizer.decode([]) == ""
+
+
+def test_byte_ids_are_the_bytes():
+    assert ByteTokenizer().encode(b"\x00\xffA").tolist() == [0, 255, 65]
+    assert ByteTokenizer().decode([0xFF, 65]) == "\ufffdA"
+
+
+def test_num_bytes_of_sentencepiece_pieces(tmp_path):
+    vocab = {"<s>": 0, "</s>": 1, "<0x0A>": 2, "▁né": 3, "a": 4}
+    source = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    source.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    source.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = JsonTokenizer(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.num_bytes([[0, 1], [2, 3]]).tolist() == [[0, 0], [1, 4]]
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 5)
+
+
+def test_json_tokenizer_errors(tmp_path):
+    with pytest.raises(DataError, match=r"no tokenizer file at .*absent\.json"):
+        JsonTokenizer(str(tmp_path / "absent.json"))
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(DataError, match=r"broken\.json is not JSON"):
+        JsonTokenizer(str(tmp_path / "broken.json"))
+    (tmp_path / "other.json").write_text(json.dumps({"model": "gpt"}))
+    with pytest.raises(DataError, match="no tokenizer model"):
+        JsonTokenizer(str(tmp_path / "other.json"))
+    path = _byte_level_file(tmp_path, "<unusual>")
+    with pytest.raises(DataError, match=r"no bos token; add one of <s>, <\|begin_of_text\|>"):
+        JsonTokenizer(path)
+
+
+def test_json_tokenizer_refuses_bytes_that_are_not_utf8(tmp_path):
+    tokenizer = JsonTokenizer(_byte_level_file(tmp_path, "<|endoftext|>"))
+    with pytest.raises(DataError, match="not UTF-8 at byte 2 of 3"):
+        tokenizer.encode(b"ab\xff")
+
+
+@pytest.mark.parametrize("fields", [{"kind": "json"}, {"kind": "byte", "path": "x.json"}])
+def test_config_needs_a_path_exactly_for_json(fields):
+    with pytest.raises(UserError, match="kind 'json' takes the path"):
+        TokenizerConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([3, 258, 999], "token 258 at position 1 is outside the vocabulary of 258"),
+        ([[0, 1], [2, -1]], "token -1 at position 1, 1 is outside"),
+    ],
+)
+def test_check_tokens_names_the_first_offender(ids, message):
+    with pytest.raises(DataError, match=message):
+        check_tokens(ids, 258)
+
+
+def test_check_tokens_accepts_the_whole_vocabulary_and_nothing():
+    check_tokens(np.arange(258), 258)
+    check_tokens([], 258)

@@ -1,0 +1,111 @@
+"""How a command ends: exit status, one line for a user's mistake, a traceback for ours."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from experiments.cli import printable
+
+PROGRAM = """
+    import sys
+    from absl import flags
+    from experiments import cli
+    from ttcd_jax.errors import CheckpointError, DataError, UserError
+
+    WIDTH = flags.DEFINE_integer("width", 3, "How wide.")
+
+    def main(argv):
+        {body}
+
+    if __name__ == "__main__":
+        cli.run(main)
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path):
+    """Runs a command whose main has the given body."""
+
+    def run(body: str, *arguments: str, shell: str = "") -> subprocess.CompletedProcess:
+        script = tmp_path / "command.py"
+        script.write_text(textwrap.dedent(PROGRAM).format(body=body))
+        line = [sys.executable, str(script), *arguments]
+        if shell:
+            line = ["bash", "-c", f'set -o pipefail; "$0" "$@" {shell}', *line]
+        return subprocess.run(line, capture_output=True, text=True, timeout=30)
+
+    return run
+
+
+def test_success_prints_and_leaves_with_zero(command):
+    result = command("print(WIDTH.value, len(argv))", "--width=5")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "5 1\n", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("UserError", 2), ("DataError", 3), ("CheckpointError", 4)]
+)
+def test_a_users_mistake_is_one_line_with_its_exit_code(command, name, code):
+    result = command(f"raise {name}('steps 3\\n\\x1b[31mred')")
+    assert result.returncode == code
+    assert result.stderr == "error: steps 3\\n\\x1b[31mred\n"
+
+
+def test_our_own_defect_keeps_its_traceback(command):
+    result = command("raise ValueError('shape')")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "ValueError: shape" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("--widht=3", "error: Unknown command line flag 'widht'. Did you mean: width"),
+        ("--width=three", "error: flag --width=three: invalid literal"),
+        ("leftover", "error: unexpected argument 'leftover'; options are written --name=value"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_code_two(command, argument, expected):
+    result = command("pass", argument)
+    assert result.returncode == 2
+    assert result.stderr.startswith(expected)
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_interrupt_leaves_with_130(command):
+    result = command("raise KeyboardInterrupt")
+    assert (result.returncode, result.stderr) == (130, "interrupted\n")
+
+
+def test_help_succeeds_without_loading_jax(command):
+    result = command("pass", "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "--width: How wide." in result.stdout
+    loaded = "import sys, experiments.cli, experiments.gin_loading; print('jax' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_a_reader_that_goes_away_is_no_error(command, arguments, unbuffered, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    body = "[print('x' * 1000) for _ in range(1000)]"
+    result = command(body, *arguments, shell="| true")
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_a_broken_pipe_that_is_not_our_output_keeps_its_traceback(command):
+    result = command("raise BrokenPipeError('worker')")
+    assert result.returncode == 1
+    assert "BrokenPipeError: worker" in result.stderr
+
+
+def test_control_characters_are_escaped():
+    assert printable("café \x1b[2J\u202e\n\udcff") == "café \\x1b[2J\\u202e\\n\\udcff"

@@ -1,0 +1,154 @@
+"""Text <-> token ids: bytes themselves, or the vocabulary of a Hugging Face `tokenizer.json`."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import tokenizers
+from numpy.typing import ArrayLike
+
+from ttcd_jax.config import Config
+from ttcd_jax.errors import DataError, UserError
+
+BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[BOS]", "<|endoftext|>")
+EOS_NAMES = ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[EOS]")
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerConfig(Config):
+    """`path` names the `tokenizer.json` of kind "json"."""
+
+    kind: Literal["byte", "json"] = "byte"
+    path: str | None = None
+
+    def validate(self) -> None:
+        if (self.kind == "json") != (self.path is not None):
+            raise UserError(
+                f"TokenizerConfig kind={self.kind!r} with path={self.path!r}; "
+                "kind 'json' takes the path of a tokenizer.json, kind 'byte' takes none"
+            )
+
+
+class ByteTokenizer:
+    """Ids 0..255 are the bytes of the text; 256 opens a document and 257 closes it."""
+
+    bos_id = 256
+    eos_id = 257
+    vocab_size = 258
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        """Ids [T] int32, without specials; a `str` counts as UTF-8."""
+        data = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(data, np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids [T], specials dropped; bytes that are not UTF-8 become U+FFFD."""
+        ids = np.asarray(ids, np.int32)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
+
+    def num_bytes(self, ids: ArrayLike) -> np.ndarray:
+        """Bytes of text behind each token, int32, 0 for specials; the shape of `ids`."""
+        return (np.asarray(ids, np.int32) < 256).astype(np.int32)
+
+
+class JsonTokenizer:
+    """The tokenizer of a Hugging Face `tokenizer.json`, with the interface of `ByteTokenizer`.
+
+    Raises `DataError` for a file that is missing, is no such JSON, or names no bos or eos token.
+    """
+
+    def __init__(self, path: str) -> None:
+        source = _read_json(path)
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(source))
+        # A file may carry the truncation and padding of its last use; documents here are whole.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # Text that spells a special token stays text, so only packing marks where documents end.
+        self._tokenizer.encode_special_tokens = True
+        self._is_byte_level = '"ByteLevel"' in json.dumps(source.get("decoder"))
+        self.bos_id = self._special("bos", BOS_NAMES, path)
+        self.eos_id = self._special("eos", EOS_NAMES, path)
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+
+    def _special(self, role: str, names: tuple[str, ...], path: str) -> int:
+        for name in names:
+            token_id = self._tokenizer.token_to_id(name)
+            if token_id is not None:
+                return token_id
+        raise DataError(f"{path} has no {role} token; add one of {', '.join(names)} to it")
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        """Ids [T] int32, without specials. Raises `DataError` for bytes that are not UTF-8."""
+        if isinstance(text, bytes):
+            try:
+                text = text.decode()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"text is not UTF-8 at byte {error.start} of {len(text)}; convert it, or use "
+                    "the byte tokenizer"
+                ) from error
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids [T], specials dropped; bytes that are not UTF-8 become U+FFFD."""
+        kept = [int(i) for i in ids if i not in (self.bos_id, self.eos_id)]
+        return self._tokenizer.decode(kept, skip_special_tokens=True)
+
+    def num_bytes(self, ids: ArrayLike) -> np.ndarray:
+        """Bytes of text behind each token, int32, 0 for specials; the shape of `ids`."""
+        return self._bytes_by_id[np.asarray(ids, np.int32)]
+
+    @functools.cached_property
+    def _bytes_by_id(self) -> np.ndarray:
+        table = np.zeros(self.vocab_size, np.int32)
+        for piece, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            table[token_id] = self._piece_bytes(piece)
+        for token_id, added in self._tokenizer.get_added_tokens_decoder().items():
+            table[token_id] = 0 if added.special else len(added.content.encode())
+        table[[self.bos_id, self.eos_id]] = 0
+        return table
+
+    def _piece_bytes(self, piece: str) -> int:
+        if self._is_byte_level:
+            return len(piece)  # its alphabet spells every byte with one character
+        if BYTE_TOKEN.fullmatch(piece):
+            return 1
+        return len(piece.replace("▁", " ").encode())
+
+
+Tokenizer = ByteTokenizer | JsonTokenizer
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    if not pathlib.Path(path).is_file():
+        raise DataError(f"no tokenizer file at {path}; give the path of a tokenizer.json")
+    try:
+        source = json.loads(pathlib.Path(path).read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not JSON ({error}); give a tokenizer.json") from error
+    if not isinstance(source, dict) or not isinstance(source.get("model"), dict):
+        raise DataError(f"{path} describes no tokenizer model; give a tokenizer.json")
+    return source
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that `config` describes."""
+    return ByteTokenizer() if config.path is None else JsonTokenizer(config.path)
+
+
+def check_tokens(ids: ArrayLike, vocab_size: int) -> None:
+    """Raises `DataError` naming the first of `ids` (any shape) outside 0..vocab_size-1."""
+    ids = np.asarray(ids)
+    bad = np.argwhere((ids < 0) | (ids >= vocab_size))
+    if bad.size:
+        place = ", ".join(str(i) for i in bad[0])
+        raise DataError(
+            f"token {ids[tuple(bad[0])]} at position {place} is outside the vocabulary of "
+            f"{vocab_size} tokens (ids 0..{vocab_size - 1}); encode with this model's tokenizer"
+        )

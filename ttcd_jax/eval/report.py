@@ -1,0 +1,260 @@
+"""Pictures, tables and the HTML page that a run is reported with.
+
+A page links its PNGs beside it, so each also stands alone. Files appear whole or not at all.
+matplotlib and jinja2 are optional: without them the functions that need one raise `UserError`.
+"""
+
+import io
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+from ttcd_jax.errors import UserError
+
+# Okabe and Ito's colours, told apart in every common form of colour blindness; yellow is left out,
+# too pale for a line on white. Marker and dash differ too, for print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MARKERS = "osD^vPX"
+DASHES = ("--", ":", "-.", (0, (8, 3)))
+STYLE: dict[Any, Any] = {
+    "text.parse_math": False,
+    "font.size": 11,
+    "axes.titlesize": 13,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E3E3E3",
+    "figure.constrained_layout.w_pad": 0.12,
+    "figure.constrained_layout.h_pad": 0.12,
+}
+MAX_MARKED_POINTS = 40
+MAX_LABELLED_BARS = 24
+
+Row = Mapping[str, Any]
+
+
+def plot_lines(
+    path: Path,
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    series: Mapping[str, tuple[Sequence[float], Sequence[float | None]]],
+    x_scale: Literal["linear", "log"] = "linear",
+    y_scale: Literal["linear", "log"] = "linear",
+    reference_lines: Mapping[str, float] | None = None,
+) -> None:
+    """A PNG with a line of (x, y) per series and a dashed level per reference; None leaves a gap.
+
+    A logarithmic x axis whose values are powers of two is marked at them, as 4K for 4096.
+    """
+
+    def draw(axes: Any) -> None:
+        for index, (name, (x, y)) in enumerate(series.items()):
+            assert len(x) == len(y), f"{name}: {len(x)} x values for {len(y)} y values"
+            axes.plot(
+                x,
+                [math.nan if value is None else value for value in y],
+                color=COLOURS[index % len(COLOURS)],
+                marker=MARKERS[index % len(MARKERS)] if len(x) <= MAX_MARKED_POINTS else "",
+                markersize=5,
+                label=name,
+            )
+        axes.set_xscale(x_scale)
+        axes.set_yscale(y_scale)
+        ticks = sorted({value for x, _ in series.values() for value in x})
+        if x_scale == "log" and all(_is_power_of_two(tick) for tick in ticks):
+            axes.set_xticks(ticks, [_binary(int(tick)) for tick in ticks])
+            axes.minorticks_off()
+
+    _save_picture(path, draw, title, x_label, y_label, reference_lines)
+
+
+def plot_bars(
+    path: Path,
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    reference_lines: Mapping[str, float] | None = None,
+) -> None:
+    """A PNG with a bar per series in every group; None is written as n/a."""
+
+    def draw(axes: Any) -> None:
+        width = 0.8 / max(len(series), 1)
+        for index, (name, values) in enumerate(series.items()):
+            assert len(values) == len(groups), (
+                f"{name}: {len(values)} bars for {len(groups)} groups"
+            )
+            bars = axes.bar(
+                [group - 0.4 + (index + 0.5) * width for group in range(len(groups))],
+                [math.nan if value is None else value for value in values],
+                0.92 * width,
+                color=COLOURS[index % len(COLOURS)],
+                label=name,
+            )
+            if len(series) * len(groups) <= MAX_LABELLED_BARS:
+                labels = ["" if value is None else f"{value:.3g}" for value in values]
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+                axes.bar_label(bars, labels, padding=3, fontsize=9, bbox=box, zorder=3)
+            for bar, value in zip(bars, values, strict=True):
+                if value is None:
+                    place = (bar.get_x() + bar.get_width() / 2, 0)
+                    axes.annotate(
+                        "n/a", place, ha="center", va="bottom", fontsize=9, color="#666666"
+                    )
+        slanted = sum(map(len, groups)) > 70
+        axes.set_xticks(
+            range(len(groups)), groups, **({"rotation": 25, "ha": "right"} if slanted else {})
+        )
+        axes.grid(visible=False, axis="x")
+        axes.margins(y=0.12)
+
+    _save_picture(path, draw, title, x_label, y_label, reference_lines)
+
+
+def format_table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
+    """Plain text for a terminal: a header, a rule, a line per row; numbers end in line."""
+    names = _columns(rows) if columns is None else list(columns)
+    cells = [[_cell(row.get(name)) for name in names] for row in rows]
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    aligned = [str.rjust if _is_numeric(rows, name) else str.ljust for name in names]
+
+    def line(texts: Sequence[str]) -> str:
+        fields = zip(aligned, texts, widths, strict=True)
+        return "  ".join(align(text, width) for align, text, width in fields).rstrip()
+
+    return "\n".join([line(names), "  ".join("-" * width for width in widths), *map(line, cells)])
+
+
+def write_page(
+    path: Path,
+    *,
+    title: str,
+    summary: str,
+    tables: Sequence[tuple[str, Sequence[Row]]],
+    pictures: Sequence[tuple[str, str]],
+    next_steps: Sequence[str],
+) -> None:
+    """The HTML page: summary, captioned tables, captioned pictures, what to do next.
+
+    Pictures are paths relative to the page. Text is escaped; `...` in backticks of the summary or a
+    next step is set as code, a blank line of the summary starts a paragraph.
+    """
+    try:
+        import jinja2
+    except ImportError as error:
+        raise UserError("the report page needs jinja2; install ttcd_jax[report]") from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html").render(
+        title=title,
+        paragraphs=[text.strip() for text in summary.split("\n\n") if text.strip()],
+        tables=[(caption, *_table(rows)) for caption, rows in tables],
+        pictures=[(caption, quote(Path(png).as_posix())) for caption, png in pictures],
+        next_steps=next_steps,
+    )
+    _write_whole(path, page.encode())
+
+
+def _table(rows: Sequence[Row]) -> tuple[list[tuple[str, bool]], list[list[str]]]:
+    """(name, is_numeric) per column and the text of every cell."""
+    names = _columns(rows)
+    header = [(name, _is_numeric(rows, name)) for name in names]
+    return header, [[_cell(row.get(name)) for name in names] for row in rows]
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _is_numeric(rows: Sequence[Row], name: str) -> bool:
+    numbers = [row[name] for row in rows if row.get(name) is not None]
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 10_000 <= abs(value) < 1e12 else f"{value:.4g}"
+    # A control character in a name could rewrite the terminal or break the table.
+    return "".join(letter if letter.isprintable() else "�" for letter in str(value))
+
+
+def _is_power_of_two(value: float) -> bool:
+    return value >= 1 and value == int(value) and int(value).bit_count() == 1
+
+
+def _binary(value: int) -> str:
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if value >= size:
+            return f"{value // size}{unit}"
+    return str(value)
+
+
+def _save_picture(
+    path: Path,
+    draw: Callable[[Any], None],
+    title: str,
+    x_label: str,
+    y_label: str,
+    reference_lines: Mapping[str, float] | None,
+) -> None:
+    """The frame of every picture: 1600 x 900 pixels, legible when shown at half that."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("pictures need matplotlib; install ttcd_jax[report]") from error
+    # A bare Figure draws with Agg and keeps no global state, unlike pyplot.
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        draw(axes)
+        handles, labels = axes.get_legend_handles_labels()
+        for index, (name, level) in enumerate((reference_lines or {}).items()):
+            dash = DASHES[index % len(DASHES)]
+            handles.append(axes.axhline(level, color="#555555", linestyle=dash))
+            labels.append(name)
+        axes.set(title=title, xlabel=x_label, ylabel=y_label)
+        if len(labels) > 1:
+            columns = max(1, min(len(labels), 90 // (max(map(len, labels)) + 6)))
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        content = io.BytesIO()
+        figure.savefig(content, format="png", dpi=200)
+    _write_whole(path, content.getvalue())
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Writes beside `path` first: a reader sees the old file or the new one, never half."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_bytes(content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror}; choose a writable place"
+        ) from error

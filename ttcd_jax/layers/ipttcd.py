@@ -1,0 +1,218 @@
+"""The IP-TTCD MLP: a SwiGLU whose down projection holds what the student's short window missed.
+
+    z_target = conv_T(feat(x)),  z_student = conv_S(feat(t))             both inside their chunk
+    e = sigmoid(t . b) * ((z_target - z_student) W_base) P,  k = z_student / |z_student|
+    W_i = W_base + eta * sum over earlier chunks of k^T e,   y = z_out W_i
+
+x is the teacher's normed hidden state, t the student's; W_base is the down projection [F, D].
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ttcd_jax.axes import param
+from ttcd_jax.config import Config
+from ttcd_jax.errors import UserError
+from ttcd_jax.layers.linear import normal_param
+from ttcd_jax.layers.mlp import MLPConfig, SwiGLU
+from ttcd_jax.layers.short_conv import short_conv
+from ttcd_jax.ttt.chunking import chunk_segments, from_chunks, memory_mask, to_chunks
+from ttcd_jax.ttt.scan import Form, MemoryRule, apply_memory, renormalized_memory
+from ttcd_jax.ttt.update import chunk_errors, l2_normalize
+
+ConvInit = Literal["zeros", "identity", "normal"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryConfig(Config):
+    """How the memory is written and read. The defaults are the paper's from-scratch recipe.
+
+    A model trained from scratch reads through the teacher convolution, which starts at zero
+    (published) or at the identity. Continued training starts at the base model exactly:
+    `output="teacher_raw"`, `normalizes_keys=False`, teacher convolution at identity, student
+    convolution at zero.
+    """
+
+    chunk_size: int = 1024
+    eta: float = 0.3
+    num_taps: int = 5
+    is_conv_causal: bool = True
+    has_teacher_conv: bool = True
+    has_student_conv: bool = True
+    has_proj: bool = True
+    has_token_rate: bool = True
+    normalizes_keys: bool = True
+    normalizes_errors: bool = False
+    # Which features are read through the memory: the teacher's behind its convolution, before it,
+    # or the student's.
+    output: Literal["teacher", "teacher_raw", "student"] = "teacher"
+    teacher_conv_init: ConvInit = "zeros"
+    student_conv_init: ConvInit = "normal"
+    # 0.02 I, 0.02 diag(N(0, 1)), zero, or dense N(0, init_std^2).
+    proj_init: Literal["identity", "gaussian_diagonal", "zeros", "normal"] = "identity"
+    renorm_chunks: int | None = None  # hold |W| at |W_base|, in groups of so many chunks
+    orthogonalizes_updates: bool = False  # Newton-Schulz on every delta_w
+    zero_slope: float = 1.0  # gradient of a normalisation at a zero vector; published: 1e6
+    folds_state: bool = False  # published read: round W_base + eta S, then one product
+    resets_at_document: bool = True  # published: the memory leaks from document to document
+    form: Form = "blocked"
+    block_chunks: int = 4
+
+    def validate(self) -> None:
+        for name in ("chunk_size", "num_taps", "block_chunks"):
+            if getattr(self, name) < 1:
+                raise UserError(f"MemoryConfig.{name} {getattr(self, name)} must be at least 1")
+        if self.renorm_chunks is not None and self.renorm_chunks < 1:
+            raise UserError(f"MemoryConfig.renorm_chunks {self.renorm_chunks} must be at least 1")
+        if self.output == "teacher_raw" and not self.has_teacher_conv:
+            raise UserError(
+                "output 'teacher_raw' names features before a convolution that is off; "
+                "use 'teacher'"
+            )
+        if self.folds_state and self.resets_at_document:
+            raise UserError(
+                "folds_state reproduces code without documents: set resets_at_document=False"
+            )
+        if self.form == "attention" and (self.orthogonalizes_updates or self.folds_state):
+            raise UserError("form 'attention' knows neither orthogonalizes_updates nor folds_state")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IPTTCDConfig(Config):
+    """An MLP with a memory in its down projection."""
+
+    mlp: MLPConfig
+    memory: MemoryConfig = MemoryConfig()
+
+
+class MemoryStats(NamedTuple):
+    """Scalars of one fast layer, without gradient."""
+
+    memory_ratio: (
+        jax.Array
+    )  # |eta * sum of delta_w|_F / |W_base|_F at the end of the row, batch mean
+    gate_mean: jax.Array  # mean of beta over tokens; 1 without a token rate
+
+
+class IPTTCDMLP(SwiGLU):
+    """(x, t) [B, T, D] -> y [B, T, D], any T. Parameters of SwiGLU plus P, b and the two
+    convolutions."""
+
+    def __init__(self, config: IPTTCDConfig, *, rngs: nnx.Rngs):
+        super().__init__(config.mlp, rngs=rngs)
+        memory, D, F = config.memory, config.mlp.dim, config.mlp.hidden_dim
+        std, dtype = config.mlp.init_std, config.mlp.precision.param_dtype
+        self.memory = memory
+        if memory.has_proj:
+            self.proj = _init_proj(memory, rngs, D, std, dtype)
+        if memory.has_token_rate:
+            self.rate = normal_param(rngs, (D,), ("embed",), std, dtype)
+        if memory.has_teacher_conv:
+            self.teacher_conv = _init_conv(memory, memory.teacher_conv_init, rngs, F, std, dtype)
+        if memory.has_student_conv:
+            self.student_conv = _init_conv(memory, memory.student_conv_init, rngs, F, std, dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        t: Float[Array, "B T D"],
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        return self.forward(x, t, segment_ids)[0]
+
+    def forward(
+        self,
+        x: Float[Array, "B T D"],
+        t: Float[Array, "B T D"],
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], MemoryStats]:
+        """y and what the memory holds. Documents (`segment_ids`) neither share nor leak it."""
+        memory, length = self.memory, x.shape[1]
+        if not memory.resets_at_document:
+            segment_ids = None
+        segments = chunk_segments(segment_ids, memory.chunk_size)
+        z = to_chunks(self.features(x), memory.chunk_size)
+        z_student = to_chunks(self.features(t), memory.chunk_size)
+        z_target = z
+        if memory.has_teacher_conv:
+            z_target = self._conv(z, self.teacher_conv[...], segments)
+        if memory.has_student_conv:
+            z_student = self._conv(z_student, self.student_conv[...], segments)
+
+        w_base = self.down[...].astype(z.dtype)
+        beta = self._gate(t)
+        errors = chunk_errors(
+            z_target,
+            z_student,
+            w_base,
+            beta=None if beta is None else to_chunks(beta, memory.chunk_size),
+            proj=self.proj[...].astype(z.dtype) if memory.has_proj else None,
+            normalizes=memory.normalizes_errors,
+            zero_slope=memory.zero_slope,
+        )
+        keys = l2_normalize(z_student, memory.zero_slope) if memory.normalizes_keys else z_student
+        z_out = {"teacher": z_target, "teacher_raw": z, "student": z_student}[memory.output]
+        mask = memory_mask(segment_ids, length, memory.chunk_size)
+        y, state = self._read(z_out, keys, errors, w_base, mask)
+        return from_chunks(y, length), self._stats(state, beta)
+
+    def _conv(self, z, taps, segments):
+        return short_conv(z, taps, is_causal=self.memory.is_conv_causal, segment_ids=segments)
+
+    def _gate(self, t: Float[Array, "B T D"]) -> Float[Array, "B T"] | None:
+        if not self.memory.has_token_rate:
+            return None
+        return jax.nn.sigmoid(jnp.einsum("BTD,D->BT", t, self.rate[...].astype(t.dtype)))
+
+    def _read(self, z_out, keys, errors, w_base, mask):
+        memory = self.memory
+        rule = MemoryRule(
+            eta=memory.eta,
+            orthogonalizes=memory.orthogonalizes_updates,
+            folds_state=memory.folds_state,
+            form=memory.form,
+            block_chunks=memory.block_chunks,
+            state_dtype=self.config.precision.state_dtype,
+        )
+        if memory.renorm_chunks is None:
+            return apply_memory(rule, z_out, keys, errors, w_base, mask)
+        return renormalized_memory(rule, z_out, keys, errors, w_base, mask, memory.renorm_chunks)
+
+    def _stats(self, state: Float[Array, "B F D"], beta) -> MemoryStats:
+        state = jax.lax.stop_gradient(state).astype(jnp.float32)
+        base = jax.lax.stop_gradient(self.down[...]).astype(jnp.float32)
+        size = jnp.linalg.norm(state, axis=(-2, -1)).mean()
+        gate = jnp.ones(()) if beta is None else jax.lax.stop_gradient(beta).mean()
+        ratio = abs(self.memory.eta) * size / jnp.linalg.norm(base)
+        return MemoryStats(ratio, gate.astype(jnp.float32))
+
+
+def _init_proj(memory: MemoryConfig, rngs: nnx.Rngs, dim: int, std: float, dtype) -> nnx.Param:
+    axes = ("embed", "embed_out")
+    match memory.proj_init:
+        case "identity":
+            return param(0.02 * jnp.eye(dim, dtype=dtype), axes)
+        case "gaussian_diagonal":
+            return param(jnp.diag(0.02 * jax.random.normal(rngs.params(), (dim,), dtype)), axes)
+        case "zeros":
+            return param(jnp.zeros((dim, dim), dtype), axes)
+        case "normal":
+            return normal_param(rngs, (dim, dim), axes, std, dtype)
+
+
+def _init_conv(
+    memory: MemoryConfig, init: ConvInit, rngs: nnx.Rngs, hidden_dim: int, std: float, dtype
+) -> nnx.Param:
+    """Taps [R, F]; the identity passes the current token through."""
+    R, axes = memory.num_taps, ("taps", "mlp")
+    if init == "normal":
+        return normal_param(rngs, (R, hidden_dim), axes, std, dtype)
+    taps = jnp.zeros((R, hidden_dim), dtype)
+    if init == "identity":
+        taps = taps.at[R - 1 if memory.is_conv_causal else R // 2].set(1)
+    return param(taps, axes)

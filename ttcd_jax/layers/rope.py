@@ -1,0 +1,72 @@
+"""Rotary position embedding, half-split layout, with YaRN context extension.
+
+With a head vector a = [a0 | a1] at position p:  [a0 cos - a1 sin | a1 cos + a0 sin],  angle p *
+base^(-2j/H). Angles are float32 always: positions of a million tokens need it, more digits change
+nothing that is learned.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ttcd_jax.config import Config
+from ttcd_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnConfig(Config):
+    """YaRN (Peng et al. 2023) as Hugging Face applies it: pairs that turn fewer than `slow_turns`
+    times over the original length are interpolated by `factor`, those above `fast_turns` are kept,
+    a linear ramp between; cos and sin are multiplied by 0.1 ln(factor) + 1."""
+
+    factor: float
+    original_length: int
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+
+    def validate(self) -> None:
+        if self.factor < 1:
+            raise UserError(f"YarnConfig.factor {self.factor} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig(Config):
+    """`base`: theta of the slowest pair."""
+
+    base: float = 10_000.0
+    yarn: YarnConfig | None = None
+
+
+def pair_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """(radians per position of each of the H/2 pairs, factor on cos and sin)."""
+    pair = np.arange(0, head_dim, 2) / head_dim
+    frequency = 1.0 / config.base**pair
+    if config.yarn is None:
+        return frequency.astype(np.float32), 1.0
+    yarn = config.yarn
+
+    def pair_with_turns(turns: float) -> float:
+        length = yarn.original_length / (turns * 2 * math.pi)
+        return head_dim * math.log(length) / (2 * math.log(config.base))
+
+    low = max(math.floor(pair_with_turns(yarn.fast_turns)), 0)
+    high = min(math.ceil(pair_with_turns(yarn.slow_turns)), head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+    frequency = frequency * (1 - ramp) + frequency / yarn.factor * ramp
+    return frequency.astype(np.float32), 0.1 * math.log(yarn.factor) + 1.0
+
+
+def rotate(
+    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], config: RopeConfig
+) -> Float[Array, "B T N H"]:
+    """x with every head turned by its token's position."""
+    frequency, magnitude = pair_frequencies(config, x.shape[-1])
+    angle = positions.astype(jnp.float32)[..., None, None] * frequency
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    cos, sin = (magnitude * f(angle).astype(wide) for f in (jnp.cos, jnp.sin))
+    first, second = jnp.split(x.astype(wide), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

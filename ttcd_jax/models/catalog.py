@@ -1,0 +1,124 @@
+"""The list of methods: which block each layer of a transformer is. Nothing else knows a method by
+name."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from ttcd_jax.config import Config
+from ttcd_jax.errors import UserError
+from ttcd_jax.layers.attention import AttentionConfig
+from ttcd_jax.layers.dual_window import DualWindowConfig
+from ttcd_jax.layers.ipttcd import IPTTCDConfig, MemoryConfig
+from ttcd_jax.layers.mlp import MLPConfig
+from ttcd_jax.layers.rope import RopeConfig
+from ttcd_jax.models.block import BlockConfig, IPTTCDBlockConfig, PlainBlockConfig
+from ttcd_jax.precision import Precision
+
+Remat = Literal["none", "block", "dots"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig(Config):
+    """A language model: embedding, blocks by method, final norm, head.
+
+    `window` is the attention window of every layer (the teacher's on fast layers), `None` full
+    attention. `fast_layers`, `student_window` and `memory` matter to methods with a memory only.
+    `num_kv_heads=None` stands for `num_heads`, `head_dim=None` for dim / num_heads. `remat`: what
+    the backward recomputes: nothing, whole blocks, or all but matrix products.
+    """
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    mlp_dim: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    method: Literal["full", "swa", "ipttcd"] = "ipttcd"
+    window: int | None = None
+    student_window: int = 1024
+    fast_layers: tuple[int, ...] = ()
+    memory: MemoryConfig = MemoryConfig()
+    rope: RopeConfig = RopeConfig()
+    has_qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+    norm_eps: float = 1e-6
+    has_tied_head: bool = True
+    init_std: float = 0.02
+    attention_implementation: Literal["auto", "xla", "reference"] = "auto"
+    remat: Remat = "none"
+    scans_layers: bool = True  # False: unrolled, for debugging; same parameters
+    precision: Precision = Precision()
+
+    def validate(self) -> None:
+        for name in ("vocab_size", "dim", "num_layers", "num_heads", "mlp_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(
+                    f"TransformerConfig.{name} {getattr(self, name)} must be at least 1"
+                )
+        if self.head_dim is None and self.dim % self.num_heads:
+            raise UserError(
+                f"num_heads {self.num_heads} does not divide dim {self.dim}; set head_dim"
+            )
+        outside = [layer for layer in self.fast_layers if not 0 <= layer < self.num_layers]
+        if outside:
+            raise UserError(f"fast_layers {outside} outside 0 .. {self.num_layers - 1}")
+        if len(set(self.fast_layers)) != len(self.fast_layers):
+            raise UserError(f"fast_layers {self.fast_layers} names a layer twice")
+        if self.method == "full" and self.window is not None:
+            raise UserError(f"method 'full' has no window, got {self.window}; use method 'swa'")
+        if self.method == "swa" and self.window is None:
+            raise UserError("method 'swa' needs a window; for full attention use method 'full'")
+        block_configs(self)
+
+
+def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:
+    """One block configuration per layer."""
+    return tuple(METHODS[config.method](config, layer) for layer in range(config.num_layers))
+
+
+def _attention(config: TransformerConfig) -> AttentionConfig:
+    return AttentionConfig(
+        dim=config.dim,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_heads if config.num_kv_heads is None else config.num_kv_heads,
+        head_dim=config.dim // config.num_heads if config.head_dim is None else config.head_dim,
+        window=config.window,
+        rope=config.rope,
+        has_qk_norm=config.has_qk_norm,
+        qk_norm_eps=config.qk_norm_eps,
+        init_std=config.init_std,
+        implementation=config.attention_implementation,
+        precision=config.precision,
+    )
+
+
+def _mlp(config: TransformerConfig) -> MLPConfig:
+    return MLPConfig(
+        dim=config.dim,
+        hidden_dim=config.mlp_dim,
+        init_std=config.init_std,
+        precision=config.precision,
+    )
+
+
+def _plain(config: TransformerConfig, layer: int) -> BlockConfig:
+    return PlainBlockConfig(mixer=_attention(config), mlp=_mlp(config), norm_eps=config.norm_eps)
+
+
+def _ipttcd(config: TransformerConfig, layer: int) -> BlockConfig:
+    if layer not in config.fast_layers:
+        return _plain(config, layer)
+    return IPTTCDBlockConfig(
+        mixer=DualWindowConfig(attention=_attention(config), student_window=config.student_window),
+        mlp=IPTTCDConfig(mlp=_mlp(config), memory=config.memory),
+        norm_eps=config.norm_eps,
+    )
+
+
+METHODS: dict[str, Callable[[TransformerConfig, int], BlockConfig]] = {
+    "full": _plain,
+    "swa": _plain,
+    "ipttcd": _ipttcd,
+}

@@ -1,0 +1,170 @@
+"""The stacked transformer: embedding, groups of scanned blocks, final norm, tied or untied head."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ttcd_jax.axes import param
+from ttcd_jax.layers.attention import row_positions
+from ttcd_jax.layers.ipttcd import MemoryStats
+from ttcd_jax.layers.linear import normal_param
+from ttcd_jax.layers.norm import rms_norm
+from ttcd_jax.models.block import BlockConfig, build_block
+from ttcd_jax.models.catalog import Remat, TransformerConfig, block_configs
+
+
+class Run(NamedTuple):
+    """`repeats` copies of one unit of blocks, layer after layer, scanned."""
+
+    unit: tuple[BlockConfig, ...]
+    repeats: int
+
+
+class Place(NamedTuple):
+    """Where a layer's parameters stand: attribute names, and the row of the stacked arrays."""
+
+    group: str
+    block: str
+    row: int
+
+
+def scan_plan(blocks: tuple[BlockConfig, ...]) -> tuple[Run, ...]:
+    """The shortest unit whose repetition gives all layers ({0, 6, 12, 18} of 24: one fast block and
+    five plain ones, four times); an irregular pattern becomes one run per stretch of equal
+    blocks."""
+    for size in range(1, len(blocks) // 2 + 1):
+        if len(blocks) % size == 0 and blocks[:size] * (len(blocks) // size) == blocks:
+            return (Run(blocks[:size], len(blocks) // size),)
+    runs: list[Run] = []
+    for block in blocks:
+        if runs and runs[-1].unit == (block,):
+            runs[-1] = Run((block,), runs[-1].repeats + 1)
+        else:
+            runs.append(Run((block,), 1))
+    return tuple(runs)
+
+
+def place_of_layer(config: TransformerConfig, layer: int) -> Place:
+    """Where to find layer `layer` in the parameter tree."""
+    first = 0
+    for index, run in enumerate(scan_plan(block_configs(config))):
+        size = len(run.unit)
+        if layer < first + size * run.repeats:
+            row, block = divmod(layer - first, size)
+            return Place(f"group_{index}", f"block_{block}", row)
+        first += size * run.repeats
+    raise IndexError(f"layer {layer} of {config.num_layers}")
+
+
+class _Unit(nnx.Module):
+    """The repeated blocks, as attributes block_0, block_1, ..."""
+
+    def __init__(self, blocks: tuple[BlockConfig, ...], *, rngs: nnx.Rngs):
+        self.num_blocks = len(blocks)
+        for index, config in enumerate(blocks):
+            setattr(self, f"block_{index}", build_block(config, rngs=rngs))
+
+    def forward(self, h, positions, segment_ids) -> tuple[jax.Array, tuple[MemoryStats, ...]]:
+        stats = []
+        for index in range(self.num_blocks):
+            h, block_stats = getattr(self, f"block_{index}").forward(h, positions, segment_ids)
+            if block_stats is not None:
+                stats.append(block_stats)
+        return h, tuple(stats)
+
+
+def _stacked(run: Run, rngs: nnx.Rngs) -> _Unit:
+    """A unit whose parameters carry a leading `layers` axis, every copy drawn on its own."""
+
+    @nnx.split_rngs(splits=run.repeats)
+    @nnx.vmap(in_axes=(nnx.StateAxes({...: 0}),), out_axes=0)
+    def create(rngs: nnx.Rngs) -> _Unit:
+        return _Unit(run.unit, rngs=rngs)
+
+    unit = create(rngs)
+    for _, variable in nnx.to_flat_state(nnx.state(unit, nnx.Param)):
+        variable.set_metadata(axes=("layers", *variable.get_metadata("axes")))
+    return unit
+
+
+class Transformer(nnx.Module):
+    """tokens [B, T] -> logits [B, T, V]; `forward` gives hidden states and memory statistics."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        std, dtype = config.init_std, config.precision.param_dtype
+        vocab = (config.vocab_size, config.dim)
+        self.embedding = normal_param(rngs, vocab, ("vocab", "embed"), std, dtype)
+        self.plan = scan_plan(block_configs(config))
+        for index, run in enumerate(self.plan):
+            setattr(self, f"group_{index}", _stacked(run, rngs))
+        self.final_norm = param(jnp.ones((config.dim,), dtype), ("embed",))
+        if not config.has_tied_head:
+            self.head = normal_param(rngs, vocab, ("vocab", "embed"), std, dtype)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T V"]:
+        """Logits in the compute dtype. For a loss over a large vocabulary use `forward` and
+        `head_weight` with `train.loss`, which never holds all logits at once."""
+        hidden, _ = self.forward(tokens, segment_ids)
+        return jnp.einsum("BTD,VD->BTV", hidden, self.head_weight().astype(hidden.dtype))
+
+    def head_weight(self) -> Float[Array, "V D"]:
+        """The output matrix: the embedding itself when the head is tied."""
+        return self.embedding[...] if self.config.has_tied_head else self.head[...]
+
+    def forward(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
+        """(final normed hidden states, statistics [fast layers] in layer order).
+
+        Tokens of different segments do not see each other, in attention, convolutions or memory.
+        Positions (default: 0 .. T-1) matter by their differences only.
+        """
+        positions = row_positions(tokens) if positions is None else positions
+        h = self.embedding[...].astype(self.config.precision.compute_dtype)[tokens]
+        stats = []
+        for index, run in enumerate(self.plan):
+            unit = getattr(self, f"group_{index}")
+            h, run_stats = self._run(unit, run, h, positions, segment_ids)
+            stats.extend(run_stats)
+        h = rms_norm(h, self.final_norm[...], self.config.norm_eps)
+        return h, _join(stats)
+
+    def _run(self, unit: _Unit, run: Run, h, positions, segment_ids):
+        """(h, statistics of the fast layers in order) after all repeats of a unit."""
+        graph, params = nnx.split(unit)
+
+        def body(h, layer_params):
+            return nnx.merge(graph, layer_params).forward(h, positions, segment_ids)
+
+        body = _with_remat(body, self.config.remat)
+        if self.config.scans_layers and run.repeats > 1:
+            h, stats = jax.lax.scan(body, h, params)
+            rows = [jax.tree.map(lambda x, i=i: x[i], stats) for i in range(run.repeats)]
+        else:
+            rows = []
+            for i in range(run.repeats):
+                h, row = body(h, jax.tree.map(lambda x, i=i: x[i], params))
+                rows.append(row)
+        return h, [block_stats for row in rows for block_stats in row]
+
+
+def _with_remat(body, remat: Remat):
+    if remat == "none":
+        return body
+    policies = {"block": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    return jax.checkpoint(body, policy=policies[remat], prevent_cse=False)
+
+
+def _join(stats: list[MemoryStats]) -> MemoryStats | None:
+    if not stats:
+        return None
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats)

@@ -1,0 +1,115 @@
+"""Cross entropy over a large vocabulary without ever holding all logits.
+
+    loss_t = logsumexp_v(h_t . w_v) - h_t . w_{y_t}
+
+A scan over blocks of rows computes a block's logits, its loss and at once its share of the
+gradients: three matrix products in all (a recomputing backward needs four), and [rows, V] float32
+is the largest array.
+"""
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+if TYPE_CHECKING:
+    from ttcd_jax.models.transformer import Transformer
+
+DEFAULT_ROWS = 1024
+
+
+def token_losses(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    rows: int = DEFAULT_ROWS,
+) -> Float[Array, "B T"]:
+    """Negative log-likelihood in nats of every target, float32 or better. For evaluation: the
+    backward of `summed_loss` is the cheap one."""
+
+    def block(_, operands):
+        h, y = operands
+        return None, _block_losses(h, head, y)[0]
+
+    _, losses = jax.lax.scan(block, None, _row_blocks(rows, hidden, targets))
+    return losses.reshape(-1)[: targets.size].reshape(targets.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def summed_loss(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
+    rows: int = DEFAULT_ROWS,
+) -> Float[Array, ""]:
+    """Sum of the losses of marked tokens, in nats. Gradient for `hidden` and `head`."""
+    losses = token_losses(hidden, head, targets, rows)
+    return jnp.sum(jnp.where(loss_mask, losses, 0))
+
+
+def _summed_loss_forward(hidden, head, targets, loss_mask, rows):
+    """The loss and its gradients: a block's logits serve both, then they are gone."""
+    state = jnp.promote_types(hidden.dtype, jnp.float32)
+
+    def block(carry, operands):
+        total, d_head = carry
+        h, y, keep = operands
+        losses, logits, lse = _block_losses(h, head, y)
+        d_logits = jnp.exp(logits - lse[:, None]) - jax.nn.one_hot(y, head.shape[0], dtype=state)
+        d_logits = jnp.where(keep[:, None], d_logits, 0).astype(h.dtype)
+        d_head = d_head + jnp.einsum("XV,XD->VD", d_logits, h, preferred_element_type=state)
+        d_hidden = jnp.einsum("XV,VD->XD", d_logits, head.astype(h.dtype))
+        return (total + jnp.sum(jnp.where(keep, losses, 0)), d_head), d_hidden
+
+    start = (jnp.zeros((), state), jnp.zeros(head.shape, state))
+    (total, d_head), d_hidden = jax.lax.scan(
+        block, start, _row_blocks(rows, hidden, targets, loss_mask)
+    )
+    d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape)
+    return total, (d_hidden, d_head.astype(head.dtype))
+
+
+def _summed_loss_backward(rows, saved, d_total):
+    d_hidden, d_head = saved
+    return (
+        d_hidden * d_total.astype(d_hidden.dtype),
+        d_head * d_total.astype(d_head.dtype),
+        None,
+        None,
+    )
+
+
+summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
+
+
+def _row_blocks(rows: int, hidden: jax.Array, *rest: jax.Array):
+    """[B, T, ...] -> [blocks, rows, ...], zero-padded: padded rows are unmarked."""
+    count = rest[0].size
+    rows = min(rows, count)
+
+    def split(x):
+        x = x.reshape(count, *x.shape[2:])
+        x = jnp.pad(x, ((0, -count % rows),) + ((0, 0),) * (x.ndim - 1))
+        return x.reshape(-1, rows, *x.shape[1:])
+
+    return tuple(split(x) for x in (hidden, *rest))
+
+
+def _block_losses(h: jax.Array, head: jax.Array, y: jax.Array):
+    """(losses [X], logits [X, V], log-sum-exp [X]) of one block of rows."""
+    state = jnp.promote_types(h.dtype, jnp.float32)
+    logits = jnp.einsum("XD,VD->XV", h, head.astype(h.dtype), preferred_element_type=state)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, y[:, None], axis=-1)[:, 0]
+    return lse - chosen, logits, lse
+
+
+def next_token_loss(model: "Transformer", tokens: Int[Array, "B T"]) -> Float[Array, ""]:
+    """Mean over B * (T - 1) positions of the cross entropy of token i + 1 given tokens 0 .. i."""
+    hidden, _ = model.forward(tokens)
+    targets = tokens[:, 1:]
+    mask = jnp.ones(targets.shape, bool)
+    return summed_loss(hidden[:, :-1], model.head_weight(), targets, mask) / targets.size

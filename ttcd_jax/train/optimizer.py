@@ -1,0 +1,88 @@
+"""The optimizer: one global gradient clip, then AdamW with weight decay on every tensor."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ttcd_jax.config import Config
+from ttcd_jax.errors import UserError
+from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Config):
+    """AdamW's constants and the rate; `clip_norm` None leaves the gradients as they are."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+
+    def validate(self) -> None:
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(
+                    f"OptimizerConfig.{name} must lie in [0, 1), got {getattr(self, name)}"
+                )
+        if self.eps <= 0 or self.weight_decay < 0:
+            raise UserError(
+                "OptimizerConfig needs eps > 0 and weight_decay >= 0, "
+                f"got {self.eps} and {self.weight_decay}"
+            )
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise UserError(
+                "OptimizerConfig.clip_norm must be positive, or None for no clip, "
+                f"got {self.clip_norm}"
+            )
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The Euclidean norm of all leaves together; squares are summed in float32 or wider."""
+    squares = [
+        jnp.sum(jnp.square(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))))
+        for leaf in jax.tree.leaves(tree)
+    ]
+    return jnp.sqrt(sum(squares))
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """Gradients times `min(1, max_norm / (norm + 1e-6))`, one norm over all tensors.
+
+    The rule of PyTorch; Optax's own clip has no 1e-6.
+    """
+
+    def update(updates: Any, _: Any) -> Any:
+        scale = jnp.minimum(1.0, max_norm / (global_norm(updates) + 1e-6))
+        return jax.tree.map(lambda leaf: (leaf * scale).astype(leaf.dtype), updates)
+
+    return optax.stateless(update)
+
+
+def build_with_schedule(
+    config: OptimizerConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """The transformation of `config` with `schedule(step)` as its rate, step = 0 at first.
+
+    `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`, then
+    `p <- p (1 - rate * weight_decay) - rate * mhat / (sqrt(vhat) + eps)`.
+    """
+    adamw = optax.adamw(
+        schedule,
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+    if config.clip_norm is None:
+        return adamw
+    return optax.chain(clip_by_global_norm(config.clip_norm), adamw)
+
+
+def build_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """The transformation that `config` describes; its updates are added to the parameters."""
+    return build_with_schedule(config, learning_rate(config.schedule))

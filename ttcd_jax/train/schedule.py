@@ -1,0 +1,67 @@
+"""The learning rate of a step: linear warm-up, a plateau, then a decay to a floor."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from ttcd_jax.config import Config
+from ttcd_jax.errors import UserError
+
+_DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - jnp.sqrt(progress),
+    "cosine": lambda progress: (1 + jnp.cos(jnp.pi * progress)) / 2,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Config):
+    """`decay_ratio` is the share of `steps` spent decaying (warm-up, stable, decay); None decays
+    from the end of the warm-up on. The decay leads to `floor_ratio * peak`."""
+
+    peak: float = 3e-4
+    steps: int = 1000
+    warmup: int = 50
+    decay_ratio: float | None = None
+    decay: Literal["linear", "sqrt", "cosine"] = "cosine"
+    floor_ratio: float = 0.1
+
+    def validate(self) -> None:
+        if self.peak <= 0:
+            raise UserError(f"ScheduleConfig.peak must be positive, got {self.peak}")
+        if self.steps < 1 or self.warmup < 0:
+            raise UserError(
+                "ScheduleConfig needs steps >= 1 and warmup >= 0, "
+                f"got {self.steps} and {self.warmup}"
+            )
+        for name in ("decay_ratio", "floor_ratio"):
+            ratio = getattr(self, name)
+            if ratio is not None and not 0 <= ratio <= 1:
+                raise UserError(f"ScheduleConfig.{name} must lie between 0 and 1, got {ratio}")
+
+
+def learning_rate(config: ScheduleConfig) -> Callable[[jax.typing.ArrayLike], jax.Array]:
+    """The rate of step s = 0, 1, ... as a traceable function of s.
+
+    With `warmup` clipped to `steps` and `p = (s + 1 - warmup - stable) / decay`, the factor of
+    `peak` is `(s + 1) / warmup` during warm-up, 1 while p <= 0, then `floor + (1 - floor) f(p)`
+    with f falling from 1 to 0. `stable = steps + 1 - warmup - decay` counts one step more than is
+    left, so a run of `steps` steps stops just short of the floor, which holds from `steps` on.
+    """
+    warmup = min(config.warmup, config.steps)
+    decay = config.steps - warmup
+    if config.decay_ratio is not None:
+        decay = min(round(config.steps * config.decay_ratio), decay)
+    stable = config.steps + 1 - warmup - decay
+    fall = _DECAYS[config.decay]
+
+    def rate(step: jax.typing.ArrayLike) -> jax.Array:
+        position = jnp.asarray(step, dtype=float) + 1
+        progress = jnp.clip((position - warmup - stable) / max(decay, 1), 0, 1)
+        decayed = config.floor_ratio + (1 - config.floor_ratio) * fall(progress)
+        return config.peak * jnp.where(position <= warmup, position / max(warmup, 1), decayed)
+
+    return rate

@@ -1,0 +1,106 @@
+"""What one chunk writes: error, key and delta_w. To change the update rule, change this file.
+
+With teacher features z_target and student features z_student [B, C, L, F] and W_base [F, D] (the
+transpose of the paper's [D, F], as everywhere in this project):
+
+    e = beta * ((z_target - z_student) W_base) P       error, gated per token
+    k = z_student / |z_student|                        key
+    delta_w = sum over the chunk of k^T e              [F, D], the paper's delta W transposed
+
+Nothing is stopped: W_base, P, beta and both features receive gradient through e and k.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+NORM_EPS = 1e-6
+PUBLISHED_ZERO_SLOPE = 1e6
+
+# Quintic Newton-Schulz coefficients (a, b, c), one triple per step, as published.
+NEWTON_SCHULZ = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def l2_normalize(x: Float[Array, "... X"], zero_slope: float = 1.0) -> Float[Array, "... X"]:
+    """x / max(|x|, 1e-6) over the last axis, statistics in float32 or better.
+
+    The derivative is exact wherever |x| > 1e-6. Below, where the direction of x is undefined, it is
+    `zero_slope` times the identity: the exact one there is 1e6 (`PUBLISHED_ZERO_SLOPE`), which lets
+    one zero vector rule the global gradient norm.
+    """
+    return _normalize(x)[0].astype(x.dtype)
+
+
+def _normalize(x):
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    norm = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
+    scale = 1 / jnp.maximum(norm, NORM_EPS)
+    return wide * scale, scale, norm > NORM_EPS
+
+
+@l2_normalize.defjvp
+def _l2_normalize_jvp(zero_slope, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    unit, scale, is_long = _normalize(x)
+    along = jnp.sum(unit * dx, axis=-1, keepdims=True) * unit
+    slope = jnp.where(is_long, scale, zero_slope)
+    tangent = slope * (dx - jnp.where(is_long, along, 0))
+    return unit.astype(x.dtype), tangent.astype(x.dtype)
+
+
+def newton_schulz(matrix: Float[Array, "... X Z"]) -> Float[Array, "... X Z"]:
+    """The nearest semi-orthogonal matrix, approximately: five quintic steps in the dtype of
+    `matrix`.
+
+    X <- a X + (b A + c A A) X with A = X X^T, from X = matrix / (|matrix|_F + 1e-7); tall matrices
+    are transposed first. Leading axes are a batch.
+    """
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if is_tall else matrix
+    square = jnp.sum(x * x, axis=(-2, -1), keepdims=True)
+    # The norm's derivative at a zero matrix (a chunk that writes nothing) is taken as 0.
+    norm = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+    x = x / (norm + 1e-7)
+    for a, b, c in NEWTON_SCHULZ:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if is_tall else x
+
+
+def chunk_errors(
+    z_target: Float[Array, "B C L F"],
+    z_student: Float[Array, "B C L F"],
+    w_base: Float[Array, "F D"],
+    *,
+    beta: Float[Array, "B C L"] | None,
+    proj: Float[Array, "D D"] | None,
+    normalizes: bool,
+    zero_slope: float,
+) -> Float[Array, "B C L D"]:
+    """e: what the student missed, seen through the base weight, gated by beta, projected by P."""
+    error = jnp.einsum("BCLF,FD->BCLD", z_target - z_student, w_base)
+    if normalizes:
+        error = l2_normalize(error, zero_slope)
+    if beta is not None:
+        error = error * beta[..., None]
+    if proj is not None:
+        error = jnp.einsum("BCLD,DE->BCLE", error, proj)
+    return error
+
+
+def chunk_delta(
+    errors: Float[Array, "B C L D"], keys: Float[Array, "B C L F"], *, orthogonalizes: bool, dtype
+) -> Float[Array, "B C F D"]:
+    """delta_w of every chunk, a sum over its tokens accumulated in `dtype`; operands stay
+    narrow."""
+    delta = jnp.einsum("BCLF,BCLD->BCFD", keys, errors, preferred_element_type=dtype)
+    return newton_schulz(delta) if orthogonalizes else delta
