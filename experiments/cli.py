@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from ttcd_jax.errors import UserError
 
@@ -20,6 +20,7 @@ OUTPUT_CLOSED = 141
 
 def run(main: Callable[[list[str]], None]) -> NoReturn:
     """Parses the flags, calls `main([program])` and leaves the process."""
+    logging.set_verbosity(logging.WARNING)  # jax tells which backends it did not find
     try:
         try:
             app.run(main, flags_parser=_parse_flags)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from ttcd_jax.data.corpus import Document
-from ttcd_jax.data.packing import PackedRows, row_per_document
+from ttcd_jax.data.packing import PackedRows, document_rows
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError
 
@@ -99,14 +99,15 @@ def test_corpus_shorter_than_a_row(documents):
         PackedRows(documents, TOKENIZER, seq_len=5, seed=0)
 
 
-def test_a_row_per_document():
+def test_documents_apart():
     documents = [Document("long", b"abcdefgh"), Document("short", b"xy"), Document("bare", b"z")]
-    rows = row_per_document(documents, TOKENIZER, seq_len=6, min_tokens=4)
+    rows = document_rows(documents, TOKENIZER, seq_len=6, min_tokens=4)
     bos, eos = TOKENIZER.bos_id, TOKENIZER.eos_id
-    assert rows["tokens"].tolist() == [[bos, *b"abcde"], [bos, *b"xy", eos, eos, eos]]
-    assert rows["targets"].tolist() == [[*b"abcdef"], [*b"xy", eos, eos, eos, eos]]
-    assert rows["segment_ids"].tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]
-    assert rows["positions"].tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 0, 0]]
+    first, second, short = [bos, *b"abcde"], [*b"fgh", eos, eos, eos], [bos, *b"xy", eos, eos, eos]
+    assert rows["tokens"].tolist() == [first, second, short]
+    assert rows["targets"].tolist() == [[*b"abcdef"], [*b"gh", *[eos] * 4], [*b"xy", *[eos] * 4]]
+    assert rows["segment_ids"].tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
+    assert rows["positions"].tolist() == [list(range(6)), [0, 1, 2, 0, 0, 0], [0, 1, 2, 0, 0, 0]]
     np.testing.assert_array_equal(rows["loss_mask"], rows["segment_ids"] == 1)
     packed = PackedRows(documents, TOKENIZER, seq_len=6, seed=0)[0]
     assert {name: value.dtype for name, value in rows.items()} == {
@@ -116,4 +117,4 @@ def test_a_row_per_document():
 
 def test_no_document_long_enough():
     with pytest.raises(DataError, match=r"none of 1 documents has 9 tokens \(longest: 5\)"):
-        row_per_document([Document("a", b"abc")], TOKENIZER, seq_len=6, min_tokens=9)
+        document_rows([Document("a", b"abc")], TOKENIZER, seq_len=6, min_tokens=9)

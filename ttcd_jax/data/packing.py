@@ -1,4 +1,4 @@
-"""Documents as rows of T tokens, addressed by index: packed for training, one each for evaluation.
+"""Documents as rows of T tokens, addressed by index: packed for training, apart for evaluation.
 
 A document becomes bos + tokens + eos. A row is a dict of arrays [T]:
 
@@ -67,26 +67,32 @@ class PackedRows:
         }
 
 
-def row_per_document(
+def document_rows(
     documents: list[Document], tokenizer: Tokenizer, *, seq_len: int, min_tokens: int = 2
 ) -> Row:
-    """The first seq_len + 1 tokens of every document, one row each: arrays [documents, T].
+    """Every document cut into consecutive rows of its own, each target once: arrays [rows, T].
 
-    Padding holds the eos id in segment 0, outside the loss. Documents shorter than `min_tokens`
-    (bos and eos included) are left out; `DataError` when none is left.
+    A position in a row is the length of the context its prediction could use. The last row of a
+    document is padded with the eos id in segment 0, outside the loss. Documents shorter than
+    `min_tokens` (bos and eos included) are left out; `DataError` when none is left.
     """
     encoded = [_encode(document, tokenizer) for document in documents]
-    kept = [ids[: seq_len + 1] for ids in encoded if ids.size >= min_tokens]
+    kept = [ids for ids in encoded if ids.size >= min_tokens]
     if not kept:
         longest = max((ids.size for ids in encoded), default=0)
         raise DataError(
             f"none of {len(documents)} documents has {min_tokens} tokens (longest: {longest}); "
             "lower min_tokens or add longer documents"
         )
-    padded = np.full((len(kept), seq_len + 1), tokenizer.eos_id, np.int32)
-    for row, ids in zip(padded, kept, strict=True):
+    pieces = [
+        ids[start : start + seq_len + 1]
+        for ids in kept
+        for start in range(0, ids.size - 1, seq_len)
+    ]
+    padded = np.full((len(pieces), seq_len + 1), tokenizer.eos_id, np.int32)
+    for row, ids in zip(padded, pieces, strict=True):
         row[: ids.size] = ids
-    num_inputs = np.array([ids.size - 1 for ids in kept])
+    num_inputs = np.array([ids.size - 1 for ids in pieces])
     places = np.arange(seq_len, dtype=np.int32)
     is_real = places < num_inputs[:, None]
     return {

@@ -1,0 +1,1 @@
+"""Measuring a trained model. Needs a run directory, never the training loop."""

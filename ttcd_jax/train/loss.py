@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 DEFAULT_ROWS = 1024
 
 
-def token_losses(
+def token_scores(
     hidden: Float[Array, "B T D"],
     head: Float[Array, "V D"],
     targets: Int[Array, "B T"],
     rows: int = DEFAULT_ROWS,
-) -> Float[Array, "B T"]:
-    """Negative log-likelihood in nats of every target, float32 or better. For evaluation: the
-    backward of `summed_loss` is the cheap one."""
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """(negative log-likelihood in nats, whether it is the likeliest) of every target, float32 or
+    better. For evaluation: the backward of `summed_loss` is the cheap one."""
 
     def block(_, operands):
         h, y = operands
-        return None, _block_losses(h, head, y)[0]
+        losses, logits, _ = _block_losses(h, head, y)
+        return None, (losses, logits.argmax(-1) == y)
 
-    _, losses = jax.lax.scan(block, None, _row_blocks(rows, hidden, targets))
-    return losses.reshape(-1)[: targets.size].reshape(targets.shape)
+    _, scores = jax.lax.scan(block, None, _row_blocks(rows, hidden, targets))
+    return tuple(x.reshape(-1)[: targets.size].reshape(targets.shape) for x in scores)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -46,7 +47,7 @@ def summed_loss(
     rows: int = DEFAULT_ROWS,
 ) -> Float[Array, ""]:
     """Sum of the losses of marked tokens, in nats. Gradient for `hidden` and `head`."""
-    losses = token_losses(hidden, head, targets, rows)
+    losses, _ = token_scores(hidden, head, targets, rows)
     return jnp.sum(jnp.where(loss_mask, losses, 0))
 
 

@@ -19,11 +19,11 @@ _DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Config):
-    """`decay_ratio` is the share of `steps` spent decaying (warm-up, stable, decay); None decays
+    """`steps` None stands for the length of the run. `decay_ratio` is the share of `steps` spent decaying (warm-up, stable, decay); None decays
     from the end of the warm-up on. The decay leads to `floor_ratio * peak`."""
 
     peak: float = 3e-4
-    steps: int = 1000
+    steps: int | None = None
     warmup: int = 50
     decay_ratio: float | None = None
     decay: Literal["linear", "sqrt", "cosine"] = "cosine"
@@ -32,7 +32,7 @@ class ScheduleConfig(Config):
     def validate(self) -> None:
         if self.peak <= 0:
             raise UserError(f"ScheduleConfig.peak must be positive, got {self.peak}")
-        if self.steps < 1 or self.warmup < 0:
+        if (self.steps is not None and self.steps < 1) or self.warmup < 0:
             raise UserError(
                 "ScheduleConfig needs steps >= 1 and warmup >= 0, "
                 f"got {self.steps} and {self.warmup}"
@@ -51,6 +51,7 @@ def learning_rate(config: ScheduleConfig) -> Callable[[jax.typing.ArrayLike], ja
     with f falling from 1 to 0. `stable = steps + 1 - warmup - decay` counts one step more than is
     left, so a run of `steps` steps stops just short of the floor, which holds from `steps` on.
     """
+    assert config.steps is not None, "the run's length fills ScheduleConfig.steps in"
     warmup = min(config.warmup, config.steps)
     decay = config.steps - warmup
     if config.decay_ratio is not None:

@@ -1,0 +1,121 @@
+"""Evaluates a run directory and writes JSON, CSV and a picture into it.
+
+    python -m experiments.evaluate --run_dir=DIR --task=ppl [--text=PATH] [--seq_len=N] [--step=N]
+    python -m experiments.evaluate --run_dir=DIR --task=recall
+
+ppl: perplexity and bits per byte by the length of the context, on the held-out part of the run's corpus,
+or on any text file or folder. recall: accuracy by distance of a run on the recall data. A method with a
+memory is measured with its fast weights on and off (eta = 0).
+"""
+
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from experiments import cli
+from ttcd_jax.errors import UserError
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
+flags.DEFINE_enum("task", None, ["ppl", "recall"], "What to measure.", required=True)
+flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
+flags.DEFINE_string("text", None, "ppl: a text file or a folder of .txt instead of the corpus.")
+flags.DEFINE_integer("seq_len", None, "ppl: tokens per row; default: as in training.")
+flags.DEFINE_integer("max_rows", 512, "Rows to measure, spread over the data.", lower_bound=1)
+flags.DEFINE_integer("batch_size", 16, "Rows at a time.", lower_bound=1)
+flags.DEFINE_string("label", None, "Name of this run in tables and pictures; default: its method.")
+
+_RECALL_SEED = 1_000_003  # rows no training seed of a few digits can have seen
+
+
+def main(argv: list[str]) -> None:
+    import numpy as np
+
+    from ttcd_jax.eval import results
+    from ttcd_jax.eval.report import format_table
+    from ttcd_jax.eval.scorer import score_rows
+    from ttcd_jax.train.run_directory import RunDirectory, load_run
+
+    source = RunDirectory(FLAGS.run_dir).read_config()
+    run = load_run(FLAGS.run_dir, FLAGS.step)
+    rows = _text_rows(source, run) if FLAGS.task == "ppl" else _recall_rows(source)
+    chosen = np.linspace(0, len(rows["tokens"]) - 1, min(FLAGS.max_rows, len(rows["tokens"])))
+    rows = {name: value[chosen.astype(int)] for name, value in rows.items()}
+    series = {}
+    for label, changes in _variants(run.config).items():
+        model = load_run(FLAGS.run_dir, run.step, changes).model if changes else run.model
+        scores = score_rows(model, rows, batch_size=FLAGS.batch_size)
+        series[label] = _measure(scores, rows, run)
+    result = {
+        "task": FLAGS.task,
+        "title": {
+            "ppl": "Held-out text: bits per byte by context length",
+            "recall": "Recall of a value by distance",
+        }[FLAGS.task],
+        "run_dir": str(Path(FLAGS.run_dir).absolute()),
+        "step": run.step,
+        "rows": len(rows["tokens"]),
+        "text": FLAGS.text,
+        "series": series,
+    }
+    if FLAGS.task == "recall":
+        result["chance"] = 1 / source["data"]["num_values"]
+    folder = Path(FLAGS.run_dir) / "eval" / FLAGS.task
+    results.write_results(folder, result)
+    print(f"{result['title']} (step {run.step}, {result['rows']} rows)")
+    print(format_table(results.table(result)))
+    print(f"written to {folder}")
+
+
+def _variants(config) -> dict[str, dict[str, Any]]:
+    """Label -> changes to the model's configuration."""
+    name = FLAGS.label or {"ipttcd": "IP-TTCD", "swa": "SWA", "full": "full"}[config.method]
+    if not config.fast_layers:
+        return {name: {}}
+    off = {"memory": config.memory.replace(eta=0.0)}
+    return {f"{name}, fast weights on": {}, f"{name}, off (eta = 0)": off}
+
+
+def _text_rows(source: dict[str, Any], run):
+    from ttcd_jax.data.corpus import CorpusConfig, load_documents
+    from ttcd_jax.data.packing import document_rows
+    from ttcd_jax.data.tokenizer import check_tokens
+
+    if run.tokenizer is None:
+        raise UserError(f"{FLAGS.run_dir} was trained on synthetic data: use --task=recall")
+    corpus = CorpusConfig.from_dict(source["data"]["corpus"])
+    split = "validation"
+    if FLAGS.text is not None:
+        corpus, split = CorpusConfig(kind="text", path=FLAGS.text, validation_percent=0), "train"
+    documents = load_documents(corpus, split)
+    seq_len = FLAGS.seq_len or source["data"]["seq_len"]
+    rows = document_rows(documents, run.tokenizer, seq_len=seq_len)
+    check_tokens(rows["targets"], run.config.vocab_size)
+    return rows
+
+
+def _recall_rows(source: dict[str, Any]):
+    import numpy as np
+
+    from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
+
+    if source["data"]["type"] != "RecallConfig":
+        raise UserError(f"{FLAGS.run_dir} was not trained on recall data: use --task=ppl")
+    config = RecallConfig.from_dict(source["data"])
+    rows = RecallRows(config, seed=_RECALL_SEED, num_rows=FLAGS.max_rows)
+    made = [rows[i] for i in range(FLAGS.max_rows)]
+    return {name: np.stack([row[name] for row in made]) for name in made[0]}
+
+
+def _measure(scores, rows, run) -> list[dict[str, Any]]:
+    from ttcd_jax.eval.perplexity import by_position
+    from ttcd_jax.eval.recall import attention_reach, by_distance
+
+    if FLAGS.task == "ppl":
+        return by_position(scores, rows, run.tokenizer)
+    return by_distance(scores, rows, attention_reach(run.config))
+
+
+if __name__ == "__main__":
+    cli.run(main)

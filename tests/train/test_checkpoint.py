@@ -1,0 +1,366 @@
+"""Checkpoints: exact round trips, and damage that is noticed, named and survived."""
+
+import contextlib
+import resource
+import shutil
+from logging import Handler
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from absl import logging
+
+from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.train import digest
+from ttcd_jax.train.checkpoint import Checkpoints
+
+
+def _state(step: int, width: int = 5) -> dict:
+    params = {
+        "embed": {"weight": jnp.arange(3 * width, dtype=jnp.bfloat16).reshape(3, width) * step},
+        "blocks": {"0": {"norm": jnp.full((width,), 1 / step), "ids": jnp.int32([step, -step])}},
+    }
+    optimizer = optax.chain(optax.clip(1.0), optax.adamw(1e-3))
+    moments = jax.tree.map(lambda leaf: (leaf + step).astype(leaf.dtype), optimizer.init(params))
+    return {"step": jnp.int32(step), "params": params, "opt_state": moments}
+
+
+def _abstract(state: dict) -> dict:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+
+
+def _assert_equal(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def _opened(directory, **options):
+    return contextlib.closing(Checkpoints(directory, **options))
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    """A run directory with the sealed steps 1, 2 and 3; copied, never changed."""
+    directory = tmp_path_factory.mktemp("pristine") / "checkpoints"
+    with _opened(directory) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, _state(step), {"tokens": step * 1000})
+    return directory
+
+
+@pytest.fixture
+def saved(pristine, tmp_path):
+    return shutil.copytree(pristine, tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def warnings():
+    """The lines that reach absl's logger."""
+    lines = []
+    handler = Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.get_absl_logger().addHandler(handler)
+    yield lines
+    logging.get_absl_logger().removeHandler(handler)
+
+
+def _flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _truncate(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _empty(file):
+    file.write_bytes(b"")
+
+
+def _delete(file):
+    file.unlink()
+
+
+DAMAGES = (_flip, _truncate, _empty, _delete)
+
+
+def _largest(step_dir, item):
+    return max(
+        (step_dir / item / "ocdbt.process_0" / "d").iterdir(), key=lambda f: f.stat().st_size
+    )
+
+
+def test_round_trip_is_exact(saved, warnings):
+    with _opened(saved) as checkpoints:
+        assert checkpoints.steps() == [1, 2, 3]
+        for step in (None, 1):
+            found, state, meta = checkpoints.restore(_abstract(_state(1)), step)
+            assert (found, meta) == (step or 3, {"tokens": found * 1000})
+            _assert_equal(state, _state(found))
+    assert warnings == []
+
+
+def test_steps_go_on_after_a_restart(saved):
+    shutil.copytree(saved / "3", saved / "9.orbax-checkpoint-tmp")
+    with _opened(saved, keep=2) as checkpoints:
+        checkpoints.save(4, _state(4), {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [3, 4]
+        _assert_equal(checkpoints.restore(_abstract(_state(1)))[1], _state(4))
+    assert sorted(path.name for path in saved.iterdir()) == ["3", "4"]
+
+
+def test_donated_arrays_are_saved_as_they_were(tmp_path):
+    advance = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
+    state = {"params": {"w": jnp.zeros(1_000_000)}}
+    abstract = _abstract(state)
+    with _opened(tmp_path / "run") as checkpoints:
+        for step in range(3):
+            checkpoints.save(step, state, {})
+            for _ in range(5):
+                state = advance(state)
+        for step in range(3):
+            restored = checkpoints.restore(abstract, step)[1]["params"]["w"]
+            np.testing.assert_array_equal(np.asarray(restored), 5.0 * step)
+
+
+def test_retention(tmp_path):
+    with _opened(tmp_path / "run", keep=2, keep_every=4) as checkpoints:
+        for step in range(1, 8):
+            checkpoints.save(step, {"params": {"w": jnp.ones(3) * step}}, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [4, 6, 7]
+    for step in (4, 6, 7):
+        assert digest.verify(tmp_path / "run" / str(step)) == []
+
+
+def test_params_alone_do_not_touch_the_optimizer(saved):
+    shutil.rmtree(saved / "3" / "train")
+    digest.seal(saved / "3")
+    with _opened(saved, is_read_only=True) as checkpoints:
+        step, params, meta = checkpoints.restore_params(_abstract(_state(1)["params"]))
+    assert (step, meta) == (3, {"tokens": 3000})
+    _assert_equal(params, _state(3)["params"])
+
+
+def test_restored_where_asked(saved):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), _state(1)
+    )
+    with _opened(saved, is_read_only=True) as checkpoints:
+        state = checkpoints.restore(abstract)[1]
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(state))
+
+
+def test_every_damage_to_every_file_is_noticed_and_named(pristine, tmp_path):
+    names = [file.relative_to(pristine / "3") for file in sorted((pristine / "3").rglob("*"))]
+    for name in names:
+        if (pristine / "3" / name).is_dir():
+            continue
+        for damage in DAMAGES:
+            step_dir = shutil.copytree(pristine / "3", tmp_path / "3")
+            damage(step_dir / name)
+            problems = digest.verify(step_dir)
+            assert problems, f"{damage.__name__} of {name} went unnoticed"
+            if name.name != digest.DIGEST:
+                assert problems[0].startswith(f"{name}: "), problems
+            shutil.rmtree(step_dir)
+
+
+def test_added_file_is_noticed(saved):
+    (saved / "3" / "params" / "extra").write_text("x")
+    assert digest.verify(saved / "3") == ["params/extra: added"]
+
+
+@pytest.mark.parametrize("content", ["[]", '{"a": 3}', '{"a": [1]}', "\xff"])
+def test_nonsense_digest_is_refused(saved, content):
+    (saved / "3" / digest.DIGEST).write_text(content, encoding="latin-1")
+    assert digest.verify(saved / "3")[0].startswith("DIGEST.json: ")
+
+
+@pytest.mark.parametrize("item", ["params", "train", "params/_METADATA", "meta/metadata"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_newest_step_falls_back(saved, warnings, damage, item):
+    file = saved / "3" / item if "/" in item else _largest(saved / "3", item)
+    damage(file)
+    with _opened(saved) as checkpoints:
+        step, state, meta = checkpoints.restore(_abstract(_state(1)))
+        assert (step, meta) == (2, {"tokens": 2000})
+        _assert_equal(state, _state(2))
+        (line,) = warnings
+        assert f"step 3 ({file.relative_to(saved / '3')}: " in line
+        assert "using step 2" in line
+        checkpoints.save(3, _state(3), {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 2, 3]
+        assert checkpoints.restore(_abstract(_state(1)))[0] == 3
+    assert (saved / "3.refused").is_dir()
+
+
+def test_read_only_falls_back_and_touches_nothing(saved, warnings):
+    _flip(_largest(saved / "3", "params"))
+    before = sorted(saved.rglob("*"))
+    with _opened(saved, is_read_only=True) as checkpoints:
+        assert checkpoints.restore_params(_abstract(_state(1)["params"]))[0] == 2
+        with pytest.raises(CheckpointError, match=r"step 9 was not saved: .* opened read-only"):
+            checkpoints.save(9, _state(9), {})
+    assert sorted(saved.rglob("*")) == before
+    assert len(warnings) == 1
+
+
+def test_named_damaged_step_is_refused(saved):
+    file = _largest(saved / "3", "params")
+    _flip(file)
+    _delete(saved / "2" / "meta" / "metadata")
+    with _opened(saved) as checkpoints, pytest.raises(CheckpointError) as caught:
+        checkpoints.restore(_abstract(_state(1)), step=3)
+    name = file.relative_to(saved / "3")
+    assert str(caught.value) == (
+        f"checkpoint step 3 is damaged: {name}: its content changed; pass step=1"
+    )
+
+
+def test_all_damaged_is_refused_with_every_reason(saved):
+    for step in (1, 2, 3):
+        _truncate(saved / str(step) / "params" / "_METADATA")
+    with _opened(saved) as checkpoints:
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.restore(_abstract(_state(1)))
+        assert checkpoints.steps() == [1, 2, 3]
+        for step in (1, 2, 3):
+            assert f"step {step} (params/_METADATA: " in str(caught.value)
+        with pytest.raises(CheckpointError, match=r"step 1 is damaged: .* no intact step precedes"):
+            checkpoints.restore(_abstract(_state(1)), step=1)
+
+
+def test_killed_before_the_seal_resumes_from_the_sealed_step(saved, warnings):
+    _delete(saved / "3" / digest.DIGEST)
+    with _opened(saved) as checkpoints:
+        assert checkpoints.restore(_abstract(_state(1)), step=3)[0] == 3
+        assert "step 3 in" in warnings.pop()
+        assert checkpoints.restore(_abstract(_state(1)))[0] == 2
+        assert "step 3 (DIGEST.json: missing); using step 2" in warnings.pop()
+
+
+def test_killed_before_the_first_seal_accepts_the_only_step(saved, warnings):
+    for step in ("1", "2"):
+        shutil.rmtree(saved / step)
+    _delete(saved / "3" / digest.DIGEST)
+    with _opened(saved) as checkpoints:
+        step, state, _ = checkpoints.restore(_abstract(_state(1)))
+        _assert_equal(state, _state(step))
+    assert "step 3 in" in warnings[0]
+    assert "used unchecked" in warnings[0]
+
+
+@pytest.mark.parametrize("name", ["params/_METADATA", "params/_sharding", "meta/metadata"])
+@pytest.mark.parametrize("damage", [_flip, _truncate, _empty])
+def test_unreadable_unsealed_step_is_a_checkpoint_error(saved, damage, name):
+    damage(saved / "3" / name)
+    _delete(saved / "3" / digest.DIGEST)
+    with _opened(saved) as checkpoints, pytest.raises(CheckpointError, match="3 cannot be read: "):
+        checkpoints.restore(_abstract(_state(1)), step=3)
+
+
+def test_another_model_is_described(saved):
+    state = _abstract(_state(1))
+    weight = jax.ShapeDtypeStruct((3, 6), jnp.bfloat16)
+    norm = jax.ShapeDtypeStruct((5,), jnp.bfloat16)
+    extra = {f"extra{i}": norm for i in range(6)}
+    state["params"] = {"embed": {"weight": weight}, "blocks": {"0": {"norm": norm, **extra}}}
+    with _opened(saved) as checkpoints, pytest.raises(CheckpointError) as caught:
+        checkpoints.restore(state)
+    message = str(caught.value)
+    assert "6 only in the model: params/blocks/0/extra0, " in message
+    assert "extra3, and 2 more; 1 only in the checkpoint: params/blocks/0/ids; " in message
+    assert "1 saved with another shape: params/embed/weight (3, 5) not (3, 6); " in message
+    assert "1 saved with another dtype: params/blocks/0/norm float32 not bfloat16; " in message
+    assert "\n" not in message
+    assert sorted(path.name for path in saved.iterdir()) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("step", [3, 2])
+def test_a_step_is_saved_once(saved, step):
+    with _opened(saved) as checkpoints:
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.save(step, _state(step), {})
+        assert f"step {step} was not saved: step 3 is already in" in str(caught.value)
+        checkpoints.save(4, _state(4), {})
+
+
+def test_full_disk_is_foreseen(saved, monkeypatch):
+    usage = shutil.disk_usage(saved)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with _opened(saved) as checkpoints, pytest.raises(CheckpointError) as caught:
+        checkpoints.save(4, {"params": {"w": jnp.ones(1_000_000)}}, {})
+    assert "step 4 was not saved: it needs about 4.0 MB and" in str(caught.value)
+    assert str(caught.value).endswith("last good step: 3")
+
+
+def test_background_failure_surfaces_at_the_next_call(saved, capfd):
+    noise = {"params": {"w": jax.random.normal(jax.random.key(0), (500_000,))}}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with _opened(saved, keep=3) as checkpoints:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+        try:
+            checkpoints.save(4, noise, {})
+            with pytest.raises(CheckpointError) as caught:
+                checkpoints.save(5, noise, {})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert "step 4 was not saved: ValueError: " in str(caught.value)
+        assert str(caught.value).endswith("last good step: 3")
+        assert "\n" not in str(caught.value)
+        checkpoints.save(6, noise, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3, 6]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_missing_and_wrong_places_are_named(tmp_path, saved):
+    with pytest.raises(CheckpointError, match="no checkpoint directory"):
+        Checkpoints(tmp_path / "nowhere", is_read_only=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot hold checkpoints"):
+        Checkpoints(tmp_path / "file")
+    with pytest.raises(UserError, match="at least 1, got 0"):
+        Checkpoints(tmp_path / "run", keep=0)
+    with _opened(tmp_path / "run") as checkpoints:
+        assert checkpoints.steps() == []
+        with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+            checkpoints.restore(_abstract(_state(1)))
+    with (
+        _opened(saved) as checkpoints,
+        pytest.raises(CheckpointError, match=r"no checkpoint step 7 in .*; steps: 1, 2, 3"),
+    ):
+        checkpoints.restore(_abstract(_state(1)), step=7)
+
+
+def test_directory_removed_while_training(saved):
+    with _opened(saved) as checkpoints:
+        shutil.rmtree(saved)
+        saved.write_text("a file in its place")
+        with pytest.raises(CheckpointError, match="step 4 was not saved: "):
+            checkpoints.save(4, _state(4), {})
+
+
+def test_relative_directory_and_silence(tmp_path, monkeypatch, warnings, capfd):
+    monkeypatch.chdir(tmp_path)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.INFO)
+    try:
+        with _opened("run") as checkpoints:
+            checkpoints.save(1, _state(1), {})
+            checkpoints.wait()
+        with _opened("run", is_read_only=True) as checkpoints:
+            _assert_equal(checkpoints.restore(_abstract(_state(1)))[1], _state(1))
+    finally:
+        logging.set_verbosity(verbosity)
+    assert warnings == []
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,38 @@
+"""Per-token losses and hits of a model over rows of tokens."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.train.loss import token_scores
+
+
+class Scores(NamedTuple):
+    """Arrays [rows, T]."""
+
+    losses: np.ndarray  # negative log-likelihood of the target, nats
+    is_hit: np.ndarray  # whether the target is the likeliest token
+
+
+def score_rows(model: Transformer, rows: dict[str, np.ndarray], *, batch_size: int) -> Scores:
+    """Scores every target of `rows` (fields of `ttcd_jax.data.packing`), masked ones included."""
+    graph, params = nnx.split(model)
+
+    @jax.jit
+    def score(params, tokens, targets, segment_ids):
+        model = nnx.merge(graph, params)
+        hidden, _ = model.forward(tokens, segment_ids)
+        return token_scores(hidden, model.head_weight(), targets)
+
+    count, results = len(rows["tokens"]), []
+    for start in range(0, count, batch_size):
+        # The last part is filled up with its first row, so that one shape is compiled.
+        index = np.arange(start, start + batch_size)
+        index = np.where(index < count, index, start)
+        batch = [rows[name][index] for name in ("tokens", "targets", "segment_ids")]
+        results.append(jax.device_get(score(params, *batch)))
+    losses, is_hit = (np.concatenate(parts)[:count] for parts in zip(*results, strict=True))
+    return Scores(losses, is_hit)

@@ -1,0 +1,378 @@
+"""Checkpoints of a training run: Orbax writes them asynchronously, a digest proves them intact.
+
+A step directory holds three items: `params` (all that evaluation reads), `train` (the rest of the
+state) and `meta` (JSON), plus `DIGEST.json`. On disk a state is a plain nested dict of arrays.
+
+A step is *sealed* once its digest is written, in the background, right after Orbax has committed
+it. A process killed between the two leaves an unsealed step: complete, as Orbax commits by rename,
+but not provably intact. Therefore
+
+* `step=None` takes the newest sealed and intact step. Newer ones, damaged or unsealed, are named in
+  one warning, and a writer renames them to `N.refused`, since Orbax would save none of these steps
+  again. Going back is always right: training repeats the steps in between exactly;
+* if no step at all is sealed, the newest one is accepted with a warning;
+* an unsealed step named by the user is accepted with a warning, a damaged one never.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from absl import logging
+from flax.traverse_util import unflatten_dict
+from jax.experimental import multihost_utils
+from orbax.checkpoint import checkpoint_managers
+
+from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.train import digest
+
+Names = tuple[str, ...]
+
+_PARAMS = "params"
+_TRAIN = "train"
+_META = "meta"
+_SHOWN = 4
+# What Orbax and TensorStore raise when a write fails: a full disk is a ValueError, a missing
+# directory an OSError, a lost process a JaxRuntimeError.
+_WRITE_ERRORS = (ValueError, OSError, jax.errors.JaxRuntimeError)
+# What they raise on damaged or absent metadata, found by damaging every file of a step in turn.
+_READ_ERRORS = (*_WRITE_ERRORS, KeyError, AttributeError, NotImplementedError)
+
+
+def _is_not_orbax(record: Any) -> bool:
+    """Orbax logs its progress, and the failures it also raises: both stay off the terminal."""
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+def _create(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} cannot hold checkpoints: {error.strerror}; choose another run directory"
+        ) from error
+
+
+def _by_path(tree: Any) -> dict[Names, Any]:
+    """The leaves of any tree by the names on the way to them, an optimizer's fields included."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        tuple(jax.tree_util.keystr((key,), simple=True) for key in path): leaf
+        for path, leaf in leaves
+    }
+
+
+def _to_parts(state: dict[str, Any]) -> dict[str, Any]:
+    """The items on disk, nested dicts of leaves: `params`, and all other keys under `train`."""
+    leaves = _by_path(state)
+    params = {path[1:]: leaf for path, leaf in leaves.items() if path[0] == _PARAMS}
+    others = {path: leaf for path, leaf in leaves.items() if path[0] != _PARAMS}
+    parts = {_PARAMS: unflatten_dict(params), _TRAIN: unflatten_dict(others)}
+    return {name: part for name, part in parts.items() if part}
+
+
+def _merged(parts: dict[str, Any]) -> dict[Names, Any]:
+    """The leaves of a state by path, from its items on disk."""
+    return _by_path({_PARAMS: parts[_PARAMS], **parts.get(_TRAIN, {})})
+
+
+def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Without a sharding of its own a leaf goes to the first device, wherever it was saved from."""
+    if leaf.sharding is not None:
+        return leaf
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+
+
+def _listed(problems: list[str], what: str) -> str | None:
+    if not problems:
+        return None
+    more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return f"{len(problems)} {what}: {', '.join(problems[:_SHOWN])}{more}"
+
+
+def _check_fit(step: int, model: dict[Names, Any], stored: dict[Names, Any]) -> None:
+    """Refuses other names, shapes or dtypes: Orbax would cast a dtype without a word."""
+    ours = {"/".join(path): leaf for path, leaf in model.items()}
+    theirs = {"/".join(path): leaf for path, leaf in stored.items()}
+    common = sorted(ours.keys() & theirs.keys())
+
+    def differing(field: str) -> list[str]:
+        pairs = [
+            (name, getattr(theirs[name], field), getattr(ours[name], field)) for name in common
+        ]
+        return [f"{name} {saved} not {wanted}" for name, saved, wanted in pairs if saved != wanted]
+
+    report = [
+        _listed(sorted(ours.keys() - theirs.keys()), "only in the model"),
+        _listed(sorted(theirs.keys() - ours.keys()), "only in the checkpoint"),
+        _listed(differing("shape"), "saved with another shape"),
+        _listed(differing("dtype"), "saved with another dtype"),
+    ]
+    if any(report):
+        raise CheckpointError(
+            f"checkpoint step {step} is of another model: {'; '.join(filter(None, report))}; "
+            "build the model from the configuration of its run"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:400]}"
+
+
+def _summary(problems: list[str]) -> str:
+    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return problems[0] + more
+
+
+@contextlib.contextmanager
+def _reporting_read(step: int) -> Iterator[None]:
+    try:
+        yield
+    except _READ_ERRORS as error:
+        raise CheckpointError(
+            f"checkpoint step {step} cannot be read: {_reason(error)}; pass an older step"
+        ) from error
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `directory`.
+
+    The newest `keep` steps stay, and every step that `keep_every` divides. A state is a dict of
+    arrays, `params` among its keys; other values may be any tree of arrays, an Optax state say.
+    With `is_read_only` nothing on disk is ever touched. One writer per directory: opening it sweeps
+    what a killed one left half-written. A save under way is lost unless `close` is called.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        keep_every: int | None = None,
+        is_read_only: bool = False,
+    ) -> None:
+        if keep < 1 or (keep_every is not None and keep_every < 1):
+            raise UserError(f"keep and keep_every must be at least 1, got {keep} and {keep_every}")
+        self._directory = Path(directory).absolute()
+        self._is_read_only = is_read_only
+        if is_read_only and not self._directory.is_dir():
+            raise CheckpointError(f"there is no checkpoint directory {self._directory}")
+        if not is_read_only:
+            _create(self._directory)
+        logging.get_absl_logger().addFilter(_is_not_orbax)
+        policies: list[checkpoint_managers.PreservationPolicy] = [checkpoint_managers.LatestN(keep)]
+        if keep_every is not None:
+            policies.append(checkpoint_managers.EveryNSteps(keep_every))
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            item_handlers={
+                _PARAMS: ocp.StandardCheckpointHandler(),
+                _TRAIN: ocp.StandardCheckpointHandler(),
+                _META: ocp.JsonCheckpointHandler(),
+            },
+            options=ocp.CheckpointManagerOptions(
+                save_interval_steps=0 if is_read_only else 1,
+                preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+                create=False,
+                cleanup_tmp_directories=not is_read_only,
+                read_only=is_read_only,
+                # Opening must not fail on a damaged step: restoring is where damage is judged.
+                lightweight_initialize=True,
+                # In the background a directory that cannot be made shows after ten minutes.
+                async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            ),
+        )
+        self._sealer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
+        self._pending: tuple[int, Future[None]] | None = None
+
+    def steps(self) -> list[int]:
+        """The complete steps on disk, in ascending order: Orbax commits a step by renaming it."""
+        found = self._directory.glob("*")
+        return sorted(int(path.name) for path in found if path.name.isdigit() and path.is_dir())
+
+    def save(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> None:
+        """Hands `state` over to the writer; it may be donated or deleted afterwards.
+
+        Waits for the step before, whose failure is raised here. Raises `CheckpointError` with the
+        step, the reason and the last good step.
+        """
+        self.wait()
+        items = {name: ocp.args.StandardSave(part) for name, part in _to_parts(state).items()}
+        args = ocp.args.Composite(**items, **{_META: ocp.args.JsonSave(meta)})
+        with self._reporting_write(step):
+            shortage = self._shortage(state)
+            is_started = shortage is None and self._manager.save(step, args=args)
+        if not is_started:
+            raise self._unsaved(step, shortage or self._why_refused(step))
+        self._pending = step, self._sealer.submit(self._seal, step)
+
+    def wait(self) -> None:
+        """Blocks until the last step is on disk and sealed, or raises why it is not."""
+        if self._pending is None:
+            return
+        (step, sealed), self._pending = self._pending, None
+        with self._reporting_write(step):
+            self._manager.wait_until_finished()
+            sealed.result()
+
+    def close(self) -> None:
+        """Waits, then frees the threads. The object is of no use afterwards."""
+        try:
+            self.wait()
+        finally:
+            self._sealer.shutdown()
+            self._manager.close()
+
+    def restore(
+        self, abstract_state: dict[str, Any], step: int | None = None
+    ) -> tuple[int, dict[str, Any], dict[str, Any]]:
+        """The step, state and meta of `step`, or of the newest intact one (policy: see above).
+
+        `abstract_state` has a `jax.ShapeDtypeStruct` for every array, with the sharding it shall
+        get. Raises `CheckpointError` for damage and for a state of another model.
+        """
+        self.wait()
+        chosen, refused = self._newest_intact() if step is None else (self._named(step), [])
+        parts = _to_parts(jax.tree.map(_placed, abstract_state))
+        with _reporting_read(chosen):
+            metadata = self._manager.item_metadata(chosen)
+            stored = {name: metadata[name].tree for name in parts}
+        _check_fit(chosen, _merged(parts), _merged(stored))
+        items = {name: ocp.args.StandardRestore(part) for name, part in parts.items()}
+        with _reporting_read(chosen):
+            restored = self._manager.restore(
+                chosen, args=ocp.args.Composite(**items, **{_META: ocp.args.JsonRestore()})
+            )
+        self._set_aside(refused)
+        leaves = _merged({name: restored[name] for name in parts})
+        ordered = [leaves[path] for path in _by_path(abstract_state)]
+        state = jax.tree.unflatten(jax.tree.structure(abstract_state), ordered)
+        return chosen, state, restored[_META]
+
+    def restore_params(
+        self, abstract_params: Any, step: int | None = None
+    ) -> tuple[int, Any, dict[str, Any]]:
+        """As `restore`, for the parameters alone: the optimizer's state is never read."""
+        chosen, state, meta = self.restore({_PARAMS: abstract_params}, step)
+        return chosen, state[_PARAMS], meta
+
+    def _step_dir(self, step: int) -> Path:
+        return self._directory / str(step)
+
+    def _seal(self, step: int) -> None:
+        self._manager.wait_until_finished()
+        if jax.process_index() == 0:
+            digest.seal(self._step_dir(step))
+
+    def _shortage(self, state: dict[str, Any]) -> str | None:
+        need = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        free = shutil.disk_usage(self._directory).free
+        if need <= free:
+            return None
+        return (
+            f"it needs about {need / 1e6:,.1f} MB and {self._directory} has {free / 1e6:,.1f} MB "
+            "free, so make room or keep fewer steps"
+        )
+
+    def _why_refused(self, step: int) -> str:
+        if self._is_read_only:
+            return f"{self._directory} was opened read-only"
+        return (
+            f"step {self.steps()[-1]} is already in {self._directory}, so remove the steps from "
+            f"{step} on or choose another run directory"
+        )
+
+    @contextlib.contextmanager
+    def _reporting_write(self, step: int) -> Iterator[None]:
+        """Turns a failed write into a `CheckpointError` with the last good step."""
+        try:
+            yield
+        except _WRITE_ERRORS as error:
+            # Orbax has already struck the steps off its list that this one was to replace.
+            self._manager.reload()
+            raise self._unsaved(step, _reason(error)) from error
+
+    def _unsaved(self, step: int, reason: str) -> CheckpointError:
+        sealed = [good for good in self.steps() if digest.is_sealed(self._step_dir(good))]
+        return CheckpointError(
+            f"checkpoint step {step} was not saved: {reason}; "
+            f"last good step: {sealed[-1] if sealed else 'none'}"
+        )
+
+    def _named(self, step: int) -> int:
+        """`step` itself, unless it is damaged or not there."""
+        steps = self.steps()
+        if step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise CheckpointError(
+                f"there is no checkpoint step {step} in {self._directory}; steps: {there}"
+            )
+        if not digest.is_sealed(self._step_dir(step)):
+            self._warn_unsealed(step)
+            return step
+        problems = digest.verify(self._step_dir(step))
+        if problems:
+            older = [good for good in steps if good < step]
+            intact = (good for good in reversed(older) if not digest.verify(self._step_dir(good)))
+            previous = next(intact, None)
+            remedy = "no intact step precedes it" if previous is None else f"pass step={previous}"
+            raise CheckpointError(
+                f"checkpoint step {step} is damaged: {_summary(problems)}; {remedy}"
+            )
+        return step
+
+    def _newest_intact(self) -> tuple[int, list[int]]:
+        """The step to resume from, and the newer ones that were refused."""
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(f"there is no checkpoint in {self._directory}")
+        if not any(digest.is_sealed(self._step_dir(step)) for step in steps):
+            self._warn_unsealed(steps[-1])
+            return steps[-1], []
+        refused: dict[int, str] = {}
+        for step in reversed(steps):
+            problems = digest.verify(self._step_dir(step))
+            if not problems:
+                break
+            refused[step] = f"step {step} ({_summary(problems)})"
+        else:
+            raise CheckpointError(
+                f"no checkpoint in {self._directory} is intact: {', '.join(refused.values())}; "
+                "restore a copy, or start anew in another run directory"
+            )
+        if refused:
+            logging.warning(
+                "refused damaged or unsealed checkpoint %s; using step %d",
+                ", ".join(refused.values()),
+                step,
+            )
+        return step, list(refused)
+
+    def _warn_unsealed(self, step: int) -> None:
+        logging.warning(
+            "checkpoint step %d in %s is used unchecked: its writer was stopped before it wrote %s",
+            step,
+            self._directory,
+            digest.DIGEST,
+        )
+
+    def _set_aside(self, refused: list[int]) -> None:
+        """Renames `refused` out of Orbax's sight, once every process has seen them."""
+        if self._is_read_only or not refused:
+            return
+        multihost_utils.sync_global_devices("checkpoints: refused")
+        if jax.process_index() == 0:
+            for step in refused:
+                aside = self._directory / f"{step}.refused"
+                shutil.rmtree(aside, ignore_errors=True)
+                self._step_dir(step).rename(aside)
+        multihost_utils.sync_global_devices("checkpoints: set aside")
+        self._manager.reload()

@@ -1,0 +1,113 @@
+"""Where metrics go: `metrics.jsonl`, TensorBoard, and one live line on the terminal."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboardX import SummaryWriter
+
+from ttcd_jax.train.loop import HostMetrics
+
+
+def flat_metrics(metrics: HostMetrics) -> dict[str, float]:
+    """Scalars by name; an array [fast layers] becomes name/0, name/1, ..."""
+    flat = {}
+    for name, value in metrics.items():
+        if np.ndim(value) == 0:
+            flat[name] = float(value)
+        else:
+            flat |= {f"{name}/{index}": float(x) for index, x in enumerate(value)}
+    return flat
+
+
+class MetricFiles:
+    """Appends to `metrics.jsonl` and TensorBoard. Records after `start` are of a run that was
+    interrupted before its next checkpoint: they are dropped, training repeats them."""
+
+    def __init__(self, directory: Path, *, start: int) -> None:
+        self._path = directory / "metrics.jsonl"
+        _drop_after(self._path, start)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
+
+    def write(self, step: int, record: dict[str, float]) -> None:
+        """One line, on disk when this returns."""
+        self._file.write(json.dumps({"step": step, **record}) + "\n")
+        self._file.flush()
+        for name, value in record.items():
+            self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete records; the torn last line of a killed run is skipped."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def _drop_after(path: Path, start: int) -> None:
+    kept = [record for record in read_metrics(path) if record["step"] <= start]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+class Throughput:
+    """Tokens per second since the last call, and the time left. The first interval holds the
+    compilation and is not counted into the time left."""
+
+    def __init__(self, *, start: int, steps: int, tokens_per_step: int) -> None:
+        self._steps, self._tokens = steps, tokens_per_step
+        self._last = (start, time.monotonic())
+        self._first: tuple[int, float] | None = None
+
+    def update(self, step: int) -> tuple[float, float | None]:
+        """(tokens per second, seconds left or None while unknown)."""
+        now = time.monotonic()
+        last_step, last_time = self._last
+        self._last = (step, now)
+        rate = (step - last_step) * self._tokens / max(now - last_time, 1e-9)
+        if self._first is None:
+            self._first = (step, now)
+            return rate, None
+        first_step, first_time = self._first
+        per_step = (now - first_time) / max(step - first_step, 1)
+        return rate, per_step * (self._steps - step)
+
+
+class ProgressLine:
+    """One line per report: overwritten on a terminal, a line of its own in a log."""
+
+    def __init__(self, steps: int, stream: Any = None) -> None:
+        self._steps = steps
+        self._stream = sys.stdout if stream is None else stream
+        self._is_live = self._stream.isatty()
+
+    def show(self, step: int, record: dict[str, float], seconds_left: float | None) -> None:
+        left = "" if seconds_left is None else f"  {_clock(seconds_left)} left"
+        text = (
+            f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
+            f"{record['tokens_per_second']:,.0f} tokens/s{left}"
+        )
+        memory = [value for name, value in record.items() if name.startswith("memory_ratio")]
+        if memory:
+            text += f"  |eta S|/|W| {max(memory):.3f}"
+        is_over = step == self._steps or not self._is_live
+        start = "\r\x1b[K" if self._is_live else ""
+        self._stream.write(f"{start}{text}" + ("\n" if is_over else ""))
+        self._stream.flush()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,188 @@
+"""The run directory: what a run writes, and all that evaluation needs.
+
+    config.json        the resolved configuration          config.gin     the file and parameters given
+    data.json          manifest of the training data       environment.json  versions and device
+    checkpoints/       Orbax steps with digests            metrics.jsonl, tensorboard/
+    lock               held by the process that trains     eval/          results of evaluations
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
+from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.train.checkpoint import Checkpoints
+from ttcd_jax.train.state import abstract_model, with_params
+
+_SHOWN = 4
+
+
+class RunDirectory:
+    """Paths and small files of one run."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.checkpoints = self.path / "checkpoints"
+
+    def read_config(self) -> dict[str, Any]:
+        """The resolved configuration as JSON. Raises `UserError` when there is none."""
+        return self._read("config.json")
+
+    def claim(self, config: dict[str, Any], source: str, data: dict[str, Any]) -> None:
+        """Writes the files of a new run, or checks that an old one is the same run.
+
+        Raises `UserError` naming the fields that differ, `DataError` when the data changed.
+        """
+        if not (self.path / "config.json").exists():
+            if self.path.exists() and any(p.name != "lock" for p in self.path.iterdir()):
+                raise UserError(
+                    f"{self.path} is not empty and holds no run (no config.json): choose another "
+                    "--run_dir"
+                )
+            self._write_text("config.gin", source)
+            self._write_json("data.json", data)
+            self._write_json("environment.json", _environment())
+            self._write_json("config.json", config)
+            return
+        differing = _differences(self.read_config(), config)
+        if differing:
+            shown = ", ".join(differing[:_SHOWN])
+            more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+            raise UserError(
+                f"{self.path} holds a run of another configuration: {shown}{more}; choose another "
+                "--run_dir, or start again with the old configuration"
+            )
+        if self._read("data.json") != data:
+            raise DataError(
+                f"the training data changed since {self.path} was started "
+                f"({_differences(self._read('data.json'), data)[0]}): restore it, or choose "
+                "another --run_dir"
+            )
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Holds the directory for one training process; another gets a `UserError` that names it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = (self.path / "lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be a run directory ({error.strerror}): choose another --run_dir"
+            ) from error
+        with handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                handle.seek(0)
+                raise UserError(
+                    f"{self.path} is in use by {handle.read().strip()}: wait for it, or choose "
+                    "another --run_dir"
+                ) from error
+            handle.truncate(0)
+            handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            handle.flush()
+            yield
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(
+                f"{self.path} is not a run directory: no readable {name} ({error.strerror})"
+            ) from error
+        except ValueError as error:
+            raise UserError(f"{path} is damaged: {error}") from error
+
+    def _write_json(self, name: str, value: dict[str, Any]) -> None:
+        self._write_text(name, json.dumps(value, indent=2) + "\n")
+
+    def _write_text(self, name: str, text: str) -> None:
+        temporary = self.path / f"{name}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self.path / name)
+
+
+class LoadedRun(NamedTuple):
+    """A trained model with its configuration. `tokenizer` is None for synthetic data."""
+
+    model: Transformer
+    config: TransformerConfig
+    step: int
+    tokenizer: Tokenizer | None
+
+
+def load_run(
+    run_dir: str | os.PathLike[str],
+    step: int | None = None,
+    model_changes: dict[str, Any] | None = None,
+) -> LoadedRun:
+    """The model of a run directory at its newest intact checkpoint, or at `step`.
+
+    Reads `config.json` and the checkpoint's parameters: no gin, no source of the run, no optimizer
+    state. `model_changes` replaces fields of the `TransformerConfig` that leave the parameters as
+    they are (`{"memory": config.memory.replace(eta=0.0)}`).
+
+        run = load_run("runs/quickstart/text")
+        logits = run.model(tokens)                       # [B, T, V]
+
+    Raises:
+        UserError: not a run directory, or a configuration this version does not know.
+        CheckpointError: no checkpoint, a damaged one, or one of another model.
+    """
+    directory = RunDirectory(run_dir)
+    source = directory.read_config()
+    config = TransformerConfig.from_dict(source["model"]).replace(**(model_changes or {}))
+    if not directory.checkpoints.is_dir():
+        raise CheckpointError(f"{directory.path} holds no checkpoint yet: train it first")
+    params = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
+    checkpoints = Checkpoints(directory.checkpoints, is_read_only=True)
+    with contextlib.closing(checkpoints):
+        step, params, _ = checkpoints.restore_params(params, step)
+    tokenizer = None
+    if "tokenizer" in source["data"]:
+        tokenizer = build_tokenizer(TokenizerConfig.from_dict(source["data"]["tokenizer"]))
+    return LoadedRun(with_params(config, params), config, step, tokenizer)
+
+
+def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """`name: old -> new` for every leaf that differs."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return [] if _plain(old) == _plain(new) else [f"{path}: {_plain(old)} -> {_plain(new)}"]
+    names = [*old, *(name for name in new if name not in old)]
+    return [
+        difference
+        for name in names
+        for difference in _differences(
+            old.get(name), new.get(name), f"{path}.{name}" if path else name
+        )
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _environment() -> dict[str, Any]:
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: metadata.version(name) for name in packages},
+        "devices": [device.device_kind for device in jax.devices()],
+    }

@@ -1,0 +1,47 @@
+"""The training state: a dict of arrays, made from a configuration and a seed, nothing else."""
+
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+
+
+class TrainState(TypedDict):
+    """`params` as a nested dict of arrays, the optimizer's state, and how many steps were taken."""
+
+    params: dict[str, Any]
+    opt_state: optax.OptState
+    step: jax.Array
+
+
+def model_graph(config: TransformerConfig) -> nnx.GraphDef:
+    """The static part of a model; `nnx.merge(graph, state)` gives the module. Allocates nothing."""
+    return nnx.split(abstract_model(config))[0]
+
+
+def abstract_model(config: TransformerConfig) -> Transformer:
+    """The model with `jax.ShapeDtypeStruct`s for parameters."""
+    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+
+
+def with_params(config: TransformerConfig, params: dict[str, Any]) -> Transformer:
+    """The model holding `params` (arrays or tracers)."""
+    graph, state = nnx.split(abstract_model(config))
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)
+
+
+def init_state(
+    config: TransformerConfig, optimizer: optax.GradientTransformation, seed: int
+) -> TrainState:
+    """A fresh state; call it under `jax.jit` or `jax.eval_shape`."""
+    model = Transformer(config, rngs=nnx.Rngs(seed))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return TrainState(
+        params=params, opt_state=optimizer.init(params), step=jnp.zeros((), jnp.int32)
+    )
