@@ -5,7 +5,7 @@ from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
 from ttcd_jax.errors import UserError
 
-CONFIG = RecallConfig(num_pairs=6, num_keys=20, num_values=8)
+CONFIG = RecallConfig(num_slots=12, num_keys=7, num_values=8)
 
 
 @pytest.fixture
@@ -16,27 +16,19 @@ def rows():
 def test_rows_obey_the_rules_of_the_task(rows):
     for row in rows:
         sequence = [*row["tokens"].tolist(), int(row["targets"][-1])]
-        assert len(sequence) == 4 * CONFIG.num_pairs
+        assert len(sequence) == 2 * CONFIG.num_slots
         assert sequence[1:] == row["targets"].tolist()
-        keys, values = sequence[0::2], sequence[1::2]
-        assert all(0 <= key < CONFIG.num_keys for key in keys)
-        assert all(CONFIG.num_keys <= value < CONFIG.vocab_size for value in values)
-        written = dict(zip(keys[:6], values[:6], strict=True))
-        asked = dict(zip(keys[6:], values[6:], strict=True))
-        assert len(written) == 6
-        assert asked == written
-
-
-def test_mask_and_distance_mark_the_queries(rows):
-    for row in rows:
-        queries = np.arange(2 * CONFIG.num_pairs, CONFIG.seq_len, 2)
-        np.testing.assert_array_equal(np.flatnonzero(row["loss_mask"]), queries)
-        np.testing.assert_array_equal(row["distance"] > 0, row["loss_mask"])
-        value_places = queries - row["distance"][queries]
-        tokens = row["tokens"]
-        np.testing.assert_array_equal(tokens[value_places], row["targets"][queries])
-        np.testing.assert_array_equal(tokens[value_places - 1], tokens[queries])
-        assert (value_places < 2 * CONFIG.num_pairs).all()
+        seen = {}
+        for slot, (key, value) in enumerate(zip(sequence[0::2], sequence[1::2], strict=True)):
+            assert 0 <= key < CONFIG.num_keys <= value < CONFIG.vocab_size
+            place = 2 * slot
+            if key in seen:
+                assert seen[key][0] == value
+                assert row["distance"][place] == place - seen[key][1]
+            assert bool(row["loss_mask"][place]) is (key in seen)
+            seen[key] = (value, place + 1)
+        assert not row["loss_mask"][1::2].any()
+        assert not row["distance"][1::2].any()
 
 
 def test_fields(rows):
@@ -58,21 +50,19 @@ def test_row_is_a_pure_function_of_seed_and_index(rows):
         again[9]
 
 
-def test_values_orders_and_keys_are_drawn_evenly():
+def test_keys_and_values_are_drawn_evenly():
     rows = list(RecallRows(CONFIG, seed=2, num_rows=2000))
     tokens = np.stack([row["tokens"] for row in rows])
-    values = np.bincount(tokens[:, 1:12:2].ravel() - CONFIG.num_keys, minlength=8)
-    keys = np.bincount(tokens[:, 0:12:2].ravel(), minlength=20)
-    first_distance = np.bincount([row["distance"][12] for row in rows])[1::2]
-    # 2000 rows of 6 draws: five standard deviations of a count stay within these bounds
-    assert abs(values - 1500).max() < 190
-    assert abs(keys - 600).max() < 125
-    assert abs(first_distance - 2000 / 6).max() < 85
+    keys = np.bincount(tokens[:, 0::2].ravel(), minlength=7)
+    values = np.bincount(tokens[:, 1] - CONFIG.num_keys, minlength=8)
+    # Five standard deviations of a count stay within these bounds.
+    assert abs(keys - 24000 / 7).max() < 5 * np.sqrt(24000 / 7)
+    assert abs(values - 250).max() < 5 * np.sqrt(250)
 
 
 def test_sizes():
-    assert (CONFIG.seq_len, CONFIG.vocab_size, CONFIG.chance_accuracy) == (23, 28, 0.125)
-    smallest = RecallConfig(num_pairs=1, num_keys=1, num_values=1)
+    assert (CONFIG.seq_len, CONFIG.vocab_size, CONFIG.chance_accuracy) == (23, 15, 0.125)
+    smallest = RecallConfig(num_slots=2, num_keys=1, num_values=1)
     row = RecallRows(smallest, seed=0, num_rows=1)[0]
     assert row["tokens"].tolist() == [0, 1, 0]
     assert row["distance"].tolist() == [0, 0, 1]
@@ -84,14 +74,7 @@ def test_batches_keep_the_order_of_a_generated_source():
     np.testing.assert_array_equal(batch["distance"][2], rows[4002]["distance"])
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_keys": 5}, "num_keys 5 is less than num_pairs 6"),
-        ({"num_pairs": 0}, "num_pairs 0 and num_values 8"),
-        ({"num_values": 0}, "num_pairs 6 and num_values 0"),
-    ],
-)
-def test_errors(fields, message):
-    with pytest.raises(UserError, match=message):
-        CONFIG.replace(**fields)
+@pytest.mark.parametrize("field", ["num_slots", "num_keys", "num_values"])
+def test_errors(field):
+    with pytest.raises(UserError, match=f"{field} 0"):
+        CONFIG.replace(**{field: 0})

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ttcd_jax.ttt.chunking import MemoryMask, masked
+from ttcd_jax.ttt.product import product
 from ttcd_jax.ttt.update import NORM_EPS, chunk_delta
 
 Form = Literal["blocked", "associative", "attention"]
@@ -128,9 +129,9 @@ def _delta(rule: MemoryRule, errors, keys):
     return chunk_delta(errors, keys, orthogonalizes=rule.orthogonalizes, dtype=rule.state_dtype)
 
 
-def _product(rule: MemoryRule, equation: str, *operands):
+def _product(rule: MemoryRule, equation: str, a, b):
     """A matrix product accumulated in the state dtype; operands stay narrow."""
-    return jnp.einsum(equation, *operands, preferred_element_type=rule.state_dtype)
+    return product(equation, a, b, rule.state_dtype)
 
 
 def _read_block(rule: MemoryRule, w_base, carry, block: _Operands):

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ttcd_jax.ttt.product import product
+
 NORM_EPS = 1e-6
 PUBLISHED_ZERO_SLOPE = 1e6
 
@@ -102,5 +104,5 @@ def chunk_delta(
 ) -> Float[Array, "B C F D"]:
     """delta_w of every chunk, a sum over its tokens accumulated in `dtype`; operands stay
     narrow."""
-    delta = jnp.einsum("BCLF,BCLD->BCFD", keys, errors, preferred_element_type=dtype)
+    delta = product("BCLF,BCLD->BCFD", keys, errors, dtype)
     return newton_schulz(delta) if orthogonalizes else delta

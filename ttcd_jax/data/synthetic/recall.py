@@ -1,8 +1,8 @@
-"""Key-value recall: pairs are written once, then every key is queried for its value.
+"""Key-value recall: pairs follow each other, and a key that comes again comes with its value.
 
-With P pairs a row reads `k1 v1 ... kP vP` and then the same pairs in another order, so the value at
-a query is known only from the first half. With an attention window below `distance` only a
-memory can know it.
+A row reads `k v k v ...`: every slot draws a key, and within a row a key keeps its value. Where a key
+was seen before, its value is the target; what the model must look back over is the distance to the
+last time it was shown. Beyond the reach of its attention windows only a memory can know it.
 """
 
 import dataclasses
@@ -15,28 +15,23 @@ from ttcd_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecallConfig(Config):
-    """Token ids: keys are 0..num_keys-1, values follow them."""
+    """`num_slots` pairs per row. Token ids: keys are 0..num_keys-1, values follow them."""
 
-    num_pairs: int
+    num_slots: int
     num_keys: int
     num_values: int
 
     def validate(self) -> None:
-        if self.num_pairs < 1 or self.num_values < 1:
+        if self.num_slots < 2 or self.num_keys < 1 or self.num_values < 1:
             raise UserError(
-                f"RecallConfig has num_pairs {self.num_pairs} and num_values {self.num_values}; "
-                "give 1 or more of each"
-            )
-        if self.num_keys < self.num_pairs:
-            raise UserError(
-                f"RecallConfig.num_keys {self.num_keys} is less than num_pairs {self.num_pairs}, "
-                "whose keys are distinct; raise num_keys or lower num_pairs"
+                f"RecallConfig has num_slots {self.num_slots}, num_keys {self.num_keys} and "
+                f"num_values {self.num_values}; it needs 2 slots and 1 of the others at least"
             )
 
     @property
     def seq_len(self) -> int:
-        """T = 4 * num_pairs - 1: the last value is only a target."""
-        return 4 * self.num_pairs - 1
+        """T = 2 * num_slots - 1: the last value is only a target."""
+        return 2 * self.num_slots - 1
 
     @property
     def vocab_size(self) -> int:
@@ -51,8 +46,8 @@ class RecallConfig(Config):
 class RecallRows:
     """A random-access source of `num_rows` rows; row i is a pure function of (seed, i).
 
-    Fields [T] as in `ttcd_jax.data.packing`, one segment per row. `loss_mask` is True at query keys
-    only. There `distance` [T] int32 counts the positions back to the written value; it is 0
+    Fields [T] as in `ttcd_jax.data.packing`, one segment per row. `loss_mask` is True at keys seen
+    before. There `distance` [T] int32 counts the positions back to the key's last value; it is 0
     elsewhere.
     """
 
@@ -67,22 +62,22 @@ class RecallRows:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if not 0 <= index < self._num_rows:
             raise IndexError(f"row {index} of {self._num_rows}")
-        num_pairs, num_keys = self.config.num_pairs, self.config.num_keys
+        config = self.config
         rng = np.random.default_rng([self._seed, index])
-        keys = rng.choice(num_keys, num_pairs, replace=False)
-        values = num_keys + rng.integers(self.config.num_values, size=num_pairs)
-        order = rng.permutation(num_pairs)
-        written = np.stack([keys, values], axis=1).astype(np.int32)
-        sequence = np.concatenate([written, written[order]]).ravel()
-        seq_len = self.config.seq_len
-        queries = np.arange(2 * num_pairs, seq_len, 2)
-        distance = np.zeros(seq_len, np.int32)
-        distance[queries] = queries - (2 * order + 1)
+        value_of = config.num_keys + rng.integers(config.num_values, size=config.num_keys)
+        keys = rng.integers(config.num_keys, size=config.num_slots)
+        sequence = np.stack([keys, value_of[keys]], axis=1).astype(np.int32).ravel()
+        # Slots sorted by key, in order: neighbours of one key are its successive appearances.
+        order = np.argsort(keys, kind="stable")
+        is_repeat = np.diff(keys[order]) == 0
+        now, before = order[1:][is_repeat], order[:-1][is_repeat]
+        distance = np.zeros(config.seq_len, np.int32)
+        distance[2 * now] = 2 * now - (2 * before + 1)
         return {
             "tokens": sequence[:-1],
             "targets": sequence[1:],
-            "segment_ids": np.ones(seq_len, np.int32),
-            "positions": np.arange(seq_len, dtype=np.int32),
+            "segment_ids": np.ones(config.seq_len, np.int32),
+            "positions": np.arange(config.seq_len, dtype=np.int32),
             "loss_mask": distance > 0,
             "distance": distance,
         }

@@ -1,0 +1,214 @@
+import inspect
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, distance, draw, largest_array, temporary_bytes, traced
+from ttcd_kernels import dual_window_attention_with_lse, window_attention
+from ttcd_kernels.dual_window import xla
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def _inputs(B, T, S, N, K, H, dtype=None):
+    """(q, k, v) and cotangents of the four results."""
+    q, k, v = draw(0, (B, T, N, H), (B, S, K, H), (B, S, K, H), dtype=dtype)
+    cotangents = draw(1, (B, T, N, H), (B, T, N, H), dtype=dtype)
+    cotangents += draw(2, (B, T, N), (B, T, N), dtype=jnp.promote_types(q.dtype, jnp.float32))
+    return (q, k, v), tuple(cotangents)
+
+
+def _results_and_gradients(operands, cotangents, **options):
+    results, pull = jax.vjp(partial(dual_window_attention_with_lse, **options), *operands)
+    return results, pull(cotangents)
+
+
+# name: (queries, keys, query heads, kv heads, teacher window, student window, rows per block,
+# has documents)
+SHAPES = {
+    "one block": (12, 12, 2, 2, 7, 3, 256, False),
+    "several blocks, ragged": (21, 21, 2, 1, 7, 3, 4, False),
+    "several blocks, ragged, documents": (21, 21, 2, 1, 7, 3, 4, True),
+    "grouped heads, halo": (13, 30, 4, 2, 9, 4, 4, False),
+    "grouped heads, halo, documents": (13, 30, 4, 2, 9, 4, 4, True),
+    "halo shorter than the window": (16, 19, 2, 2, 11, 5, 4, True),
+    "student sees itself only": (17, 17, 2, 1, 6, 1, 4, True),
+    "both see themselves only": (9, 9, 2, 2, 1, 1, 4, False),
+    "equal windows": (18, 18, 4, 2, 5, 5, 4, True),
+    "teacher one wider": (18, 18, 2, 2, 6, 5, 4, False),
+    "teacher wider than the row": (14, 14, 2, 2, 99, 4, 4, True),
+    "full attention in halves": (37, 37, 4, 2, None, 6, 4, False),
+    "full attention in halves, documents": (37, 37, 4, 2, None, 6, 4, True),
+    "both full, in halves, halo": (33, 40, 2, 1, None, None, 4, True),
+    "window as long as two blocks": (16, 16, 2, 2, 8, 4, 4, False),
+    "one query, many keys": (1, 23, 2, 1, 9, 2, 4, True),
+    "one token": (1, 1, 2, 2, None, 1, 256, False),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_blocks_equal_the_definition(name, float64, monkeypatch):
+    """All four results and the gradients through all four."""
+    T, S, N, K, teacher, student, block, has_segments = SHAPES[name]
+    monkeypatch.setattr(xla, "_MAX_BLOCK", block)
+    operands, cotangents = _inputs(2, T, S, N, K, 4)
+    ids = np.sort(np.random.default_rng(3).integers(1, 4, (2, S)), axis=1)
+    options = {
+        "teacher_window": teacher,
+        "student_window": student,
+        "segment_ids": jnp.asarray(ids) if has_segments else None,
+        "scale": 0.7,
+    }
+
+    @jax.jit
+    def both(operands, cotangents):
+        return [
+            _results_and_gradients(operands, cotangents, implementation=form, **options)
+            for form in ("xla", "reference")
+        ]
+
+    assert_close(*both(operands, cotangents))
+
+
+@pytest.mark.parametrize("name", "abcd")
+@pytest.mark.parametrize("form", ["xla", "reference"])
+def test_published_values_are_met(name, form, float64, monkeypatch):
+    monkeypatch.setattr(xla, "_MAX_BLOCK", 16)
+    inputs = np.load(GOLDEN / "dual_attn_inputs.npz")
+    golden = np.load(GOLDEN / f"dual_attn_{name}.npz")
+    config = json.loads(str(golden["config_json"]))["config"]
+    operands = tuple(jnp.asarray(inputs[f"in.{x}"], float) for x in "qkv")
+    toward = [jnp.asarray(inputs[f"in.G_{window}"], float) for window in ("teacher", "student")]
+
+    @jax.jit
+    def ours(operands):
+        results, pull = jax.vjp(
+            partial(
+                dual_window_attention_with_lse,
+                teacher_window=config["window_teacher"],
+                student_window=config["window_student"],
+                scale=config["scale"],
+                implementation=form,
+            ),
+            *operands,
+        )
+        nothing = [jnp.zeros_like(x) for x in results]
+        pulled = [pull((toward[0], *nothing[1:])), pull((nothing[0], toward[1], *nothing[2:]))]
+        return results, pulled
+
+    (teacher, student, teacher_lse, student_lse), pulled = ours(operands)
+    for window, out, lse, gradients in (
+        ("teacher", teacher, teacher_lse, pulled[0]),
+        ("student", student, student_lse, pulled[1]),
+    ):
+        assert distance(out, golden[f"out.o_{window}"]) < 1e-12
+        assert distance(jnp.moveaxis(lse, 1, 2), golden[f"out.lse_{window}"]) < 1e-12
+        for x, gradient in zip("qkv", gradients, strict=True):
+            assert distance(gradient, golden[f"grad_{window}.{x}"]) < 1e-12
+
+
+def test_documents_of_a_row_equal_rows_of_their_own(float64):
+    lengths, windows = (5, 9, 7), {"teacher_window": 6, "student_window": 2}
+    (q, k, v), _ = _inputs(1, 21, 21, 2, 1, 4)
+    ids = jnp.repeat(jnp.arange(3), jnp.array(lengths))[None]
+    ends = np.cumsum(lengths)
+
+    @jax.jit
+    def both(*operands):
+        packed = dual_window_attention_with_lse(*operands, segment_ids=ids, **windows)
+        alone = [
+            dual_window_attention_with_lse(*(x[:, end - n : end] for x in operands), **windows)
+            for n, end in zip(lengths, ends, strict=True)
+        ]
+        return packed, tuple(jnp.concatenate(parts, 1) for parts in zip(*alone, strict=True))
+
+    assert_close(*both(q, k, v))
+
+
+def test_one_window_is_the_student_of_the_dual_call(float64):
+    (q, k, v), _ = _inputs(1, 10, 10, 2, 1, 4)
+    dual = dual_window_attention_with_lse(q, k, v, teacher_window=8, student_window=3)
+    assert_close(window_attention(q, k, v, window=3), dual[1])
+
+
+def test_bfloat16_stays_near_float32(monkeypatch):
+    monkeypatch.setattr(xla, "_MAX_BLOCK", 16)
+    narrow = _inputs(2, 40, 40, 4, 2, 16, dtype=jnp.bfloat16)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
+    run = jax.jit(partial(_results_and_gradients, teacher_window=24, student_window=8))
+    (results, gradients), expected = run(*narrow), run(*wide)
+    assert [x.dtype for x in results] == [jnp.bfloat16] * 2 + [jnp.float32] * 2
+    assert [x.dtype for x in gradients] == [jnp.bfloat16] * 3
+    assert_close((results, gradients), expected, 2e-2)
+
+
+def test_bfloat16_products_have_narrow_operands_and_float32_sums():
+    operands, cotangents = _inputs(1, 64, 64, 2, 2, 8, dtype=jnp.bfloat16)
+    run = partial(_results_and_gradients, teacher_window=16, student_window=4)
+    eqns = traced(run, operands, cotangents)
+    products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    # forward: scores and two bands of values; backward: scores, two for each band, dq, dk
+    assert len(products) == 3 + 7
+    for eqn in products:
+        assert {x.aval.dtype for x in eqn.invars} == {jnp.dtype(jnp.bfloat16)}
+        assert eqn.outvars[0].aval.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("window", [64, None])
+def test_no_array_grows_with_the_square_of_the_length(window):
+    T, N, H = 8192, 2, 8
+    inputs = jax.eval_shape(partial(_inputs, 1, T, T, N, 1, H, jnp.float32))
+    run = partial(_results_and_gradients, teacher_window=window, student_window=16)
+    block = xla.block_rows(N, T, window or T)
+    reach = (window or T) + block
+    assert largest_array(traced(run, *inputs)) <= N * max(block * reach, 2 * (T + reach) * H)
+
+
+def test_peak_memory_is_linear_in_the_length():
+    def peak(T):
+        inputs = jax.eval_shape(partial(_inputs, 1, T, T, 2, 1, 16, jnp.float32))
+        return temporary_bytes(
+            partial(_results_and_gradients, teacher_window=64, student_window=16), *inputs
+        )
+
+    small, middle, large = peak(1024), peak(2048), peak(4096)
+    assert large - middle <= 2.2 * (middle - small)
+    assert large <= 4 * small
+
+
+def _call(q=(1, 4, 2, 4), k=(1, 4, 2, 4), v=None, teacher=4, student=2, ids=None, **options):
+    """The call as users make it: the suite's type checker would refuse some before the library."""
+    return inspect.unwrap(dual_window_attention_with_lse)(
+        *(jnp.zeros(shape) for shape in (q, k, v or k)),
+        teacher_window=teacher,
+        student_window=student,
+        segment_ids=None if ids is None else jnp.zeros(ids, jnp.int32),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        ({"teacher": 2, "student": 3}, ["student_window 3", "teacher_window 2"]),
+        ({"student": 0}, ["student_window", "0", "at least 1"]),
+        ({"teacher": -1}, ["teacher_window", "-1"]),
+        ({"q": (1, 4, 3, 4)}, ["2 kv heads", "3 query heads"]),
+        ({"q": (1, 6, 2, 4)}, ["6 queries", "4"]),
+        ({"v": (1, 4, 2, 5)}, ["(1, 4, 2, 4)", "(1, 4, 2, 5)"]),
+        ({"q": (2, 4, 2, 4)}, ["(2, 4, 2, 4)", "(1, 4, 2, 4)"]),
+        ({"ids": (1, 3)}, ["(1, 3)", "(1, 4)"]),
+        ({"implementation": "fused"}, ["'fused'", "xla", "reference"]),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named_in_one_line(arguments, facts):
+    with pytest.raises(ValueError, match=re.escape(facts[0])) as caught:
+        _call(**arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(fact in message for fact in facts)

@@ -1,0 +1,142 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ttcd_jax.data.pipeline import Batches
+from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
+from ttcd_jax.errors import NonFiniteError
+from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.train.loop import MetricCallback, StateCallback, train
+from ttcd_jax.train.state import init_state
+from ttcd_jax.train.step import make_train_step
+
+DATA = RecallConfig(num_slots=8, num_keys=4, num_values=4)
+MODEL = TransformerConfig(
+    vocab_size=8,
+    dim=16,
+    num_layers=2,
+    num_heads=2,
+    mlp_dim=16,
+    window=8,
+    student_window=4,
+    fast_layers=(0,),
+    memory=MemoryConfig(chunk_size=4, teacher_conv_init="identity"),
+)
+FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+
+
+def _rate(step):
+    return jnp.asarray(0.01)
+
+
+@functools.cache
+def _step(accumulation_steps=1, optimizer=optax.adam):
+    optimizer = optimizer(1.0 if optimizer is optax.sgd else _rate)
+    step = make_train_step(
+        MODEL, optimizer, _rate, accumulation_steps=accumulation_steps, loss_rows=16
+    )
+    return jax.jit(lambda: init_state(MODEL, optimizer, 0))(), jax.jit(step)
+
+
+def _batches():
+    rows = RecallRows(DATA, seed=0, num_rows=1000)
+    return Batches(rows, batch_size=4, seed=0, is_shuffled=False)
+
+
+def _batch(step=0):
+    return {name: jnp.asarray(_batches().at(step)[name]) for name in FIELDS}
+
+
+def test_accumulated_gradients_equal_the_whole_batch():
+    # Plain SGD: the change of the parameters is the gradient itself.
+    state, whole = _step(optimizer=optax.sgd)
+    _, parts = _step(4, optax.sgd)
+    batch = _batch()
+    assert len({int(row.sum()) for row in batch["loss_mask"]}) > 1, "parts of unequal weight"
+    (one, one_metrics), (four, four_metrics) = whole(state, batch), parts(state, batch)
+    np.testing.assert_allclose(one_metrics["loss"], four_metrics["loss"], rtol=1e-5)
+    np.testing.assert_allclose(one_metrics["grad_norm"], four_metrics["grad_norm"], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(one["params"]), jax.tree.leaves(four["params"]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_the_loss_falls_and_metrics_name_the_fast_layer():
+    state, step = _step()
+    losses = []
+    for i in range(30):
+        state, metrics = step(state, _batch(i))
+        losses.append(float(metrics["loss"]))
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.2
+    assert int(state["step"]) == 30
+    assert metrics["memory_ratio"].shape == metrics["gate_mean"].shape == (1,)
+    assert float(metrics["memory_ratio"][0]) > 0
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    state, step = _step()
+    broken = jax.tree.map(jnp.copy, state)
+    broken["params"]["embedding"] = broken["params"]["embedding"].at[0, 0].set(jnp.nan)
+    after, metrics = step(broken, _batch())
+    assert not np.isfinite(metrics["loss"])
+    for old, new in zip(
+        jax.tree.leaves(broken["params"]), jax.tree.leaves(after["params"]), strict=True
+    ):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_the_loop_stops_at_a_loss_that_is_not_finite_and_saves_nothing_after_it():
+    state, step = _step()
+    saved, seen = [], []
+
+    def poisoned(state, batch):
+        new, metrics = step(state, batch)
+        poison = jnp.where(new["step"] == 3, jnp.nan, 0.0)
+        return new, metrics | {"loss": metrics["loss"] + poison}
+
+    with pytest.raises(NonFiniteError, match="loss is nan at step 3"):
+        train(
+            state,
+            jax.jit(poisoned),
+            _batches(),
+            start=0,
+            steps=6,
+            on_metrics=[MetricCallback(1, lambda step, metrics: seen.append(step))],
+            on_state=[StateCallback(1, lambda step, state: saved.append(step))],
+        )
+    assert (saved, seen) == ([1, 2], [1, 2])
+
+
+def test_the_loop_reports_every_step_once_and_stops_when_asked():
+    state, step = _step()
+    seen, saved = [], []
+    _, done = train(
+        state,
+        step,
+        _batches(),
+        start=2,
+        steps=9,
+        on_metrics=[MetricCallback(2, lambda step, metrics: seen.append(step))],
+        on_state=[StateCallback(4, lambda step, state: saved.append(step))],
+        is_stopping=lambda: len(seen) == 2,
+    )
+    assert (done, seen, saved) == (7, [4, 6], [4, 7])
+
+
+def test_the_last_step_is_always_reported_and_saved():
+    state, step = _step()
+    seen, saved = [], []
+    train(
+        state,
+        step,
+        _batches(),
+        start=0,
+        steps=3,
+        on_metrics=[MetricCallback(100, lambda step, metrics: seen.append(step))],
+        on_state=[StateCallback(100, lambda step, state: saved.append(step))],
+    )
+    assert (seen, saved) == ([3], [3])

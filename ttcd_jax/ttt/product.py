@@ -1,0 +1,38 @@
+"""Matrix products with narrow operands and wide sums, forward and backward."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def product(
+    equation: str, a: Float[Array, "..."], b: Float[Array, "..."], dtype: DTypeLike
+) -> Float[Array, "..."]:
+    """einsum(equation, a, b) accumulated in `dtype`, which is the result's.
+
+    The backward rounds the cotangent to the operands' dtype first: differentiating through
+    `preferred_element_type` would multiply it as it is, a float32 product in a bfloat16 model.
+    Every letter of an operand stands in the other one or in the result.
+    """
+    return jnp.einsum(equation, a, b, preferred_element_type=dtype)
+
+
+def _forward(equation: str, a, b, dtype):
+    return product(equation, a, b, dtype), (a, b)
+
+
+def _backward(equation: str, dtype, saved, d_out):
+    a, b = saved
+    operands, out = equation.split("->")
+    left, right = operands.split(",")
+    d_out = d_out.astype(a.dtype)
+    d_a = jnp.einsum(f"{out},{right}->{left}", d_out, b, preferred_element_type=dtype)
+    d_b = jnp.einsum(f"{out},{left}->{right}", d_out, a, preferred_element_type=dtype)
+    return d_a.astype(a.dtype), d_b.astype(b.dtype)
+
+
+product.defvjp(_forward, _backward)
