@@ -1,4 +1,4 @@
-"""The fast-weight block inside other people's Flax models: hand-written NNX, and Linen by `nnx.bridge`.
+"""The fast-weight block inside other people's Flax models: NNX, and Linen by `nnx.bridge`.
 
     python examples/embed_in_flax.py
 

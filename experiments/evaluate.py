@@ -3,9 +3,9 @@
     python -m experiments.evaluate --run_dir=DIR --task=ppl [--text=PATH] [--seq_len=N] [--step=N]
     python -m experiments.evaluate --run_dir=DIR --task=recall
 
-ppl: perplexity and bits per byte by the length of the context, on the held-out part of the run's corpus,
-or on any text file or folder. recall: accuracy by distance of a run on the recall data. A method with a
-memory is measured with its fast weights on and off (eta = 0).
+ppl: perplexity and bits per byte by the length of the context, on the held-out part of the run's
+corpus, or on any text file or folder. recall: accuracy by distance of a run on the recall data. A
+method with a memory is measured with its fast weights on and off (eta = 0).
 """
 
 from pathlib import Path
@@ -70,8 +70,10 @@ def main(argv: list[str]) -> None:
 
 def _variants(config) -> dict[str, dict[str, Any]]:
     """Label -> changes to the model's configuration."""
+    from ttcd_jax.models.catalog import has_memory
+
     name = FLAGS.label or {"ipttcd": "IP-TTCD", "swa": "SWA", "full": "full"}[config.method]
-    if not config.fast_layers:
+    if not has_memory(config):
         return {name: {}}
     off = {"memory": config.memory.replace(eta=0.0)}
     return {f"{name}, fast weights on": {}, f"{name}, off (eta = 0)": off}

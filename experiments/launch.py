@@ -1,21 +1,20 @@
-"""Trains a model: one .gin file in, one run directory out. The same command resumes an interrupted run.
+"""Trains a model: one .gin file in, one run directory out. The same command resumes an interrupted
+run.
 
     python -m experiments.launch --gin=quickstart.gin [--param='RunConfig.steps=20' ...]
                                  [--run_dir=DIR] [--dry_run]
 
-A stop by SIGTERM or Ctrl-C finishes the step, saves, and leaves with status 75: run the same command to
-go on. A second Ctrl-C leaves at once.
+A stop by SIGTERM or Ctrl-C finishes the step, saves, and leaves with status 75: run the same
+command to go on. A second Ctrl-C leaves at once.
 """
 
 import signal
 import sys
-import time
 from pathlib import Path
 
 from absl import flags
 
 from experiments import cli
-from ttcd_jax.errors import UserError
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("gin", None, "A file in experiments/configs/, or a path.", required=True)

@@ -1,6 +1,6 @@
 """One HTML page, its pictures and the terminal's tables from the evaluations of some runs.
 
-    python -m experiments.report --run_dir=DIR [--run_dir=DIR2 ...] [--output=DIR] [--next=COMMAND ...]
+    python -m experiments.report --run_dir=DIR [--run_dir=DIR2 ...] [--output=DIR] [--next=LINE ...]
 
 Runs that were evaluated on the same task share one table and one picture.
 """

@@ -5,7 +5,15 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from beartype import beartype
+from flax import nnx
 from jax.extend.core import Jaxpr, JaxprEqn
+
+
+def typechecked(function: Callable) -> Callable:
+    """beartype, but for constructors: what a configuration accepts is the library's own matter."""
+    return function if function.__name__ == "__init__" else beartype(function)
+
 
 # Largest max |a - b| / max |b| per array between two ways to compute one thing.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}
@@ -45,14 +53,30 @@ def assert_same(ours, theirs) -> None:
 
 
 def influence(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> np.ndarray:
-    """[T_out, T_in]: the largest |derivative| of a random projection of output row p with respect
-    to input row q. `run` maps [1, T_in, D] to [1, T_out, E]."""
+    """[B, T_out, B, T_in]: the largest |derivative| of a random projection of an output token with
+    respect to an input token. `run` maps [B, T_in, D] to [B, T_out, E]."""
 
     def projected(x):
         y = run(x)
-        return y[0] @ draw(99, (y.shape[-1],), dtype=y.dtype)[0]
+        return y @ draw(99, (y.shape[-1],), dtype=y.dtype)[0]
 
-    return np.abs(np.asarray(jax.jit(jax.jacrev(projected))(x)[:, 0])).max(-1)
+    return np.abs(np.asarray(jax.jit(jax.jacrev(projected))(x))).max(-1)
+
+
+# Two rows: one document, and several (cut anywhere, one of a single token).
+TWO_ROWS = np.stack([np.zeros(14, np.int32), np.repeat([5, 2, 9, 1], [2, 1, 8, 3])])
+
+
+def may_see(ids: np.ndarray, window: int | None = None) -> np.ndarray:
+    """[B, T, B, T]: which token may depend on which: not later, of the same document of the same
+    row, in the window."""
+    B, T = ids.shape
+    distance = np.arange(T)[:, None] - np.arange(T)[None, :]
+    near = (distance >= 0) & (distance < (window or T))
+    visible = np.zeros((B, T, B, T), bool)
+    for row in range(B):
+        visible[row, :, row] = near & (ids[row][:, None] == ids[row][None, :])
+    return visible
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -79,3 +103,37 @@ def largest_array(eqns: list[JaxprEqn]) -> int:
 def temporary_bytes(run: Callable, *args) -> int:
     """Peak memory of the compiled function beside its arguments and results."""
     return jax.jit(run).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def randomize(module: nnx.Module, seed: int = 0, std: float = 0.5) -> nnx.Module:
+    """The module with every parameter drawn from N(0, std^2), so that nothing is zero or one."""
+    rng = np.random.default_rng(seed)
+    state = nnx.state(module, nnx.Param)
+    nnx.update(
+        module,
+        jax.tree.map(lambda x: jnp.asarray(std * rng.standard_normal(x.shape), x.dtype), state),
+    )
+    return module
+
+
+def value_and_gradients(module: nnx.Module, run: Callable, *args):
+    """(`run(module, *args)`, gradients of a weighted sum of it with respect to the parameters, with
+    respect to `args`), compiled as one."""
+    graph, params = nnx.split(module)
+
+    @jax.jit
+    def evaluate(params, *args):
+        value, pull = jax.vjp(
+            lambda params, *args: run(nnx.merge(graph, params), *args), params, *args
+        )
+        return value, pull(jnp.cos(jnp.arange(value.size)).reshape(value.shape).astype(value.dtype))
+
+    value, (d_params, *d_args) = evaluate(params, *args)
+    return value, nnx.to_pure_dict(d_params), d_args
+
+
+def dot_operand_types(eqns: list[JaxprEqn]) -> set[str]:
+    """The dtypes of all operands of all matrix products."""
+    products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    assert products
+    return {str(x.aval.dtype) for eqn in products for x in eqn.invars}

@@ -1,5 +1,6 @@
 """Perplexity by the length of the context: how much a token's past helps to predict it."""
 
+import itertools
 import math
 from typing import Any
 
@@ -33,7 +34,7 @@ def by_position(
     edges = bucket_edges(length)
     num_bytes = tokenizer.num_bytes(rows["targets"])
     records = []
-    for start, stop in [*zip(edges[:-1], edges[1:], strict=True), (0, length)]:
+    for start, stop in [*itertools.pairwise(edges), (0, length)]:
         part = np.s_[:, start:stop]
         mask = rows["loss_mask"][part]
         if not mask.any():

@@ -20,20 +20,16 @@ def short_conv(
     """
     R, L = taps.shape[0], x.shape[2]
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    offset = R - 1 if is_causal else R // 2
+    before = R - 1 if is_causal else R // 2
+    # Padded once and sliced per tap: one pass over x, forward and backward.
+    around = ((0, 0), (0, 0), (before, R - 1 - before))
+    padded = jnp.pad(x, (*around, (0, 0)))
+    padded_ids = None if segment_ids is None else jnp.pad(segment_ids, around)
     total = jnp.zeros(x.shape, wide)
     for r in range(R):
-        shift = offset - r
-        moved = _shift(x, shift, L)
-        if segment_ids is not None and shift:
-            same = _shift(segment_ids[..., None], shift, L) == segment_ids[..., None]
-            moved = jnp.where(same, moved, 0)
+        moved = padded[:, :, r : r + L]
+        if padded_ids is not None and r != before:
+            same = padded_ids[:, :, r : r + L] == segment_ids
+            moved = jnp.where(same[..., None], moved, 0)
         total = total + moved.astype(wide) * taps[r].astype(wide)
     return total.astype(x.dtype)
-
-
-def _shift(x: Array, shift: int, length: int) -> Array:
-    """x moved `shift` positions later along axis 2 (earlier if negative), zeros moved in."""
-    front, back = max(shift, 0), max(-shift, 0)
-    padded = jnp.pad(x, ((0, 0), (0, 0), (front, back), (0, 0)))
-    return padded[:, :, back : back + length]

@@ -78,6 +78,11 @@ def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:
     return tuple(METHODS[config.method](config, layer) for layer in range(config.num_layers))
 
 
+def has_memory(config: TransformerConfig) -> bool:
+    """Whether any layer writes at test time."""
+    return any(isinstance(block, IPTTCDBlockConfig) for block in block_configs(config))
+
+
 def _attention(config: TransformerConfig) -> AttentionConfig:
     return AttentionConfig(
         dim=config.dim,

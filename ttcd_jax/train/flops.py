@@ -1,12 +1,12 @@
-"""FLOPs of a model by its shapes. XLA's own count takes the body of a scan once, so it cannot serve.
+"""FLOPs of a model by its shapes. XLA's own count takes the body of a scan once, so it cannot
+serve.
 
-A matrix product of [m, k] and [k, n] counts 2 m k n; everything else is left out. Training counts three
-times the forward pass (recomputation is overhead, not work).
+A matrix product of [m, k] and [k, n] counts 2 m k n; everything else is left out. Training counts
+three times the forward pass (recomputation is overhead, not work).
 """
 
 import jax
 
-from ttcd_jax.layers.ipttcd import IPTTCDConfig
 from ttcd_jax.models.block import BlockConfig, IPTTCDBlockConfig
 from ttcd_jax.models.catalog import TransformerConfig, block_configs
 
@@ -32,9 +32,10 @@ def visible_pairs(length: int, window: int | None) -> int:
 
 
 def _block_flops(block: BlockConfig, length: int) -> float:
-    is_fast = isinstance(block, IPTTCDBlockConfig)
-    attention = block.mixer.attention if is_fast else block.mixer
-    mlp = block.mlp.mlp if isinstance(block.mlp, IPTTCDConfig) else block.mlp
+    if isinstance(block, IPTTCDBlockConfig):
+        attention, mlp = block.mixer.attention, block.mlp.mlp
+    else:
+        attention, mlp = block.mixer, block.mlp
     heads, narrow = attention.num_heads, attention.num_kv_heads
     wide = heads * attention.head_dim
     projections = 2 * length * attention.dim * (wide + 2 * narrow * attention.head_dim + wide)

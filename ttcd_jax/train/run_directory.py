@@ -1,9 +1,9 @@
 """The run directory: what a run writes, and all that evaluation needs.
 
-    config.json        the resolved configuration          config.gin     the file and parameters given
-    data.json          manifest of the training data       environment.json  versions and device
-    checkpoints/       Orbax steps with digests            metrics.jsonl, tensorboard/
-    lock               held by the process that trains     eval/          results of evaluations
+config.json      the resolved configuration    config.gin        the file and parameters given
+data.json        manifest of the data          environment.json  versions and device
+checkpoints/     Orbax steps with digests      metrics.jsonl, tensorboard/
+eval/            results of evaluations        lock              held by the training process
 """
 
 import contextlib
@@ -75,13 +75,15 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Holds the directory for one training process; another gets a `UserError` that names it."""
+        """Holds the directory for one training process; another gets a `UserError` that names
+        it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = (self.path / "lock").open("a+", encoding="utf-8")
         except OSError as error:
             raise UserError(
-                f"{self.path} cannot be a run directory ({error.strerror}): choose another --run_dir"
+                f"{self.path} cannot be a run directory ({error.strerror}): choose another "
+                "--run_dir"
             ) from error
         with handle:
             try:

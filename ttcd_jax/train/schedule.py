@@ -19,8 +19,9 @@ _DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Config):
-    """`steps` None stands for the length of the run. `decay_ratio` is the share of `steps` spent decaying (warm-up, stable, decay); None decays
-    from the end of the warm-up on. The decay leads to `floor_ratio * peak`."""
+    """`steps` None stands for the length of the run. `decay_ratio` is the share of `steps` spent
+    decaying (warm-up, stable, decay); None decays from the end of the warm-up on. The decay leads
+    to `floor_ratio * peak`."""
 
     peak: float = 3e-4
     steps: int | None = None

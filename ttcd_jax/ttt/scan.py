@@ -289,7 +289,7 @@ def renormalized_memory(
         index, block = operands
         block = jax.tree.map(lambda x: x[None], block)
         weight = renorm(start + rule.eta * total)
-        y = _product(rule, "GBLF,BFD->GBLD", block.z, weight.astype(z.dtype))
+        y = _product(rule, "GBLF,GBFD->GBLD", block.z, weight[None].astype(z.dtype))
         if block.reads is not None:
             y = jnp.where(
                 block.reads[..., None], y, _product(rule, "GBLF,FD->GBLD", block.z, w_base)

@@ -54,7 +54,7 @@ def dual_window_attention_with_lse(
         raise ValueError(
             f"implementation {implementation!r} is not one of {', '.join(_IMPLEMENTATIONS)}"
         )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     run = _IMPLEMENTATIONS[implementation]
     return run(q, k, v, segment_ids, teacher_window, student_window, scale)
 

@@ -1,8 +1,8 @@
 """Key-value recall: pairs follow each other, and a key that comes again comes with its value.
 
-A row reads `k v k v ...`: every slot draws a key, and within a row a key keeps its value. Where a key
-was seen before, its value is the target; what the model must look back over is the distance to the
-last time it was shown. Beyond the reach of its attention windows only a memory can know it.
+A row reads `k v k v ...`: every slot draws a key, and within a row a key keeps its value. Where a
+key was seen before, its value is the target; what the model must look back over is the distance to
+the last time it was shown. Beyond the reach of its attention windows only a memory can know it.
 """
 
 import dataclasses

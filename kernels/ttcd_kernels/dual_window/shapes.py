@@ -1,0 +1,46 @@
+"""The shapes dual-window attention is measured at."""
+
+from typing import Literal, NamedTuple
+
+SetName = Literal["tiny", "cpu", "paper"]
+
+
+class Case(NamedTuple):
+    """One call: windows count the query itself, `None` sees everything."""
+
+    name: str
+    length: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    teacher_window: int | None
+    student_window: int
+    batch: int = 1
+    dtype: str = "bfloat16"
+    rounds: int = 5
+
+    @property
+    def score_bytes(self) -> int:
+        """Size of one full [B, N, T, T] score matrix in float32."""
+        return 4 * self.batch * self.num_heads * self.length**2
+
+
+SHAPES: dict[SetName, tuple[Case, ...]] = {
+    "tiny": (
+        Case("64 tokens, 16/8", 64, 4, 2, 8, 16, 8, batch=2, dtype="float32", rounds=3),
+        Case("48 tokens, full/8", 48, 2, 2, 8, None, 8, dtype="float32", rounds=3),
+    ),
+    "cpu": (
+        Case("4K 2048/1024 H16 D64", 4096, 16, 16, 64, 2048, 1024, dtype="float32", rounds=3),
+        Case("32K 2048/1024 H16 D64", 32768, 16, 16, 64, 2048, 1024, dtype="float32", rounds=1),
+    ),
+    "paper": (
+        Case("64K 8192/4096 H16/8 D128", 65536, 16, 8, 128, 8192, 4096),
+        Case("64K 2048/1024 H16/8 D128", 65536, 16, 8, 128, 2048, 1024),
+        Case("64K 16384/8192 H16/8 D128", 65536, 16, 8, 128, 16384, 8192),
+        Case("64K 8192/7936 H16/8 D128", 65536, 16, 8, 128, 8192, 7936),
+        Case("64K full/2048 H16/8 D128", 65536, 16, 8, 128, None, 2048),
+        Case("760M: 4 x 32K 2048/1024 H24 D64", 32768, 24, 24, 64, 2048, 1024, batch=4),
+        Case("340M: 4 x 32K 2048/1024 H16 D64", 32768, 16, 16, 64, 2048, 1024, batch=4),
+    ),
+}

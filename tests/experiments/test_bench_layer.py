@@ -1,0 +1,76 @@
+"""The layer benchmark at tiny sizes, and the training step's memory: linear in length."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from experiments.layer_cost import Sizes, layer_costs, step_memory
+from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.models.catalog import TransformerConfig
+
+TINY = Sizes(16, 32, num_heads=2, seq_len=32, chunk_size=8, window=8, student_window=4)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    line = [sys.executable, "-m", "experiments.bench_layer", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120)
+
+
+def test_step_memory_is_linear_in_length_and_remat_lowers_it():
+    config = TransformerConfig(
+        vocab_size=258,
+        dim=16,
+        num_layers=2,
+        num_heads=2,
+        mlp_dim=32,
+        window=16,
+        student_window=8,
+        fast_layers=(0, 1),
+        memory=MemoryConfig(chunk_size=16),
+    )
+    short, long, remat_long = (
+        *step_memory(config, [1024, 2048], ["none"]),
+        *step_memory(config, [2048], ["block"]),
+    )
+    assert long.bytes_per_token == pytest.approx(short.bytes_per_token, rel=0.1)
+    assert remat_long.temp_bytes < long.temp_bytes
+
+
+def test_what_would_take_too_long_is_compiled_only():
+    rows = layer_costs(TINY, rounds=1, max_seconds=0)
+    assert {(row.layer, row.form) for row in rows} == {
+        (layer, form)
+        for layer in ("IPTTCDMLP", "IPTTCDBlock")
+        for form in ("blocked", "associative", "attention")
+    }
+    assert all(row.seconds is None and row.temp_bytes > 0 for row in rows)
+    assert all(row.note.startswith("memory only: about") for row in rows)
+
+
+def test_the_command_writes_table_and_report(tmp_path):
+    file = tmp_path / "report.json"
+    result = command("--quick", "--rounds=1", f"--json={file}")
+    assert (result.returncode, result.stderr) == (0, "")
+    report = json.loads(file.read_text())
+    assert report["environment"]["device"] in result.stdout
+    assert report["sizes"]["seq_len"] == 256
+    assert len(report["rows"]) == 6
+    assert all(row["seconds"] > 0 and row["temp_bytes"] > 0 for row in report["rows"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--lengths=4k", "--lengths: '4k' is not a number of tokens"),
+        ("--remat=all", "--remat=all is not one of none, block, dots"),
+        ("--num_heads=3", "--num_heads=3 does not divide --dim=1024"),
+        ("--json=/no/such/file", "--json: no folder /no/such"),
+    ],
+)
+def test_a_users_mistake_is_one_line(argument, message):
+    result = command(argument)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {message}")
+    assert result.stderr.count("\n") == 1

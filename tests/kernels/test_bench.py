@@ -1,0 +1,47 @@
+"""The kernel benchmark at tiny shapes: complete rows, honest gaps, refused arguments."""
+
+import json
+
+import pytest
+from ttcd_kernels import bench, measure
+from ttcd_kernels.dual_window import bench as dual_window
+from ttcd_kernels.dual_window.shapes import SHAPES
+
+
+def test_the_report_names_machine_shapes_and_every_measurement(tmp_path, capsys):
+    file = tmp_path / "report.json"
+    bench.main(["--shapes", "tiny", "--json", str(file)])
+    report = json.loads(file.read_text())
+    assert {"device", "jax", "jaxlib", "commit"} <= report["environment"].keys()
+    assert [shape["name"] for shape in report["shapes"]] == [case.name for case in SHAPES["tiny"]]
+    rows = report["rows"]
+    assert len(rows) == len(SHAPES["tiny"]) * 2 * 3
+    assert all(row["seconds"] > 0 and row["temp_bytes"] > 0 and not row["note"] for row in rows)
+    assert all(row["ratio"] == 1 for row in rows if row["implementation"] == "xla")
+    printed = capsys.readouterr().out
+    assert all(case.name in printed for case in SHAPES["tiny"])
+
+
+def test_what_does_not_fit_is_compiled_only_and_says_so(monkeypatch):
+    monkeypatch.setattr(measure, "usable_bytes", lambda: 1000)
+    monkeypatch.setitem(SHAPES, "tiny", SHAPES["tiny"][:1])
+    rows = dual_window.run("tiny")
+    assert all(row.seconds is None and row.ratio is None and row.temp_bytes > 0 for row in rows)
+    assert all("does not fit" in row.note for row in rows)
+    assert "memory only" in dual_window.table(rows)
+
+
+def test_programs_take_turns():
+    order = []
+    programs = {name: lambda name=name: order.append(name) for name in "ab"}
+    measure.median_seconds(programs, rounds=2)
+    turns = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
+    assert turns == ["a", "b"] * 3  # the warm-up, then two rounds
+
+
+@pytest.mark.parametrize("arguments", [["--op", "none"], ["--shapes", "huge"], ["--json", "/no/x"]])
+def test_wrong_arguments_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        bench.main(arguments)
+    assert leaving.value.code == 2
+    assert arguments[0] in capsys.readouterr().err

@@ -1,0 +1,233 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import (
+    TWO_ROWS,
+    assert_close,
+    assert_same,
+    dot_operand_types,
+    randomize,
+    traced,
+    value_and_gradients,
+)
+from flax import nnx
+
+from ttcd_jax.axes import LOGICAL_AXES
+from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.models.catalog import TransformerConfig, block_configs
+from ttcd_jax.models.transformer import Place, Run, Transformer, place_of_layer, scan_plan
+from ttcd_jax.precision import Precision
+from ttcd_jax.train.loss import next_token_loss
+
+FLOAT64 = Precision(param="float64", compute="float64", state="float64")
+V = 11
+TOKENS = np.random.default_rng(0).integers(0, V, TWO_ROWS.shape)
+
+
+def _config(**changes) -> TransformerConfig:
+    fields = {"vocab_size": V, "dim": 8, "num_layers": 4, "num_heads": 2, "mlp_dim": 12}
+    fields |= {"window": 6, "student_window": 3, "fast_layers": (0, 2), "precision": FLOAT64}
+    fields |= {"memory": MemoryConfig(chunk_size=4, num_taps=3)}
+    return TransformerConfig(**(fields | changes))
+
+
+def _model(**changes) -> Transformer:
+    return randomize(Transformer(_config(**changes), rngs=nnx.Rngs(0)), std=0.3)
+
+
+def _abstract(config) -> Transformer:
+    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+
+
+def test_a_regular_pattern_is_one_unit_repeated():
+    blocks = block_configs(_config(num_layers=24, fast_layers=(0, 6, 12, 18)))
+    assert scan_plan(blocks) == (Run(blocks[:6], 4),)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "fast_layers", "runs"),
+    [
+        (4, (), [(1, 4)]),
+        (4, (0, 1, 2, 3), [(1, 4)]),
+        (1, (0,), [(1, 1)]),
+        (2, (1,), [(1, 1), (1, 1)]),
+        (6, (1, 3, 5), [(2, 3)]),
+        (7, (0, 1, 5), [(1, 2), (1, 3), (1, 1), (1, 1)]),
+        (5, (2,), [(1, 2), (1, 1), (1, 2)]),
+    ],
+)
+def test_plans_hold_every_layer_in_order(num_layers, fast_layers, runs):
+    blocks = block_configs(_config(num_layers=num_layers, fast_layers=fast_layers))
+    plan = scan_plan(blocks)
+    assert [(len(run.unit), run.repeats) for run in plan] == runs
+    assert sum((run.unit * run.repeats for run in plan), ()) == blocks
+
+
+@pytest.mark.parametrize("fast_layers", [(0, 6, 12, 18), (0, 1, 5), ()])
+def test_every_layer_has_its_own_place_with_its_configuration(fast_layers):
+    config = _config(num_layers=24, fast_layers=fast_layers)
+    blocks, plan = block_configs(config), scan_plan(block_configs(config))
+    places = [place_of_layer(config, layer) for layer in range(24)]
+    assert len(set(places)) == 24
+    for layer, place in enumerate(places):
+        run = plan[int(place.group.removeprefix("group_"))]
+        assert run.unit[int(place.block.removeprefix("block_"))] == blocks[layer]
+        assert place.row < run.repeats
+    with pytest.raises(IndexError, match="layer 24 of 24"):
+        place_of_layer(config, 24)
+
+
+def test_rows_of_the_stack_count_repeats_of_the_unit():
+    config = _config(num_layers=24, fast_layers=(0, 6, 12, 18))
+    assert place_of_layer(config, 12) == Place("group_0", "block_0", 2)
+    assert place_of_layer(config, 23) == Place("group_0", "block_5", 3)
+
+
+def _gradients(tokens=TOKENS, **changes):
+    return value_and_gradients(
+        _model(**changes), lambda m, tokens, ids: _summary(m, tokens, ids), tokens, TWO_ROWS
+    )[:2]
+
+
+def _summary(model, tokens, ids):
+    hidden, stats = model.forward(tokens, ids)
+    return jnp.concatenate([hidden.ravel(), stats.memory_ratio, stats.gate_mean])
+
+
+@pytest.fixture(scope="module")
+def scanned():
+    with jax.enable_x64(True):
+        return _gradients()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"scans_layers": False}, {"remat": "block"}, {"remat": "dots"}], ids=str
+)
+def test_unrolled_and_recomputed_models_equal_the_scanned_one(changes, scanned, float64):
+    """Hidden states, statistics in layer order, and all gradients."""
+    assert_close(_gradients(**changes), scanned)
+
+
+def _count(config, name):
+    """Equations of one kind in the gradient of a model's loss; abstract."""
+    graph, params = nnx.split(_abstract(config))
+
+    def loss(params, tokens):
+        return next_token_loss(nnx.merge(graph, params), tokens)
+
+    tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+    return sum(eqn.primitive.name == name for eqn in traced(jax.grad(loss), params, tokens))
+
+
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_twenty_four_layers_are_traced_as_one_unit(remat):
+    def products(num_layers, fast_layers, **changes):
+        config = _config(
+            num_layers=num_layers,
+            fast_layers=fast_layers,
+            precision=Precision(),
+            remat=remat,
+            **changes,
+        )
+        return _count(config, "dot_general")
+
+    deep = products(24, (0, 6, 12, 18))
+    assert deep == products(12, (0, 6))
+    assert deep < 1.1 * products(6, (0,), scans_layers=False)
+    # An irregular stack compiles one block for each stretch of equal ones.
+    assert products(24, (7,)) == products(16, (7,))
+
+
+def test_copies_of_a_unit_are_drawn_apart():
+    model = Transformer(_config(precision=Precision()), rngs=nnx.Rngs(0))
+    weight = model.group_0.block_0.mlp.gate[...]
+    assert weight.shape == (2, 8, 12)
+    assert 0.01 < float(jnp.std(weight[0] - weight[1])) < 0.05
+
+
+@pytest.mark.parametrize("has_tied_head", [True, False])
+def test_every_parameter_names_its_axes(has_tied_head):
+    config = _config(
+        has_tied_head=has_tied_head, has_qk_norm=True, fast_layers=(1,), precision=Precision()
+    )
+    params = dict(nnx.to_flat_state(nnx.state(_abstract(config), nnx.Param)))
+    for path, variable in params.items():
+        axes = variable.get_metadata("axes")
+        assert len(axes) == len(variable.shape), path
+        assert set(axes) <= set(LOGICAL_AXES), path
+        assert (axes[0] == "layers") == (path[0].startswith("group_")), path
+        assert "layers" not in axes[1:], path
+    axes = {path: variable.get_metadata("axes") for path, variable in params.items()}
+    assert axes["embedding",] == ("vocab", "embed")
+    assert axes["group_1", "block_0", "mlp", "down"] == ("layers", "mlp", "embed")
+    assert axes["group_1", "block_0", "mlp", "teacher_conv"] == ("layers", "taps", "mlp")
+    assert axes["group_0", "block_0", "attention", "key"] == ("layers", "embed", "kv_heads")
+    assert (("head",) in axes) != has_tied_head
+
+
+def test_a_tied_head_is_the_embedding(float64):
+    shared = {"num_layers": 1, "fast_layers": ()}
+    tied, untied = _model(**shared), _model(has_tied_head=False, **shared)
+    tokens = jnp.asarray(TOKENS)
+    assert_same(tied.head_weight(), tied.embedding[...])
+    assert_same(untied.head_weight(), untied.head[...])
+    untied.head[...] = untied.embedding[...]
+    for path in ("group_0", "final_norm"):
+        setattr(untied, path, getattr(tied, path))
+    untied.embedding[...] = tied.embedding[...]
+    untied.head[...] = tied.embedding[...]
+    logits, gradient, _ = value_and_gradients(tied, lambda m, x: m(x), tokens)
+    same, apart, _ = value_and_gradients(untied, lambda m, x: m(x), tokens)
+    assert logits.shape == (*TOKENS.shape, V)
+    assert_close(same, logits)
+    assert_close(apart["embedding"] + apart["head"], gradient["embedding"])
+
+
+def test_logits_are_causal_and_documents_do_not_meet(float64):
+    """To the last bit: changed tokens reach neither the past nor other documents nor rows."""
+    model = _model()
+    run = jax.jit(model)
+    logits = run(TOKENS, TWO_ROWS)
+    changed = TOKENS.copy()
+    changed[0, 9:] = (changed[0, 9:] + 1) % V
+    changed[1, 3:6] = (changed[1, 3:6] + 1) % V  # the start of the document in 3 .. 10
+    difference = np.asarray(run(changed, TWO_ROWS) != logits).any(-1)
+    assert difference[0].tolist() == [False] * 9 + [True] * 5
+    assert difference[1].tolist() == [False] * 3 + [True] * 8 + [False] * 3
+
+
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_any_length_has_finite_logits_and_gradients(length):
+    model = Transformer(_config(precision=Precision()), rngs=nnx.Rngs(0))
+    result = value_and_gradients(model, lambda m, x: m(x), jnp.asarray(TOKENS[:1, :length]))
+    assert result[0].shape == (1, length, V)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(result[:2]))
+
+
+def test_positions_matter_by_their_differences(float64):
+    run = jax.jit(lambda positions: _model().forward(jnp.asarray(TOKENS), None, positions)[0])
+    positions = jnp.broadcast_to(jnp.arange(14, dtype=jnp.int32), TOKENS.shape)
+    assert_close(run(positions + 100), run(positions), 1e-4)
+
+
+def test_models_without_a_memory_have_no_statistics():
+    model = Transformer(_config(method="swa", precision=Precision()), rngs=nnx.Rngs(0))
+    assert model.forward(jnp.asarray(TOKENS[:, :4]))[1] is None
+
+
+def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
+    def logits(compute):
+        model = _model(precision=Precision(compute=compute), has_qk_norm=True)
+        return model, jax.jit(model)(jnp.asarray(TOKENS))
+
+    narrow, ours = logits("bfloat16")
+    assert ours.dtype == jnp.bfloat16
+    assert_close(ours, logits("float32")[1], 0.06)
+    graph, params = nnx.split(narrow)
+
+    def loss(params, tokens):
+        return next_token_loss(nnx.merge(graph, params), tokens)
+
+    eqns = traced(jax.grad(loss), params, jnp.asarray(TOKENS))
+    assert dot_operand_types(eqns) == {"bfloat16"}
