@@ -27,6 +27,8 @@ flags.DEFINE_integer("seq_len", 32768, "Tokens of the one row.", lower_bound=1)
 flags.DEFINE_integer("chunk_size", 1024, "Tokens per chunk of the memory.", lower_bound=1)
 flags.DEFINE_integer("window", 2048, "The teacher's window.", lower_bound=1)
 flags.DEFINE_integer("student_window", 1024, "The student's window.", lower_bound=1)
+flags.DEFINE_list("layers", ["IPTTCDMLP", "IPTTCDBlock"], "Which layers.")
+flags.DEFINE_list("forms", ["blocked", "associative", "attention"], "Which forms of the read.")
 flags.DEFINE_integer("rounds", 3, "Timed rounds; all programs take turns.", lower_bound=1)
 flags.DEFINE_float("max_seconds", 60, "What would take longer a call is only compiled.")
 flags.DEFINE_list("lengths", [], "Sequence lengths: measure a training step's memory instead.")
@@ -34,7 +36,11 @@ flags.DEFINE_list("remat", ["none", "block"], "With --lengths: none, block, dots
 flags.DEFINE_bool("quick", False, "Tiny sizes, whatever the other flags say.")
 flags.DEFINE_string("json", None, "File for the report.")
 
-_REMATS = ("none", "block", "dots")
+_CHOICES = {
+    "layers": ("IPTTCDMLP", "IPTTCDBlock"),
+    "forms": ("blocked", "associative", "attention"),
+    "remat": ("none", "block", "dots"),
+}
 _QUICK_LENGTHS = [128, 256]
 
 
@@ -42,9 +48,10 @@ def main(argv: list[str]) -> None:
     if FLAGS.json and not Path(FLAGS.json).parent.is_dir():
         raise UserError(f"--json: no folder {Path(FLAGS.json).parent}; create it first")
     lengths = [_positive(text) for text in FLAGS.lengths]
-    for name in FLAGS.remat:
-        if name not in _REMATS:
-            raise UserError(f"--remat={name} is not one of {', '.join(_REMATS)}")
+    for flag, choices in _CHOICES.items():
+        for name in getattr(FLAGS, flag):
+            if name not in choices:
+                raise UserError(f"--{flag}={name} is not one of {', '.join(choices)}")
     if FLAGS.dim % FLAGS.num_heads:
         raise UserError(f"--num_heads={FLAGS.num_heads} does not divide --dim={FLAGS.dim}")
     from ttcd_kernels import measure
@@ -68,10 +75,12 @@ def _layer_report() -> dict[str, Any]:
 
     from experiments.layer_cost import Sizes, layer_costs
 
-    sizes = Sizes(*(FLAGS[name].value for name in Sizes._fields))
+    sizes = Sizes(**{name: getattr(FLAGS, name) for name in Sizes._fields})
     if FLAGS.quick:
         sizes = Sizes(32, 64, num_heads=4, seq_len=256, chunk_size=32, window=64, student_window=32)
-    rows = layer_costs(sizes, FLAGS.rounds, FLAGS.max_seconds)
+    rows = layer_costs(
+        sizes, FLAGS.layers, FLAGS.forms, rounds=FLAGS.rounds, max_seconds=FLAGS.max_seconds
+    )
     cells = [
         (
             row.layer,

@@ -94,10 +94,12 @@ def _train(config, run_dir) -> int:
 def _initial_state(config, checkpoints):
     """(steps done, state): from the newest intact checkpoint if there is one."""
     from experiments import build
+    from ttcd_jax.train.state import TrainState
 
     if not checkpoints.steps():
         return 0, build.fresh_state(config)
-    start, state, _ = checkpoints.restore(build.abstract_state(config))
+    start, restored, _ = checkpoints.restore(build.abstract_state(config))
+    state = TrainState(**restored)
     print(f"resumed at step {start}", flush=True)
     return start, state
 

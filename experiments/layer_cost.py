@@ -2,8 +2,9 @@
 runs. Programs are compiled from shapes; arrays exist only while something is timed."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from ttcd_jax.models.catalog import Remat, TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.ttt.scan import Form
+
+Layer = Literal["IPTTCDMLP", "IPTTCDBlock"]
 
 
 class Sizes(NamedTuple):
@@ -54,21 +57,27 @@ class StepRow(NamedTuple):
     bytes_per_token: float
 
 
-def layer_costs(sizes: Sizes, rounds: int, max_seconds: float) -> list[LayerRow]:
-    """IPTTCDMLP and IPTTCDBlock in every form of the memory. What would not fit in memory, or would
-    take longer than `max_seconds` a call at this machine's matmul rate, is only compiled."""
+def layer_costs(
+    sizes: Sizes,
+    layers: Iterable[Layer],
+    forms: Iterable[Form],
+    *,
+    rounds: int,
+    max_seconds: float,
+) -> list[LayerRow]:
+    """Every layer in every form of the memory. What would not fit in memory, or would take longer
+    than `max_seconds` a call at this machine's matmul rate, is only compiled."""
     rate = _matmul_rate()
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
     rows = []
-    for layer in ("IPTTCDMLP", "IPTTCDBlock"):
-        for form in get_args(Form):
-            compiled, draw = _compile_layer(layer, form, sizes)
-            flop = _flop(layer, form, sizes)
-            note = _why_not_run(compiled, flop / rate, max_seconds)
-            if not note:
-                calls[layer, form] = functools.partial(compiled, *draw())
-            memory = measure.temp_bytes(compiled)
-            rows.append(LayerRow(layer, form, None, memory, flop / 1e12, note))
+    for layer, form in itertools.product(layers, forms):
+        compiled, draw = _compile_layer(layer, form, sizes)
+        flop = _flop(layer, form, sizes)
+        note = _why_not_run(compiled, flop / rate, max_seconds)
+        if not note:
+            calls[layer, form] = functools.partial(compiled, *draw())
+        memory = measure.temp_bytes(compiled)
+        rows.append(LayerRow(layer, form, None, memory, flop / 1e12, note))
     seconds = measure.median_seconds(calls, rounds)
     return [row._replace(seconds=seconds.get((row.layer, row.form))) for row in rows]
 
@@ -82,7 +91,7 @@ def _why_not_run(compiled: jax.stages.Compiled, estimate: float, max_seconds: fl
     return ""
 
 
-def _compile_layer(layer: str, form: Form, sizes: Sizes):
+def _compile_layer(layer: Layer, form: Form, sizes: Sizes):
     """(compiled gradient, a function that draws its arguments)."""
 
     def build() -> nnx.Module:
@@ -123,7 +132,7 @@ def _layer_configs(form: Form, sizes: Sizes) -> tuple[IPTTCDConfig, DualWindowCo
     return IPTTCDConfig(mlp=mlp, memory=memory), mixer
 
 
-def _flop(layer: str, form: Form, sizes: Sizes) -> float:
+def _flop(layer: Layer, form: Form, sizes: Sizes) -> float:
     """Forward and gradient at three times the forward. With u = 2 T D F: teacher and student
     features 4u, error 1u, read 1u; then delta_w and its read 2u, or the attention form's T^2 (D +
     F) twice over."""

@@ -1,5 +1,6 @@
 """What the benchmarks share: interleaved timing, compiled memory, the machine, a table."""
 
+import importlib.metadata
 import math
 import os
 import platform
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 
 _MIN_SAMPLE_SECONDS = 0.02  # shorter programs are called several times per sample
 _MAX_CALLS = 50
@@ -44,14 +44,20 @@ def _seconds(program: Callable[[], Any], calls: int) -> float:
 
 def temp_bytes(compiled: jax.stages.Compiled) -> int:
     """Peak bytes a compiled program needs beside its arguments and results."""
-    return compiled.memory_analysis().temp_size_in_bytes
+    return _memory(compiled).temp_size_in_bytes
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
     """Bytes of a run: arguments, results and temporaries."""
-    memory = compiled.memory_analysis()
+    memory = _memory(compiled)
     sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
     return sum(sizes)
+
+
+def _memory(compiled: jax.stages.Compiled):
+    memory = compiled.memory_analysis()
+    assert memory is not None, "this backend's compiler reports no memory"
+    return memory
 
 
 def usable_bytes() -> int:
@@ -71,7 +77,7 @@ def environment() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "commit": _commit(),
     }
 

@@ -39,31 +39,32 @@ def test_step_memory_is_linear_in_length_and_remat_lowers_it():
 
 
 def test_what_would_take_too_long_is_compiled_only():
-    rows = layer_costs(TINY, rounds=1, max_seconds=0)
-    assert {(row.layer, row.form) for row in rows} == {
-        (layer, form)
-        for layer in ("IPTTCDMLP", "IPTTCDBlock")
-        for form in ("blocked", "associative", "attention")
-    }
+    forms = ["blocked", "associative", "attention"]
+    rows = layer_costs(TINY, ["IPTTCDMLP"], forms, rounds=1, max_seconds=0)
+    assert [(row.layer, row.form) for row in rows] == [("IPTTCDMLP", form) for form in forms]
     assert all(row.seconds is None and row.temp_bytes > 0 for row in rows)
     assert all(row.note.startswith("memory only: about") for row in rows)
 
 
 def test_the_command_writes_table_and_report(tmp_path):
     file = tmp_path / "report.json"
-    result = command("--quick", "--rounds=1", f"--json={file}")
+    only = "--layers=IPTTCDBlock", "--forms=blocked"  # the others take as long to compile
+    result = command("--quick", "--rounds=1", f"--json={file}", *only)
     assert (result.returncode, result.stderr) == (0, "")
     report = json.loads(file.read_text())
     assert report["environment"]["device"] in result.stdout
     assert report["sizes"]["seq_len"] == 256
-    assert len(report["rows"]) == 6
-    assert all(row["seconds"] > 0 and row["temp_bytes"] > 0 for row in report["rows"])
+    (row,) = report["rows"]
+    assert (row["layer"], row["form"]) == ("IPTTCDBlock", "blocked")
+    assert row["seconds"] > 0
+    assert row["temp_bytes"] > 0
 
 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("--lengths=4k", "--lengths: '4k' is not a number of tokens"),
+        ("--forms=scan", "--forms=scan is not one of blocked, associative, attention"),
         ("--remat=all", "--remat=all is not one of none, block, dots"),
         ("--num_heads=3", "--num_heads=3 does not divide --dim=1024"),
         ("--json=/no/such/file", "--json: no folder /no/such"),

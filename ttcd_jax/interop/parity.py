@@ -139,7 +139,7 @@ def _model_bound(dtype: str) -> Callable[[str, np.ndarray], float]:
 
 
 def _precision(dtype: str) -> Precision:
-    return Precision(param=dtype, compute=dtype, state=dtype)
+    return Precision.from_dict(dict.fromkeys(("param", "compute", "state"), dtype))
 
 
 def _published(memory: MemoryConfig) -> MemoryConfig:
@@ -150,7 +150,7 @@ def _as(dtype: str, tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
 
 
-def _with_params(module: nnx.Module, params: reference.Params) -> nnx.Module:
+def _with_params[M: nnx.Module](module: M, params: reference.Params) -> M:
     """The module with every parameter replaced; missing or left-over names are an error."""
     state = nnx.state(module, nnx.Param)
     nnx.replace_by_pure_dict(state, params)
@@ -219,9 +219,7 @@ def check_block(golden: Golden, dtype: str) -> Comparison:
     """kind ipttcd_block: y and all gradients."""
     config = _transformer_config(golden, dtype)
     params = reference.module_from_reference(golden.group("param."), reference.BLOCK_NAMES)
-    block_config = block_configs(config)[
-        golden.info.get("layer_idx", golden.config.get("layer_idx"))
-    ]
+    block_config = block_configs(config)[golden.info["layer_idx"]]
     module = _with_params(build_block(block_config, rngs=nnx.Rngs(0)), _as(dtype, params))
     hidden = jnp.asarray(golden.arrays["in.hidden"], dtype)
     y, d_params, (d_hidden,) = _value_and_pull(
@@ -268,9 +266,7 @@ def _loaded(
     config: TransformerConfig, tensors: Mapping[str, np.ndarray], dtype: str
 ) -> Transformer:
     params = _as(dtype, reference.model_from_reference(tensors, config))
-    model = _with_params(Transformer(config, rngs=nnx.Rngs(0)), params)
-    assert isinstance(model, Transformer)
-    return model
+    return _with_params(Transformer(config, rngs=nnx.Rngs(0)), params)
 
 
 def _hidden_states(config: TransformerConfig, tensors, tokens, dtype: str) -> jax.Array:

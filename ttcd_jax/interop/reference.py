@@ -35,7 +35,8 @@ BLOCK_NAMES: dict[str, tuple[str, Layout]] = {
     "attn.q_norm.weight": ("attention/query_norm", "same"),
     "attn.k_norm.weight": ("attention/key_norm", "same"),
     "mlp_norm.weight": ("mlp_norm", "same"),
-} | {f"mlp.{name}": (f"mlp/{ours}", layout) for name, (ours, layout) in MLP_NAMES.items()}
+    **{f"mlp.{name}": (f"mlp/{ours}", layout) for name, (ours, layout) in MLP_NAMES.items()},
+}
 MODEL_NAMES: dict[str, tuple[str, Layout]] = {
     "model.embeddings.weight": ("embedding", "same"),
     "model.norm.weight": ("final_norm", "same"),
@@ -63,10 +64,11 @@ def _put(tree: Params, path: str, value) -> None:
     tree[leaf] = value
 
 
-def _get(tree: Params, path: str):
+def _get(tree: Params, path: str) -> Any:
+    value: Any = tree
     for name in path.split("/"):
-        tree = tree[name]
-    return tree
+        value = value[name]
+    return value
 
 
 def module_from_reference(

@@ -106,8 +106,8 @@ class IPTTCDBlock(_Norms):
         return residual + y, stats
 
 
-BlockConfig = PlainBlockConfig | IPTTCDBlockConfig
-Block = PlainBlock | IPTTCDBlock
+type BlockConfig = PlainBlockConfig | IPTTCDBlockConfig
+type Block = PlainBlock | IPTTCDBlock
 
 
 def build_block(config: BlockConfig, *, rngs: nnx.Rngs) -> Block:

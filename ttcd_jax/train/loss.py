@@ -8,7 +8,7 @@ is the largest array.
 """
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +34,14 @@ def token_scores(
         losses, logits, _ = _block_losses(h, head, y)
         return None, (losses, logits.argmax(-1) == y)
 
-    _, scores = jax.lax.scan(block, None, _row_blocks(rows, hidden, targets))
-    return tuple(x.reshape(-1)[: targets.size].reshape(targets.shape) for x in scores)
+    _, (losses, is_hit) = jax.lax.scan(block, None, _row_blocks(rows, hidden, targets))
+
+    def unblocked(x: jax.Array) -> jax.Array:
+        return x.reshape(-1)[: targets.size].reshape(targets.shape)
+
+    return unblocked(losses), unblocked(is_hit)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def summed_loss(
     hidden: Float[Array, "B T D"],
     head: Float[Array, "V D"],
@@ -47,6 +50,11 @@ def summed_loss(
     rows: int = DEFAULT_ROWS,
 ) -> Float[Array, ""]:
     """Sum of the losses of marked tokens, in nats. Gradient for `hidden` and `head`."""
+    return cast(jax.Array, _summed_loss(hidden, head, targets, loss_mask, rows))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _summed_loss(hidden, head, targets, loss_mask, rows: int):
     losses, _ = token_scores(hidden, head, targets, rows)
     return jnp.sum(jnp.where(loss_mask, losses, 0))
 
@@ -83,7 +91,7 @@ def _summed_loss_backward(rows, saved, d_total):
     )
 
 
-summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
+_summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
 
 
 def _row_blocks(rows: int, hidden: jax.Array, *rest: jax.Array):

@@ -9,7 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttcd_kernels import measure
-from ttcd_kernels.dual_window.api import dual_window_attention, window_attention
+from ttcd_kernels.dual_window.api import (
+    Implementation,
+    dual_window_attention,
+    window_attention,
+)
 from ttcd_kernels.dual_window.shapes import SHAPES, Case, SetName
 
 BASELINE = "xla"  # ratios are times over this one's
@@ -49,7 +53,7 @@ def table(rows: list[Row]) -> str:
 def _implementations(case: Case) -> dict[str, Callable]:
     """(q, k, v) -> (teacher, student), three ways."""
 
-    def dual(implementation: str) -> Callable:
+    def dual(implementation: Implementation) -> Callable:
         def call(q, k, v):
             return dual_window_attention(
                 q,
@@ -118,9 +122,10 @@ def _measure_case(case: Case) -> list[Row]:
     seconds = _time(programs, _operands(shapes), case.rounds)
     rows = []
     for key in sorted(memory, key=lambda key: key[0] != "forward"):
-        time, base = seconds.get(key), seconds.get((key[0], BASELINE))
+        direction, name = key
+        time, base = seconds.get(key), seconds.get((direction, BASELINE))
         ratio = time / base if time and base else None
-        rows.append(Row(case.name, *key, time, ratio, memory[key], notes[key]))
+        rows.append(Row(case.name, direction, name, time, ratio, memory[key], notes[key]))
     return rows
 
 

@@ -48,5 +48,7 @@ def dual_window(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(teacher out, student out, teacher lse, student lse), each by its own full softmax."""
     teacher, teacher_lse = single_window(q, k, v, segment_ids, teacher_window, scale)
+    if student_window == teacher_window:
+        return teacher, teacher, teacher_lse, teacher_lse
     student, student_lse = single_window(q, k, v, segment_ids, student_window, scale)
     return teacher, student, teacher_lse, student_lse

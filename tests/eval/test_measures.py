@@ -1,0 +1,88 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from ttcd_jax.data.tokenizer import ByteTokenizer
+from ttcd_jax.errors import UserError
+from ttcd_jax.eval import results
+from ttcd_jax.eval.perplexity import bucket_edges, by_position
+from ttcd_jax.eval.recall import attention_reach, by_distance
+from ttcd_jax.eval.scorer import Scores
+from ttcd_jax.models.catalog import TransformerConfig
+
+
+def test_buckets_double_and_end_at_the_length():
+    assert bucket_edges(100) == [0, 32, 64, 100]
+    assert bucket_edges(64) == [0, 32, 64]
+    assert bucket_edges(20) == [0, 20]
+
+
+def test_perplexity_by_position_counts_marked_targets_and_their_bytes():
+    length = 64
+    losses = np.full((2, length), math.log(2))
+    losses[:, 32:] = math.log(8)
+    targets = np.full((2, length), 65)
+    targets[0, 0] = ByteTokenizer().eos_id  # a target without bytes
+    mask = np.ones((2, length), bool)
+    mask[1, 32:] = False
+    rows = {"tokens": targets, "targets": targets, "loss_mask": mask}
+    first, second, whole = by_position(Scores(losses, losses > 0), rows, ByteTokenizer())
+    assert (first["context"], first["tokens"]) == ("0-31", 64)
+    assert first["perplexity"] == pytest.approx(2)
+    assert first["bits_per_byte"] == pytest.approx(64 / 63)
+    assert (second["context"], second["tokens"]) == ("32-63", 32)
+    assert second["perplexity"] == pytest.approx(8)
+    assert second["bits_per_byte"] == pytest.approx(3)
+    assert (whole["context"], whole["tokens"]) == ("all", 96)
+
+
+def test_recall_by_distance_splits_at_the_reach_of_attention():
+    distance = np.zeros((1, 200), np.int32)
+    distance[0, :6] = [1, 10, 11, 50, 90, 100]
+    rows = {"distance": distance, "loss_mask": distance > 0}
+    is_hit = np.zeros((1, 200), bool)
+    is_hit[0, [0, 1, 3]] = True
+    records = by_distance(Scores(np.zeros((1, 200)), is_hit), rows, reach=10)
+    assert (records[0]["distance"], records[0]["accuracy"], records[0]["queries"]) == ("1-10", 1, 2)
+    assert (records[-1]["distance"], records[-1]["accuracy"]) == ("beyond 10", 0.25)
+    assert sum(r["queries"] for r in records[1:-1]) == records[-1]["queries"] == 4
+
+
+def test_reach_of_stacked_windows():
+    config = TransformerConfig(
+        vocab_size=8, dim=8, num_layers=3, num_heads=2, mlp_dim=8, method="swa", window=16
+    )
+    assert attention_reach(config) == 45
+    assert attention_reach(config.replace(method="full", window=None)) is None
+
+
+def _result(label, distances=("1-10", "beyond 10")):
+    rows = [{"distance": d, "is_total": False, "queries": 3, "accuracy": 0.5} for d in distances]
+    return {
+        "task": "recall",
+        "title": "Recall",
+        "run_dir": label,
+        "chance": 0.1,
+        "series": {label: rows},
+    }
+
+
+def test_results_are_written_read_and_merged(tmp_path):
+    folder = tmp_path / "eval" / "recall"
+    results.write_results(folder, _result("a"))
+    assert results.read_results(tmp_path, "recall") == _result("a")
+    assert results.read_results(tmp_path, "ppl") is None
+    assert (folder / "results.csv").read_text().splitlines()[1] == "a,1-10,False,3,0.5"
+    whole = results.merged([_result("a"), _result("b")])
+    assert results.table(whole)[0] == {
+        "distance": "1-10",
+        "a (accuracy)": 0.5,
+        "b (accuracy)": 0.5,
+    }
+    with pytest.raises(UserError, match="other buckets"):
+        results.merged([_result("a"), _result("b", ("1-9", "beyond 9"))])
+    (folder / "results.json").write_text(json.dumps(_result("a"))[:-5])
+    with pytest.raises(UserError, match=r"results\.json is damaged"):
+        results.read_results(tmp_path, "recall")

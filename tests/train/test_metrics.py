@@ -1,0 +1,35 @@
+import io
+
+import numpy as np
+
+from ttcd_jax.train.metrics import MetricFiles, ProgressLine, flat_metrics, read_metrics
+
+
+def test_arrays_of_fast_layers_become_scalars():
+    flat = flat_metrics({"loss": np.float32(2.0), "memory_ratio": np.array([0.5, 0.25])})
+    assert flat == {"loss": 2.0, "memory_ratio/0": 0.5, "memory_ratio/1": 0.25}
+
+
+def test_records_after_the_checkpoint_are_dropped_and_a_torn_line_is_skipped(tmp_path):
+    files = MetricFiles(tmp_path, start=0)
+    for step in (1, 2, 3):
+        files.write(step, {"loss": float(step)})
+    files.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "lo')
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+    files = MetricFiles(tmp_path, start=2)
+    files.write(3, {"loss": 9.0})
+    files.close()
+    assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 1), (2, 2), (3, 9)]
+
+
+def test_a_log_gets_one_line_per_report():
+    stream = io.StringIO()
+    line = ProgressLine(20, stream)
+    line.show(5, {"loss": 1.5, "tokens_per_second": 1234.5, "memory_ratio/0": 0.25}, 75.0)
+    line.show(20, {"loss": 1.0, "tokens_per_second": 1000.0}, None)
+    assert stream.getvalue().splitlines() == [
+        "step  5/20  loss 1.5000  1,234 tokens/s  1:15 left  |eta S|/|W| 0.250",
+        "step 20/20  loss 1.0000  1,000 tokens/s",
+    ]
