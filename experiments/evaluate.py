@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
         "task": FLAGS.task,
         "title": {
             "ppl": "Held-out text: bits per byte by context length",
-            "recall": "Recall of a value by distance",
+            "recall": "Recall accuracy by distance",
         }[FLAGS.task],
         "run_dir": str(Path(FLAGS.run_dir).absolute()),
         "step": run.step,

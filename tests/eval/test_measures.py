@@ -78,8 +78,8 @@ def test_results_are_written_read_and_merged(tmp_path):
     whole = results.merged([_result("a"), _result("b")])
     assert results.table(whole)[0] == {
         "distance": "1-10",
-        "a (accuracy)": 0.5,
-        "b (accuracy)": 0.5,
+        "a": 0.5,
+        "b": 0.5,
     }
     with pytest.raises(UserError, match="other buckets"):
         results.merged([_result("a"), _result("b", ("1-9", "beyond 9"))])

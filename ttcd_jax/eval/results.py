@@ -42,7 +42,7 @@ def read_results(run_dir: Path, task: str) -> dict[str, Any] | None:
 
 def plot(path: Path, result: dict[str, Any]) -> None:
     """The picture of a task: lines over the context length, or bars over distance."""
-    if result["task"] == "ppl":
+    if _is_text(result):
         unit, label = _unit(result)
         series = {
             name: ([row["stop"] for row in _buckets(rows)], [row[unit] for row in _buckets(rows)])
@@ -70,15 +70,11 @@ def plot(path: Path, result: dict[str, Any]) -> None:
 
 
 def table(result: dict[str, Any]) -> Records:
-    """One row per bucket, one column per series."""
-    if result["task"] == "ppl":
-        key, (value, label) = "context", _unit(result)
-    else:
-        key, value, label = "distance", "accuracy", "accuracy"
+    """One row per bucket, one column per series; the title names the unit."""
+    key, value = ("context", _unit(result)[0]) if _is_text(result) else ("distance", "accuracy")
     first = next(iter(result["series"].values()))
     return [
-        {key: row[key]}
-        | {f"{name} ({label})": rows[i][value] for name, rows in result["series"].items()}
+        {key: row[key]} | {name: rows[i][value] for name, rows in result["series"].items()}
         for i, row in enumerate(first)
     ]
 
@@ -89,7 +85,7 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     whole = results[0] | {"series": {}}
     for result in results:
         for label, rows in result["series"].items():
-            key = "context" if result["task"] == "ppl" else "distance"
+            key = "context" if _is_text(result) else "distance"
             first = next(iter(whole["series"].values()), rows)
             if [row[key] for row in first] != [row[key] for row in rows]:
                 raise UserError(
@@ -98,6 +94,10 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
                 )
             whole["series"][label] = rows
     return whole
+
+
+def _is_text(result: dict[str, Any]) -> bool:
+    return result["task"] == "ppl"
 
 
 def _buckets(rows: Records) -> Records:
