@@ -21,7 +21,7 @@ class Reporter:
         self._throughput = Throughput(start=start, steps=config.steps, tokens_per_step=tokens)
         self._line = ProgressLine(config.steps)
         self._flops_per_token = training_flops_per_token(config.model, length)
-        self._peak = peak_flops(jax.devices()[0])
+        self._peak = peak_flops(jax.devices()[0].device_kind)
         self._log_every = config.log_every
 
     def __enter__(self) -> Self:

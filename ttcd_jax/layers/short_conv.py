@@ -1,6 +1,9 @@
 """Depthwise convolution inside a chunk: zero padding at every chunk edge, nothing carried
 across."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -16,8 +19,14 @@ def short_conv(
 
     Causal: shift R-1-r, the last tap is the current token. Otherwise symmetric: shift R//2 - r. A
     tap that would reach another document reads zero. Accumulated in float32 or better, returned in
-    x's dtype.
+    x's dtype. The backward keeps x, not its R shifted copies.
     """
+    convolve = functools.partial(_convolve, is_causal=is_causal)
+    # Shifting x again is free beside the products; where XLA merges both, nothing is lost.
+    return jax.checkpoint(convolve, prevent_cse=False)(x, taps, segment_ids)
+
+
+def _convolve(x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None, *, is_causal: bool):
     R, L = taps.shape[0], x.shape[2]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     before = R - 1 if is_causal else R // 2

@@ -5,8 +5,6 @@ A matrix product of [m, k] and [k, n] counts 2 m k n; everything else is left ou
 three times the forward pass (recomputation is overhead, not work).
 """
 
-import jax
-
 from ttcd_jax.models.block import BlockConfig, IPTTCDBlockConfig
 from ttcd_jax.models.catalog import TransformerConfig, block_configs
 
@@ -52,6 +50,6 @@ def _block_flops(block: BlockConfig, length: int) -> float:
     return total
 
 
-def peak_flops(device: jax.Device) -> float | None:
+def peak_flops(device_kind: str) -> float | None:
     """Peak bfloat16 FLOP/s of a known accelerator, else None."""
-    return next((peak for name, peak in _PEAK.items() if name in device.device_kind), None)
+    return next((peak for name, peak in _PEAK.items() if name in device_kind), None)

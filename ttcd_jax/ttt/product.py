@@ -1,6 +1,7 @@
 """Matrix products with narrow operands and wide sums, forward and backward."""
 
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def product(
     equation: str, a: Float[Array, "..."], b: Float[Array, "..."], dtype: DTypeLike
 ) -> Float[Array, "..."]:
@@ -18,11 +18,16 @@ def product(
     `preferred_element_type` would multiply it as it is, a float32 product in a bfloat16 model.
     Every letter of an operand stands in the other one or in the result.
     """
+    return cast(jax.Array, _product(equation, a, b, dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _product(equation: str, a, b, dtype):
     return jnp.einsum(equation, a, b, preferred_element_type=dtype)
 
 
 def _forward(equation: str, a, b, dtype):
-    return product(equation, a, b, dtype), (a, b)
+    return _product(equation, a, b, dtype), (a, b)
 
 
 def _backward(equation: str, dtype, saved, d_out):
@@ -35,4 +40,4 @@ def _backward(equation: str, dtype, saved, d_out):
     return d_a.astype(a.dtype), d_b.astype(b.dtype)
 
 
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)

@@ -190,8 +190,8 @@ def _blocked_backward(rule: MemoryRule, saved, cotangents):
     _, dz = jax.lax.scan(features, initial_state, blocks)
     start = (d_state.astype(rule.state_dtype), jnp.zeros(w_base.shape, rule.state_dtype))
     (d_initial, d_base), (d_errors, d_keys) = jax.lax.scan(writes, start, blocks, reverse=True)
-    parts = (_from_blocks(x, num_chunks) for x in (dz, d_keys, d_errors))
-    return _Operands(*parts, None, None), d_base.astype(w_base.dtype), d_initial
+    dz, d_keys, d_errors = (_from_blocks(x, num_chunks) for x in (dz, d_keys, d_errors))
+    return _Operands(dz, d_keys, d_errors, None, None), d_base.astype(w_base.dtype), d_initial
 
 
 def _feature_cotangent(rule: MemoryRule, w_base, carry, block: _Operands, dy):

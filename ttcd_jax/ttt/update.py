@@ -11,6 +11,7 @@ Nothing is stopped: W_base, P, beta and both features receive gradient through e
 """
 
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,6 @@ NEWTON_SCHULZ = (
 )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def l2_normalize(x: Float[Array, "... X"], zero_slope: float = 1.0) -> Float[Array, "... X"]:
     """x / max(|x|, 1e-6) over the last axis, statistics in float32 or better.
 
@@ -39,6 +39,11 @@ def l2_normalize(x: Float[Array, "... X"], zero_slope: float = 1.0) -> Float[Arr
     `zero_slope` times the identity: the exact one there is 1e6 (`PUBLISHED_ZERO_SLOPE`), which lets
     one zero vector rule the global gradient norm.
     """
+    return cast(jax.Array, _l2_normalize(x, zero_slope))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _l2_normalize(x, zero_slope: float):
     return _normalize(x)[0].astype(x.dtype)
 
 
@@ -49,7 +54,7 @@ def _normalize(x):
     return wide * scale, scale, norm > NORM_EPS
 
 
-@l2_normalize.defjvp
+@_l2_normalize.defjvp
 def _l2_normalize_jvp(zero_slope, primals, tangents):
     (x,), (dx,) = primals, tangents
     unit, scale, is_long = _normalize(x)

@@ -1,0 +1,144 @@
+import dataclasses
+import json
+import re
+from typing import Literal
+
+import pytest
+
+from ttcd_jax import axes, errors
+from ttcd_jax.config import Config, closest
+from ttcd_jax.errors import UserError
+from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.layers.rope import RopeConfig, YarnConfig
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.precision import Precision
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inner(Config):
+    size: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Other(Config):
+    name: str = "x"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outer(Config):
+    count: int = 3
+    rate: float = 0.5
+    is_on: bool = True
+    kind: Literal["a", "b"] = "a"
+    layers: tuple[int, ...] = ()
+    limit: int | None = None
+    inner: Inner | Other = Inner()
+
+    def validate(self) -> None:
+        if self.count < 0:
+            raise UserError(f"count {self.count} is negative")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("count", 3.0, "int"),
+        ("count", True, "int"),
+        ("count", "3", "int"),
+        ("rate", "0.5", "float"),
+        ("rate", False, "float"),
+        ("is_on", 1, "bool"),
+        ("kind", "c", "'a' | 'b'"),
+        ("layers", (1, "2"), "tuple[int, ...]"),
+        ("layers", 1, "tuple[int, ...]"),
+        ("limit", 1.5, "int | NoneType"),
+        ("inner", {"size": 1}, "Inner | Other"),
+        ("inner", None, "Inner | Other"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_named_with_its_value(field, value, expected):
+    message = f"Outer.{field} must be {expected}, got {value!r} ({type(value).__name__})"
+    with pytest.raises(UserError, match=re.escape(message)):
+        Outer(**{field: value})
+
+
+def test_integers_are_floats_and_lists_become_tuples():
+    outer = Outer(rate=1, layers=[1, 2], limit=None)
+    assert outer.rate == 1
+    assert outer.layers == (1, 2)
+    assert hash(outer) == hash(Outer(rate=1, layers=(1, 2)))
+
+
+def test_configurations_do_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Outer().count = 4
+
+
+def test_a_changed_copy_is_validated_anew():
+    assert Outer().replace(count=5).count == 5
+    with pytest.raises(UserError, match="count -1 is negative"):
+        Outer().replace(count=-1)
+    with pytest.raises(UserError, match=r"Outer\.count must be int"):
+        Outer().replace(count="5")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Outer(layers=(1, 2), limit=7, inner=Other(name="y")),
+        MemoryConfig(renorm_chunks=2, eta=0.1 + 0.2),
+        RopeConfig(yarn=YarnConfig(factor=4.0, original_length=128)),
+        TransformerConfig(
+            vocab_size=11,
+            dim=8,
+            num_layers=4,
+            num_heads=2,
+            mlp_dim=12,
+            window=8,
+            student_window=4,
+            fast_layers=(0, 2),
+            rope=RopeConfig(yarn=YarnConfig(factor=4.0, original_length=128)),
+            precision=Precision(compute="bfloat16"),
+        ),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_json_gives_back_the_same_configuration(config):
+    text = json.dumps(config.to_dict())
+    assert type(config).from_dict(json.loads(text)) == config
+
+
+def test_unknown_and_missing_keys_are_named():
+    source = Outer().to_dict()
+    with pytest.raises(UserError, match="Outer has no field 'cuont'; did you mean 'count'"):
+        Outer.from_dict(source | {"cuont": 3})
+    del source["rate"], source["kind"]
+    with pytest.raises(UserError, match="Outer lacks rate, kind"):
+        Outer.from_dict(source)
+
+
+def test_a_nested_configuration_of_a_foreign_class_is_refused():
+    source = Outer().to_dict() | {"inner": {"type": "Precision"}}
+    with pytest.raises(UserError, match="'Precision' is allowed here"):
+        Outer.from_dict(source)
+
+
+def test_the_nearest_name_is_offered_or_none():
+    assert closest("windw", ["window", "dim"]) == "; did you mean 'window'?"
+    assert closest("zzz", ["window", "dim"]) == ""
+
+
+def test_parameters_name_known_axes_only():
+    import jax.numpy as jnp
+
+    assert axes.param(jnp.ones((2, 3)), ("embed", "mlp")).get_metadata("axes") == ("embed", "mlp")
+    with pytest.raises(KeyError, match="unknown logical axis 'width'"):
+        axes.param(jnp.ones(2), ("width",))
+    with pytest.raises(AssertionError, match="1 axis names"):
+        axes.param(jnp.ones((2, 3)), ("embed",))
+
+
+def test_every_user_error_has_an_exit_status_of_its_own():
+    classes = [x for x in vars(errors).values() if isinstance(x, type)]
+    assert len({cls.exit_code for cls in classes}) == len(classes) == 4
+    assert all(issubclass(cls, UserError) and 2 <= cls.exit_code <= 5 for cls in classes)

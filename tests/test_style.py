@@ -1,0 +1,139 @@
+"""The house rules of WORKSPACE.md that a program can check, and that shapes are checked at all."""
+
+import ast
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from jaxtyping import TypeCheckError
+
+from ttcd_jax.layers.norm import rms_norm
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(
+    path
+    for folder in ("ttcd_jax", "kernels", "experiments")
+    for path in (ROOT / folder).rglob("*.py")
+)
+FILES = sorted([*SOURCES, *ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/**/*.py")])
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 60, 150
+
+# Who may import whom, within the project.
+LOW = ("ttcd_jax.config", "ttcd_jax.errors", "ttcd_jax.axes", "ttcd_jax.precision")
+TTT = ("ttcd_jax.ttt",)
+LAYERS = (*TTT, "ttcd_jax.layers", "ttcd_kernels")
+MODELS = (*LAYERS, "ttcd_jax.models")
+MAY_IMPORT = {
+    "kernels": ("ttcd_kernels",),
+    "ttcd_jax/ttt": TTT,
+    "ttcd_jax/layers": LAYERS,
+    "ttcd_jax/models": MODELS,
+    "ttcd_jax/data": ("ttcd_jax.data",),
+    "ttcd_jax/train": (*MODELS, "ttcd_jax.data", "ttcd_jax.train"),
+    "ttcd_jax/eval": (*MODELS, "ttcd_jax.data", "ttcd_jax.train", "ttcd_jax.eval"),
+    "ttcd_jax/interop": (*MODELS, "ttcd_jax.train", "ttcd_jax.interop"),
+    "experiments": ("ttcd_jax", "ttcd_kernels", "experiments"),
+}
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _imports(path: Path) -> set[str]:
+    """Full names of everything a file imports, wherever in the file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{_name(path)}:{node.lineno} imports relatively"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _is_in(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def test_files_are_short():
+    lengths = {_name(path): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short():
+    long = {}
+    for path in FILES:
+        cap = MAX_KERNEL_LINES if _name(path).startswith("kernels/") else MAX_FUNCTION_LINES
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                if lines > cap:
+                    long[f"{_name(path)}:{node.lineno} {node.name}"] = lines
+    assert long == {}
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_imports_go_one_way(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        ours = {name for name in _imports(path) if _is_in(name, ("ttcd_jax", "ttcd_kernels"))}
+        allowed = (*MAY_IMPORT[folder], *(() if folder == "kernels" else LOW))
+        wrong = {name for name in ours if not _is_in(name, allowed)}
+        assert not wrong, f"{_name(path)} imports {', '.join(sorted(wrong))}"
+
+
+def test_every_folder_of_the_library_has_its_place_in_the_import_order():
+    folders = {_name(path.parent) for path in ROOT.glob("ttcd_jax/*/*.py")}
+    assert folders <= MAY_IMPORT.keys()
+
+
+def test_the_library_never_imports_a_command():
+    for path in SOURCES:
+        if not _name(path).startswith("experiments/"):
+            assert not any(_is_in(name, ("experiments",)) for name in _imports(path)), _name(path)
+
+
+def test_evaluation_never_imports_the_training_loop():
+    for path in (ROOT / "ttcd_jax/eval").rglob("*.py"):
+        assert not any(_is_in(name, ("ttcd_jax.train.loop",)) for name in _imports(path))
+
+
+def test_gin_stays_in_experiments():
+    for path in SOURCES:
+        if any(_is_in(name, ("gin",)) for name in _imports(path)):
+            assert _name(path).startswith("experiments/"), _name(path)
+
+
+def test_no_error_is_swallowed_whole():
+    wide = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler):
+                caught = [] if node.type is None else [node.type]
+                caught = caught[0].elts if caught and isinstance(caught[0], ast.Tuple) else caught
+                names = {getattr(x, "id", getattr(x, "attr", "")) for x in caught}
+                if not names or names & {"Exception", "BaseException"}:
+                    wide.append(f"{_name(path)}:{node.lineno}")
+    assert wide == []
+
+
+def test_nothing_is_left_to_be_done():
+    mark = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")  # in pieces, or this file would match
+    found = [_name(path) for path in FILES if mark.search(path.read_text())]
+    assert found == []
+
+
+def test_every_module_of_the_library_says_what_it_is():
+    silent = [
+        _name(path)
+        for path in SOURCES
+        if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert silent == []
+
+
+def test_shapes_are_checked_in_tests():
+    with pytest.raises(TypeCheckError):
+        rms_norm(jnp.ones((2, 3)), jnp.ones(4), 1e-6)

@@ -1,0 +1,91 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, assert_same, dot_operand_types, draw, largest_array, traced
+
+from ttcd_jax.train.loss import summed_loss, token_scores
+
+B, T, D, V = 2, 7, 6, 13
+
+
+def _inputs(dtype=None):
+    hidden, head = draw(0, (B, T, D), (V, D), dtype=dtype)
+    rng = np.random.default_rng(1)
+    targets = jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
+    return hidden, head, targets, jnp.asarray(rng.random((B, T)) < 0.6)
+
+
+def _naive(hidden, head, targets, mask):
+    log_probability = jax.nn.log_softmax(hidden @ head.T)
+    return -jnp.where(mask, jnp.take_along_axis(log_probability, targets[..., None], -1)[..., 0], 0)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 14, 1024])
+def test_blocks_of_rows_equal_the_naive_loss(rows, float64):
+    """Value and both gradients, for blocks that divide the 14 rows and blocks that do not."""
+    hidden, head, targets, mask = _inputs()
+
+    @jax.jit
+    def both(hidden, head):
+        results = []
+        for run in (
+            lambda h, w: summed_loss(h, w, targets, mask, rows),
+            lambda h, w: _naive(h, w, targets, mask).sum(),
+        ):
+            value, pull = jax.vjp(run, hidden, head)
+            results.append((value, pull(jnp.asarray(0.7))))
+        return results
+
+    assert_close(*both(hidden, head))
+
+
+@pytest.mark.parametrize("rows", [5, 1024])
+def test_scores_of_tokens_equal_the_naive_ones(rows, float64):
+    hidden, head, targets, mask = _inputs()
+    losses, is_hit = jax.jit(partial(token_scores, rows=rows))(hidden, head, targets)
+    assert_close(losses, _naive(hidden, head, targets, jnp.ones_like(mask)))
+    assert_same(is_hit, (hidden @ head.T).argmax(-1) == targets)
+
+
+def test_unmarked_tokens_have_no_part_in_loss_or_gradient(float64):
+    hidden, head, targets, mask = _inputs()
+    gradient = jax.jit(jax.value_and_grad(lambda h, y: summed_loss(h, head, y, mask, 4)))
+    value, d_hidden = gradient(hidden, targets)
+    elsewhere = gradient(jnp.where(mask[..., None], hidden, 9.0), jnp.where(mask, targets, 0))
+    assert_close((value, d_hidden), elsewhere)
+    assert not np.asarray(d_hidden)[~np.asarray(mask)].any()
+    nothing = jax.grad(lambda h: summed_loss(h, head, targets, jnp.zeros_like(mask)))(hidden)
+    assert not np.asarray(nothing).any()
+
+
+def test_large_logits_stay_finite():
+    hidden, head, targets, mask = _inputs()
+    loss = jax.value_and_grad(lambda h: summed_loss(1e4 * h, head, targets, mask))
+    assert all(np.isfinite(x).all() for x in loss(hidden))
+
+
+def test_bfloat16_multiplies_narrow_operands_and_sums_in_float32():
+    hidden, head, targets, mask = _inputs(jnp.bfloat16)
+    run = jax.value_and_grad(lambda h, w: summed_loss(h, w, targets, mask, 4), argnums=(0, 1))
+    assert dot_operand_types(traced(run, hidden, head)) == {"bfloat16"}
+    value, gradients = jax.jit(run)(hidden, head)
+    assert value.dtype == jnp.float32
+    assert [x.dtype for x in gradients] == [jnp.bfloat16] * 2
+    wide = jax.jit(run)(hidden.astype(jnp.float32), head.astype(jnp.float32))
+    assert_close((value, gradients), wide, 2e-2)
+
+
+def test_no_array_holds_all_logits_of_a_large_vocabulary():
+    """Traced only: 129,280 words, 4 rows of 4,096 tokens in bfloat16, a float32 head."""
+    vocab, dim, rows = 129_280, 64, 512
+    struct = jax.ShapeDtypeStruct
+    hidden = struct((4, 4096, dim), jnp.bfloat16)
+    head = struct((vocab, dim), jnp.float32)
+    targets, mask = struct((4, 4096), jnp.int32), struct((4, 4096), jnp.bool_)
+    loss = jax.value_and_grad(partial(summed_loss, rows=rows), argnums=(0, 1))
+    assert largest_array(traced(loss, hidden, head, targets, mask)) == rows * vocab
+    losses = traced(partial(token_scores, rows=rows), hidden, head, targets)
+    assert largest_array(losses) == rows * vocab
