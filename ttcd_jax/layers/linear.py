@@ -1,12 +1,12 @@
 """Weight matrices in [in, out] layout: how they start and how they are applied."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ttcd_jax.axes import param
+from ttcd_jax.ttt.product import weight_product
 
 
 def normal_param(
@@ -20,4 +20,4 @@ def linear(
     x: Float[Array, "*batch X"], kernel: Float[Array, "X Z"], dtype: DTypeLike
 ) -> Float[Array, "*batch Z"]:
     """x kernel, operands and result in `dtype`."""
-    return jnp.einsum("...X,XZ->...Z", x.astype(dtype), kernel.astype(dtype))
+    return weight_product(x.astype(dtype), kernel.astype(dtype))

