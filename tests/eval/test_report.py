@@ -92,10 +92,11 @@ def test_a_table_lines_up_and_hides_control_characters():
     ("value", "text"),
     [
         (12345.6, "12,346"),
-        (1e-7, "1e-07"),
+        (1e-7, "1.000e-07"),
         (math.nan, "nan"),
         (-3.14159, "-3.142"),
-        (1e15, "1e+15"),
+        (1e15, "1.000e+15"),
+        (1.0, "1.000"),
     ],
 )
 def test_floats_keep_four_digits(value, text):
@@ -116,7 +117,7 @@ def test_the_page_lists_everything(tmp_path):
         "<p>First.",
         "<code>make test</code>",
         "<caption>Perplexity</caption>",
-        '<td class="number">3.25</td>',
+        '<td class="number">3.250</td>',
         "<td>short</td>",
         '<td class="number">-</td>',
         '<img src="pictures/loss%201.png" alt="Loss"',

@@ -195,7 +195,8 @@ def _cell(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if 10_000 <= abs(value) < 1e12 else f"{value:.4g}"
+        # Four significant digits with their zeros, so that a column reads straight.
+        return f"{value:,.0f}" if 10_000 <= abs(value) < 1e12 else f"{value:#.4g}".rstrip(".")
     # A control character in a name could rewrite the terminal or break the table.
     return "".join(letter if letter.isprintable() else "�" for letter in str(value))
 
