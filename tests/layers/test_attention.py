@@ -116,6 +116,8 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
     [
         ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads 3 does not divide num_heads 4"),
         ({"head_dim": 5}, "head_dim 5 is odd"),
+        ({"head_dim": 0}, "head_dim 0 must be at least 1"),
+        ({"num_kv_heads": 0}, "num_kv_heads 0 must be at least 1"),
         ({"window": 0}, "window 0 must be at least 1"),
     ],
 )

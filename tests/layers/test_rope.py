@@ -1,4 +1,5 @@
 import math
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -104,6 +105,14 @@ def test_yarn_scales_what_it_turns(float64):
     assert_close(grown, jnp.full(grown.shape, 0.1 * math.log(4) + 1), 1e-6)
 
 
-def test_yarn_refuses_to_shrink():
-    with pytest.raises(UserError, match=r"factor 0\.5 must be at least 1"):
-        YarnConfig(factor=0.5, original_length=64)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: YarnConfig(factor=0.5, original_length=64), "factor 0.5 must be at least 1"),
+        (lambda: YarnConfig(factor=2.0, original_length=0), "original_length 0 must be at least 1"),
+        (lambda: RopeConfig(base=1.0), "base 1.0 must be greater than 1"),
+    ],
+)
+def test_numbers_without_a_meaning_are_refused(make, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        make()

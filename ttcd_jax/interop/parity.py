@@ -3,6 +3,8 @@ place."""
 
 import dataclasses
 import json
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from ttcd_jax.errors import DataError
 from ttcd_jax.interop import reference
 from ttcd_jax.layers.ipttcd import IPTTCDMLP, IPTTCDConfig, MemoryConfig
 from ttcd_jax.layers.mlp import MLPConfig, SwiGLU
-from ttcd_jax.models.block import build_block
+from ttcd_jax.layers.norm import rms_norm
+from ttcd_jax.models.block import BlockConfig, build_block
 from ttcd_jax.models.catalog import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
@@ -77,7 +80,7 @@ class Golden:
                 self.arrays = {name: archive[name] for name in archive.files}
             self.info: dict[str, Any] = json.loads(str(self.arrays["config_json"]))
             self.kind: str = self.info["kind"]
-        except (OSError, KeyError, ValueError, EOFError) as error:
+        except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise DataError(f"{path} is not a readable reference file: {error}") from error
         self.config: dict[str, Any] = self.info.get("config", {})
 
@@ -150,28 +153,54 @@ def _as(dtype: str, tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
 
 
-def _with_params[M: nnx.Module](module: M, params: reference.Params) -> M:
-    """The module with every parameter replaced; missing or left-over names are an error."""
+def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
+
+
+def _with_params[M: nnx.Module](build: Callable[[], M], params: reference.Params) -> M:
+    """The module that `build` makes, with these parameters. Any that does not fit is an error."""
+    module = nnx.eval_shape(build)
     state = nnx.state(module, nnx.Param)
+    needed, given = _shapes(nnx.to_pure_dict(state)), _shapes(params)
+    for name in sorted(needed.keys() | given.keys()):
+        if needed.get(name) != given.get(name):
+            raise DataError(
+                f"parameter {name}: shape {given.get(name)} given, {needed.get(name)} needed"
+            )
     nnx.replace_by_pure_dict(state, params)
-    expected = jax.tree.structure(nnx.to_pure_dict(state))
-    if jax.tree.structure(params) != expected:
-        raise DataError(f"parameters {jax.tree.structure(params)} do not fit {expected}")
     nnx.update(module, state)
     return module
 
 
-def _value_and_pull(module: nnx.Module, run: Callable[..., jax.Array], inputs: tuple, cotangent):
-    """(value, parameter gradients as a pure dict, input gradients) of `run(module, *inputs)`."""
+def _value_and_pull(module: nnx.Module, run: Callable[..., Any], inputs: tuple, cotangent):
+    """(value, parameter gradients as a pure dict, input gradients, aux): one compiled function.
+    `run(module, *inputs)` gives (value, aux)."""
     graph, state = nnx.split(module)
 
     @jax.jit
     def evaluate(state, inputs):
-        value, pull = jax.vjp(lambda s, x: run(nnx.merge(graph, s), *x), state, inputs)
-        return value, *pull(jnp.asarray(cotangent, value.dtype))
+        value, pull, aux = jax.vjp(
+            lambda s, x: run(nnx.merge(graph, s), *x), state, inputs, has_aux=True
+        )
+        return value, *pull(jnp.asarray(cotangent, value.dtype)), aux
 
-    value, d_state, d_inputs = evaluate(state, inputs)
-    return value, nnx.to_pure_dict(d_state), d_inputs
+    value, d_state, d_inputs, aux = evaluate(state, inputs)
+    return value, nnx.to_pure_dict(d_state), d_inputs, aux
+
+
+def _evaluate(module: nnx.Module, *inputs: Any) -> jax.Array:
+    """`module(*inputs)`, compiled."""
+    graph, state = nnx.split(module)
+    return jax.jit(lambda state, inputs: nnx.merge(graph, state)(*inputs))(state, inputs)
+
+
+def _mlp(config: IPTTCDConfig, params: reference.Params) -> IPTTCDMLP:
+    return _with_params(lambda: IPTTCDMLP(config, rngs=nnx.Rngs(0)), params)
+
+
+def _block(config: BlockConfig, params: reference.Params) -> nnx.Module:
+    return _with_params(lambda: build_block(config, rngs=nnx.Rngs(0)), params)
 
 
 def check_mlp(golden: Golden, dtype: str) -> Comparison:
@@ -186,21 +215,21 @@ def check_mlp(golden: Golden, dtype: str) -> Comparison:
     params = _as(
         dtype, reference.module_from_reference(golden.group("param."), reference.MLP_NAMES)
     )
-    module = _with_params(IPTTCDMLP(IPTTCDConfig(mlp=mlp, memory=memory), rngs=nnx.Rngs(0)), params)
+    module = _mlp(IPTTCDConfig(mlp=mlp, memory=memory), params)
     x, t = (jnp.asarray(golden.arrays[name], dtype) for name in ("in.x", "in.t"))
-    y, d_params, d_inputs = _value_and_pull(
-        module, lambda m, x, t: m(x, t), (x, t), golden.arrays["in.G"]
+    y, d_params, d_inputs, y_plain = _value_and_pull(
+        module, lambda m, x, t: (m(x, t), SwiGLU.__call__(m, x)), (x, t), golden.arrays["in.G"]
     )
-    ours = {"out.y": y, "out.y_plain": SwiGLU.__call__(module, x)}
+    ours = {"out.y": y, "out.y_plain": y_plain}
     ours |= {"grad_in.x": d_inputs[0], "grad_in.t": d_inputs[1]}
     ours |= _gradients(d_params, reference.MLP_NAMES, golden)
     worst = _compare(ours, golden, _layer_bound(golden, dtype))
     if "out.y_bf16ns" not in golden.arrays:
         return worst
     narrow = IPTTCDConfig(mlp=mlp.replace(precision=_NARROW_STATE), memory=memory)
-    module = _with_params(IPTTCDMLP(narrow, rngs=nnx.Rngs(0)), _as("float32", params))
+    y = _evaluate(_mlp(narrow, _as("float32", params)), *_as("float32", (x, t)))
     theirs = golden.arrays["out.y_bf16ns"]
-    distance = np.linalg.norm(module(_as("float32", x), _as("float32", t)) - theirs)
+    distance = np.linalg.norm(y - theirs)
     loose = Comparison(
         "out.y_bf16ns", float(distance / np.linalg.norm(theirs)), _BFLOAT16_NEWTON_SCHULZ
     )
@@ -220,10 +249,10 @@ def check_block(golden: Golden, dtype: str) -> Comparison:
     config = _transformer_config(golden, dtype)
     params = reference.module_from_reference(golden.group("param."), reference.BLOCK_NAMES)
     block_config = block_configs(config)[golden.info["layer_idx"]]
-    module = _with_params(build_block(block_config, rngs=nnx.Rngs(0)), _as(dtype, params))
+    module = _block(block_config, _as(dtype, params))
     hidden = jnp.asarray(golden.arrays["in.hidden"], dtype)
-    y, d_params, (d_hidden,) = _value_and_pull(
-        module, lambda m, h: m(h), (hidden,), golden.arrays["in.G"]
+    y, d_params, (d_hidden,), _ = _value_and_pull(
+        module, lambda m, h: (m(h), None), (hidden,), golden.arrays["in.G"]
     )
     ours = {"out.y": y, "grad_in.hidden": d_hidden}
     ours |= _gradients(d_params, reference.BLOCK_NAMES, golden)
@@ -244,8 +273,10 @@ def check_model(golden: Golden, dtype: str) -> Comparison:
     tensors = golden.group("param.")
     tokens = jnp.asarray(golden.arrays["in.input_ids"])
     model = _loaded(config, tensors, dtype)
-    loss, d_params, _ = _value_and_pull(model, next_token_loss, (tokens,), 1.0)
-    ours = {"out.logits": model(tokens), "out.loss": loss}
+    loss, d_params, _, logits = _value_and_pull(
+        model, lambda m, tokens: (next_token_loss(m, tokens), m(tokens)), (tokens,), 1.0
+    )
+    ours = {"out.logits": logits, "out.loss": loss}
     mapped = reference.model_to_reference(d_params, config, list(tensors))
     ours |= {f"grad.{name}": value for name, value in mapped.items()}
     if "out.hidden_states" in golden.arrays:
@@ -254,7 +285,7 @@ def check_model(golden: Golden, dtype: str) -> Comparison:
         # In evaluation mode the reference skips the whole fast path of inputs under one chunk.
         plain = config.replace(fast_layers=())
         base = {name: value for name, value in tensors.items() if not _is_fast(name)}
-        ours["out.logits_eval"] = _loaded(plain, base, dtype)(tokens)
+        ours["out.logits_eval"] = _evaluate(_loaded(plain, base, dtype), tokens)
     return _compare(ours, golden, _model_bound(dtype))
 
 
@@ -266,20 +297,19 @@ def _loaded(
     config: TransformerConfig, tensors: Mapping[str, np.ndarray], dtype: str
 ) -> Transformer:
     params = _as(dtype, reference.model_from_reference(tensors, config))
-    return _with_params(Transformer(config, rngs=nnx.Rngs(0)), params)
+    return _with_params(lambda: Transformer(config, rngs=nnx.Rngs(0)), params)
 
 
 def _hidden_states(config: TransformerConfig, tensors, tokens, dtype: str) -> jax.Array:
     """[Y + 1, B, T, D]: the input of every block, then the output of the final norm."""
-    h = jnp.asarray(tensors["model.embeddings.weight"], dtype)[tokens]
-    states = [h]
+    states = [jnp.asarray(tensors["model.embeddings.weight"], dtype)[tokens]]
     for layer, block_config in enumerate(block_configs(config)):
         prefix = f"model.layers.{layer}."
         own = {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
         params = _as(dtype, reference.module_from_reference(own, reference.BLOCK_NAMES))
-        h = _with_params(build_block(block_config, rngs=nnx.Rngs(0)), params)(h)
-        states.append(h)
-    states[-1] = _loaded(config, tensors, dtype).forward(tokens)[0]
+        states.append(_evaluate(_block(block_config, params), states[-1]))
+    weight = jnp.asarray(tensors["model.norm.weight"], dtype)
+    states[-1] = rms_norm(states[-1], weight, config.norm_eps)
     return jnp.stack(states)
 
 

@@ -36,6 +36,9 @@ class AttentionConfig(Config):
     precision: Precision = Precision()
 
     def validate(self) -> None:
+        for name in ("dim", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(f"AttentionConfig.{name} {getattr(self, name)} must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}"

@@ -30,6 +30,8 @@ class YarnConfig(Config):
     def validate(self) -> None:
         if self.factor < 1:
             raise UserError(f"YarnConfig.factor {self.factor} must be at least 1")
+        if self.original_length < 1:
+            raise UserError(f"YarnConfig.original_length {self.original_length} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,10 @@ class RopeConfig(Config):
 
     base: float = 10_000.0
     yarn: YarnConfig | None = None
+
+    def validate(self) -> None:
+        if self.base <= 1:
+            raise UserError(f"RopeConfig.base {self.base} must be greater than 1")
 
 
 def pair_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

@@ -42,8 +42,8 @@ class MemoryMask(NamedTuple):
 
 
 def memory_mask(segment_ids: Int[Array, "B T"] | None, length: int, chunk_size: int) -> MemoryMask:
-    """The mask of a row of `length` tokens; `segment_ids` are constant within a document and differ
-    between neighbours. Without them the row is one document and only padding is masked."""
+    """The mask of a row of `length` tokens; every document of a row has a `segment_ids` value of
+    its own. Without them the row is one document and only padding is masked."""
     is_ragged = length % chunk_size != 0
     real = to_chunks(jnp.ones((1, length), bool), chunk_size) if is_ragged else None
     if segment_ids is None:
