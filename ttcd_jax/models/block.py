@@ -30,29 +30,14 @@ class IPTTCDBlockConfig(Config):
     norm_eps: float = 1e-6
 
 
-class _Norms(nnx.Module):
-    """The two RMS norms every block has."""
+class _Block(nnx.Module):
+    """What every block has: two RMS norms, and a call that leaves the statistics out."""
 
     def __init__(self, config: PlainBlockConfig | IPTTCDBlockConfig, mlp: MLPConfig):
         self.config = config
         ones = jnp.ones((mlp.dim,), mlp.precision.param_dtype)
         self.mixer_norm = param(ones, ("embed",))
         self.mlp_norm = param(ones, ("embed",))
-
-    def _mixer_input(self, h):
-        return rms_norm(h, self.mixer_norm[...], self.config.norm_eps)
-
-    def _mlp_input(self, h):
-        return rms_norm(h, self.mlp_norm[...], self.config.norm_eps)
-
-
-class PlainBlock(_Norms):
-    """h + attention(norm h), then + SwiGLU(norm of that)."""
-
-    def __init__(self, config: PlainBlockConfig, *, rngs: nnx.Rngs):
-        super().__init__(config, config.mlp)
-        self.attention = Attention(config.mixer, rngs=rngs)
-        self.mlp = SwiGLU(config.mlp, rngs=rngs)
 
     def __call__(
         self,
@@ -67,6 +52,30 @@ class PlainBlock(_Norms):
         h: Float[Array, "B T D"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
+        """(output, what the memory holds at the end of the row; None without a memory)."""
+        raise AssertionError(f"{type(self).__name__} defines its own forward")
+
+    def _mixer_input(self, h):
+        return rms_norm(h, self.mixer_norm[...], self.config.norm_eps)
+
+    def _mlp_input(self, h):
+        return rms_norm(h, self.mlp_norm[...], self.config.norm_eps)
+
+
+class PlainBlock(_Block):
+    """h + attention(norm h), then + SwiGLU(norm of that)."""
+
+    def __init__(self, config: PlainBlockConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, config.mlp)
+        self.attention = Attention(config.mixer, rngs=rngs)
+        self.mlp = SwiGLU(config.mlp, rngs=rngs)
+
+    def forward(
+        self,
+        h: Float[Array, "B T D"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], None]:
         """(output, no statistics): the signature all blocks share."""
         positions = row_positions(h) if positions is None else positions
@@ -74,7 +83,7 @@ class PlainBlock(_Norms):
         return residual + self.mlp(self._mlp_input(residual)), None
 
 
-class IPTTCDBlock(_Norms):
+class IPTTCDBlock(_Block):
     """One fast-weight block. The teacher's residual r = h + attention_T goes on; with x = norm(r)
     and t = norm(h + attention_S), same norm, the MLP reads and writes its memory: r + MLP(x, t)."""
 
@@ -82,14 +91,6 @@ class IPTTCDBlock(_Norms):
         super().__init__(config, config.mlp.mlp)
         self.attention = DualWindowAttention(config.mixer, rngs=rngs)
         self.mlp = IPTTCDMLP(config.mlp, rngs=rngs)
-
-    def __call__(
-        self,
-        h: Float[Array, "B T D"],
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        return self.forward(h, positions, segment_ids)[0]
 
     def forward(
         self,
