@@ -69,6 +69,11 @@ class MemoryConfig(Config):
                 raise UserError(f"MemoryConfig.{name} {getattr(self, name)} must be at least 1")
         if self.renorm_chunks is not None and self.renorm_chunks < 1:
             raise UserError(f"MemoryConfig.renorm_chunks {self.renorm_chunks} must be at least 1")
+        if self.renorm_chunks is not None and (self.form != "blocked" or self.folds_state):
+            raise UserError(
+                "renorm_chunks is a loop of its own: it knows neither another form than 'blocked' "
+                "nor folds_state"
+            )
         if self.output == "teacher_raw" and not self.has_teacher_conv:
             raise UserError(
                 "output 'teacher_raw' names features before a convolution that is off; "
