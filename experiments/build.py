@@ -1,7 +1,7 @@
 """From a `RunConfig` to the objects of a run: data, optimizer, jitted step, state."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -17,14 +17,6 @@ from ttcd_jax.train.state import TrainState, init_state
 from ttcd_jax.train.step import TrainStep, make_train_step
 
 BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
-
-
-class Run(NamedTuple):
-    """The objects that `launch` hands to the loop."""
-
-    batches: Batches
-    manifest: dict[str, Any]
-    abstract_state: TrainState  # shapes and dtypes only
 
 
 def check(config: RunConfig) -> None:

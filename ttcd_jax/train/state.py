@@ -19,11 +19,6 @@ class TrainState(TypedDict):
     step: jax.Array
 
 
-def model_graph(config: TransformerConfig) -> nnx.GraphDef:
-    """The static part of a model; `nnx.merge(graph, state)` gives the module. Allocates nothing."""
-    return nnx.split(abstract_model(config))[0]
-
-
 def abstract_model(config: TransformerConfig) -> Transformer:
     """The model with `jax.ShapeDtypeStruct`s for parameters."""
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
