@@ -1,19 +1,26 @@
 """From a `RunConfig` to the objects of a run: data, optimizer, jitted step, state."""
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from experiments.run_config import RunConfig
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.sources import build_source, vocab_size
 from ttcd_jax.data.synthetic.recall import RecallConfig
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.train.fit import misfit
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
+from ttcd_jax.train.run_directory import RunDirectory, load_params, model_config
 from ttcd_jax.train.schedule import learning_rate
-from ttcd_jax.train.state import TrainState, init_state
+from ttcd_jax.train.state import TrainState, abstract_model, init_state, logical_axes
 from ttcd_jax.train.step import TrainStep, make_train_step
 
 BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
@@ -27,6 +34,40 @@ def check(config: RunConfig) -> None:
             f"model vocab_size {config.model.vocab_size} is smaller than the data's {needed}: set "
             f"TransformerConfig.vocab_size to at least {needed}"
         )
+
+
+def inherited_model(
+    run_dir: RunDirectory,
+) -> Callable[[str, dict[str, Any]], TransformerConfig | None]:
+    """For `load_config`: a run without a model of its own has that of the run it starts from; once
+    it has started, its own directory tells."""
+
+    def inherit(field: str, values: dict[str, Any]) -> TransformerConfig | None:
+        start_from = values.get("start_from")
+        if field != "model" or not isinstance(start_from, str):
+            return None
+        return model_config(run_dir if run_dir.is_claimed else RunDirectory(start_from))
+
+    return inherit
+
+
+def check_start(config: RunConfig) -> None:
+    """The run that this one starts from has the same parameters. Raises `UserError`, a
+    `CheckpointError` that lists the differences."""
+    if config.start_from is None:
+        return
+    stored = _shapes(model_config(RunDirectory(config.start_from)))
+    problem = misfit(_shapes(config.model), stored)
+    if problem:
+        raise CheckpointError(
+            f"the model has other parameters than that of start_from {config.start_from!r}: "
+            f"{problem}; bind no TransformerConfig to take its model"
+        )
+
+
+def _shapes(config: TransformerConfig) -> Mapping[str, Any]:
+    params = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
+    return flatten_dict(params, sep="/")
 
 
 def build_data(config: RunConfig) -> tuple[Batches, dict[str, Any]]:
@@ -47,7 +88,7 @@ def _optimizer(config: RunConfig) -> tuple[OptimizerConfig, optax.GradientTransf
     if schedule.steps is None:
         schedule = schedule.replace(steps=config.steps)
     resolved = config.optimizer.replace(schedule=schedule)
-    return resolved, build_optimizer(resolved)
+    return resolved, build_optimizer(resolved, logical_axes(config.model))
 
 
 def build_step(config: RunConfig) -> TrainStep:
@@ -70,6 +111,17 @@ def abstract_state(config: RunConfig) -> TrainState:
 
 def fresh_state(config: RunConfig) -> TrainState:
     return jax.jit(_init(config))()
+
+
+def started_state(config: RunConfig) -> tuple[int, TrainState]:
+    """(step of the other run, state): the newest parameters of `start_from`, all else fresh."""
+    assert config.start_from is not None
+    _, optimizer = _optimizer(config)
+    params, _, step = load_params(config.start_from)
+    dtype = config.model.precision.param_dtype
+    params = jax.tree.map(lambda value: value.astype(dtype), params)
+    opt_state = jax.jit(optimizer.init)(params)
+    return step, TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
 
 
 def _init(config: RunConfig):

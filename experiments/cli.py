@@ -4,10 +4,11 @@ Exit status: 0 done, 2 to 5 a `UserError` (`ttcd_jax.errors` says which), 130 in
 reader of our output went away. Any other exception keeps its traceback.
 """
 
+import functools
 import os
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from absl import app, flags, logging
@@ -18,12 +19,15 @@ INTERRUPTED = 130
 OUTPUT_CLOSED = 141
 
 
-def run(main: Callable[[list[str]], None]) -> NoReturn:
-    """Parses the flags, calls `main([program])` and leaves the process."""
+def run(main: Callable[[list[str]], None], arguments: Sequence[str] = ()) -> NoReturn:
+    """Parses the flags, calls `main([program, *values of arguments])` and leaves the process.
+
+    `arguments` names what the command takes beside its flags, all of it required.
+    """
     logging.set_verbosity(logging.WARNING)  # jax tells which backends it did not find
     try:
         try:
-            app.run(main, flags_parser=_parse_flags)
+            app.run(main, flags_parser=functools.partial(_parse_flags, arguments))
         finally:
             sys.stdout.flush()
     except UserError as error:
@@ -47,17 +51,21 @@ def printable(text: str) -> str:
     )
 
 
-def _parse_flags(arguments: list[str]) -> list[str]:
+def _parse_flags(names: Sequence[str], command_line: list[str]) -> list[str]:
+    flags.FLAGS.set_gnu_getopt(True)  # flags may stand behind arguments
     try:
-        program, *rest = flags.FLAGS(arguments)
+        program, *rest = flags.FLAGS(command_line)
     except flags.Error as error:
         raise UserError(" ".join(str(error).split())) from None
     except SystemExit:
         # Only a help flag exits while flags are parsed, and absl calls that a failure.
         sys.exit(0)
-    if rest:
-        raise UserError(f"unexpected argument {rest[0]!r}; options are written --name=value")
-    return [program]
+    if len(rest) > len(names):
+        extra = rest[len(names)]
+        raise UserError(f"unexpected argument {extra!r}; options are written --name=value")
+    if len(rest) < len(names):
+        raise UserError(f"{names[len(rest)]} is missing; the command takes {' '.join(names)}")
+    return [program, *rest]
 
 
 def _leave(message: str, status: int) -> NoReturn:

@@ -70,12 +70,11 @@ def main(argv: list[str]) -> None:
 
 def _variants(config) -> dict[str, dict[str, Any]]:
     """Label -> changes to the model's configuration."""
-    from ttcd_jax.models.catalog import has_memory
+    from ttcd_jax.models.catalog import METHODS, without_memory
 
-    name = FLAGS.label or {"ipttcd": "IP-TTCD", "swa": "SWA", "full": "full"}[config.method]
-    if not has_memory(config):
+    name, off = FLAGS.label or METHODS[config.method].label, without_memory(config)
+    if off is None:
         return {name: {}}
-    off = {"memory": config.memory.replace(eta=0.0)}
     return {f"{name}, fast weights on": {}, f"{name}, off (eta = 0)": off}
 
 
@@ -83,13 +82,21 @@ def _text_rows(source: dict[str, Any], run):
     from ttcd_jax.data.corpus import CorpusConfig, load_documents
     from ttcd_jax.data.packing import document_rows
     from ttcd_jax.data.tokenizer import check_tokens
+    from ttcd_jax.train.run_directory import IMPORTED
 
+    if run.tokenizer is None and source["data"]["type"] == IMPORTED:
+        raise UserError(
+            f"{FLAGS.run_dir} was imported without a tokenizer: import it again with "
+            "--tokenizer=FILE.json or --tokenizer=byte"
+        )
     if run.tokenizer is None:
         raise UserError(f"{FLAGS.run_dir} was trained on synthetic data: use --task=recall")
-    corpus = CorpusConfig.from_dict(source["data"]["corpus"])
-    split = "validation"
     if FLAGS.text is not None:
         corpus, split = CorpusConfig(kind="text", path=FLAGS.text, validation_percent=0), "train"
+    elif source["data"]["type"] == IMPORTED:
+        raise UserError(f"{FLAGS.run_dir} was imported and has no corpus: pass --text=PATH")
+    else:
+        corpus, split = CorpusConfig.from_dict(source["data"]["corpus"]), "validation"
     documents = load_documents(corpus, split)
     seq_len = FLAGS.seq_len or source["data"]["seq_len"]
     rows = document_rows(documents, run.tokenizer, seq_len=seq_len)

@@ -16,7 +16,7 @@ was bound, checks no type, has one registry per process and lets a file import a
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,10 +34,18 @@ from ttcd_jax.config import Config, closest
 from ttcd_jax.errors import UserError
 
 Classes = dict[str, type[Config]]
+# (required field of the root whose class nothing binds, the root's bound values) -> its value, or
+# None to build it from the class's defaults.
+Inherit = Callable[[str, dict[str, Any]], Config | None]
 
 
 def load_config[C: Config](
-    root: type[C], gin_file: str, params: Sequence[str] = (), *, config_dir: Path
+    root: type[C],
+    gin_file: str,
+    params: Sequence[str] = (),
+    *,
+    config_dir: Path,
+    inherit: Inherit = lambda field, values: None,
 ) -> C:
     """The tree of configurations that `gin_file` describes, `params` overriding what it binds.
 
@@ -52,7 +60,7 @@ def load_config[C: Config](
     replaced = [from_file[key] for key in from_params if key in from_file]
     _check_names([*replaced, *bindings.values()], classes)
     builder = _Builder(classes, bindings)
-    config = builder.build(root, "")
+    config = builder.build(root, "", inherit)
     _check_use(bindings, builder.used, replaced, classes)
     return typing.cast(C, config)
 
@@ -86,11 +94,11 @@ class _Builder:
         self.used: set[Key] = set()
         self._open: list[str] = []
 
-    def build(self, cls: type[Config], scope: str) -> Config:
+    def build(self, cls: type[Config], scope: str, inherit: Inherit | None = None) -> Config:
         """An instance of `cls` with what `scope` and the scopes around it bind."""
         self._enter("/".join(filter(None, (scope, cls.__name__))))
         hints = typing.get_type_hints(cls)
-        values, places, missing = {}, {}, []
+        values, places, open_fields, missing = {}, {}, [], []
         for field in dataclasses.fields(cls):
             binding = self._find(cls.__name__, field.name, scope)
             if binding:
@@ -98,13 +106,21 @@ class _Builder:
                 places[field.name] = binding.where
             elif _is_required(field):
                 if _config_classes(hints[field.name]) == [hints[field.name]]:
-                    values[field.name] = self.build(hints[field.name], scope)
+                    open_fields.append(field.name)
                 else:
                     missing.append(f"{cls.__name__}.{field.name} = {_example(hints[field.name])}")
+        for name in open_fields:
+            inherited = None
+            if inherit and not self._is_bound(hints[name]):
+                inherited = inherit(name, values)
+            values[name] = inherited or self.build(hints[name], scope)
         if missing:
             raise UserError(f"{cls.__name__} lacks a value; bind {', '.join(missing)}")
         self._open.pop()
         return _construct(cls, values, places)
+
+    def _is_bound(self, cls: type[Config]) -> bool:
+        return any(binding.owner == cls.__name__ for binding in self.bindings.values())
 
     def _find(self, owner: str, field: str, scope: str) -> Binding | None:
         """The binding of the innermost scope; outer ones count as used, they give way to it."""

@@ -29,19 +29,25 @@ RESUME_ME = 75  # EX_TEMPFAIL
 
 
 def main(argv: list[str]) -> None:
+    from experiments import build, plan
     from experiments.gin_loading import load_config
     from experiments.run_config import RunConfig
-
-    config = load_config(RunConfig, FLAGS.gin, FLAGS.param, config_dir=CONFIG_DIR)
-    from experiments import build, plan
-
-    build.check(config)
-    if FLAGS.dry_run:
-        plan.print_plan(config)
-        return
     from ttcd_jax.train.run_directory import RunDirectory
 
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / Path(FLAGS.gin).stem)
+    config = load_config(
+        RunConfig,
+        FLAGS.gin,
+        FLAGS.param,
+        config_dir=CONFIG_DIR,
+        inherit=build.inherited_model(run_dir),
+    )
+    build.check(config)
+    if not run_dir.is_claimed:
+        build.check_start(config)
+    if FLAGS.dry_run:
+        plan.print_plan(config)
+        return
     with run_dir.lock():
         status = _train(config, run_dir)
     sys.exit(status)
@@ -92,16 +98,22 @@ def _train(config, run_dir) -> int:
 
 
 def _initial_state(config, checkpoints):
-    """(steps done, state): from the newest intact checkpoint if there is one."""
+    """(steps done, state): from the newest intact checkpoint if there is one, else from the run
+    that the configuration names, else from the seed."""
     from experiments import build
     from ttcd_jax.train.state import TrainState
 
-    if not checkpoints.steps():
+    if checkpoints.steps():
+        start, restored, _ = checkpoints.restore(build.abstract_state(config))
+        print(f"resumed at step {start}", flush=True)
+        return start, TrainState(**restored)
+    if config.start_from is None:
         return 0, build.fresh_state(config)
-    start, restored, _ = checkpoints.restore(build.abstract_state(config))
-    state = TrainState(**restored)
-    print(f"resumed at step {start}", flush=True)
-    return start, state
+    step, state = build.started_state(config)
+    # From here on this directory alone decides: the other run may go on, or go away.
+    checkpoints.save(0, dict(state), {"steps": config.steps})
+    print(f"starts from step {step} of {config.start_from}", flush=True)
+    return 0, state
 
 
 def _source() -> str:

@@ -13,7 +13,9 @@ from ttcd_jax.train.optimizer import OptimizerConfig
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
     """`batch_size` rows per step, computed in `accumulation_steps` parts one after another.
-    `loss_rows`: rows of logits that exist at once."""
+    `loss_rows`: rows of logits that exist at once. `start_from`: a run directory whose newest
+    parameters this run starts from, with a fresh optimizer; `model`, unless bound, is that run's.
+    """
 
     model: TransformerConfig
     data: DataConfig
@@ -26,6 +28,7 @@ class RunConfig(Config):
     checkpoint_every: int = 200
     keep_checkpoints: int = 3
     loss_rows: int = DEFAULT_ROWS
+    start_from: str | None = None
 
     def validate(self) -> None:
         for name in (

@@ -33,7 +33,10 @@ MAY_IMPORT = {
     "ttcd_jax/data": ("ttcd_jax.data",),
     "ttcd_jax/train": (*MODELS, "ttcd_jax.data", "ttcd_jax.train"),
     "ttcd_jax/eval": (*MODELS, "ttcd_jax.data", "ttcd_jax.train", "ttcd_jax.eval"),
-    "ttcd_jax/interop": (*MODELS, "ttcd_jax.train", "ttcd_jax.interop"),
+    "ttcd_jax/interop": (
+        *MODELS,
+        *("ttcd_jax.data", "ttcd_jax.train", "ttcd_jax.eval", "ttcd_jax.interop"),
+    ),
     "experiments": ("ttcd_jax", "ttcd_kernels", "experiments"),
 }
 

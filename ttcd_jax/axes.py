@@ -6,8 +6,9 @@
 
 Parameters carry the names of their logical axes as metadata (`axes=(...)`), one per dimension:
 `embed` (D), `mlp` (F), `heads` (N * H), `kv_heads` (K * H), `head_dim` (H), `vocab` (V), `taps`
-(R), `layers` (Y, added when blocks are stacked). A device mesh is mapped onto these names outside
-the layers.
+(R), `layers` (Y, added when blocks are stacked); of fast weights `fast_heads` (N), `fast_mlp` (F)
+and `rank` (the inner dimension of a low-rank start, and a pair of factors per channel). A device
+mesh is mapped onto these names outside the layers.
 """
 
 import jax
@@ -22,6 +23,9 @@ LOGICAL_AXES = (
     "head_dim",
     "vocab",
     "taps",
+    "fast_heads",
+    "fast_mlp",
+    "rank",
     "layers",
 )
 

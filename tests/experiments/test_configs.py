@@ -6,15 +6,32 @@ import pytest
 from experiments import build, plan
 from experiments.gin_loading import load_config
 from experiments.run_config import RunConfig
+from ttcd_jax.train.run_directory import RunDirectory
 
 CONFIG_DIR = Path(__file__).parents[2] / "experiments" / "configs"
-RUNS = sorted(path.name for path in CONFIG_DIR.glob("*.gin"))
+RUNS = sorted(
+    str(path.relative_to(CONFIG_DIR))
+    for path in CONFIG_DIR.rglob("*.gin")
+    if "experiments.launch" in path.read_text()
+)
+
+
+@pytest.fixture(scope="module")
+def other_run(tmp_path_factory):
+    """A run directory for configurations that start from one: text.gin's, not yet trained."""
+    directory = RunDirectory(tmp_path_factory.mktemp("other"))
+    config = load_config(RunConfig, "text.gin", [], config_dir=CONFIG_DIR)
+    directory.claim(config.to_dict(), "", {})
+    return directory.path
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_config_builds_and_has_the_parameters_its_header_states(name):
-    config = load_config(RunConfig, name, [], config_dir=CONFIG_DIR)
+def test_every_config_builds_and_has_the_parameters_its_header_states(name, other_run, tmp_path):
+    params = [f"START='{other_run}'"] if "start_from" in (CONFIG_DIR / name).read_text() else []
+    inherit = build.inherited_model(RunDirectory(tmp_path))
+    config = load_config(RunConfig, name, params, config_dir=CONFIG_DIR, inherit=inherit)
     build.check(config)
+    build.check_start(config)
     assert RunConfig.from_dict(config.to_dict()) == config
     header = (CONFIG_DIR / name).read_text()
     assert f"--gin={name}" in header

@@ -11,10 +11,12 @@ from checks import assert_same
 
 from ttcd_jax.errors import DataError
 from ttcd_jax.interop import reference
-from ttcd_jax.interop.parity import CHECKS, Golden, relative_error
+from ttcd_jax.interop.parity import CHECKS
+from ttcd_jax.interop.parity.golden import Golden, relative_error
+from ttcd_jax.interop.parity.modules import published_config
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-FILES = sorted(path.name for kind in CHECKS for path in GOLDEN.glob(f"{kind}_*.npz"))
+FILES = sorted(path.name for path in GOLDEN.glob("*.npz"))
 MLP_FILE = "ipttcd_mlp_f_short.npz"
 
 
@@ -31,18 +33,18 @@ def test_outputs_losses_and_gradients_are_the_published_ones(name, dtype):
     assert worst.ratio <= 1, f"{worst.name}: {worst.error:.1e} of {worst.bound:.1e}"
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [name for name in FILES if "_model" in name or "_mlp_" in name])
 def test_names_and_layouts_round_trip(name):
     golden = Golden(GOLDEN / name)
     tensors = golden.group("param.")
-    if golden.kind == "ipttcd_model":
-        config = reference.transformer_config(golden.config)
+    if golden.kind.endswith("_model"):
+        config = published_config(golden, "float32")
+        assert reference.reference_shapes(config) == {n: x.shape for n, x in tensors.items()}
         params = reference.model_from_reference(tensors, config)
-        back = reference.model_to_reference(params, config, list(tensors))
+        back = reference.model_to_reference(params, config)
     else:
-        table = {"ipttcd_mlp": reference.MLP_NAMES, "ipttcd_block": reference.BLOCK_NAMES}
-        params = reference.module_from_reference(tensors, table[golden.kind])
-        back = reference.module_to_reference(params, table[golden.kind], list(tensors))
+        params = reference.module_from_reference(tensors, reference.MLP_NAMES)
+        back = reference.module_to_reference(params, reference.MLP_NAMES)
     assert_same(dict(sorted(back.items())), dict(sorted(tensors.items())))
 
 
@@ -51,20 +53,36 @@ def _check(golden):
 
 
 @pytest.mark.parametrize(
-    ("array", "entry"),
+    ("name", "array", "entry"),
     [
-        ("param.down_proj.weight", (3, 4)),
-        ("param.ttt_teacher_conv.weight", (5, 0, 2)),
-        ("in.x", (0, 0, 1)),
-        ("out.y", (1, 2, 3)),
-        ("grad.up_proj.weight", (0, 0)),
-        ("grad_in.x", (0, 1, 2)),
+        (MLP_FILE, "param.down_proj.weight", (3, 4)),
+        (MLP_FILE, "param.ttt_teacher_conv.weight", (5, 0, 2)),
+        (MLP_FILE, "in.x", (0, 0, 1)),
+        (MLP_FILE, "out.y", (1, 2, 3)),
+        (MLP_FILE, "grad.up_proj.weight", (0, 0)),
+        (MLP_FILE, "grad_in.x", (0, 1, 2)),
+        ("ipttt_mlp_actconv.npz", "grad.ttt_activation_conv.weight", (5, 0, 2)),
+        ("delta_op_state.npz", "out.S", (0, 1, 2, 3)),
+        ("gated_delta_op.npz", "in.g", (1, 7, 0)),
+        ("dual_attn_b.npz", "out.lse_student", (1, 2, 3)),
+        ("dual_attn_d.npz", "grad_teacher.v", (1, 7, 0, 1)),
+        ("adamw_clip_steps.npz", "out.grad_norm", (3,)),
+        ("muon_steps.npz", "in.grad.model.layers.0.mlp.ttt_proj.weight", (0, 2, 3)),
+        ("lr_schedules.npz", "out.wsd_sqrt", (60,)),
+        ("mad_metrics.npz", "out.batch_loss", (2,)),
     ],
 )
-def test_a_wrong_number_anywhere_fails_the_check(array, entry):
-    golden = Golden(GOLDEN / MLP_FILE)
+def test_a_wrong_number_anywhere_fails_the_check(name, array, entry):
+    golden = Golden(GOLDEN / name)
     golden.arrays[array][entry] += 0.01 * np.abs(golden.arrays[array]).max()
     assert _check(golden).ratio > 1
+
+
+@pytest.mark.parametrize("array", ["c1.train.inputs", "c2.test.targets", "c0.kv_values"])
+def test_one_wrong_token_fails_the_check(array):
+    golden = Golden(GOLDEN / "mad_memorization.npz")
+    golden.arrays[array].flat[7] += 1
+    assert _check(golden).ratio == np.inf
 
 
 def test_a_number_that_is_not_finite_fails_the_check():
@@ -180,21 +198,24 @@ def _command(folder, *options):
     )
 
 
-def test_the_command_says_what_passed_what_failed_and_what_it_does_not_cover(tmp_path):
+def test_the_command_says_what_passed_and_what_failed(tmp_path):
     shutil.copy(GOLDEN / MLP_FILE, tmp_path / "a_good.npz")
-    shutil.copy(GOLDEN / "lr_schedules.npz", tmp_path / "b_other.npz")
+    shutil.copy(GOLDEN / "lr_schedules.npz", tmp_path / "b_good.npz")
     tampered = dict(np.load(GOLDEN / MLP_FILE))
     tampered["param.down_proj.weight"] = tampered["param.down_proj.weight"] * 1.01
     np.savez(tmp_path / "c_tampered.npz", **tampered)
     (tmp_path / "d_damaged.npz").write_text("not an archive")
+    np.savez(tmp_path / "e_unknown.npz", config_json=np.array('{"kind": "another"}'))
     result = _command(tmp_path)
     assert result.returncode == 1
     lines = result.stdout.splitlines()
     assert lines[0].split()[:3] == ["ok", "a_good.npz", "ipttcd_mlp"]
-    assert lines[1].split()[:3] == ["FAIL", "c_tampered.npz", "ipttcd_mlp"]
-    assert lines[2].split()[:2] == ["FAIL", "d_damaged.npz"]
-    assert lines[3] == "not covered  b_other.npz (kind lr_schedule)"
-    assert lines[-1] == "1 passed, 2 failed"
+    assert lines[1].split()[:3] == ["ok", "b_good.npz", "lr_schedule"]
+    assert lines[2].split()[:3] == ["FAIL", "c_tampered.npz", "ipttcd_mlp"]
+    assert lines[3].split()[:2] == ["FAIL", "d_damaged.npz"]
+    assert lines[4].startswith("FAIL  e_unknown.npz")
+    assert "kind 'another' has no check" in lines[4]
+    assert lines[-1] == "2 passed, 3 failed"
     assert "Traceback" not in result.stderr
 
 

@@ -83,7 +83,7 @@ def test_the_student_is_normed_behind_its_own_residual(float64):
     def norm(x, weight):
         return weight[...] * x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
 
-    teacher, student = block.attention(norm(h, block.mixer_norm), row_positions(h))
+    teacher, student = block.mixer(norm(h, block.mixer_norm), row_positions(h))
     t = norm(h + student, block.mlp_norm)
     expected = h + teacher + block.mlp.features(t) @ block.mlp.down[...]
     assert_close(block(h), expected, 1e-11)

@@ -4,9 +4,20 @@ import typing
 import pytest
 
 from ttcd_jax.errors import UserError
+from ttcd_jax.layers.attention import AttentionConfig
+from ttcd_jax.layers.delta_net import DeltaNetConfig, DeltaRuleConfig
+from ttcd_jax.layers.gated_delta_net import GatedDeltaNetConfig
+from ttcd_jax.layers.ideal import IdealMemoryConfig
+from ttcd_jax.layers.ip_ttt import TargetMemoryConfig
 from ttcd_jax.layers.ipttcd import MemoryConfig
-from ttcd_jax.models.block import IPTTCDBlockConfig, PlainBlockConfig
-from ttcd_jax.models.catalog import METHODS, TransformerConfig, block_configs
+from ttcd_jax.layers.lact import LaCTConfig, LaCTMemoryConfig
+from ttcd_jax.models.block import (
+    HybridBlockConfig,
+    IPTTCDBlockConfig,
+    IPTTTBlockConfig,
+    PlainBlockConfig,
+)
+from ttcd_jax.models.catalog import METHODS, TransformerConfig, block_configs, without_memory
 from ttcd_jax.precision import Precision
 
 
@@ -24,6 +35,63 @@ def test_every_method_of_the_configuration_is_in_the_catalog():
 def test_fast_layers_get_a_memory_and_the_others_none():
     kinds = [type(block) for block in block_configs(_config(fast_layers=(1, 3)))]
     assert kinds == [PlainBlockConfig, IPTTCDBlockConfig] * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "fast", "other"),
+    [
+        ("ipttcd_ideal", IPTTCDBlockConfig, PlainBlockConfig),
+        ("ipttt", IPTTTBlockConfig, PlainBlockConfig),
+        ("deltanet_hybrid", HybridBlockConfig, PlainBlockConfig),
+    ],
+)
+def test_methods_of_a_few_layers_leave_the_others_plain(method, fast, other):
+    blocks = block_configs(_config(method=method, fast_layers=(2,)))
+    assert [type(block) for block in blocks] == [other, other, fast, other]
+    assert type(blocks[0].mixer) is AttentionConfig
+
+
+@pytest.mark.parametrize(
+    ("method", "mixer"),
+    [("deltanet", DeltaNetConfig), ("gated_deltanet", GatedDeltaNetConfig), ("lact", LaCTConfig)],
+)
+def test_methods_of_all_layers_replace_the_attention(method, mixer):
+    blocks = block_configs(_config(method=method, fast_layers=(2,)))
+    assert [(type(block), type(block.mixer)) for block in blocks] == [(PlainBlockConfig, mixer)] * 4
+
+
+def test_the_switches_of_a_method_reach_its_layer():
+    config = _config(
+        fast_layers=(0,),
+        ideal_memory=IdealMemoryConfig(chunk_size=2),
+        target_memory=TargetMemoryConfig(chunk_size=3),
+        delta=DeltaRuleConfig(num_taps=2),
+        lact=LaCTMemoryConfig(chunk_size=5),
+    )
+    block = {
+        name: block_configs(config.replace(method=name))[0] for name in METHODS if name != "full"
+    }
+    assert block["ipttcd_ideal"].mlp.memory == config.ideal_memory
+    assert block["ipttcd_ideal"].mixer.student_window == config.student_window
+    assert block["ipttt"].mlp.memory == config.target_memory
+    assert block["deltanet"].mixer.rule == block["gated_deltanet"].mixer.rule == config.delta
+    assert block["deltanet_hybrid"].delta.rule == config.delta
+    assert block["lact"].mixer.memory == config.lact
+    assert (block["deltanet"].mixer.num_heads, block["deltanet"].mixer.head_dim) == (2, 4)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_without_memory_changes_a_rate_and_nothing_else(method):
+    config = _config(method=method, window=None if method == "full" else 8, fast_layers=(0,))
+    changes = without_memory(config)
+    if METHODS[method].memory_field is None:
+        assert changes is None
+        return
+    off = config.replace(**changes)
+    field = METHODS[method].memory_field
+    assert getattr(off, field).eta == 0
+    rate = getattr(config, field).eta
+    assert off.replace(**{field: getattr(off, field).replace(eta=rate)}) == config
 
 
 @pytest.mark.parametrize(("method", "window"), [("full", None), ("swa", 8)])
@@ -79,7 +147,13 @@ def test_absent_head_counts_follow_from_the_others():
         ({"method": "full"}, "method 'full' has no window, got 8"),
         ({"method": "swa", "window": None}, "method 'swa' needs a window"),
         ({"window": 0}, "window 0 must be at least 1"),
-        ({"method": "mamba"}, "must be 'full' | 'swa' | 'ipttcd', got 'mamba'"),
+        ({"method": "mamba"}, "'lact', got 'mamba'"),
+        (
+            {"method": "lact", "num_heads": 4, "num_kv_heads": 2},
+            "num_kv_heads 2 must be num_heads 4",
+        ),
+        ({"method": "lact", "dim": 6, "num_heads": 1}, "num_fast_heads 4 does not divide dim 6"),
+        ({"method": "deltanet", "delta": DeltaRuleConfig(value_expansion=0.3)}, "whole number"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(changes, message):

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from ttcd_jax.layers.ideal import IdealMemoryConfig
+from ttcd_jax.layers.ip_ttt import TargetMemoryConfig
 from ttcd_jax.layers.ipttcd import MemoryConfig
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.layers.lact import LaCTMemoryConfig
+from ttcd_jax.models.catalog import METHODS, TransformerConfig
 from ttcd_jax.train.flops import forward_flops, training_flops_per_token, visible_pairs
 from ttcd_jax.train.state import abstract_model
 
@@ -22,6 +25,9 @@ MODEL = TransformerConfig(
     fast_layers=(1,),
     student_window=4,
     memory=MemoryConfig(chunk_size=8, form="associative"),
+    target_memory=TargetMemoryConfig(chunk_size=8, form="associative"),
+    ideal_memory=IdealMemoryConfig(chunk_size=LENGTH),  # one chunk: one round of its loop
+    lact=LaCTMemoryConfig(chunk_size=LENGTH // 2, num_fast_heads=2, low_rank=None),
     attention_implementation="reference",
     scans_layers=False,
 )
@@ -52,16 +58,36 @@ def _counted(config):
     return _dot_flops(jax.make_jaxpr(lambda p, t: nnx.merge(graph, p)(t))(params, tokens).jaxpr)
 
 
-@pytest.mark.parametrize("method", ["full", "ipttcd"])
+# Products with a column or two per head, which the formula leaves out: per token of one layer.
+COLUMNS = {
+    "ipttcd": MODEL.dim,
+    "deltanet": MODEL.dim * MODEL.num_heads,
+    "gated_deltanet": 2 * MODEL.dim * MODEL.num_heads,
+    "deltanet_hybrid": MODEL.dim * MODEL.num_heads,
+    "lact": 5 * MODEL.dim * MODEL.lact.num_fast_heads,
+}
+NO_ATTENTION = ("deltanet", "gated_deltanet")
+IN_ALL_LAYERS = ("deltanet", "gated_deltanet", "lact")
+
+
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"swa"}))
 def test_the_formula_counts_every_matrix_product_of_an_unrolled_model(method):
-    config = MODEL.replace(method=method)
-    width = config.dim
-    # The reference attention computes all T x T scores, on fast layers once per window; the token
-    # rate is a product with one column, left out of the formula.
-    dense = config.num_layers * 4 * (LENGTH**2 - visible_pairs(LENGTH, None)) * width
-    if method == "ipttcd":
-        dense += 4 * LENGTH**2 * width + 2 * LENGTH * config.dim
-    assert _counted(config) == forward_flops(config, LENGTH) + dense
+    # LaCT's memory shares its keys: no grouped heads.
+    config = MODEL.replace(method=method, num_kv_heads=None if method == "lact" else 2)
+    layers = {True: config.num_layers, False: 1}
+    # The reference attention computes all T x T scores, on fast layers once per window.
+    dense = 0 if method in NO_ATTENTION else config.num_layers
+    surplus = dense * 4 * (LENGTH**2 - visible_pairs(LENGTH, None)) * config.dim
+    if method in ("ipttcd", "ipttcd_ideal"):
+        surplus += 4 * LENGTH**2 * config.dim
+    surplus += 2 * LENGTH * COLUMNS.get(method, 0) * layers[method in IN_ALL_LAYERS]
+    assert _counted(config) == forward_flops(config, LENGTH) + surplus + _solves(config)
+
+
+def _solves(config):
+    """The triangular solves, which the formula counts and the program does not show as products."""
+    layers = {"deltanet": 3, "gated_deltanet": 3, "deltanet_hybrid": 1}.get(config.method, 0)
+    return -layers * LENGTH * LENGTH * config.num_heads * 2 * (config.dim // config.num_heads)
 
 
 def test_visible_pairs_counts_the_mask():

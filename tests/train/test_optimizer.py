@@ -34,7 +34,7 @@ def test_published_steps(name, dtype):
     names = _names(archive)
     with jax.enable_x64(dtype == "float64"):
         rates = jnp.asarray(archive["in.lr"], dtype)
-        optimizer = build_with_schedule(config, lambda step: rates[step])
+        optimizer = build_with_schedule(config, lambda step: rates[step], axes={})
         params = {key: jnp.asarray(archive[f"param.{key}"], dtype) for key in names}
         state = optimizer.init(params)
         update = jax.jit(optimizer.update)
@@ -56,7 +56,7 @@ def test_published_steps(name, dtype):
 def test_config_schedule_starts_at_step_zero():
     schedule = ScheduleConfig(peak=0.1, steps=10, warmup=4)
     config = OptimizerConfig(weight_decay=0.5, clip_norm=None, schedule=schedule)
-    optimizer = build_optimizer(config)
+    optimizer = build_optimizer(config, axes={})
     params = {"norm": jnp.ones(3), "w": jnp.ones((2, 2))}
     grads = jax.tree.map(jnp.zeros_like, params)
     state = optimizer.init(params)

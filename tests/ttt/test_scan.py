@@ -12,7 +12,6 @@ from ttcd_jax.ttt.scan import (
     MemoryRule,
     _segmented_sum,
     apply_memory,
-    renormalized_memory,
 )
 from ttcd_jax.ttt.update import newton_schulz
 
@@ -300,65 +299,3 @@ def test_bfloat16_products_have_narrow_operands_and_float32_sums(form):
         if eqn.primitive.name == "dot_general":
             assert {x.aval.dtype for x in eqn.invars} == {jnp.dtype(jnp.bfloat16)}
             assert eqn.outvars[0].aval.dtype == jnp.float32
-
-
-def _renormalised_loop(eta, length, z, keys, errors, w_base, group_chunks):
-    """One row of whole chunks, sequentially, as the equations stand. numpy."""
-    norm = np.linalg.norm(w_base)
-
-    def renorm(matrix):
-        return matrix * norm / max(np.linalg.norm(matrix), 1e-6)
-
-    start, total, y = w_base, np.zeros_like(w_base), []
-    for chunk in range(z.shape[0]):
-        y.append(z[chunk] @ renorm(start + eta * total))
-        rows = np.arange(chunk * L, chunk * L + L) < length
-        total = total + keys[chunk][rows].T @ errors[chunk][rows]
-        if (chunk + 1) % group_chunks == 0:
-            start, total = renorm(start + eta * total), np.zeros_like(w_base)
-    return np.stack(y), renorm(start + eta * total)
-
-
-@pytest.mark.parametrize("group_chunks", [1, 2, 16])
-def test_renormalised_memory_follows_its_loop(group_chunks, float64):
-    z, keys, errors, w_base, _ = _operands(5)
-    mask = memory_mask(None, 14, L)
-    run = jax.jit(partial(renormalized_memory, _rule(), mask=mask, group_chunks=group_chunks))
-    y, state = run(z, keys, errors, w_base)
-    for row in range(B):
-        arrays = (np.asarray(x) for x in (z[row], keys[row], errors[row], w_base))
-        expected, end = _renormalised_loop(0.3, 14, *arrays, group_chunks)
-        assert_close(y[row], expected)
-        assert_close(w_base + 0.3 * state[row], end)
-    held = jnp.linalg.norm(w_base + 0.3 * state, axis=(-2, -1))
-    assert_close(held, jnp.broadcast_to(jnp.linalg.norm(w_base), (B,)))
-
-
-def test_renormalised_documents_of_a_row_equal_rows_of_their_own(float64):
-    z, keys, errors, w_base, _ = _operands(6, batch=1)
-    ids = jnp.asarray(np.repeat([[1, 2]], [6, 12], axis=1))
-
-    @jax.jit
-    def run(z, keys, errors):
-        def memory(part, ids, length):
-            return renormalized_memory(
-                _rule(),
-                *(x[:, part] for x in (z, keys, errors)),
-                w_base,
-                memory_mask(ids, length, L),
-                2,
-            )[0]
-
-        alone = [memory(slice(0, 2), None, 6), memory(slice(2, 6), None, 12)]
-        return memory(slice(None), ids, 18), jnp.concatenate(alone, axis=1)
-
-    assert_close(*run(z, keys, errors))
-
-
-def test_renormalised_memory_that_learns_nothing_is_the_base(float64):
-    z, keys, errors, w_base, _ = _operands(3)
-    y, state = renormalized_memory(
-        _rule(eta=0.0), z, keys, errors, w_base, memory_mask(None, 9, L), 2
-    )
-    assert_close(y, z @ w_base)
-    assert_close(state, jnp.zeros_like(state), 1e-12)

@@ -15,8 +15,15 @@ from numpy.typing import ArrayLike
 from ttcd_jax.config import Config
 from ttcd_jax.errors import DataError, UserError
 
-BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[BOS]", "<|endoftext|>")
-EOS_NAMES = ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[EOS]")
+# The last of each is DeepSeek's, with its own bars and blanks.
+BOS_NAMES = (
+    *("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[BOS]", "<|endoftext|>"),
+    "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+)
+EOS_NAMES = (
+    *("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[EOS]"),
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 

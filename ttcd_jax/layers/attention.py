@@ -30,6 +30,7 @@ class AttentionConfig(Config):
     window: int | None
     rope: RopeConfig = RopeConfig()
     has_qk_norm: bool = False
+    has_qkv_bias: bool = False
     qk_norm_eps: float = 1e-6
     init_std: float = 0.02
     implementation: Literal["auto", "xla", "reference"] = "auto"
@@ -62,6 +63,10 @@ class Attention(nnx.Module):
         self.key = normal_param(rngs, (D, narrow), ("embed", "kv_heads"), std, dtype)
         self.value = normal_param(rngs, (D, narrow), ("embed", "kv_heads"), std, dtype)
         self.out = normal_param(rngs, (wide, D), ("heads", "embed"), std, dtype)
+        if config.has_qkv_bias:
+            self.query_bias = param(jnp.zeros((wide,), dtype), ("heads",))
+            self.key_bias = param(jnp.zeros((narrow,), dtype), ("kv_heads",))
+            self.value_bias = param(jnp.zeros((narrow,), dtype), ("kv_heads",))
         if config.has_qk_norm:
             self.query_norm = param(jnp.ones((H,), dtype), ("head_dim",))
             self.key_norm = param(jnp.ones((H,), dtype), ("head_dim",))
@@ -72,9 +77,11 @@ class Attention(nnx.Module):
         """Rotated q and k, and v."""
         config, dtype = self.config, self.config.precision.compute_dtype
         heads = (*h.shape[:2], -1, config.head_dim)
-        q, k, v = (
-            linear(h, w[...], dtype).reshape(heads) for w in (self.query, self.key, self.value)
-        )
+        q, k, v = (linear(h, w[...], dtype) for w in (self.query, self.key, self.value))
+        if config.has_qkv_bias:
+            biases = (self.query_bias, self.key_bias, self.value_bias)
+            q, k, v = (x + b[...].astype(dtype) for x, b in zip((q, k, v), biases, strict=True))
+        q, k, v = (x.reshape(heads) for x in (q, k, v))
         if config.has_qk_norm:
             q = rms_norm(q, self.query_norm[...], config.qk_norm_eps)
             k = rms_norm(k, self.key_norm[...], config.qk_norm_eps)

@@ -8,28 +8,34 @@ x is the teacher's normed hidden state, t the student's; W_base is the down proj
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ttcd_jax.axes import param
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.layers.linear import normal_param
+from ttcd_jax.layers.memory import (
+    ConvInit,
+    FastWeightConfig,
+    MemoryStats,
+    init_conv,
+    init_proj,
+    memory_stats,
+)
 from ttcd_jax.layers.mlp import MLPConfig, SwiGLU
 from ttcd_jax.layers.short_conv import short_conv
 from ttcd_jax.ttt.chunking import chunk_segments, from_chunks, memory_mask, to_chunks
-from ttcd_jax.ttt.scan import Form, MemoryRule, apply_memory, renormalized_memory
+from ttcd_jax.ttt.running import renormalized_memory
+from ttcd_jax.ttt.scan import apply_memory
 from ttcd_jax.ttt.update import chunk_errors, l2_normalize
-
-ConvInit = Literal["zeros", "identity", "normal"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryConfig(Config):
+class MemoryConfig(FastWeightConfig):
     """How the memory is written and read. The defaults are the paper's from-scratch recipe.
 
     A model trained from scratch reads through the teacher convolution, which starts at zero
@@ -38,13 +44,9 @@ class MemoryConfig(Config):
     convolution at zero.
     """
 
-    chunk_size: int = 1024
-    eta: float = 0.3
-    num_taps: int = 5
     is_conv_causal: bool = True
     has_teacher_conv: bool = True
     has_student_conv: bool = True
-    has_proj: bool = True
     has_token_rate: bool = True
     normalizes_keys: bool = True
     normalizes_errors: bool = False
@@ -53,20 +55,12 @@ class MemoryConfig(Config):
     output: Literal["teacher", "teacher_raw", "student"] = "teacher"
     teacher_conv_init: ConvInit = "zeros"
     student_conv_init: ConvInit = "normal"
-    # 0.02 I, 0.02 diag(N(0, 1)), zero, or dense N(0, init_std^2).
-    proj_init: Literal["identity", "gaussian_diagonal", "zeros", "normal"] = "identity"
     renorm_chunks: int | None = None  # hold |W| at |W_base|, in groups of so many chunks
     orthogonalizes_updates: bool = False  # Newton-Schulz on every delta_w
     zero_slope: float = 1.0  # gradient of a normalisation at a zero vector; published: 1e6
-    folds_state: bool = False  # published read: round W_base + eta S, then one product
-    resets_at_document: bool = True  # published: the memory leaks from document to document
-    form: Form = "blocked"
-    block_chunks: int = 4
 
     def validate(self) -> None:
-        for name in ("chunk_size", "num_taps", "block_chunks"):
-            if getattr(self, name) < 1:
-                raise UserError(f"MemoryConfig.{name} {getattr(self, name)} must be at least 1")
+        super().validate()
         if self.renorm_chunks is not None and self.renorm_chunks < 1:
             raise UserError(f"MemoryConfig.renorm_chunks {self.renorm_chunks} must be at least 1")
         if self.renorm_chunks is not None and (self.form != "blocked" or self.folds_state):
@@ -79,12 +73,8 @@ class MemoryConfig(Config):
                 "output 'teacher_raw' names features before a convolution that is off; "
                 "use 'teacher'"
             )
-        if self.folds_state and self.resets_at_document:
-            raise UserError(
-                "folds_state reproduces code without documents: set resets_at_document=False"
-            )
-        if self.form == "attention" and (self.orthogonalizes_updates or self.folds_state):
-            raise UserError("form 'attention' knows neither orthogonalizes_updates nor folds_state")
+        if self.form == "attention" and self.orthogonalizes_updates:
+            raise UserError("form 'attention' does not know orthogonalizes_updates")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,32 +85,34 @@ class IPTTCDConfig(Config):
     memory: MemoryConfig = MemoryConfig()
 
 
-class MemoryStats(NamedTuple):
-    """Scalars of one fast layer, without gradient."""
-
-    memory_ratio: (
-        jax.Array
-    )  # |eta * sum of delta_w|_F / |W_base|_F at the end of the row, batch mean
-    gate_mean: jax.Array  # mean of beta over tokens; 1 without a token rate
-
-
 class IPTTCDMLP(SwiGLU):
     """(x, t) [B, T, D] -> y [B, T, D], any T. Parameters of SwiGLU plus P, b and the two
     convolutions."""
 
     def __init__(self, config: IPTTCDConfig, *, rngs: nnx.Rngs):
         super().__init__(config.mlp, rngs=rngs)
-        memory, D, F = config.memory, config.mlp.dim, config.mlp.hidden_dim
+        memory, D = config.memory, config.mlp.dim
         std, dtype = config.mlp.init_std, config.mlp.precision.param_dtype
         self.memory = memory
         if memory.has_proj:
-            self.proj = _init_proj(memory, rngs, D, std, dtype)
+            self.proj = init_proj(memory.proj_init, rngs, D, std, dtype)
         if memory.has_token_rate:
             self.rate = normal_param(rngs, (D,), ("embed",), std, dtype)
         if memory.has_teacher_conv:
-            self.teacher_conv = _init_conv(memory, memory.teacher_conv_init, rngs, F, std, dtype)
+            self.teacher_conv = self._init_conv(memory.teacher_conv_init, rngs)
         if memory.has_student_conv:
-            self.student_conv = _init_conv(memory, memory.student_conv_init, rngs, F, std, dtype)
+            self.student_conv = self._init_conv(memory.student_conv_init, rngs)
+
+    def _init_conv(self, init: ConvInit, rngs: nnx.Rngs) -> nnx.Param:
+        return init_conv(
+            init,
+            rngs,
+            (self.memory.num_taps, self.config.hidden_dim),
+            "mlp",
+            is_causal=self.memory.is_conv_causal,
+            std=self.config.init_std,
+            dtype=self.config.precision.param_dtype,
+        )
 
     def __call__(
         self,
@@ -164,7 +156,8 @@ class IPTTCDMLP(SwiGLU):
         z_out = {"teacher": z_target, "teacher_raw": z, "student": z_student}[memory.output]
         mask = memory_mask(segment_ids, length, memory.chunk_size)
         y, state = self._read(z_out, keys, errors, w_base, mask)
-        return from_chunks(y, length), self._stats(state, beta)
+        stats = memory_stats(state, self.down[...], memory.eta, beta)
+        return from_chunks(y, length), stats
 
     def _conv(self, z, taps, segments):
         return short_conv(z, taps, is_causal=self.memory.is_conv_causal, segment_ids=segments)
@@ -176,48 +169,7 @@ class IPTTCDMLP(SwiGLU):
 
     def _read(self, z_out, keys, errors, w_base, mask):
         memory = self.memory
-        rule = MemoryRule(
-            eta=memory.eta,
-            orthogonalizes=memory.orthogonalizes_updates,
-            folds_state=memory.folds_state,
-            form=memory.form,
-            block_chunks=memory.block_chunks,
-            state_dtype=self.config.precision.state_dtype,
-        )
+        rule = memory.rule(self.config.precision, orthogonalizes=memory.orthogonalizes_updates)
         if memory.renorm_chunks is None:
             return apply_memory(rule, z_out, keys, errors, w_base, mask)
         return renormalized_memory(rule, z_out, keys, errors, w_base, mask, memory.renorm_chunks)
-
-    def _stats(self, state: Float[Array, "B F D"], beta) -> MemoryStats:
-        state = jax.lax.stop_gradient(state).astype(jnp.float32)
-        base = jax.lax.stop_gradient(self.down[...]).astype(jnp.float32)
-        size = jnp.linalg.norm(state, axis=(-2, -1)).mean()
-        gate = jnp.ones(()) if beta is None else jax.lax.stop_gradient(beta).mean()
-        ratio = abs(self.memory.eta) * size / jnp.linalg.norm(base)
-        return MemoryStats(ratio, gate.astype(jnp.float32))
-
-
-def _init_proj(memory: MemoryConfig, rngs: nnx.Rngs, dim: int, std: float, dtype) -> nnx.Param:
-    axes = ("embed", "embed_out")
-    match memory.proj_init:
-        case "identity":
-            return param(0.02 * jnp.eye(dim, dtype=dtype), axes)
-        case "gaussian_diagonal":
-            return param(jnp.diag(0.02 * jax.random.normal(rngs.params(), (dim,), dtype)), axes)
-        case "zeros":
-            return param(jnp.zeros((dim, dim), dtype), axes)
-        case "normal":
-            return normal_param(rngs, (dim, dim), axes, std, dtype)
-
-
-def _init_conv(
-    memory: MemoryConfig, init: ConvInit, rngs: nnx.Rngs, hidden_dim: int, std: float, dtype
-) -> nnx.Param:
-    """Taps [R, F]; the identity passes the current token through."""
-    R, axes = memory.num_taps, ("taps", "mlp")
-    if init == "normal":
-        return normal_param(rngs, (R, hidden_dim), axes, std, dtype)
-    taps = jnp.zeros((R, hidden_dim), dtype)
-    if init == "identity":
-        taps = taps.at[R - 1 if memory.is_conv_causal else R // 2].set(1)
-    return param(taps, axes)

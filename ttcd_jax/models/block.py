@@ -10,15 +10,29 @@ from jaxtyping import Array, Float, Int
 from ttcd_jax.axes import param
 from ttcd_jax.config import Config
 from ttcd_jax.layers.attention import Attention, AttentionConfig, row_positions
+from ttcd_jax.layers.delta_net import DeltaNet, DeltaNetConfig, DeltaSublayer
 from ttcd_jax.layers.dual_window import DualWindowAttention, DualWindowConfig
-from ttcd_jax.layers.ipttcd import IPTTCDMLP, IPTTCDConfig, MemoryStats
+from ttcd_jax.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
+from ttcd_jax.layers.ideal import IdealConfig, IdealMLP
+from ttcd_jax.layers.ip_ttt import IPTTTMLP, IPTTTConfig
+from ttcd_jax.layers.ipttcd import IPTTCDMLP, IPTTCDConfig
+from ttcd_jax.layers.lact import LaCT, LaCTConfig
+from ttcd_jax.layers.memory import MemoryStats
 from ttcd_jax.layers.mlp import MLPConfig, SwiGLU
 from ttcd_jax.layers.norm import rms_norm
+
+# A mixer maps (h [B, T, D], positions, segment_ids) to [B, T, D].
+_MIXERS = {
+    AttentionConfig: Attention,
+    DeltaNetConfig: DeltaNet,
+    GatedDeltaNetConfig: GatedDeltaNet,
+    LaCTConfig: LaCT,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlainBlockConfig(Config):
-    mixer: AttentionConfig
+    mixer: AttentionConfig | DeltaNetConfig | GatedDeltaNetConfig | LaCTConfig
     mlp: MLPConfig
     norm_eps: float = 1e-6
 
@@ -26,61 +40,77 @@ class PlainBlockConfig(Config):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IPTTCDBlockConfig(Config):
     mixer: DualWindowConfig
-    mlp: IPTTCDConfig
+    mlp: IPTTCDConfig | IdealConfig
+    norm_eps: float = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IPTTTBlockConfig(Config):
+    mixer: AttentionConfig
+    mlp: IPTTTConfig
+    norm_eps: float = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridBlockConfig(Config):
+    mixer: AttentionConfig
+    delta: DeltaNetConfig
+    mlp: MLPConfig
     norm_eps: float = 1e-6
 
 
 class _Block(nnx.Module):
     """What every block has: two RMS norms, and a call that leaves the statistics out."""
 
-    def __init__(self, config: PlainBlockConfig | IPTTCDBlockConfig, mlp: MLPConfig):
+    def __init__(self, config: "BlockConfig", mlp: MLPConfig):
         self.config = config
-        ones = jnp.ones((mlp.dim,), mlp.precision.param_dtype)
-        self.mixer_norm = param(ones, ("embed",))
-        self.mlp_norm = param(ones, ("embed",))
+        self.mixer_norm = _norm(mlp)
+        self.mlp_norm = _norm(mlp)
 
     def __call__(
         self,
         h: Float[Array, "B T D"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        return self.forward(h, positions, segment_ids)[0]
+        return self.forward(h, positions, segment_ids, embeddings)[0]
 
     def forward(
         self,
         h: Float[Array, "B T D"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
-        """(output, what the memory holds at the end of the row; None without a memory)."""
+        """(output, what the memory holds at the end of the row; None without a memory).
+
+        `embeddings`, the raw token embeddings, are the targets of an IP-TTT block that stores them;
+        no other block reads them.
+        """
         raise AssertionError(f"{type(self).__name__} defines its own forward")
 
-    def _mixer_input(self, h):
-        return rms_norm(h, self.mixer_norm[...], self.config.norm_eps)
+    def _normed(self, h, weight: nnx.Param):
+        return rms_norm(h, weight[...], self.config.norm_eps)
 
-    def _mlp_input(self, h):
-        return rms_norm(h, self.mlp_norm[...], self.config.norm_eps)
+
+def _norm(mlp: MLPConfig) -> nnx.Param:
+    return param(jnp.ones((mlp.dim,), mlp.precision.param_dtype), ("embed",))
 
 
 class PlainBlock(_Block):
-    """h + attention(norm h), then + SwiGLU(norm of that)."""
+    """h + mixer(norm h), then + SwiGLU(norm of that)."""
 
     def __init__(self, config: PlainBlockConfig, *, rngs: nnx.Rngs):
         super().__init__(config, config.mlp)
-        self.attention = Attention(config.mixer, rngs=rngs)
+        self.mixer = _MIXERS[type(config.mixer)](config.mixer, rngs=rngs)
         self.mlp = SwiGLU(config.mlp, rngs=rngs)
 
-    def forward(
-        self,
-        h: Float[Array, "B T D"],
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], None]:
-        """(output, no statistics): the signature all blocks share."""
+    def forward(self, h, positions=None, segment_ids=None, embeddings=None):
+        """(output, None)."""
         positions = row_positions(h) if positions is None else positions
-        residual = h + self.attention(self._mixer_input(h), positions, segment_ids)
-        return residual + self.mlp(self._mlp_input(residual)), None
+        h = h + self.mixer(self._normed(h, self.mixer_norm), positions, segment_ids)
+        return h + self.mlp(self._normed(h, self.mlp_norm)), None
 
 
 class IPTTCDBlock(_Block):
@@ -89,28 +119,71 @@ class IPTTCDBlock(_Block):
 
     def __init__(self, config: IPTTCDBlockConfig, *, rngs: nnx.Rngs):
         super().__init__(config, config.mlp.mlp)
-        self.attention = DualWindowAttention(config.mixer, rngs=rngs)
-        self.mlp = IPTTCDMLP(config.mlp, rngs=rngs)
+        self.mixer = DualWindowAttention(config.mixer, rngs=rngs)
+        mlp = {IPTTCDConfig: IPTTCDMLP, IdealConfig: IdealMLP}[type(config.mlp)]
+        self.mlp = mlp(config.mlp, rngs=rngs)
 
-    def forward(
-        self,
-        h: Float[Array, "B T D"],
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], MemoryStats]:
+    def forward(self, h, positions=None, segment_ids=None, embeddings=None):
         """(output, what the memory holds at the end of the row)."""
         positions = row_positions(h) if positions is None else positions
-        teacher, student = self.attention(self._mixer_input(h), positions, segment_ids)
+        normed = self._normed(h, self.mixer_norm)
+        teacher, student = self.mixer(normed, positions, segment_ids)
         residual = h + teacher
-        x, t = self._mlp_input(residual), self._mlp_input(h + student)
+        x, t = (self._normed(r, self.mlp_norm) for r in (residual, h + student))
         y, stats = self.mlp.forward(x, t, segment_ids)
         return residual + y, stats
 
 
-type BlockConfig = PlainBlockConfig | IPTTCDBlockConfig
-type Block = PlainBlock | IPTTCDBlock
+class IPTTTBlock(_Block):
+    """h + attention(norm h), then + MLP(x, targets): targets are x, the normed input of the MLP, or
+    the raw token embeddings."""
+
+    def __init__(self, config: IPTTTBlockConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, config.mlp.mlp)
+        self.mixer = Attention(config.mixer, rngs=rngs)
+        self.mlp = IPTTTMLP(config.mlp, rngs=rngs)
+
+    def forward(self, h, positions=None, segment_ids=None, embeddings=None):
+        """(output, what the memory holds at the end of the row). Raises `ValueError` when the
+        block stores embeddings and gets none."""
+        positions = row_positions(h) if positions is None else positions
+        h = h + self.mixer(self._normed(h, self.mixer_norm), positions, segment_ids)
+        x = self._normed(h, self.mlp_norm)
+        targets = x if self.mlp.memory.target == "hidden" else embeddings
+        if targets is None:
+            raise ValueError("this block stores token embeddings: pass embeddings=[B, T, D]")
+        y, stats = self.mlp.forward(x, targets, segment_ids)
+        return h + y, stats
+
+
+class HybridBlock(_Block):
+    """h + attention(norm h), + delta rule(norm of that), + SwiGLU(norm of that)."""
+
+    def __init__(self, config: HybridBlockConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, config.mlp)
+        self.mixer = Attention(config.mixer, rngs=rngs)
+        self.delta_norm = _norm(config.mlp)
+        self.delta = DeltaSublayer(config.delta, rngs=rngs)
+        self.mlp = SwiGLU(config.mlp, rngs=rngs)
+
+    def forward(self, h, positions=None, segment_ids=None, embeddings=None):
+        """(output, None)."""
+        positions = row_positions(h) if positions is None else positions
+        h = h + self.mixer(self._normed(h, self.mixer_norm), positions, segment_ids)
+        h = h + self.delta(self._normed(h, self.delta_norm), positions, segment_ids)
+        return h + self.mlp(self._normed(h, self.mlp_norm)), None
+
+
+type BlockConfig = PlainBlockConfig | IPTTCDBlockConfig | IPTTTBlockConfig | HybridBlockConfig
+type Block = PlainBlock | IPTTCDBlock | IPTTTBlock | HybridBlock
+
+_BLOCKS = {
+    PlainBlockConfig: PlainBlock,
+    IPTTCDBlockConfig: IPTTCDBlock,
+    IPTTTBlockConfig: IPTTTBlock,
+    HybridBlockConfig: HybridBlock,
+}
 
 
 def build_block(config: BlockConfig, *, rngs: nnx.Rngs) -> Block:
-    cls = {PlainBlockConfig: PlainBlock, IPTTCDBlockConfig: IPTTCDBlock}[type(config)]
-    return cls(config, rngs=rngs)
+    return _BLOCKS[type(config)](config, rngs=rngs)

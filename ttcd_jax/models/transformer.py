@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
 from ttcd_jax.layers.attention import row_positions
-from ttcd_jax.layers.ipttcd import MemoryStats
 from ttcd_jax.layers.linear import normal_param
+from ttcd_jax.layers.memory import MemoryStats
 from ttcd_jax.layers.norm import rms_norm
 from ttcd_jax.models.block import BlockConfig, build_block
 from ttcd_jax.models.catalog import Remat, TransformerConfig, block_configs
@@ -67,10 +67,10 @@ class _Unit(nnx.Module):
         for index, config in enumerate(blocks):
             setattr(self, f"block_{index}", build_block(config, rngs=rngs))
 
-    def forward(self, h, positions, segment_ids) -> tuple[jax.Array, tuple[MemoryStats, ...]]:
+    def forward(self, h, *row) -> tuple[jax.Array, tuple[MemoryStats, ...]]:
         stats = []
         for index in range(self.num_blocks):
-            h, block_stats = getattr(self, f"block_{index}").forward(h, positions, segment_ids)
+            h, block_stats = getattr(self, f"block_{index}").forward(h, *row)
             if block_stats is not None:
                 stats.append(block_stats)
         return h, tuple(stats)
@@ -129,21 +129,22 @@ class Transformer(nnx.Module):
         Positions (default: 0 .. T-1) matter by their differences only.
         """
         positions = row_positions(tokens) if positions is None else positions
-        h = self.embedding[...].astype(self.config.precision.compute_dtype)[tokens]
+        embeddings = self.embedding[...].astype(self.config.precision.compute_dtype)[tokens]
+        h, row = embeddings, (positions, segment_ids, embeddings)
         stats = []
         for index, run in enumerate(self.plan):
             unit = getattr(self, f"group_{index}")
-            h, run_stats = self._run(unit, run, h, positions, segment_ids)
+            h, run_stats = self._run(unit, run, h, row)
             stats.extend(run_stats)
         h = rms_norm(h, self.final_norm[...], self.config.norm_eps)
         return h, _join(stats)
 
-    def _run(self, unit: _Unit, run: Run, h, positions, segment_ids):
+    def _run(self, unit: _Unit, run: Run, h, row: tuple):
         """(h, statistics of the fast layers in order) after all repeats of a unit."""
         graph, params = nnx.split(unit)
 
         def body(h, layer_params):
-            return nnx.merge(graph, layer_params).forward(h, positions, segment_ids)
+            return nnx.merge(graph, layer_params).forward(h, *row)
 
         body = _with_remat(body, self.config.remat)
         if self.config.scans_layers and run.repeats > 1:
@@ -152,9 +153,9 @@ class Transformer(nnx.Module):
         else:
             rows = []
             for i in range(run.repeats):
-                h, row = body(h, jax.tree.map(lambda x, i=i: x[i], params))
-                rows.append(row)
-        return h, [block_stats for row in rows for block_stats in row]
+                h, stats = body(h, jax.tree.map(lambda x, i=i: x[i], params))
+                rows.append(stats)
+        return h, [block_stats for stats in rows for block_stats in stats]
 
 
 def _with_remat(body, remat: Remat):

@@ -31,13 +31,13 @@ from orbax.checkpoint import checkpoint_managers
 
 from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.train import digest
+from ttcd_jax.train.fit import misfit
 
 Names = tuple[str, ...]
 
 _PARAMS = "params"
 _TRAIN = "train"
 _META = "meta"
-_SHOWN = 4
 # What Orbax and TensorStore raise when a write fails: a full disk is a ValueError, a missing
 # directory an OSError, a lost process a JaxRuntimeError.
 _WRITE_ERRORS = (ValueError, OSError, jax.errors.JaxRuntimeError)
@@ -90,34 +90,16 @@ def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
 
 
-def _listed(problems: list[str], what: str) -> str | None:
-    if not problems:
-        return None
-    more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return f"{len(problems)} {what}: {', '.join(problems[:_SHOWN])}{more}"
-
-
 def _check_fit(step: int, model: dict[Names, Any], stored: dict[Names, Any]) -> None:
     """Refuses other names, shapes or dtypes: Orbax would cast a dtype without a word."""
-    ours = {"/".join(path): leaf for path, leaf in model.items()}
-    theirs = {"/".join(path): leaf for path, leaf in stored.items()}
-    common = sorted(ours.keys() & theirs.keys())
-
-    def differing(field: str) -> list[str]:
-        pairs = [
-            (name, getattr(theirs[name], field), getattr(ours[name], field)) for name in common
-        ]
-        return [f"{name} {saved} not {wanted}" for name, saved, wanted in pairs if saved != wanted]
-
-    report = [
-        _listed(sorted(ours.keys() - theirs.keys()), "only in the model"),
-        _listed(sorted(theirs.keys() - ours.keys()), "only in the checkpoint"),
-        _listed(differing("shape"), "saved with another shape"),
-        _listed(differing("dtype"), "saved with another dtype"),
-    ]
-    if any(report):
+    problem = misfit(
+        {"/".join(path): leaf for path, leaf in model.items()},
+        {"/".join(path): leaf for path, leaf in stored.items()},
+        ("shape", "dtype"),
+    )
+    if problem:
         raise CheckpointError(
-            f"checkpoint step {step} is of another model: {'; '.join(filter(None, report))}; "
+            f"checkpoint step {step} is of another model: {problem}; "
             "build the model from the configuration of its run"
         )
 

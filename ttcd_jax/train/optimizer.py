@@ -1,7 +1,7 @@
-"""The optimizer: one global gradient clip, then AdamW with weight decay on every tensor."""
+"""The optimizer: one global gradient clip, AdamW or Muon, weight decay on every tensor."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,22 +9,32 @@ import optax
 
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
+from ttcd_jax.train.muon import parameter_groups, scale_by_muon
 from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Config):
-    """AdamW's constants and the rate; `clip_norm` None leaves the gradients as they are."""
+    """AdamW's constants and the rate; `clip_norm` None leaves the gradients as they are.
 
+    `kind="muon"`: matrices follow `train.muon`, of which `momentum`, `is_nesterov` and
+    `orthogonalization` (the dtype of Newton-Schulz) are the constants; the rest follows AdamW.
+    """
+
+    kind: Literal["adamw", "muon"] = "adamw"
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
+    momentum: float = 0.95
+    is_nesterov: bool = True
+    # float16 is missing: a small momentum vanishes in it before it is normalised.
+    orthogonalization: Literal["float64", "float32", "bfloat16"] = "bfloat16"
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
 
     def validate(self) -> None:
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(
                     f"OptimizerConfig.{name} must lie in [0, 1), got {getattr(self, name)}"
@@ -64,25 +74,36 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 def build_with_schedule(
-    config: OptimizerConfig, schedule: optax.Schedule
+    config: OptimizerConfig, schedule: optax.Schedule, axes: Any
 ) -> optax.GradientTransformation:
     """The transformation of `config` with `schedule(step)` as its rate, step = 0 at first.
 
     `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`, then
-    `p <- p (1 - rate * weight_decay) - rate * mhat / (sqrt(vhat) + eps)`.
+    `p <- p (1 - rate * weight_decay) - rate * mhat / (sqrt(vhat) + eps)`;
+    with Muon a matrix has another direction (`train.muon`), the same rate and the same decay.
+    `axes`: a tree like the parameters', with a tuple of axis names for each.
     """
-    adamw = optax.adamw(
-        schedule,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
+    direction = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    if config.kind == "muon":
+        muon = scale_by_muon(
+            axes,
+            momentum=config.momentum,
+            is_nesterov=config.is_nesterov,
+            dtype=jnp.dtype(config.orthogonalization),
+        )
+        groups = parameter_groups(axes)
+        direction = optax.partition({"muon": muon, "adamw": direction}, groups)
+    rule = optax.chain(
+        direction,
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(schedule),
     )
     if config.clip_norm is None:
-        return adamw
-    return optax.chain(clip_by_global_norm(config.clip_norm), adamw)
+        return rule
+    return optax.chain(clip_by_global_norm(config.clip_norm), rule)
 
 
-def build_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The transformation that `config` describes; its updates are added to the parameters."""
-    return build_with_schedule(config, learning_rate(config.schedule))
+def build_optimizer(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
+    """The transformation that `config` describes; its updates are added to the parameters, whose
+    axis names are `axes` (`train.state.logical_axes`)."""
+    return build_with_schedule(config, learning_rate(config.schedule), axes)

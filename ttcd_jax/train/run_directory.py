@@ -4,6 +4,9 @@ config.json      the resolved configuration    config.gin        the file and pa
 data.json        manifest of the data          environment.json  versions and device
 checkpoints/     Orbax steps with digests      metrics.jsonl, tensorboard/
 eval/            results of evaluations        lock              held by the training process
+
+A run that was imported has import.json (where from, digests, dtypes) instead of what tells of data,
+and tokenizer.json when it came with one.
 """
 
 import contextlib
@@ -28,7 +31,11 @@ from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.state import abstract_model, with_params
 
+TOKENIZER = "tokenizer.json"
+IMPORTED = "imported"  # the type of data of a run that was imported
+
 _SHOWN = 4
+_IMPORT = "import.json"
 
 
 class RunDirectory:
@@ -37,6 +44,11 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether a run has written its configuration here."""
+        return (self.path / "config.json").exists()
 
     def read_config(self) -> dict[str, Any]:
         """The resolved configuration as JSON. Raises `UserError` when there is none."""
@@ -47,7 +59,7 @@ class RunDirectory:
 
         Raises `UserError` naming the fields that differ, `DataError` when the data changed.
         """
-        if not (self.path / "config.json").exists():
+        if not self.is_claimed:
             if self.path.exists() and any(p.name != "lock" for p in self.path.iterdir()):
                 raise UserError(
                     f"{self.path} is not empty and holds no run (no config.json): choose another "
@@ -72,6 +84,16 @@ class RunDirectory:
                 f"({_differences(self._read('data.json'), data)[0]}): restore it, or choose "
                 "another --run_dir"
             )
+
+    def write_import(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Writes the files of a run that was imported: its configuration and where it is from."""
+        self._write_json("environment.json", _environment())
+        self._write_json(_IMPORT, facts)
+        self._write_json("config.json", config)
+
+    def read_import(self) -> dict[str, Any] | None:
+        """Where an imported run is from; None for a run that was trained."""
+        return self._read(_IMPORT) if (self.path / _IMPORT).exists() else None
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -119,8 +141,39 @@ class RunDirectory:
         os.replace(temporary, self.path / name)
 
 
+class LoadedParams(NamedTuple):
+    """The parameters of a run as a nested dict, their configuration, their step."""
+
+    params: dict[str, Any]
+    config: TransformerConfig
+    step: int
+
+
+def load_params(
+    run_dir: str | os.PathLike[str],
+    step: int | None = None,
+    model_changes: dict[str, Any] | None = None,
+) -> LoadedParams:
+    """What `load_run` makes its model of; the same arguments and errors."""
+    directory = RunDirectory(run_dir)
+    config = model_config(directory).replace(**(model_changes or {}))
+    if not directory.checkpoints.is_dir():
+        raise CheckpointError(f"{directory.path} holds no checkpoint yet: train it first")
+    params = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
+    checkpoints = Checkpoints(directory.checkpoints, is_read_only=True)
+    with contextlib.closing(checkpoints):
+        step, params, _ = checkpoints.restore_params(params, step)
+    return LoadedParams(params, config, step)
+
+
+def model_config(directory: RunDirectory) -> TransformerConfig:
+    """The model of a run directory; no checkpoint is needed."""
+    return TransformerConfig.from_dict(directory.read_config()["model"])
+
+
 class LoadedRun(NamedTuple):
-    """A trained model with its configuration. `tokenizer` is None for synthetic data."""
+    """A trained model with its configuration. `tokenizer` is None for synthetic data, and for a run
+    that was imported without one."""
 
     model: Transformer
     config: TransformerConfig
@@ -146,19 +199,20 @@ def load_run(
         UserError: not a run directory, or a configuration this version does not know.
         CheckpointError: no checkpoint, a damaged one, or one of another model.
     """
-    directory = RunDirectory(run_dir)
-    source = directory.read_config()
-    config = TransformerConfig.from_dict(source["model"]).replace(**(model_changes or {}))
-    if not directory.checkpoints.is_dir():
-        raise CheckpointError(f"{directory.path} holds no checkpoint yet: train it first")
-    params = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
-    checkpoints = Checkpoints(directory.checkpoints, is_read_only=True)
-    with contextlib.closing(checkpoints):
-        step, params, _ = checkpoints.restore_params(params, step)
-    tokenizer = None
-    if "tokenizer" in source["data"]:
-        tokenizer = build_tokenizer(TokenizerConfig.from_dict(source["data"]["tokenizer"]))
-    return LoadedRun(with_params(config, params), config, step, tokenizer)
+    params, config, step = load_params(run_dir, step, model_changes)
+    return LoadedRun(with_params(config, params), config, step, _tokenizer(RunDirectory(run_dir)))
+
+
+def _tokenizer(directory: RunDirectory) -> Tokenizer | None:
+    """The tokenizer of the run's data; one that lies in the directory goes before its path."""
+    data = directory.read_config()["data"]
+    if "tokenizer" not in data:
+        return None
+    config = TokenizerConfig.from_dict(data["tokenizer"])
+    own = directory.path / TOKENIZER
+    if config.kind == "json" and own.is_file():
+        config = config.replace(path=str(own))
+    return build_tokenizer(config)
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -24,6 +24,17 @@ def abstract_model(config: TransformerConfig) -> Transformer:
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
 
 
+def logical_axes(config: TransformerConfig) -> dict[str, Any]:
+    """The axis names of every parameter (`ttcd_jax.axes`), in a dict nested like `params`."""
+    params = nnx.state(abstract_model(config), nnx.Param)
+    names = jax.tree.map(
+        lambda variable: variable.get_metadata("axes"),
+        params,
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )
+    return nnx.to_pure_dict(names)
+
+
 def with_params(config: TransformerConfig, params: dict[str, Any]) -> Transformer:
     """The model holding `params` (arrays or tracers)."""
     graph, state = nnx.split(abstract_model(config))

@@ -32,13 +32,12 @@ class MemoryMask(NamedTuple):
     that document is not the one the state belongs to.
     """
 
-    writes: Bool[Array, "#B C L"] | None  # a real token of the chunk's last document
-    reads: (
-        Bool[Array, "B C L"] | None
-    )  # the state in front of the chunk belongs to this token's document
-    resets: (
-        Bool[Array, "B C"] | None
-    )  # the state in front of the chunk is dropped before it is added to
+    # a real token of the chunk's last document
+    writes: Bool[Array, "#B C L"] | None
+    # the state in front of the chunk belongs to this token's document
+    reads: Bool[Array, "B C L"] | None
+    # the state in front of the chunk is dropped before it is added to
+    resets: Bool[Array, "B C"] | None
 
 
 def memory_mask(segment_ids: Int[Array, "B T"] | None, length: int, chunk_size: int) -> MemoryMask:

@@ -2,17 +2,16 @@
 
 Three forms of one function, equal in values and gradients:
 
-    blocked      a scan over blocks of chunks with an associative scan inside each, and a VJP of its
-    own
-                 that keeps no state: the default
-    associative  `jax.lax.associative_scan` over all chunks; every W_i exists at once attention
-    y_i = z_i W_base + eta * sum_{j<i} (z_i k_j^T) e_j, O(T^2): cheaper below about 2,000 tokens
-                 of a wide model, and the oracle of the tests
+    blocked      a scan over blocks of chunks with an associative scan inside each, and a VJP of
+                 its own that keeps no state: the default
+    associative  `jax.lax.associative_scan` over all chunks; every W_i exists at once
+    attention    y_i = z_i W_base + eta * sum_{j<i} (z_i k_j^T) e_j, O(T^2): cheaper below about
+                 2,000 tokens of a wide model, and the oracle of the tests
 
 The read is two products, z W_base + eta * (z S): folding S into W_base first and rounding to
 bfloat16, as the published code does (`folds_state`), costs 17 % of the fast part when |S| /
-|W_base| is 1 %. All sums of delta_w stand in `state_dtype`. The renormalised memory is not a prefix
-sum: `renormalized_memory` is a loop.
+|W_base| is 1 %. All sums of delta_w stand in `state_dtype`. Memories that are no prefix sum stand
+in `running.py`.
 """
 
 import functools
@@ -25,7 +24,7 @@ from jaxtyping import Array, Float
 
 from ttcd_jax.ttt.chunking import MemoryMask, masked
 from ttcd_jax.ttt.product import product
-from ttcd_jax.ttt.update import NORM_EPS, chunk_delta
+from ttcd_jax.ttt.update import chunk_delta
 
 Form = Literal["blocked", "associative", "attention"]
 
@@ -258,52 +257,3 @@ def _attention_form(rule: MemoryRule, z, keys, errors, w_base, mask: MemoryMask,
         jnp.moveaxis(_delta(rule, errors, keys), 1, 0), jnp.moveaxis(resets, 1, 0), initial_state
     )
     return y.astype(z.dtype), state
-
-
-def renormalized_memory(
-    rule: MemoryRule,
-    z: Float[Array, "B C L F"],
-    keys: Float[Array, "B C L F"],
-    errors: Float[Array, "B C L D"],
-    w_base: Float[Array, "F D"],
-    mask: MemoryMask,
-    group_chunks: int,
-) -> tuple[Float[Array, "B C L D"], Float[Array, "B F D"]]:
-    """(y, W_end - W_base over eta): the memory whose Frobenius norm is held at that of W_base.
-
-    Inside a group of `group_chunks` chunks W_i = R(B_g + eta * sum_{j<i in group} delta_w_j), and
-    the group ends with B_{g+1} = R(the same with all its chunks); R(M) = M |W_base|_F / max(|M|_F,
-    1e-6). Not associative: one step per chunk, recomputed in the backward.
-    """
-    base = w_base.astype(rule.state_dtype)
-    norm = jnp.linalg.norm(base)
-    operands = _Operands(z, keys, masked(errors, mask.writes), mask.reads, mask.resets)
-
-    def renorm(matrix):
-        size = jnp.linalg.norm(matrix, axis=(-2, -1), keepdims=True)
-        return matrix * (norm / jnp.maximum(size, NORM_EPS))
-
-    @jax.checkpoint
-    def one_chunk(carry, operands):
-        start, total = carry
-        index, block = operands
-        block = jax.tree.map(lambda x: x[None], block)
-        weight = renorm(start + rule.eta * total)
-        y = _product(rule, "GBLF,GBFD->GBLD", block.z, weight[None].astype(z.dtype))
-        if block.reads is not None:
-            y = jnp.where(
-                block.reads[..., None], y, _product(rule, "GBLF,FD->GBLD", block.z, w_base)
-            )
-        if block.resets is not None:
-            is_reset = block.resets[0][:, None, None]
-            start, total = jnp.where(is_reset, base, start), jnp.where(is_reset, 0, total)
-        total = total + _delta(rule, block.errors, block.keys)[0]
-        is_group_end = (index + 1) % group_chunks == 0
-        start = jnp.where(is_group_end, renorm(start + rule.eta * total), start)
-        return (start, jnp.where(is_group_end, 0, total)), y[0].astype(z.dtype)
-
-    start = jnp.broadcast_to(base, (z.shape[0], *base.shape))
-    chunks = (jnp.arange(z.shape[1]), _chunks_first(operands))
-    (start, total), y = jax.lax.scan(one_chunk, (start, jnp.zeros_like(start)), chunks)
-    state = (renorm(start + rule.eta * total) - base) / (rule.eta or 1.0)
-    return jnp.moveaxis(y, 0, 1), state

@@ -1,0 +1,181 @@
+"""Takes checkpoints of the reference implementation in, and gives them out.
+
+    python -m experiments.convert import --format=reference PATH RUN_DIR
+                                  [--tokenizer=byte|none|FILE.json]
+    python -m experiments.convert export --format=reference RUN_DIR PATH
+                                  [--step=N] [--dtype=float32|bfloat16|float16]
+
+import: PATH is a folder with config.json and weights (.safetensors, one or several; .bin and .pt
+with torch installed), or a weight file beside a config.json. RUN_DIR can then be evaluated, and a
+run can start from it (RunConfig.start_from). A tokenizer.json in PATH comes along.
+
+export: the newest step of any run whose method the reference has, as such a folder. What was
+imported comes out again bit for bit, unless --dtype says otherwise.
+"""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from experiments import cli
+from ttcd_jax.errors import CheckpointError, DataError, UserError
+
+FLAGS = flags.FLAGS
+flags.DEFINE_enum("format", None, ["reference"], "Whose checkpoint it is.", required=True)
+flags.DEFINE_string(
+    "tokenizer", None, "import: byte, none or a tokenizer.json; default: the one in PATH, if any."
+)
+flags.DEFINE_integer("step", None, "export: the checkpoint; default: the newest.")
+flags.DEFINE_enum(
+    "dtype",
+    None,
+    ["float32", "bfloat16", "float16"],
+    "export: of all tensors; default: as imported, or float32.",
+)
+
+_SEQ_LEN = 2048  # of a model that does not tell how long its texts were
+_TERMINATED = 128 + signal.SIGTERM
+_FACTS = ("config_json", "dtypes", "tied_head")
+
+
+def main(argv: list[str]) -> None:
+    _, action, source, destination = argv
+    commands = {"import": (_import, ("step", "dtype")), "export": (_export, ("tokenizer",))}
+    if action not in commands:
+        raise UserError(f"{action!r} is neither import nor export")
+    command, foreign = commands[action]
+    for name in foreign:
+        if FLAGS[name].present:
+            raise UserError(f"--{name} is no option of {action}")
+    # What was begun is then cleared away, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    command(Path(source), Path(destination))
+
+
+def _import(source: Path, run_dir: Path) -> None:
+    from ttcd_jax.interop.reference_checkpoint import import_reference
+    from ttcd_jax.train.checkpoint import Checkpoints
+    from ttcd_jax.train.run_directory import IMPORTED, TOKENIZER, RunDirectory
+
+    _check_unused(run_dir)
+    tokenizer = _chosen_tokenizer(source)
+    params, config, facts = import_reference(source)
+    data: dict[str, Any] = {"type": IMPORTED, "seq_len": _length(facts)}
+    if tokenizer is not None:
+        _check_vocabulary(tokenizer, config.vocab_size)
+        kept = {} if tokenizer.path is None else {"path": TOKENIZER}
+        data["tokenizer"] = tokenizer.replace(**kept).to_dict()
+    with _appearing(run_dir) as unfinished:
+        if tokenizer is not None and tokenizer.path is not None:
+            shutil.copyfile(tokenizer.path, unfinished / TOKENIZER)
+        directory = RunDirectory(unfinished)
+        checkpoints = Checkpoints(directory.checkpoints)
+        with contextlib.closing(checkpoints):
+            checkpoints.save(0, {"params": params}, {"steps": 0})
+        directory.write_import({"model": config.to_dict(), "data": data}, facts)
+    _print_import(facts)
+    print(f"run directory {run_dir.absolute()}")
+
+
+def _chosen_tokenizer(source: Path):
+    """The configuration of the tokenizer to import, None for none."""
+    from ttcd_jax.data.tokenizer import TokenizerConfig
+
+    if FLAGS.tokenizer == "none":
+        return None
+    if FLAGS.tokenizer == "byte":
+        return TokenizerConfig(kind="byte")
+    if FLAGS.tokenizer is not None:
+        return TokenizerConfig(kind="json", path=FLAGS.tokenizer)
+    found = (source if source.is_dir() else source.parent) / "tokenizer.json"
+    return TokenizerConfig(kind="json", path=str(found)) if found.is_file() else None
+
+
+def _check_vocabulary(config, vocab_size: int) -> None:
+    from ttcd_jax.data.tokenizer import build_tokenizer
+
+    try:
+        needed = build_tokenizer(config).vocab_size
+    except DataError as error:
+        raise DataError(f"{error}; or pass --tokenizer=none") from error
+    if needed > vocab_size:
+        raise DataError(
+            f"the tokenizer has {needed} tokens, the model {vocab_size}: pass another --tokenizer, "
+            "or --tokenizer=none"
+        )
+
+
+def _length(facts: dict[str, Any]) -> int:
+    length = json.loads(facts["config_json"]).get("max_position_embeddings", _SEQ_LEN)
+    return length if type(length) is int and 2 <= length < 2**31 else _SEQ_LEN
+
+
+def _print_import(facts: dict[str, Any]) -> None:
+    dtypes = sorted(set(facts["dtypes"].values()))
+    print(f"{facts['model_type']}: {facts['num_parameters']:,} parameters, {', '.join(dtypes)}")
+    unused = len(facts["dropped"]) + (facts["tied_head"] is not None)
+    print(f"{len(facts['dtypes']) - unused} tensors mapped, {len(facts['dropped'])} dropped")
+    for name in facts["dropped"]:
+        print(f"  dropped: {name}")
+    if facts["tied_head"]:
+        print(f"  stored head: {facts['tied_head']}")
+    if facts["ignored_keys"]:
+        print(f"keys of config.json without effect: {', '.join(facts['ignored_keys'])}")
+
+
+def _export(run_dir: Path, folder: Path) -> None:
+    from ttcd_jax.interop.reference_checkpoint import CONFIG, export_reference
+    from ttcd_jax.interop.weight_files import write_safetensors
+    from ttcd_jax.train.run_directory import TOKENIZER, RunDirectory, load_params
+
+    _check_unused(folder)
+    directory = RunDirectory(run_dir)
+    facts = directory.read_import()
+    if facts is not None and not all(name in facts for name in _FACTS):
+        raise CheckpointError(f"{run_dir}/import.json is damaged: import the checkpoint again")
+    params, config, step = load_params(run_dir, FLAGS.step)
+    tensors, text = export_reference(params, config, facts, FLAGS.dtype)
+    with _appearing(folder) as unfinished:
+        write_safetensors(unfinished, tensors)
+        (unfinished / CONFIG).write_text(text, encoding="utf-8")
+        if (directory.path / TOKENIZER).is_file():
+            shutil.copyfile(directory.path / TOKENIZER, unfinished / TOKENIZER)
+    count = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    print(f"{len(tensors)} tensors, {count:,} numbers of step {step} in {folder.absolute()}")
+
+
+def _check_unused(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists and is not an empty folder: choose another")
+
+
+@contextlib.contextmanager
+def _appearing(path: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `path` when all went well and is gone when not."""
+    path = path.absolute()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.parent / f".{path.name}.{os.getpid()}"
+        unfinished.mkdir()
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    cli.run(main, ("import|export", "FROM", "TO"))

@@ -1,0 +1,236 @@
+"""Commands end to end: a reference checkpoint comes in, is evaluated, trained on, and goes out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from ttcd_jax.data.tokenizer import ByteTokenizer
+from ttcd_jax.interop.reference_checkpoint import export_reference
+from ttcd_jax.interop.weight_files import SINGLE, open_weights, write_safetensors
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.train.run_directory import load_params
+
+ROOT = Path(__file__).parents[2]
+MODEL = TransformerConfig(
+    vocab_size=ByteTokenizer.vocab_size,
+    dim=8,
+    num_layers=2,
+    num_heads=2,
+    mlp_dim=8,
+    window=8,
+    student_window=4,
+    fast_layers=(1,),
+).replace(memory=TransformerConfig.memory.replace(chunk_size=4, student_conv_init="normal"))
+PARAMS = [
+    "TextConfig.seq_len=16",
+    "RunConfig.batch_size=2",
+    "RunConfig.log_every=1",
+    "ScheduleConfig.warmup=1",
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A small model as the reference would store it, in bfloat16."""
+    folder = tmp_path_factory.mktemp("reference")
+    params = nnx.to_pure_dict(nnx.state(Transformer(MODEL, rngs=nnx.Rngs(0)), nnx.Param))
+    tensors, text = export_reference(params, MODEL, dtype="bfloat16")
+    write_safetensors(folder, tensors)
+    (folder / "config.json").write_text(text + "\n\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PLATFORMS": "cpu",
+    }
+
+    def run(module, *arguments, status=0):
+        result = subprocess.run(
+            [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert result.returncode == status, result.stderr
+        if status:
+            assert result.stderr.startswith("error: ")
+            assert result.stderr.count("\n") == 1
+            return result.stderr
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imported(run, checkpoint, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "imported"
+    output = run("convert", "import", "--format=reference", checkpoint, run_dir, "--tokenizer=byte")
+    return run_dir, output
+
+
+def test_import_reports_and_fills_a_run_directory(imported, checkpoint):
+    run_dir, output = imported
+    count = sum(np.prod(tensor.shape) for tensor in open_weights(checkpoint).stored.values())
+    assert f"ipttcdv9: {count:,} parameters, bfloat16" in output
+    assert f"{len(open_weights(checkpoint))} tensors mapped, 0 dropped" in output
+    names = {path.name for path in run_dir.iterdir()}
+    assert names == {"config.json", "environment.json", "import.json", "checkpoints"}
+    assert (run_dir / "checkpoints" / "0" / "DIGEST.json").is_file()
+    facts = json.loads((run_dir / "import.json").read_text())
+    assert facts["files"][SINGLE]["bytes"] == (checkpoint / SINGLE).stat().st_size
+    assert list(run_dir.parent.iterdir()) == [run_dir]
+
+
+def test_an_imported_run_is_evaluated(imported, run, text):
+    base = ("evaluate", f"--run_dir={imported[0]}", "--task=ppl")
+    output = run(*base, f"--text={text}", "--seq_len=32")
+    assert "(step 0, " in output
+    assert "fast weights on" in output
+    assert "--text=PATH" in run(*base, status=2)
+
+
+def test_export_gives_the_imported_files_again(imported, run, checkpoint, tmp_path):
+    folder = tmp_path / "out"
+    run("convert", "export", imported[0], folder, "--format=reference")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", SINGLE]
+    assert (folder / "config.json").read_bytes() == (checkpoint / "config.json").read_bytes()
+    theirs = dict(open_weights(checkpoint))
+    for name, value in open_weights(folder).items():
+        assert value.dtype == theirs[name].dtype
+        assert value.tobytes() == theirs.pop(name).tobytes()
+    assert not theirs
+    message = run("convert", "export", "--format=reference", imported[0], folder, status=2)
+    assert "not an empty folder" in message
+
+
+def test_training_continues_from_an_imported_run_and_is_exported(imported, run, text, tmp_path):
+    start, run_dir = tmp_path / "start", tmp_path / "run"
+    subprocess.run(["cp", "-r", str(imported[0]), str(start)], check=True)
+    params = [*PARAMS, f"START='{start}'", f"TEXT='{text}'", "STEPS=2"]
+    launch = (
+        "launch",
+        "--gin=continue.gin",
+        f"--run_dir={run_dir}",
+        *(f"--param={param}" for param in params),
+    )
+    assert f"starts from step 0 of {start}" in run(*launch)
+    model = json.loads((run_dir / "config.json").read_text())["model"]
+    assert model == json.loads((start / "config.json").read_text())["model"]
+    first, trained = load_params(run_dir, 0), load_params(run_dir)
+    np.testing.assert_array_equal(first.params["embedding"], load_params(start).params["embedding"])
+    assert trained.step == 2
+    assert np.abs(trained.params["embedding"] - first.params["embedding"]).max() > 0
+    start.rename(tmp_path / "gone")  # the run no longer needs it
+    assert "complete at step 2" in run(*launch)
+    run("convert", "export", "--format=reference", run_dir, tmp_path / "out", "--dtype=float16")
+    head = open_weights(tmp_path / "out")["model.embeddings.weight"]
+    np.testing.assert_array_equal(head, np.asarray(trained.params["embedding"], np.float16))
+
+
+def test_a_run_that_starts_from_another_model_is_refused(imported, run, text, tmp_path):
+    base = ("launch", "--gin=text.gin", f"--run_dir={tmp_path / 'run'}", f"--param=TEXT='{text}'")
+    start = f"--param=RunConfig.start_from='{imported[0]}'"
+    message = run(*base, start, status=4)
+    assert "embedding (258, 8) not (258, 128)" in message
+    message = run(*base, f"--param=RunConfig.start_from='{tmp_path}'", status=2)
+    assert "config.json" in message
+    assert not (tmp_path / "run").exists()
+
+
+WORDLEVEL = {
+    "version": "1.0",
+    "added_tokens": [
+        {"id": i, "content": c, "special": True, "single_word": False, "lstrip": False}
+        | {"rstrip": False, "normalized": False}
+        for i, c in enumerate(("<s>", "</s>"))
+    ],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None,
+    "decoder": None,
+    "model": {
+        "type": "WordLevel",
+        "vocab": {"<s>": 0, "</s>": 1, "<unk>": 2, "the": 3, "dog": 4},
+        "unk_token": "<unk>",
+    },
+    "truncation": None,
+    "padding": None,
+}
+
+
+def test_a_tokenizer_comes_along(run, checkpoint, text, tmp_path):
+    folder, run_dir = tmp_path / "in", tmp_path / "run"
+    subprocess.run(["cp", "-r", str(checkpoint), str(folder)], check=True)
+    (folder / "tokenizer.json").write_text(json.dumps(WORDLEVEL))
+    run("convert", "import", "--format=reference", folder, run_dir)
+    (folder / "tokenizer.json").unlink()
+    run_dir.rename(tmp_path / "moved")
+    arguments = (f"--run_dir={tmp_path / 'moved'}", "--task=ppl", f"--text={text}", "--seq_len=32")
+    assert "written to" in run("evaluate", *arguments)
+    run("convert", "export", "--format=reference", tmp_path / "moved", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "tokenizer.json").read_text()) == WORDLEVEL
+
+
+def test_without_a_tokenizer_text_cannot_be_evaluated(run, checkpoint, text, tmp_path):
+    run("convert", "import", "--format=reference", checkpoint, tmp_path / "run")
+    arguments = (f"--run_dir={tmp_path / 'run'}", "--task=ppl", f"--text={text}")
+    assert "--tokenizer" in run("evaluate", *arguments, status=2)
+
+
+def test_a_refused_import_leaves_nothing(run, checkpoint, tmp_path):
+    broken = tmp_path / "broken"
+    subprocess.run(["cp", "-r", str(checkpoint), str(broken)], check=True)
+    with (broken / SINGLE).open("r+b") as stream:
+        stream.truncate(5000)
+    arguments = ("convert", "import", "--format=reference")
+    assert SINGLE in run(*arguments, broken, tmp_path / "run", status=3)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine").write_text("")
+    assert "not an empty folder" in run(*arguments, checkpoint, full, status=2)
+    message = run(*arguments, checkpoint, tmp_path / "run", "--dtype=float16", status=2)
+    assert "--dtype is no option of import" in message
+    assert "FROM is missing" in run("convert", "import", "--format=reference", status=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "full"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_import_leaves_nothing(checkpoint, tmp_path, number):
+    pause = (
+        "import time, sys; from ttcd_jax.train import digest; "
+        "digest.seal = lambda path: (print('sealing', flush=True), time.sleep(3)); "
+        "from experiments import cli, convert; cli.run(convert.main, ('a', 'b', 'c'))"
+    )
+    arguments = ["import", "--format=reference", str(checkpoint), str(tmp_path / "run")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", pause, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "sealing\n"
+    time.sleep(0.2)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    assert list(tmp_path.iterdir()) == []

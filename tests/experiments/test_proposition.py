@@ -1,0 +1,59 @@
+"""The command that draws Proposition 1: its files, its verdict, one line for a mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+TINY = ("--num_draws=6", "--chunk_sizes=4", "--num_fillers=8")
+
+
+def command(*arguments: str, before: str = "") -> subprocess.CompletedProcess:
+    program = f"{before}from experiments import cli, proposition; cli.run(proposition.main)"
+    line = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_writes_picture_and_numbers(tmp_path):
+    result = command(*TINY, f"--out_dir={tmp_path / 'new' / 'folder'}")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "the bound held in every orthogonal case" in result.stdout
+    assert "rate = eta / chunk_size" in result.stdout
+    folder = tmp_path / "new" / "folder"
+    assert (folder / "proposition.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((folder / "proposition.json").read_text())
+    assert report["bound_held"] is True
+    (row,) = report["equality"]
+    assert (row["chunk_size"], row["rate"], row["draws"]) == (4, 0.3 / 4, 6)
+    drawn = report["orthogonal"]["4"]
+    assert drawn["left"] == pytest.approx(drawn["right"], rel=1e-10)
+    calm, *disturbed = report["interference"]
+    assert (calm["overlap"], calm["below_bound"]) == (0, 0)
+    assert max(row["below_bound"] for row in disturbed) > 0
+
+
+def test_a_bound_that_fails_is_exit_status_1(tmp_path):
+    """Asked for twice the right side, no equality will do."""
+    stricter = "from ttcd_jax.eval import proposition as p; p.TOLERANCE = -1.0; "
+    result = command(*TINY, f"--out_dir={tmp_path}", before=stricter)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert "the bound FAILED in an orthogonal case" in result.stdout
+    assert json.loads((tmp_path / "proposition.json").read_text())["bound_held"] is False
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--student_window=8", "student_window 8 must lie between 1 and window - 1 = 7"),
+        ("--chunk_sizes=4,x", "--chunk_sizes: 'x' is not a number of tokens"),
+        ("--num_fillers=", "--num_fillers: '' is not a number of tokens"),
+        ("--chunk_sizes=64", "q1 at 7 and q2 at 16 share a chunk of 64 tokens"),
+        ("--out_dir=/dev/null/x", "cannot write /dev/null/x: Not a directory"),
+    ],
+)
+def test_a_users_mistake_is_one_line(argument, message, tmp_path):
+    result = command(*TINY, f"--out_dir={tmp_path}", argument)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {message}")
+    assert result.stderr.count("\n") == 1

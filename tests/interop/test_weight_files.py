@@ -1,0 +1,254 @@
+"""Weight files: what is written is read again, and no file, however bent, does more than be
+refused."""
+
+import json
+import pickle
+import struct
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.interop.weight_files import INDEX, SINGLE, open_weights, write_safetensors
+
+BFLOAT16 = ml_dtypes.bfloat16
+
+
+def _tensors() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    wide = rng.standard_normal((3, 4)).astype(np.float32)
+    return {
+        "model.a.weight": wide,
+        "model.a.transposed": wide.T,
+        "model.b": wide[0].astype(np.float16),
+        "model.c": wide.astype(BFLOAT16),
+        "model.conv": wide[:, None],
+        "model.scalar": np.float32(3.5).reshape(()),
+    }
+
+
+def _assert_equal(weights, tensors):
+    assert list(weights) == sorted(tensors)
+    for name, expected in tensors.items():
+        assert weights[name].dtype == expected.dtype == weights.stored[name].dtype
+        assert weights[name].shape == expected.shape == weights.stored[name].shape
+        assert weights[name].tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+def _write(path: Path, header, data: bytes = b"", length: int | None = None) -> Path:
+    """A file by hand. `header` is bytes or JSON; `length` what the file claims of it."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+def _entry(shape=(2,), begin=0, end=8, dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+def _refused(path: Path, *words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        dict(open_weights(path))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 1500
+    assert all(word in message for word in (path.name, *words)), message
+
+
+@pytest.mark.parametrize("max_bytes", [10**9, 60, 1])
+def test_what_is_written_is_read_again_bit_for_bit(tmp_path, max_bytes):
+    files = write_safetensors(tmp_path, _tensors(), max_bytes)
+    assert sorted(tmp_path.iterdir()) == sorted(files)
+    assert len(files) == {10**9: 1, 60: 5, 1: 7}[max_bytes]
+    _assert_equal(open_weights(tmp_path), _tensors())
+    assert set(open_weights(tmp_path).files) == {f for f in files if f.name != INDEX}
+
+
+def test_one_file_is_read_by_its_path(tmp_path):
+    write_safetensors(tmp_path, _tensors())
+    (tmp_path / SINGLE).rename(tmp_path / "other.safetensors")
+    _assert_equal(open_weights(tmp_path / "other.safetensors"), _tensors())
+
+
+def test_a_failed_write_leaves_nothing_under_the_name(tmp_path, monkeypatch):
+    def fail(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ttcd_jax.interop.weight_files.save_file", fail)
+    with pytest.raises(DataError, match="No space left"):
+        write_safetensors(tmp_path, _tensors())
+    assert list(tmp_path.iterdir()) == []
+
+
+HEADERS = {
+    "not_utf8": (b'{"a\xff": 1}', ["utf-8"]),
+    "not_json": (b"{,}", ["JSON"]),
+    "not_an_object": (b"[1]", ["list"]),
+    "nan": (b'{"a": NaN}', ["NaN"]),
+    "deep": (b'{"a": ' + b"[" * 200_000, ["deep"]),
+    "huge_number": (b'{"a": ' + b"9" * 10_000 + b"}", ["JSON"]),
+    "twice": (b'{"a": {}, "b": {}, "a": {}}', ["'a'", "twice"]),
+    "entry_is_a_list": ({"a": [1]}, ["'a'"]),
+    "entry_lacks_shape": ({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, ["'a'", "shape"]),
+    "entry_has_more": ({"a": _entry() | {"x": 1}}, ["'a'"]),
+    "float64": ({"a": _entry((1,), dtype="F64")}, ["'a'", "F64", "save"]),
+    "integers": ({"a": _entry((1,), dtype="I64")}, ["'a'", "I64"]),
+    "bools": ({"a": _entry((8,), dtype="BOOL")}, ["'a'", "BOOL"]),
+    "dtype_is_a_list": ({"a": _entry(dtype=["F32"])}, ["'a'"]),  # pyright: ignore[reportArgumentType]
+    "shape_is_a_float": ({"a": _entry((2.0,))}, ["'a'", "shape"]),
+    "shape_is_a_bool": ({"a": _entry((True, 2))}, ["'a'", "shape"]),
+    "shape_is_negative": ({"a": _entry((-1, -2))}, ["'a'", "shape"]),
+    "shape_has_zero": ({"a": _entry((0, 2**62), end=0)}, ["'a'", "shape"]),
+    "shape_overflows": ({"a": _entry((2**40, 2**40))}, ["'a'", "bytes"]),
+    "shape_is_long": ({"a": _entry((1,) * 40, end=4)}, ["'a'", "shape"]),
+    "bytes_too_few": ({"a": _entry((3,))}, ["'a'", "8 bytes", "12"]),
+    "offsets_backwards": ({"a": _entry((2,), 8, 0)}, ["'a'"]),
+    "offsets_negative": ({"a": _entry((2,), -8, 0)}, ["'a'", "data_offsets"]),
+    "offsets_three": ({"a": _entry() | {"data_offsets": [0, 8, 8]}}, ["'a'", "data_offsets"]),
+    "out_of_range": ({"a": _entry((4,), 0, 16)}, ["'a'", "16"]),
+    "overlap": ({"a": _entry(), "b": _entry((1,), 4, 8)}, ["'b'"]),
+    "hole": ({"a": _entry((1,), 4, 8)}, ["'a'"]),
+    "left_over": ({"a": _entry((1,), 0, 4)}, ["4 bytes", "last"]),
+    "terminal_name": ({"\x1b[2J": _entry()}, ["name"]),
+    "surrogate_name": (b'{"\\ud800": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', ["name"]),
+    "long_name": ({"a" * 5000: _entry()}, ["name"]),
+    "metadata": ({"__metadata__": {"a": 1}, "a": _entry()}, ["safetensors"]),
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_a_bent_header_is_refused(tmp_path, kind):
+    header, words = HEADERS[kind]
+    _refused(_write(tmp_path / "x.safetensors", header, bytes(8)), *words)
+
+
+@pytest.mark.parametrize("length", [100, 2**40, 2**63 + 5])
+def test_a_header_longer_than_the_file_is_refused_unread(tmp_path, length):
+    _refused(_write(tmp_path / "x.safetensors", {"a": _entry()}, bytes(8), length), str(length))
+
+
+def test_a_header_over_the_cap_is_refused_unread(tmp_path):
+    path = _write(tmp_path / "x.safetensors", b"{}", length=200_000_000)
+    with path.open("r+b") as stream:
+        stream.truncate(300_000_000)  # takes no space on disk
+    _refused(path, "200000000", "100000000")
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00" * 5, pickle.dumps({"a": 1}), b"PK\x03\x04" * 20])
+def test_what_is_no_safetensors_file_is_refused(tmp_path, data):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data)
+    _refused(path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
+def test_what_is_not_finite_is_refused_by_name(tmp_path, value, dtype):
+    write_safetensors(tmp_path, {"good": np.ones(2, dtype), "bad": np.array([1, value], dtype)})
+    with pytest.raises(DataError, match=r"'bad'.*NaN or infinity"):
+        dict(open_weights(tmp_path))
+    assert open_weights(tmp_path)["good"].sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.b": "../x.safetensors"}, ["plain"]),
+        ({"model.b": "/etc/passwd"}, ["plain"]),
+        ({"model.b": ".safetensors"}, ["plain"]),
+        ({"model.b": 3}, ["plain"]),
+        ({"model.b": "gone.safetensors"}, ["gone.safetensors", "missing"]),
+        ({"model.b": "model-00001-of-00004.safetensors"}, ["'model.b'", "not in that file"]),
+        ({"model.new": "model-00001-of-00004.safetensors"}, ["'model.new'", "not in that file"]),
+        ({"model.b": None}, ["'model.b'"]),
+    ],
+)
+def test_a_bent_index_is_refused(tmp_path, changes, words):
+    write_safetensors(tmp_path, _tensors(), 60)
+    source = json.loads((tmp_path / INDEX).read_text())
+    source["weight_map"] |= changes
+    source["weight_map"] = {k: v for k, v in source["weight_map"].items() if v is not None}
+    (tmp_path / INDEX).write_text(json.dumps(source))
+    with pytest.raises(DataError) as caught:
+        open_weights(tmp_path)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_shards_that_leave_the_folder_or_share_a_tensor_are_refused(tmp_path):
+    folder, outside = tmp_path / "in", tmp_path / "out"
+    for place in (folder, outside):
+        place.mkdir()
+        write_safetensors(place, _tensors(), 60)
+    shard = folder / "model-00002-of-00004.safetensors"
+    shard.unlink()
+    shard.symlink_to(outside / shard.name)
+    with pytest.raises(DataError, match="link that leaves its folder"):
+        open_weights(folder)
+    shard.unlink()
+    shard.write_bytes((folder / "model-00001-of-00004.safetensors").read_bytes())
+    with pytest.raises(DataError, match="not in"):
+        open_weights(folder)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    for name in ("a.safetensors", "b.safetensors"):
+        _write(tmp_path / name, {"x": _entry()}, bytes(8))
+    index = b'{"weight_map": {"x": "a.safetensors", "x": "b.safetensors"}}'
+    (tmp_path / INDEX).write_bytes(index)
+    with pytest.raises(DataError, match="'x' stands twice"):
+        open_weights(tmp_path)
+
+
+def test_folders_without_or_with_two_checkpoints_are_refused(tmp_path):
+    _refused(tmp_path, SINGLE, INDEX)
+    _refused(tmp_path / "none")
+    (tmp_path / ".metadata").write_bytes(b"")
+    _refused(tmp_path, "dcp_to_torch")
+    write_safetensors(tmp_path, _tensors(), 60)
+    write_safetensors(tmp_path, _tensors())
+    _refused(tmp_path, "remove")
+
+
+def test_a_torch_file_needs_torch(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    with pytest.raises(UserError, match=r"torch is not installed.*\.safetensors"):
+        open_weights(tmp_path)
+
+
+def test_random_damage_is_refused_or_harmless(tmp_path):
+    """Bytes of data may be anything; of the header nothing but names can change unseen."""
+    write_safetensors(tmp_path, _tensors())
+    whole, path = (tmp_path / SINGLE).read_bytes(), tmp_path / "damaged.safetensors"
+    header = 8 + int.from_bytes(whole[:8], "little")
+    shapes = sorted((t.dtype.name, t.shape) for t in _tensors().values())
+    rng = np.random.default_rng(1)
+    num_refused = 0
+    for trial in range(400):
+        damaged = bytearray(whole)
+        if trial % 4 == 0:
+            damaged = damaged[: rng.integers(len(whole))]
+        else:
+            limit = header if trial % 4 < 3 else len(whole)
+            for place in rng.integers(limit, size=rng.integers(1, 4)):
+                damaged[place] = rng.integers(256)
+        path.write_bytes(damaged)
+        try:
+            weights = dict(open_weights(path))
+        except DataError:
+            num_refused += 1
+            continue
+        assert sorted((t.dtype.name, t.shape) for t in weights.values()) == shapes
+        if damaged[:header] == whole[:header]:
+            data = b"".join(weights[name].tobytes() for name in _by_offset(whole, header))
+            assert data == bytes(damaged[header:])
+    assert num_refused > 250
+
+
+def _by_offset(whole: bytes, header: int) -> list[str]:
+    entries = json.loads(whole[8:header])
+    del entries["__metadata__"]
+    return sorted(entries, key=lambda name: entries[name]["data_offsets"])

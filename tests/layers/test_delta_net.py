@@ -1,0 +1,196 @@
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import (
+    TWO_ROWS,
+    assert_close,
+    distance,
+    draw,
+    influence,
+    may_see,
+    randomize,
+)
+from flax import nnx
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.layers.attention import row_positions
+from ttcd_jax.layers.delta_net import DeltaNet, DeltaNetConfig, DeltaRuleConfig, DeltaSublayer
+from ttcd_jax.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
+from ttcd_jax.precision import Precision
+from ttcd_jax.ttt.delta_rule import delta_rule_recurrent, l2_normalize_inside
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+D, N, H = 6, 2, 4
+X = 6
+FLOAT64 = Precision(param="float64", compute="float64", state="float64")
+CONFIGS = {
+    DeltaSublayer: DeltaNetConfig,
+    DeltaNet: DeltaNetConfig,
+    GatedDeltaNet: GatedDeltaNetConfig,
+}
+every_layer = pytest.mark.parametrize("layer", CONFIGS, ids=lambda layer: layer.__name__)
+
+
+def _config(layer, precision=FLOAT64, **changes):
+    rule = DeltaRuleConfig(value_expansion=1.5, chunk_size=4)
+    fields = {"dim": D, "num_heads": N, "head_dim": H, "rule": rule} | changes
+    return CONFIGS[layer](precision=precision, **fields)
+
+
+def _empty(layer, config):
+    """The module with shapes for parameters: drawing what is replaced costs a compilation each."""
+    return nnx.eval_shape(lambda: layer(config, rngs=nnx.Rngs(0)))
+
+
+def _module(layer, precision=FLOAT64):
+    return randomize(_empty(layer, _config(layer, precision)))
+
+
+def _run(module, h, ids=None):
+    return module(h, row_positions(h), ids)
+
+
+@every_layer
+def test_a_token_depends_on_all_before_it_in_its_document_and_nothing_else(layer, float64):
+    module = _module(layer)
+    (h,) = draw(1, (*TWO_ROWS.shape, D))
+    reach = influence(lambda h: _run(module, h, jnp.asarray(TWO_ROWS)), h)
+    np.testing.assert_array_equal(reach > 0, may_see(TWO_ROWS))
+
+
+def test_a_document_is_a_row_of_its_own(float64):
+    module = _module(GatedDeltaNet)
+    ids = TWO_ROWS[1:]
+    (h,) = draw(1, (*ids.shape, D))
+    together = jax.jit(lambda h: _run(module, h, jnp.asarray(ids)))(h)[0]
+    documents = np.split(np.asarray(h[0]), np.flatnonzero(np.diff(ids[0])) + 1)
+    # What stands behind a document is padding that it cannot see.
+    rows = np.stack([np.pad(x, ((0, ids.size - len(x)), (0, 0))) for x in documents])
+    alone = jax.jit(lambda h: _run(module, h))(jnp.asarray(rows))
+    ends = [alone[i, : len(x)] for i, x in enumerate(documents)]
+    assert_close(together, jnp.concatenate(ends))
+
+
+def test_the_sublayer_is_the_delta_rule_between_projections(float64):
+    module = _module(DeltaSublayer)
+    (h,) = draw(1, (2, 9, D))
+    q, k, v = ((h @ w[...]).reshape(2, 9, N, -1) for w in (module.query, module.key, module.value))
+    beta = jax.nn.sigmoid(h @ module.rate[...])
+    q, k = l2_normalize_inside(q), l2_normalize_inside(k)
+    o, _ = delta_rule_recurrent(q, k, v, beta, state_dtype=jnp.float64)
+    assert_close(_run(module, h), o.reshape(2, 9, -1) @ module.out[...])
+
+
+# Attribute -> published name, weights transposed on the way (taps lose the middle axis too).
+NAMES = {
+    "query": "q_proj.weight",
+    "key": "k_proj.weight",
+    "value": "v_proj.weight",
+    "rate": "b_proj.weight",
+    "query_conv": "q_conv1d.weight",
+    "key_conv": "k_conv1d.weight",
+    "value_conv": "v_conv1d.weight",
+    "head_norm": "o_norm.weight",
+    "out": "o_proj.weight",
+}
+GATED_NAMES = NAMES | {
+    "decay": "a_proj.weight",
+    "decay_log": "A_log",
+    "decay_bias": "dt_bias",
+    "gate": "g_proj.weight",
+}
+
+
+def _ours(x):
+    return np.squeeze(x, axis=1).T if x.ndim == 3 else x.T
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("layer", "name", "names"),
+    [
+        (DeltaNet, "delta_net_layer", NAMES),
+        (GatedDeltaNet, "gated_deltanet_layer", GATED_NAMES),
+    ],
+    ids=["plain", "gated"],
+)
+def test_reference_values(layer, name, names, dtype, float64):
+    archive = np.load(GOLDEN / f"{name}.npz")
+    precision = Precision(param=dtype, compute=dtype, state=dtype)
+    fields = {"dim": 32, "num_heads": 2, "head_dim": 16, "rule": DeltaRuleConfig(chunk_size=16)}
+    graph, params = nnx.split(_empty(layer, _config(layer, precision, **fields)))
+    assert set(nnx.to_pure_dict(params)) == set(names)
+    tensors = {ours: _ours(archive[f"param.{theirs}"]) for ours, theirs in names.items()}
+    nnx.replace_by_pure_dict(params, jax.tree.map(lambda x: jnp.asarray(x, dtype), tensors))
+
+    @jax.jit
+    def evaluate(params, h, cotangent):
+        y, pull = jax.vjp(lambda params, h: _run(nnx.merge(graph, params), h), params, h)
+        return y, *pull(cotangent)
+
+    given = (jnp.asarray(archive[f"in.{key}"], dtype) for key in ("hidden", "G"))
+    y, d_params, d_hidden = evaluate(params, *given)
+    exact = dtype == "float64"
+    assert distance(y, archive["out.y"]) < (1e-10 if exact else 1e-5)
+    bound = 2e-7 if exact else 3e-5  # the stored gradients are float32
+    assert distance(d_hidden, archive["grad_in.hidden"]) < bound
+    for ours, gradient in nnx.to_pure_dict(d_params).items():
+        assert distance(gradient, _ours(archive[f"grad.{names[ours]}"])) < bound, ours
+
+
+def test_bfloat16_stays_near_float32():
+    (h,) = draw(1, (2, 10, D), dtype=jnp.bfloat16)
+    y, expected = (
+        jax.jit(_run)(_module(GatedDeltaNet, Precision(compute=compute)), h.astype(compute))
+        for compute in ("bfloat16", "float32")
+    )
+    assert y.dtype == jnp.bfloat16
+    assert_close(y, expected)
+
+
+def test_parameters_start_as_published():
+    config = _config(GatedDeltaNet, Precision(), dim=64, num_heads=512)
+    params = nnx.to_pure_dict(nnx.state(GatedDeltaNet(config, rngs=nnx.Rngs(0)), nnx.Param))
+    shapes = {name: x.shape for name, x in params.items()}
+    assert shapes == {
+        **dict.fromkeys(("query", "key"), (64, 512 * H)),
+        **dict.fromkeys(("value", "gate"), (64, 512 * X)),
+        **dict.fromkeys(("rate", "decay"), (64, 512)),
+        **dict.fromkeys(("query_conv", "key_conv"), (4, 512 * H)),
+        "value_conv": (4, 512 * X),
+        **dict.fromkeys(("decay_log", "decay_bias"), (512,)),
+        "head_norm": (X,),
+        "out": (512 * X, 64),
+    }
+    for name in ("query", "key", "value", "gate", "rate", "decay", "out"):
+        assert float(params[name].std()) == pytest.approx(0.02, rel=0.05), name
+    taps = np.asarray(params["key_conv"])
+    assert taps.min() == pytest.approx(-0.5, rel=0.01)
+    assert taps.max() == pytest.approx(0.5, rel=0.01)
+    speed, step = np.exp(params["decay_log"]), np.log1p(np.exp(params["decay_bias"]))
+    assert np.quantile(speed, (0, 0.5, 1)) == pytest.approx((0, 8, 16), abs=1)
+    assert np.quantile(step, (0, 0.5, 1)) == pytest.approx((0.001, 0.01, 0.1), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 0}, "DeltaNetConfig.num_heads 0 must be at least 1"),
+        ({"rule": {"chunk_size": 0}}, "DeltaRuleConfig.chunk_size 0 must be at least 1"),
+        ({"rule": {"num_taps": 0}}, "DeltaRuleConfig.num_taps 0 must be at least 1"),
+        ({"rule": {"value_expansion": 1.3}}, "head_dim 4 times value_expansion 1.3 is 5.2"),
+        ({"rule": {"value_expansion": 0}}, "head_dim 4 times value_expansion 0 is 0"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        _config(
+            DeltaNet,
+            **{
+                name: DeltaRuleConfig(**value) if name == "rule" else value
+                for name, value in changes.items()
+            },
+        )

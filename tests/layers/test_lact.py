@@ -1,0 +1,318 @@
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import (
+    TWO_ROWS,
+    assert_close,
+    distance,
+    dot_operand_types,
+    draw,
+    influence,
+    may_see,
+    randomize,
+    traced,
+    value_and_gradients,
+)
+from flax import nnx
+
+from ttcd_jax.axes import LOGICAL_AXES
+from ttcd_jax.errors import UserError
+from ttcd_jax.layers.attention import AttentionConfig, row_positions
+from ttcd_jax.layers.lact import LaCT, LaCTConfig, LaCTMemoryConfig
+from ttcd_jax.layers.rope import RopeConfig
+from ttcd_jax.precision import Precision
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+FILES = ("lact_a", "lact_b_muon", "lact_c_prenorm", "lact_d_prenorm_muon", "lact_e_short")
+# (output, gradient), as tests/golden/README.md asks; Newton-Schulz amplifies rounding.
+BOUNDS = {
+    ("float32", False): (1e-5, 3e-5),
+    ("float32", True): (5e-5, 1e-3),
+    ("float64", False): (1e-6, 2e-6),
+    ("float64", True): (1e-5, 1e-5),
+}
+NAMES = {
+    "qkv.weight": "qkv",
+    "qkv.bias": "qkv_bias",
+    "q_norm.weight": "query_norm",
+    "k_norm.weight": "key_norm",
+    "w0.w_left": "w0_left",
+    "w0.w_right": "w0_right",
+    "w2.w_left": "w2_left",
+    "w2.w_right": "w2_right",
+    "lr_proj.weight": "rate",
+    "lr_proj.bias": "rate_bias",
+    "ttt_scale_proj.weight": "scale",
+    "ttt_scale_proj.bias": "scale_bias",
+    "momentum_proj.0.weight": "momentum",
+    "momentum_proj.0.bias": "momentum_bias",
+    "ttt_norm.weight": "fast_norm",
+    "o_proj.weight": "out",
+}
+D, T, L = 8, 14, 4
+FLOAT64 = Precision(param="float64", compute="float64", state="float64")
+
+
+def _config(precision=FLOAT64, window: int | None = 3, **memory) -> LaCTConfig:
+    return LaCTConfig(
+        attention=AttentionConfig(
+            dim=D, num_heads=2, num_kv_heads=2, head_dim=4, window=window, precision=precision
+        ),
+        memory=LaCTMemoryConfig(**({"num_fast_heads": 2, "chunk_size": L, "low_rank": 2} | memory)),
+    )
+
+
+def _module(precision=FLOAT64, **changes) -> LaCT:
+    return randomize(LaCT(_config(precision, **changes), rngs=nnx.Rngs(0)))
+
+
+def _published(flags: dict, dtype: str) -> LaCTConfig:
+    dim, heads, rank = flags["hidden_size"], flags["num_attn_heads"], flags["w0_w2_low_rank"]
+    attention = AttentionConfig(
+        dim=dim,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=dim // heads,
+        window=flags["window_size"],
+        rope=RopeConfig(base=flags["rope_theta"]),
+        precision=Precision.from_dict(dict.fromkeys(("param", "compute", "state"), dtype)),
+    )
+    memory = LaCTMemoryConfig(
+        num_fast_heads=flags["num_lact_heads"],
+        hidden_expansion=flags["inter_multi"],
+        chunk_size=flags["lact_chunk_size"],
+        low_rank=rank if rank > 0 else None,
+        has_momentum=flags["use_momentum"],
+        orthogonalizes_updates=flags["use_muon"],
+        keeps_raw_state=flags["ttt_prenorm"],
+        has_qk_silu=flags["qkv_silu"],
+        has_value_silu=not flags["no_v_silu"],
+        has_scale=flags["learnable_ttt_scale"],
+        has_rope=not flags["ttt_nope"],
+        has_qk_norm=flags["attn_qk_norm"],
+        has_qkv_bias=flags["qkv_bias"],
+    )
+    return LaCTConfig(attention=attention, memory=memory)
+
+
+def _ours(name: str, value: np.ndarray) -> tuple[str, np.ndarray]:
+    is_matrix = value.ndim > 1 and name not in ("qk_scale", "qk_offset")
+    return NAMES.get(name, name), np.swapaxes(value, -1, -2) if is_matrix else value
+
+
+def _check_golden(name: str, dtype: str) -> None:
+    with np.load(GOLDEN / f"{name}.npz", allow_pickle=False) as archive:
+        arrays = dict(archive)
+    config = _published(json.loads(str(arrays["config_json"]))["config"], dtype)
+    graph, state = nnx.split(nnx.eval_shape(lambda: LaCT(config, rngs=nnx.Rngs(0))))
+
+    def group(prefix):
+        found = (name for name in arrays if name.startswith(prefix))
+        return dict(_ours(name.removeprefix(prefix), arrays[name]) for name in found)
+
+    params = group("param.")
+    assert params.keys() == nnx.to_pure_dict(state).keys()
+    nnx.replace_by_pure_dict(state, {k: jnp.asarray(v, dtype) for k, v in params.items()})
+
+    @jax.jit
+    def evaluate(state, x):
+        def run(state, x):
+            return nnx.merge(graph, state)(x, row_positions(x))
+
+        y, pull = jax.vjp(run, state, x)
+        return y, *pull(jnp.asarray(arrays["in.G"], dtype))
+
+    y, d_state, d_x = evaluate(state, jnp.asarray(arrays["in.x"], dtype))
+    output, gradient = BOUNDS[dtype, config.memory.orthogonalizes_updates]
+    assert distance(y, arrays["out.y"]) < output
+    errors = {"x": distance(d_x, arrays["grad_in.x"])}
+    ours, theirs = nnx.to_pure_dict(d_state), group("grad.")
+    errors |= {name: distance(ours[name], theirs[name]) for name in theirs}
+    assert {name: error for name, error in errors.items() if not error < gradient} == {}
+    assert len(errors) == len(params) + 1
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_reference_values_in_float32(name):
+    _check_golden(name, "float32")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_reference_values_in_float64(name, float64):
+    _check_golden(name, "float64")
+
+
+# What the reference files say of every switch holds here too; two modules differ in all of them.
+VARIANTS = {
+    "published": {},
+    "everything else": {
+        "low_rank": None,
+        "hidden_expansion": 1.5,
+        "keeps_raw_state": True,
+        "has_momentum": False,
+        "has_value_silu": False,
+        "has_scale": False,
+        "has_rope": False,
+        "has_qk_norm": True,
+        "has_qkv_bias": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_token_depends_on_the_past_of_its_document_and_nothing_else(name, float64):
+    """And the memory reaches beyond the window, to every earlier chunk of the document."""
+    module = _module(**VARIANTS[name])
+    (h,) = draw(1, (*TWO_ROWS.shape, D))
+    ids = jnp.asarray(TWO_ROWS)
+    reach = influence(lambda h: module(h, row_positions(h), ids), h) > 0
+    visible = may_see(TWO_ROWS)
+    assert not reach[~visible].any()
+    chunk = np.arange(T) // L
+    is_earlier = (chunk[:, None] > chunk[None, :])[None, :, None]
+    np.testing.assert_array_equal(reach, visible & is_earlier | may_see(TWO_ROWS, 3))
+
+
+def test_documents_on_the_chunk_grid_are_rows_of_their_own(float64):
+    module = _module()
+    (h,) = draw(1, (2, 12, D))
+    row = h.reshape(1, 24, D)
+    ids = jnp.repeat(jnp.array([[4, 1]]), 12, axis=1)
+    positions = jnp.tile(jnp.arange(12, dtype=jnp.int32), 2)[None]
+    apart = value_and_gradients(module, lambda m, h: m(h, row_positions(h)), h)
+
+    def run(module, row):
+        return module(row, positions, ids).reshape(2, 12, D)
+
+    value, d_params, (d_row,) = value_and_gradients(module, run, row)
+    assert_close((value, d_params, [d_row.reshape(2, 12, D)]), apart)
+
+
+def test_the_published_memory_leaks_from_document_to_document(float64):
+    module = _module(resets_at_document=False)
+    (h,) = draw(1, (*TWO_ROWS.shape, D))
+    ids = jnp.asarray(TWO_ROWS)
+    reach = influence(lambda h: module(h, row_positions(h), ids), h) > 0
+    chunk = np.arange(T) // L
+    same_row = np.eye(2, dtype=bool)[:, None, :, None]
+    is_earlier = (chunk[:, None] > chunk[None, :])[None, :, None] & same_row
+    np.testing.assert_array_equal(reach, is_earlier | may_see(TWO_ROWS, 3))
+
+
+@pytest.mark.parametrize("length", [L, L + 1])
+def test_rates_and_momentum_matter_as_soon_as_there_is_a_second_chunk(length, float64):
+    module = _module()
+    (h,) = draw(1, (2, length, D))
+    _, gradients, _ = value_and_gradients(module, lambda m, h: m(h, row_positions(h)), h)
+    for name in ("rate", "rate_bias", "momentum", "momentum_bias"):
+        # The first step has no step before it, so momentum waits for the third chunk.
+        is_used = length > L and "rate" in name
+        assert np.asarray(gradients[name]).any() == is_used, name
+
+
+def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
+    narrow, wide = (
+        _module(Precision(compute=compute), low_rank=None) for compute in ("bfloat16", "float32")
+    )
+    (h,) = draw(1, (2, T, D), dtype=jnp.bfloat16)
+    ids = jnp.asarray(np.repeat([[3, 8], [4, 4]], [6, 8], axis=1))
+    graph, params = nnx.split(narrow)
+
+    def run(module, h):
+        return module(h, row_positions(h), ids)
+
+    def loss(params, h):
+        return run(nnx.merge(graph, params), h).astype(jnp.float32).sum()
+
+    assert dot_operand_types(traced(jax.grad(loss, argnums=(0, 1)), params, h)) == {"bfloat16"}
+    ours = value_and_gradients(narrow, run, h)
+    assert ours[0].dtype == jnp.bfloat16
+    assert_close(ours, value_and_gradients(wide, run, h.astype(jnp.float32)), 0.1)
+
+
+def test_rates_keep_their_digits_in_bfloat16():
+    module = _module(Precision(compute="bfloat16"))
+    (h,) = draw(1, (2, T, D), dtype=jnp.bfloat16)
+    wide = _module(Precision())._rates(h.astype(jnp.float32))
+    assert module._rates(h).dtype == jnp.float32
+    assert_close(module._rates(h), wide, 0.02)
+
+
+def test_a_zero_hidden_state_has_finite_gradients():
+    module = LaCT(_config(Precision()), rngs=nnx.Rngs(0))
+    h = jnp.zeros((1, T, D)).at[:, 3].set(1)
+    results = value_and_gradients(module, lambda m, h: m(h, row_positions(h)), h)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(results))
+
+
+def test_start_is_as_published():
+    """Wide enough to measure the deviations."""
+    config = LaCTConfig(
+        attention=AttentionConfig(dim=256, num_heads=4, num_kv_heads=4, head_dim=64, window=None),
+        memory=LaCTMemoryConfig(
+            num_fast_heads=2, low_rank=16, hidden_expansion=0.5, has_qkv_bias=True, has_qk_norm=True
+        ),
+    )
+    module = LaCT(config, rngs=nnx.Rngs(0))
+    full = LaCT(config.replace(memory=config.memory.replace(low_rank=None)), rngs=nnx.Rngs(0))
+    stds = {"qkv": 0.02, "rate": 0.02, "scale": 0.02, "momentum": 0.02, "out": 0.02}
+    stds |= {f"w{i}_left": 0.5 / 16**0.5 for i in (0, 2)}
+    stds |= {f"w{i}_right": 0.5 / 128**0.5 for i in (0, 2)} | {"w1": 1 / 64**0.5}
+    for name, std in stds.items():
+        assert_close(jnp.std(getattr(module, name)[...]), std, 0.1)
+    assert_close(jnp.std(full.w0[...]), 1 / 128**0.5, 0.1)
+    assert_close(jnp.std(full.w2[...]), 1 / 128**0.5, 0.1)
+    for name in ("query_norm", "key_norm", "fast_norm", "qk_scale"):
+        assert (np.asarray(getattr(module, name)[...]) == 1).all()
+    for name in ("qkv_bias", "rate_bias", "scale_bias", "momentum_bias", "qk_offset"):
+        assert not np.asarray(getattr(module, name)[...]).any()
+    w0 = module.w0_right[...] @ module.w0_left[...] + 0.5 * jnp.eye(128, 64)
+    assert_close(module._start().w0, w0)
+
+
+def test_rates_start_at_a_thousandth(float64):
+    module = LaCT(_config(), rngs=nnx.Rngs(0))
+    assert_close(module._rates(jnp.zeros((1, 3, D))), jnp.full((1, 3, 2, 3), 0.001), 1e-9)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameters_name_their_axes(name):
+    state = nnx.state(LaCT(_config(Precision(), **VARIANTS[name]), rngs=nnx.Rngs(0)), nnx.Param)
+    for value in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Param)):
+        axes = value.get_metadata()["axes"]
+        assert set(axes) <= set(LOGICAL_AXES)
+        assert len(axes) == value[...].ndim
+
+
+def test_configurations_survive_json():
+    config = _config(low_rank=None, hidden_expansion=1.5)
+    assert LaCTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("attention", "memory", "message"),
+    [
+        ({"num_kv_heads": 1}, {}, "num_kv_heads 1 must be num_heads 2"),
+        ({"head_dim": 2}, {}, "num_heads 2 times head_dim 2 must be dim 8"),
+        ({"has_qk_norm": True}, {}, "set memory.has_qk_norm"),
+        ({"has_qkv_bias": True}, {}, "set memory.has_qkv_bias"),
+        ({}, {"num_fast_heads": 3}, "num_fast_heads 3 does not divide dim 8"),
+        ({}, {"num_fast_heads": 0}, "num_fast_heads 0 must be at least 1"),
+        ({}, {"chunk_size": 0}, "chunk_size 0 must be at least 1"),
+        ({}, {"low_rank": 0}, "low_rank 0 must be at least 1"),
+        ({}, {"hidden_expansion": 0.0}, "hidden_expansion 0.0 must be positive"),
+        ({}, {"hidden_expansion": float("nan")}, "hidden_expansion nan must be positive"),
+        ({}, {"hidden_expansion": 0.2}, "hidden_expansion 0.2 leaves nothing of a fast head of"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused_in_one_line(attention, memory, message):
+    base = _config()
+    with pytest.raises(UserError, match=message) as caught:
+        LaCTConfig(
+            attention=base.attention.replace(**attention), memory=base.memory.replace(**memory)
+        )
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,245 @@
+"""What holds for every method of the catalog, whatever it remembers and how."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import (
+    TWO_ROWS,
+    assert_close,
+    assert_same,
+    distance,
+    draw,
+    influence,
+    may_see,
+    randomize,
+    value_and_gradients,
+)
+from flax import nnx
+
+from ttcd_jax.layers.delta_net import DeltaRuleConfig
+from ttcd_jax.layers.ideal import IdealMemoryConfig
+from ttcd_jax.layers.ip_ttt import TargetMemoryConfig
+from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.layers.lact import LaCTMemoryConfig
+from ttcd_jax.layers.mlp import SwiGLU
+from ttcd_jax.layers.short_conv import short_conv
+from ttcd_jax.models.block import build_block
+from ttcd_jax.models.catalog import METHODS, TransformerConfig, block_configs, without_memory
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.precision import Precision
+from ttcd_jax.train.loss import next_token_loss
+from ttcd_jax.ttt.chunking import from_chunks, to_chunks
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+CHUNK, WINDOW, T, D = 4, 4, 14, 8
+CONFIG = TransformerConfig(
+    vocab_size=11,
+    dim=D,
+    num_layers=2,
+    num_heads=2,
+    mlp_dim=12,
+    window=WINDOW,
+    student_window=2,
+    fast_layers=(0,),
+    memory=MemoryConfig(chunk_size=CHUNK, num_taps=3),
+    ideal_memory=IdealMemoryConfig(chunk_size=CHUNK),
+    target_memory=TargetMemoryConfig(chunk_size=CHUNK, num_taps=3, target="embedding"),
+    delta=DeltaRuleConfig(chunk_size=CHUNK, num_taps=3),
+    lact=LaCTMemoryConfig(chunk_size=CHUNK, num_fast_heads=2, low_rank=3),
+    precision=Precision(param="float64", compute="float64", state="float64"),
+)
+WITH_RATE = sorted(name for name, method in METHODS.items() if method.memory_field)
+
+
+@pytest.fixture(params=sorted(METHODS))
+def method(request) -> str:
+    return request.param
+
+
+def _config(method: str, **changes) -> TransformerConfig:
+    window = None if method == "full" else WINDOW
+    return CONFIG.replace(method=method, window=window, **changes)
+
+
+def _block(config: TransformerConfig) -> nnx.Module:
+    """Layer 0, every parameter drawn."""
+    return randomize(build_block(block_configs(config)[0], rngs=nnx.Rngs(0)))
+
+
+@functools.cache
+def _runner(config: TransformerConfig):
+    """(h, segment_ids, positions) -> output of the block, compiled once per shape; h serves as
+    embeddings."""
+    graph, state = nnx.split(_block(config))
+
+    @jax.jit
+    def run(h, segment_ids=None, positions=None):
+        return nnx.merge(graph, state)(h, positions, segment_ids, h)
+
+    return run
+
+
+def _hidden(*shape: int) -> jax.Array:
+    return draw(3, (*shape, D))[0]
+
+
+def test_a_token_depends_on_its_past_its_row_and_its_document_only(method):
+    h, ids = _hidden(*TWO_ROWS.shape), jnp.asarray(TWO_ROWS)
+    block = _block(_config(method))
+    reach = influence(lambda h: block(h, None, ids, h), h)
+    assert (reach[~may_see(TWO_ROWS)] == 0).all()
+
+
+def test_what_lies_beyond_the_window_is_remembered_by_methods_with_a_memory(method):
+    h = _hidden(1, T)
+    block = _block(_config(method))
+    reach = influence(lambda h: block(h, None, None, h), h)[0, :, 0]
+    assert (np.diag(reach) > 0).all()
+    is_beyond = np.tri(T, k=-WINDOW, dtype=bool)
+    assert (reach[-1, 0] > 0) == (method != "swa")
+    if method == "swa":
+        assert (reach[is_beyond] == 0).all()
+
+
+def test_a_prefix_does_not_change_with_what_follows(method):
+    run, h = _runner(_config(method)), _hidden(1, T)
+    for end in (1, CHUNK, CHUNK + 1, T - 1):
+        other = h.at[:, end:].set(7.0)
+        assert_same(run(h)[:, :end], run(other)[:, :end])
+
+
+def test_a_ragged_row_equals_its_padded_twin(method):
+    run, h = _runner(_config(method)), _hidden(1, T)
+    for length in (1, CHUNK - 1, 2 * CHUNK, T - 1):
+        assert_close(run(h[:, :length]), run(h)[:, :length])
+
+
+def test_rows_of_a_batch_are_independent(method):
+    run, h = _runner(_config(method)), _hidden(3, T)
+    assert_same(run(h)[:2], run(h.at[2].set(0.0))[:2])
+    assert_close(run(h)[1:2], run(h[1:2]))
+
+
+def test_documents_of_a_row_do_not_see_each_other(method):
+    run, h = _runner(_config(method)), _hidden(1, T)
+    ids = jnp.asarray(np.repeat([[4, 1, 9, 2]], [3, 6, 1, 4], axis=1))
+    y = run(h, ids)
+    for document in (4, 1, 9, 2):
+        changed = jnp.where((ids == document)[..., None], -h, h)
+        assert_same(run(changed, ids)[ids != document], y[ids != document])
+
+
+def test_documents_on_the_chunk_grid_equal_rows_of_their_own(method):
+    run, h = _runner(_config(method)), _hidden(1, T)
+    edges = (0, 2 * CHUNK, 3 * CHUNK, T)
+    sizes = np.diff(edges)
+    # Rotary angles are float32: only equal positions give equal ones.
+    positions = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])[None]
+    y = run(h, jnp.asarray(np.repeat([[5, 3, 8]], sizes, axis=1)), jnp.asarray(positions))
+    alone = [run(h[:, a:b]) for a, b in itertools.pairwise(edges)]
+    assert_close(y, jnp.concatenate(alone, axis=1))
+
+
+def _frozen(method: str, block):
+    """The MLP of a fast block read through W_base, by hand."""
+    mlp = block.mlp
+
+    def read(x, t_or_targets):
+        if method == "ipttcd":
+            z = to_chunks(mlp.features(x), CHUNK)
+            z = short_conv(z, mlp.teacher_conv[...], is_causal=True)
+            return from_chunks(z, x.shape[1]) @ mlp.down[...]
+        return SwiGLU.__call__(mlp, x)
+
+    return read
+
+
+@pytest.mark.parametrize("method", WITH_RATE)
+def test_without_a_rate_the_layer_is_the_frozen_one(method):
+    config = _config(method)
+    block = _block(config.replace(**without_memory(config)))
+    x, t = _hidden(2, T), draw(4, (2, T, D))[0]
+    assert_close(block.mlp(x, t), _frozen(method, block)(x, t))
+
+
+@pytest.mark.parametrize("method", WITH_RATE)
+def test_a_single_chunk_is_the_frozen_layer_to_the_last_bit(method):
+    config = _config(method)
+    x, t = _hidden(2, CHUNK), draw(4, (2, CHUNK, D))[0]
+    frozen = _block(config.replace(**without_memory(config))).mlp(x, t)
+    assert_same(_block(config).mlp(x, t), frozen)
+
+
+def test_a_single_chunk_of_lact_is_read_through_the_start():
+    h, longer = _hidden(1, CHUNK), _hidden(1, CHUNK + 1)
+    quiet, loud = _block(_config("lact")), _block(_config("lact"))
+    for block, bias in ((quiet, -50.0), (loud, 5.0)):
+        block.mixer.rate_bias[...] = jnp.full_like(block.mixer.rate_bias[...], bias)
+    assert_same(quiet(h), loud(h))
+    assert distance(quiet(longer), loud(longer)) > 1e-3
+
+
+def test_bfloat16_stays_near_float32(method):
+    h = _hidden(2, T).astype("float32")
+    wide, narrow = (
+        _config(method, precision=Precision(compute=c)) for c in ("float32", "bfloat16")
+    )
+    y, rounded = _runner(wide)(h), _runner(narrow)(h.astype("bfloat16"))
+    assert rounded.dtype == jnp.bfloat16
+    error = jnp.linalg.norm(rounded.astype("float32") - y) / jnp.linalg.norm(y)
+    assert error < 0.03
+
+
+FORMS = {
+    "ipttcd": [{"memory": CONFIG.memory.replace(form=f)} for f in ("associative", "attention")],
+    "ipttt": [
+        {"target_memory": CONFIG.target_memory.replace(form=f)}
+        for f in ("associative", "attention")
+    ],
+    "deltanet": [{"delta": CONFIG.delta.replace(chunk_size=size)} for size in (1, 64)],
+    "gated_deltanet": [{"delta": CONFIG.delta.replace(chunk_size=size)} for size in (1, 64)],
+    "deltanet_hybrid": [{"delta": CONFIG.delta.replace(chunk_size=size)} for size in (1, 64)],
+}
+
+
+@pytest.mark.parametrize("method", sorted(FORMS))
+def test_all_forms_of_a_memory_are_one_function(method):
+    h, ids = _hidden(*TWO_ROWS.shape), jnp.asarray(TWO_ROWS)
+
+    def evaluate(config):
+        return value_and_gradients(_block(config), lambda m, h: m(h, None, ids, h), h)
+
+    expected = evaluate(_config(method))
+    for changes in FORMS[method]:
+        assert_close(evaluate(_config(method, **changes)), expected, 1e-10)
+
+
+def test_every_parameter_of_a_model_is_trained_scanned_or_not(method):
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, T)))
+    results = []
+    for scans_layers in (True, False):
+        config = _config(method, scans_layers=scans_layers, num_layers=4, fast_layers=(0, 2))
+        model = randomize(Transformer(config, rngs=nnx.Rngs(0)), std=0.3)
+        results.append(_loss_and_gradients(model, tokens))
+    assert_close(*results, 1e-9)
+    for path, gradient in jax.tree_util.tree_flatten_with_path(results[0][1])[0]:
+        rows = np.abs(np.asarray(gradient)).reshape(len(gradient), -1).max(-1)
+        assert np.isfinite(rows).all(), jax.tree_util.keystr(path)
+        assert (rows > 0).any(), jax.tree_util.keystr(path)
+
+
+def _loss_and_gradients(model, tokens):
+    graph, params = nnx.split(model)
+
+    @jax.jit
+    @jax.value_and_grad
+    def evaluate(params):
+        return next_token_loss(nnx.merge(graph, params), tokens)
+
+    loss, gradient = evaluate(params)
+    return loss, nnx.to_pure_dict(gradient)

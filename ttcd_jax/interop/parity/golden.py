@@ -1,0 +1,143 @@
+"""Reading a reference file, measuring the distance to it, and how large that may be."""
+
+import dataclasses
+import json
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttcd_jax.errors import DataError
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Largest allowed error, max |a - b| / max |b| per array (the loss: |a - b|)."""
+
+    output: float
+    gradient: float
+    loss: float = 0.0
+
+
+# Float32 arithmetic: about ten times what the reference's own float32 run shows. Float64: 1e-10
+# where float64 was stored, else the rounding of what was stored in float32.
+_EXACT = {"float64": 1e-10, "float32": 2e-7}
+_LAYER_FLOAT32 = Bounds(output=1e-5, gradient=3e-5)
+# Newton-Schulz amplifies rounding; more so when the update dominates the output, as in LaCT.
+_ORTHOGONAL = {
+    "float32": Bounds(output=2e-5, gradient=1e-4),
+    "float64": Bounds(output=1e-9, gradient=1e-6),
+}
+_LACT_ORTHOGONAL = {
+    "float32": Bounds(output=5e-5, gradient=1e-3),
+    "float64": Bounds(output=1e-5, gradient=1e-5),
+}
+# What passes rotary angles: the stored cos and sin are float32 and not all correctly rounded (one
+# ulp off at 1 radian, for example), so float64 cannot meet 1e-10.
+_ROTARY_FLOAT64 = Bounds(output=1e-6, gradient=2e-6)
+_MODEL = {
+    "float32": Bounds(output=3e-5, gradient=1e-4, loss=1e-5),
+    "float64": Bounds(output=1e-6, gradient=1e-5, loss=1e-6),
+}
+_ATTENTION = {"float32": 1e-5, "float64": 1e-12}
+_OPTIMIZER = {"float32": 1e-5, "float64": 1e-9}
+_SCHEDULE = {"float32": 1e-5, "float64": 1e-12}
+_METRIC = {"float32": 1e-5, "float64": 1e-6}  # logits and metrics are stored in float32
+
+# Relative L2 distance to what the reference gets with bfloat16 inside Newton-Schulz; its own
+# distance to exact arithmetic is about 0.06, in LaCT 0.08 to 0.17.
+BFLOAT16_NEWTON_SCHULZ = {"ipttcd_mlp": 0.15, "lact_layer": 0.3}
+BFLOAT16_MUON = 0.03  # of the parameter's total change
+
+
+def bound(golden: "Golden", dtype: str, name: str) -> float:
+    """The bound for array `name` of a file, computed in `dtype`."""
+    kind, is_output = golden.kind, name.startswith("out.")
+    if kind.endswith("_model"):
+        bounds = _MODEL[dtype]
+        if name == "out.loss":
+            return bounds.loss
+    elif golden.config.get("use_muon", False):
+        bounds = (_LACT_ORTHOGONAL if kind == "lact_layer" else _ORTHOGONAL)[dtype]
+    elif dtype == "float32" and kind != "delta_op":
+        bounds = _LAYER_FLOAT32
+    elif kind in ("ipttcd_block", "lact_layer"):
+        bounds = _ROTARY_FLOAT64
+    elif dtype == "float32":
+        return _LAYER_FLOAT32.output
+    else:
+        return _EXACT[str(golden.arrays[name].dtype)]
+    return bounds.output if is_output else bounds.gradient
+
+
+def fixed_bound(kind: str, dtype: str) -> float:
+    """The bound of kinds that have one for all arrays."""
+    table = {"dual_attn": _ATTENTION, "optimizer": _OPTIMIZER}
+    return (table | {"lr_schedule": _SCHEDULE, "mad_metrics": _METRIC})[kind][dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The worst array of a file: its error, its bound. `ratio` > 1 is a failure."""
+
+    name: str
+    error: float
+    bound: float
+
+    @property
+    def ratio(self) -> float:
+        if not np.isfinite(self.error) or (self.error and not self.bound):
+            return np.inf
+        return self.error / self.bound if self.error else 0.0
+
+
+class Golden:
+    """One reference file: `config`, parameters, and arrays by name."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            with np.load(path, allow_pickle=False) as archive:
+                self.arrays = {name: archive[name] for name in archive.files}
+            self.info: dict[str, Any] = json.loads(str(self.arrays["config_json"]))
+            self.kind: str = self.info["kind"]
+        except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(f"{path} is not a readable reference file: {error}") from error
+        self.config: dict[str, Any] = self.info.get("config", {})
+
+    def group(self, prefix: str) -> dict[str, np.ndarray]:
+        """Arrays whose name starts with `prefix`, without it."""
+        return {
+            name.removeprefix(prefix): value
+            for name, value in self.arrays.items()
+            if name.startswith(prefix)
+        }
+
+
+def relative_error(ours: Any, theirs: np.ndarray) -> float:
+    """max |a - b| / max |b|; against an all-zero array the plain difference."""
+    ours = np.asarray(ours, np.float64)
+    if ours.shape != theirs.shape:
+        raise DataError(f"shape {ours.shape} against the reference's {theirs.shape}")
+    theirs = theirs.astype(np.float64)
+    return float(np.abs(ours - theirs).max() / (np.abs(theirs).max() or 1.0))
+
+
+def worst(ours: Mapping[str, Any], golden: Golden, bound_of: Callable[[str], float]) -> Comparison:
+    """The comparison with the largest error over its bound. Raises `KeyError` for an array the file
+    lacks."""
+    results = [
+        Comparison(name, relative_error(value, golden.arrays[name]), bound_of(name))
+        for name, value in ours.items()
+    ]
+    return max(results, key=lambda result: result.ratio)
+
+
+def rounded_distance(name: str, ours: Any, golden: Golden, allowed: float) -> Comparison:
+    """Relative L2 distance to an array the reference computed with bfloat16 inside."""
+    theirs = golden.arrays[name]
+    distance = np.linalg.norm(np.asarray(ours, np.float64) - theirs) / np.linalg.norm(theirs)
+    return Comparison(name, float(distance), allowed)

@@ -1,0 +1,242 @@
+"""The reference implementation's checkpoints (`config.json` and weights) into our parameters and
+back.
+
+An import keeps what an export needs to give the same files again: every tensor's dtype, whether a
+tied head was stored beside the embedding, and `config.json` to the byte.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+from absl import logging
+
+from ttcd_jax.config import Config
+from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.interop.reference import (
+    Params,
+    model_from_reference,
+    model_to_reference,
+    reference_shapes,
+)
+from ttcd_jax.interop.reference_config import reference_config, transformer_config, unread_keys
+from ttcd_jax.interop.strict_json import parse_json, read_json_file
+from ttcd_jax.interop.weight_files import WeightFiles, open_weights
+from ttcd_jax.models.catalog import TransformerConfig, block_configs
+from ttcd_jax.train.fit import misfit
+
+CONFIG = "config.json"
+EMBEDDING, HEAD = "model.embeddings.weight", "lm_head.weight"
+DTYPES = {
+    name: np.dtype(kind)
+    for name, kind in (
+        ("float32", np.float32),
+        ("bfloat16", ml_dtypes.bfloat16),
+        ("float16", np.float16),
+    )
+}
+
+_PREFIX = "model."
+# Buffers that old runs stored; both numbers come from the configuration.
+_DROPPED = (".ttt_lr", "inv_freq")
+# Fields of our blocks that change speed, start, gradient or documents, not a document's output.
+_UNSEEN = {
+    "block_chunks", "folds_state", "form", "implementation", "init_std", "precision", "proj_init",
+    "resets_at_document", "student_conv_init", "teacher_conv_init", "zero_slope",
+}  # fmt: skip
+
+
+class Imported(NamedTuple):
+    """Float32 parameters, the configuration they belong to, and what is to be remembered of the
+    files (JSON-ready: paths, digests, dtypes, what was dropped, the original configuration)."""
+
+    params: Params
+    config: TransformerConfig
+    facts: dict[str, Any]
+
+
+def import_reference(path: Path) -> Imported:
+    """The model in a folder with `config.json` and weights, or in a weight file beside one.
+
+    A `model.` too much in front of all names, as in training checkpoints, is taken off; `*.ttt_lr`
+    and `*inv_freq` are dropped; of a tied model the embedding counts, a stored head that differs
+    is named in a warning.
+
+    Raises:
+        DataError: a file that is missing, damaged, or of a model we do not compute.
+        CheckpointError: names or shapes that are not those of the configuration's model.
+    """
+    config_file = (path if path.is_dir() else path.parent) / CONFIG
+    source = read_json_file(config_file)
+    weights = open_weights(path)
+    names = _our_names(weights)
+    dropped = sorted(name for name in names if name.endswith(_DROPPED))
+    config = _configuration(config_file, source, num_tensors=len(names))
+    wanted = {
+        name: jax.ShapeDtypeStruct(shape, np.float32)
+        for name, shape in reference_shapes(config).items()
+    }
+    ignored = {HEAD} if config.has_tied_head else set()
+    given = {
+        name: weights.stored[stored]
+        for name, stored in names.items()
+        if name not in dropped and name not in ignored
+    }
+    problem = misfit(wanted, given)
+    if problem:
+        raise CheckpointError(f"{path} is not the model of its {CONFIG}: {problem}")
+    tensors = {name: weights[names[name]].astype(np.float32) for name in given}
+    head = None
+    if config.has_tied_head and HEAD in names:
+        head = _compare_head(weights, names[HEAD], tensors[EMBEDDING])
+    facts = _facts(path, config_file, weights) | {
+        "model_type": source["model_type"],
+        "num_parameters": sum(math.prod(tensor.shape) for tensor in wanted.values()),
+        "has_prefix": any(name != stored for name, stored in names.items()),
+        "dropped": dropped,
+        "tied_head": head,
+        "ignored_keys": unread_keys(source),
+        "dtypes": {name: weights.stored[names[name]].dtype.name for name in sorted(names)},
+        "config_json": config_file.read_text(encoding="utf-8"),
+    }
+    params = jax.tree.map(jax.numpy.asarray, model_from_reference(tensors, config))
+    return Imported(params, config, facts)
+
+
+def _our_names(weights: WeightFiles) -> dict[str, str]:
+    """Name -> the name it is stored under, which may have a prefix more."""
+    if not any(name.startswith(_PREFIX + _PREFIX) for name in weights):
+        return {name: name for name in weights}
+    names: dict[str, str] = {}
+    for stored in weights:
+        name = stored.removeprefix(_PREFIX)
+        if name in names:
+            raise DataError(
+                f"{weights.stored[stored].file}: {names[name]!r} and {stored!r} are the same tensor"
+            )
+        names[name] = stored
+    return names
+
+
+def _configuration(
+    config_file: Path, source: Mapping[str, Any], num_tensors: int
+) -> TransformerConfig:
+    layers = source.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > num_tensors:  # before anything is built per layer
+        raise CheckpointError(
+            f"{config_file} tells of {layers} layers, the checkpoint has {num_tensors} tensors"
+        )
+    try:
+        return transformer_config(source)
+    except UserError as error:
+        raise DataError(f"{config_file}: {error}") from error
+
+
+def _compare_head(weights: WeightFiles, stored: str, embedding: np.ndarray) -> str:
+    if np.array_equal(weights[stored], embedding):
+        return "equal to the embedding"
+    logging.warning(
+        "%s differs from the embedding it is tied to: the embedding is used for both", stored
+    )
+    return "differs from the embedding, not used"
+
+
+def _facts(path: Path, config_file: Path, weights: WeightFiles) -> dict[str, Any]:
+    return {
+        "format": "reference",
+        "path": str(path.absolute()),
+        "files": {
+            file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+            for file in (config_file, *weights.files)
+        },
+    }
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def export_reference(
+    params: Params,
+    config: TransformerConfig,
+    facts: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+) -> tuple[dict[str, np.ndarray], str]:
+    """(tensors by their reference name, text of `config.json`) of one of our models.
+
+    With the `facts` of its import: tensors and configuration as they came in, bit for bit. Without:
+    float32. `dtype` replaces either. Raises `UserError` for what the reference cannot express and
+    for a value that `dtype` cannot hold.
+    """
+    tensors = model_to_reference(params, config)
+    if facts is None:
+        name = dtype or "float32"
+        source = _expressed(config) | {"torch_dtype": name}
+        return _cast(tensors, dict.fromkeys(tensors, name)), json.dumps(source, indent=2) + "\n"
+    text = facts["config_json"]
+    if facts["tied_head"]:
+        tensors[HEAD] = tensors[EMBEDDING]
+    if dtype is None:
+        return _cast(tensors, facts["dtypes"]), text
+    source = parse_json(text.encode(), Path(CONFIG))
+    key = "dtype" if "dtype" in source else "torch_dtype"
+    text = json.dumps(source | {key: dtype}, indent=2) + "\n"
+    return _cast(tensors, dict.fromkeys(tensors, dtype)), text
+
+
+def _cast(tensors: Mapping[str, np.ndarray], kinds: Mapping[str, str]) -> dict[str, np.ndarray]:
+    result = {}
+    for name, tensor in tensors.items():
+        with np.errstate(over="ignore"):  # told by name below
+            result[name] = tensor.astype(DTYPES[kinds[name]])
+        if not np.isfinite(result[name]).all():
+            raise UserError(
+                f"{name} has values that {kinds[name]} cannot hold (largest "
+                f"{np.abs(tensor).max():g}): choose another --dtype"
+            )
+    return result
+
+
+def _expressed(config: TransformerConfig) -> dict[str, Any]:
+    """`config.json` of a model, provided that reading it gives the same model."""
+    source = reference_config(config)
+    ours, theirs = _seen(config), _seen(transformer_config(source))
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise UserError(
+                f"the reference implementation cannot express {name} {value!r} of this model, only "
+                f"{theirs[name]!r}"
+            )
+    return source
+
+
+def _seen(config: TransformerConfig) -> dict[str, Any]:
+    """What the output of a model depends on beside its parameters, by path."""
+    fields = {name: getattr(config, name) for name in ("vocab_size", "norm_eps", "has_tied_head")}
+    for layer, block in enumerate(block_configs(config)):
+        fields |= _leaves(block, f"layer {layer}")
+    return fields
+
+
+def _leaves(config: Config, path: str) -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if isinstance(value, Config) and name not in _UNSEEN:
+            leaves |= _leaves(value, f"{path}.{name}")
+        elif name not in _UNSEEN and not _is_idle(config, name):
+            leaves[f"{path}.{name}"] = value
+    return leaves
+
+
+def _is_idle(config: Config, name: str) -> bool:
+    kind = type(config).__name__
+    if (kind, name) == ("DeltaRuleConfig", "chunk_size"):
+        return True
+    return name == "qk_norm_eps" and not vars(config)["has_qk_norm"]

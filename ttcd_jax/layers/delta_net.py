@@ -1,0 +1,178 @@
+"""DeltaNet: a mixer whose memory is one matrix per head, written by the delta rule.
+
+    q, k, v = silu(conv(h W))      over the row, each document for itself;  beta = sigmoid(h W_rate)
+    o = delta_rule(q / |q|, k / |k|, v, beta),   y = RMSNorm(o) W_out       norm per head
+
+`DeltaSublayer` is its bare form, without convolution, SiLU and norm: the residual sub-layer that
+the paper's hybrid baseline puts behind attention.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ttcd_jax.axes import param
+from ttcd_jax.config import Config
+from ttcd_jax.errors import UserError
+from ttcd_jax.layers.linear import linear, normal_param
+from ttcd_jax.layers.norm import rms_norm
+from ttcd_jax.layers.short_conv import short_conv
+from ttcd_jax.precision import Precision
+from ttcd_jax.ttt.delta_rule import delta_rule, l2_normalize_inside
+from ttcd_jax.ttt.product import product
+
+# q and k [B, T, N * H], v [B, T, N * X].
+Channels = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaRuleConfig(Config):
+    """The switches of the method. `chunk_size` changes the speed, not the result."""
+
+    num_taps: int = 4
+    value_expansion: float = 1  # value head dim over key head dim
+    chunk_size: int = 64
+
+    def validate(self) -> None:
+        for name in ("num_taps", "chunk_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"DeltaRuleConfig.{name} {getattr(self, name)} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaNetConfig(Config):
+    """`head_dim` is that of queries and keys. `DeltaSublayer` has neither taps nor a norm."""
+
+    dim: int
+    num_heads: int
+    head_dim: int
+    rule: DeltaRuleConfig = DeltaRuleConfig()
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    precision: Precision = Precision()
+
+    def validate(self) -> None:
+        for name in ("dim", "num_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(
+                    f"{type(self).__name__}.{name} {getattr(self, name)} must be at least 1"
+                )
+        exact = self.head_dim * self.rule.value_expansion
+        if self.value_head_dim < 1 or not math.isclose(exact, self.value_head_dim):
+            raise UserError(
+                f"head_dim {self.head_dim} times value_expansion {self.rule.value_expansion} is "
+                f"{exact:g}; the value head dim must be a whole number, at least 1"
+            )
+
+    @property
+    def value_head_dim(self) -> int:
+        return round(self.head_dim * self.rule.value_expansion)
+
+
+class DeltaSublayer(nnx.Module):
+    """h [B, T, D] -> [B, T, D]: q, k, v linear in h, beta = sigmoid(h W_rate), delta rule,
+    output."""
+
+    def __init__(self, config: DeltaNetConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        D, N, std = config.dim, config.num_heads, config.init_std
+        dtype = config.precision.param_dtype
+        keys, values = N * config.head_dim, N * config.value_head_dim
+        self.query = normal_param(rngs, (D, keys), ("embed", "heads"), std, dtype)
+        self.key = normal_param(rngs, (D, keys), ("embed", "heads"), std, dtype)
+        self.value = normal_param(rngs, (D, values), ("embed", "heads"), std, dtype)
+        self.rate = normal_param(rngs, (D, N), ("embed", "heads"), std, dtype)
+        self.out = normal_param(rngs, (values, D), ("heads", "embed"), std, dtype)
+
+    def __call__(
+        self,
+        h: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """`positions` are part of every mixer's call; the delta rule knows order without them."""
+        return self._project_out(self._read(h, self._project(h), segment_ids))
+
+    def _project(self, h) -> Channels:
+        dtype = self.config.precision.compute_dtype
+        q, k, v = (linear(h, w[...], dtype) for w in (self.query, self.key, self.value))
+        return q, k, v
+
+    def _read(
+        self,
+        h: Float[Array, "B T D"],
+        channels: Channels,
+        segment_ids: Int[Array, "B T"] | None,
+        log_decay: Float[Array, "B T N"] | None = None,
+    ) -> Float[Array, "B T N X"]:
+        """What the memory answers to q; q and k are normalised per head."""
+        config = self.config
+        q, k, v = (x.reshape(*x.shape[:2], config.num_heads, -1) for x in channels)
+        o, _ = delta_rule(
+            l2_normalize_inside(q),
+            l2_normalize_inside(k),
+            v,
+            jax.nn.sigmoid(self._per_head(h, self.rate)),
+            log_decay=log_decay,
+            segment_ids=segment_ids,
+            chunk_size=config.rule.chunk_size,
+            state_dtype=config.precision.state_dtype,
+        )
+        return o
+
+    def _per_head(self, h, weight: nnx.Param) -> Float[Array, "B T N"]:
+        """h W for the argument of a gate, in float32 or better: gates multiply over many tokens."""
+        narrow = self.config.precision.compute_dtype
+        wide = jnp.promote_types(self.config.precision.state_dtype, jnp.float32)
+        return product("BTD,DN->BTN", h.astype(narrow), weight[...].astype(narrow), wide)
+
+    def _project_out(self, o: Float[Array, "B T N X"]) -> Float[Array, "B T D"]:
+        flat = o.reshape(*o.shape[:2], -1)
+        return linear(flat, self.out[...], self.config.precision.compute_dtype)
+
+
+class DeltaNet(DeltaSublayer):
+    """h [B, T, D] -> [B, T, D]: the sub-layer with short convolutions and a norm per head."""
+
+    def __init__(self, config: DeltaNetConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.query_conv = self._init_conv(rngs, config.head_dim)
+        self.key_conv = self._init_conv(rngs, config.head_dim)
+        self.value_conv = self._init_conv(rngs, config.value_head_dim)
+        ones = jnp.ones((config.value_head_dim,), config.precision.param_dtype)
+        self.head_norm = param(ones, ("head_dim",))
+
+    def _init_conv(self, rngs: nnx.Rngs, head_dim: int) -> nnx.Param:
+        """Taps [R, N * head_dim] uniform in +-1/sqrt(R), as torch starts a depthwise
+        convolution."""
+        shape = (self.config.rule.num_taps, self.config.num_heads * head_dim)
+        bound, dtype = shape[0] ** -0.5, self.config.precision.param_dtype
+        taps = jax.random.uniform(rngs.params(), shape, dtype, -bound, bound)
+        return param(taps, ("taps", "heads"))
+
+    def __call__(
+        self,
+        h: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """`positions` are part of every mixer's call; the delta rule knows order without them."""
+        o = self._read(h, self._convolved(h, segment_ids), segment_ids)
+        return self._project_out(self._normed(o))
+
+    def _convolved(self, h, segment_ids) -> Channels:
+        """silu(conv(q, k, v)): the row is one chunk of the convolution."""
+        ids = None if segment_ids is None else segment_ids[:, None]
+        taps = (self.query_conv, self.key_conv, self.value_conv)
+        q, k, v = (
+            jax.nn.silu(short_conv(x[:, None], w[...], is_causal=True, segment_ids=ids)[:, 0])
+            for x, w in zip(self._project(h), taps, strict=True)
+        )
+        return q, k, v
+
+    def _normed(self, o: Float[Array, "B T N X"]) -> Float[Array, "B T N X"]:
+        return rms_norm(o, self.head_norm[...], self.config.norm_eps)

@@ -1,0 +1,113 @@
+"""Muon as published: a matrix moves by its orthogonalised momentum.
+
+    buf <- mu buf + g,   u = g + mu buf (Nesterov),
+    p <- p (1 - rate * decay) - rate * 0.2 sqrt(max(A, B)) NS(u)      for every matrix p [A, B]
+
+NS are five quintic steps of one triple each, from u / (|u|_F + 1e-7). What is no matrix, and the
+vocabulary's two, follow AdamW at the same rate and decay.
+
+`optax.contrib.muon` does not express this rule. Its momentum is a running mean, and its Nesterov
+sum divides momentum and gradient by bias corrections of different steps, which turns u in the first
+tens of steps; `nesterov=True` also makes its AdamW a NAdam; one eps serves both groups; and
+Newton-Schulz has no dtype of its own. `optax.trace` and `optax.partition` are the rule's own parts.
+"""
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from ttcd_jax.ttt.update import newton_schulz
+
+Axes = tuple[str, ...]
+Group = Literal["muon", "adamw"]
+
+
+def group_of(axes: Axes) -> Group:
+    """Which rule a parameter follows, from the names of its dimensions.
+
+    "muon": two or more dimensions beside `layers` (projections, convolutions, fast weights), unless
+    one of them is `vocab` (embedding and head). "adamw": all others (norms, biases, vectors).
+    """
+    own = [name for name in axes if name != "layers"]
+    return "muon" if len(own) >= 2 and "vocab" not in own else "adamw"
+
+
+def parameter_groups(axes: Any) -> Any:
+    """`group_of` for a tree whose leaves are tuples of axis names."""
+    return jax.tree.map(group_of, axes, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def scale_by_muon(
+    axes: Any, *, momentum: float, is_nesterov: bool, dtype: DTypeLike
+) -> optax.GradientTransformation:
+    """g -> 0.2 sqrt(max(A, B)) NS(u), Newton-Schulz in `dtype`; the buffer has the parameter's.
+
+    `axes` is a tree like the parameters', with a tuple of axis names for each.
+    """
+
+    def update(updates: Any, _: Any) -> Any:
+        # Parameters of the other group are masked: there is nothing to do, and nothing to see.
+        return jax.tree.map(
+            lambda u, names: u if _is_masked(u) else orthogonalized(u, names, dtype),
+            updates,
+            axes,
+            is_leaf=_is_masked,
+        )
+
+    return optax.chain(optax.trace(momentum, nesterov=is_nesterov), optax.stateless(update))
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def orthogonalized(u: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
+    """0.2 sqrt(max(A, B)) NS(u) of every matrix [A, B] of a tensor, in u's dtype.
+
+    The matrices are the last two dimensions, all before them a batch. Taps [R, F] of a depthwise
+    convolution are F matrices of shape 1 x R. 0.2 is about the root mean square of AdamW's steps.
+    """
+    assert len(axes) == u.ndim, f"{len(axes)} axis names for a tensor of shape {u.shape}"
+    narrow = u.astype(dtype)
+    if "taps" in axes:
+        taps = axes.index("taps")
+        longest = u.shape[taps]
+        rows = newton_schulz(jnp.moveaxis(narrow, taps, -1)[..., None, :])
+        direction = jnp.moveaxis(rows[..., 0, :], -1, taps)
+    else:
+        longest = max(u.shape[-2:])
+        stack = narrow.reshape(-1, *u.shape[-2:])
+        direction = _shared_newton_schulz(stack).reshape(u.shape)
+    return 0.2 * math.sqrt(longest) * direction.astype(u.dtype)
+
+
+def _shared_newton_schulz(stack: Float[Array, "Y X Z"]) -> Float[Array, "Y X Z"]:
+    """Newton-Schulz, every device of the mesh taking whole matrices; without a mesh just that.
+
+    Left to itself XLA gathers a stack that is sharded inside its matrices, once per product.
+    Instead the shards are exchanged for whole matrices and back, by all-to-alls in the narrow
+    dtype: no array on the way has more elements than a device's shard or its own matrices, one for
+    every `devices` begun. Mesh axes move one at a time, the last first, and zero matrices fill the
+    stack up to a multiple of the devices (zero they stay): else XLA gathers all the same. A stack
+    whose layers lie on one mesh axis of several is gathered in part; on the only one it stays.
+    """
+    mesh, free = jax.typeof(stack).sharding.mesh, PartitionSpec.UNCONSTRAINED
+    names = tuple(name for name in reversed(mesh.auto_axes) if mesh.shape[name] > 1)
+    stages = [
+        NamedSharding(mesh, PartitionSpec(names[:count], free, free))
+        for count in range(1, len(names) + 1)
+    ]
+    devices = math.prod(mesh.shape[name] for name in names)
+    x = jnp.pad(stack, ((0, -len(stack) % devices), (0, 0), (0, 0)))
+    for stage in stages:
+        x = jax.lax.with_sharding_constraint(x, stage)
+    x = newton_schulz(x)
+    for stage in reversed(stages):
+        x = jax.lax.with_sharding_constraint(x, stage)
+    return x[: len(stack)]

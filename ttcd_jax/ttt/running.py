@@ -1,0 +1,128 @@
+"""Memories that are no prefix sum: what a chunk writes, or how it is kept, depends on the running
+weight. One step per chunk, recomputed in the backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from ttcd_jax.ttt.chunking import MemoryMask, masked
+from ttcd_jax.ttt.product import product
+from ttcd_jax.ttt.scan import MemoryRule
+from ttcd_jax.ttt.update import NORM_EPS, chunk_delta
+
+
+def ideal_memory(
+    z_teacher: Float[Array, "B C L F"],
+    z_student: Float[Array, "B C L F"],
+    w_base: Float[Array, "F D"],
+    mask: MemoryMask,
+    *,
+    eta: float,
+    state_dtype: DTypeLike,
+) -> tuple[Float[Array, "B C L D"], Float[Array, "B F D"]]:
+    """(y, (W_end - W_base) / eta): gradient descent on the distillation loss, one step per chunk.
+
+    The paper's eq. inplace_update_sw, in [F, D] layout. With L_CD(W), the mean over a chunk of
+    |stopgrad(z_teacher W_i) - z_student W|^2 / 2, chunk i is read through W_i and writes
+
+        W_{i+1} = W_i - eta dL_CD/dW at W_i
+                = W_i + eta * mean over the chunk of z_student^T (z_teacher W_i - z_student W_i).
+
+    The error is taken against the running weight, so updates depend on one another and no prefix
+    sum gives them. No gradient flows through the teacher's term; all else is differentiable. The
+    mean is over the tokens that write: those of a chunk's last document.
+    """
+
+    def write(weight, chunk):
+        z_teacher, z_student, writes = chunk
+        narrow = weight.astype(z_student.dtype)
+        target = jax.lax.stop_gradient(product("BLF,BFD->BLD", z_teacher, narrow, state_dtype))
+        error = target - product("BLF,BFD->BLD", z_student, narrow, state_dtype)
+        error = masked(error[:, None], writes[:, None])[:, 0]
+        delta = product("BLF,BLD->BFD", z_student, error.astype(z_student.dtype), state_dtype)
+        return weight + eta * delta / writes.sum(-1).astype(state_dtype)[:, None, None]
+
+    writes = jnp.ones(z_student.shape[:3], bool) if mask.writes is None else mask.writes
+    operands = (z_teacher, z_student, jnp.broadcast_to(writes, z_student.shape[:3]))
+    base = w_base.astype(state_dtype)
+    start = jnp.broadcast_to(base, (z_student.shape[0], *base.shape))
+    y, end = _run(write, lambda weight: weight, start, operands, z_teacher, w_base, mask)
+    return y, (end - base) / (eta or 1.0)
+
+
+def renormalized_memory(
+    rule: MemoryRule,
+    z: Float[Array, "B C L F"],
+    keys: Float[Array, "B C L F"],
+    errors: Float[Array, "B C L D"],
+    w_base: Float[Array, "F D"],
+    mask: MemoryMask,
+    group_chunks: int,
+) -> tuple[Float[Array, "B C L D"], Float[Array, "B F D"]]:
+    """(y, (W_end - W_base) / eta): the memory whose Frobenius norm is held at that of W_base.
+
+    Inside a group of `group_chunks` chunks W_i = R(B_g + eta * sum_{j<i in group} delta_w_j), and
+    the group ends with B_{g+1} = R(the same with all its chunks); R(M) = M |W_base|_F / max(|M|_F,
+    1e-6). Groups are counted from the first chunk a document can write into.
+    """
+    base = w_base.astype(rule.state_dtype)
+    norm = jnp.linalg.norm(base)
+
+    def weight(state):
+        group_start, total, _ = state
+        matrix = group_start + rule.eta * total
+        size = jnp.linalg.norm(matrix, axis=(-2, -1), keepdims=True)
+        return matrix * (norm / jnp.maximum(size, NORM_EPS))
+
+    def write(state, chunk):
+        group_start, total, count = state
+        errors, keys = (x[:, None] for x in chunk)
+        delta = chunk_delta(
+            errors, keys, orthogonalizes=rule.orthogonalizes, dtype=rule.state_dtype
+        )
+        total, count = total + delta[:, 0], count + 1
+        is_group_end = (count % group_chunks == 0)[:, None, None]
+        group_start = jnp.where(is_group_end, weight((group_start, total, count)), group_start)
+        return group_start, jnp.where(is_group_end, 0, total), count
+
+    group_start = jnp.broadcast_to(base, (z.shape[0], *base.shape))
+    start = (group_start, jnp.zeros_like(group_start), jnp.zeros(z.shape[0], jnp.int32))
+    operands = (masked(errors, mask.writes), keys)
+    y, end = _run(write, weight, start, operands, z, w_base, mask)
+    return y, (weight(end) - base) / (rule.eta or 1.0)
+
+
+def _run(
+    write: Callable[[Any, Any], Any],
+    weight: Callable[[Any], jax.Array],
+    start: Any,
+    operands: Any,
+    z: jax.Array,
+    w_base: jax.Array,
+    mask: MemoryMask,
+) -> tuple[jax.Array, Any]:
+    """(y [B, C, L, D], last state): chunk after chunk, `z` read through `weight(state)`, then
+    `write(state, operands of the chunk)`. State leaves carry the batch axis first; tokens that may
+    not read the state read W_base."""
+
+    def one_chunk(state, chunk):
+        z, reads, resets, operands = chunk
+        matrix = weight(state)
+        y = product("BLF,BFD->BLD", z, matrix.astype(z.dtype), matrix.dtype)
+        if reads is not None:
+            y = jnp.where(reads[..., None], y, product("BLF,FD->BLD", z, w_base, matrix.dtype))
+        if resets is not None:
+            state = jax.tree.map(
+                lambda new, old: jnp.where(resets.reshape(-1, *[1] * (old.ndim - 1)), new, old),
+                start,
+                state,
+            )
+        return write(state, operands), y.astype(z.dtype)
+
+    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (z, mask.reads, mask.resets, operands))
+    end, y = jax.lax.scan(jax.checkpoint(one_chunk), start, chunks)
+    return jnp.moveaxis(y, 0, 1), end
