@@ -57,8 +57,9 @@ def main(argv: list[str]) -> None:
         out_dir.mkdir(parents=True, exist_ok=True)
     orthogonal, equality = _equality([config.replace(chunk_size=size) for size in chunk_sizes])
     interference = _interference([config.replace(num_fillers=count) for count in num_fillers])
-    rows = [*equality, *(row for row in interference if row["overlap"] == 0)]
-    is_held = all(row.get("held", not row.get("below_bound")) for row in rows)
+    undisturbed = [row for row in interference if row["overlap"] == 0]
+    is_held = all(row["held"] for row in equality)
+    is_held = is_held and not any(row["below_bound"] for row in undisturbed)
     report = {
         "environment": measure.environment(),
         "config": config.to_dict(),

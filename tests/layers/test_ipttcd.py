@@ -331,7 +331,10 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32(name):
         ({"renorm_chunks": 0}, "renorm_chunks 0 must be at least 1"),
         ({"output": "teacher_raw", "has_teacher_conv": False}, "use 'teacher'"),
         ({"folds_state": True}, "set resets_at_document=False"),
-        ({"form": "attention", "orthogonalizes_updates": True}, "form 'attention' does not know orthogonalizes_updates"),
+        (
+            {"form": "attention", "orthogonalizes_updates": True},
+            "form 'attention' does not know orthogonalizes_updates",
+        ),
     ],
 )
 def test_configurations_that_do_not_fit_are_refused_in_one_line(changes, message):

@@ -47,7 +47,7 @@ def _axes(name: str, shape: tuple[int, ...]) -> Axes:
     if len(shape) == 1:
         return ("embed",)
     if len(shape) == 3:
-        return ("mlp", "layers", "taps")
+        return ("mlp", "layers", "taps") if shape[1] == 1 else ("layers", "mlp", "embed")
     if any(part in name for part in ("embeddings", "lm_head", "model.norm")):
         return ("vocab", "embed")
     return ("mlp", "embed")
