@@ -146,7 +146,7 @@ def _export(run_dir: Path, folder: Path) -> None:
     tensors, text = export_reference(params, config, facts, FLAGS.dtype)
     with _appearing(folder) as unfinished:
         write_safetensors(unfinished, tensors)
-        (unfinished / CONFIG).write_text(text, encoding="utf-8")
+        (unfinished / CONFIG).write_bytes(text.encode())
         if (directory.path / TOKENIZER).is_file():
             shutil.copyfile(directory.path / TOKENIZER, unfinished / TOKENIZER)
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())

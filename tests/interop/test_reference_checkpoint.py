@@ -44,7 +44,8 @@ def write(tmp_path):
         golden = Golden(path)
         source = golden.config | {"model_type": model_type(golden)} | config
         write_safetensors(tmp_path, tensors or golden.group("param."), max_bytes)
-        (tmp_path / "config.json").write_text(json.dumps(source, indent=3))
+        text = json.dumps(source, indent=3).replace("\n", "\r\n")
+        (tmp_path / "config.json").write_bytes(text.encode())
         return tmp_path, golden
 
     return write
@@ -54,7 +55,7 @@ def _assert_exported(folder, imported):
     """Exporting gives what the folder holds."""
     given = dict(open_weights(folder))
     tensors, text = export_reference(*imported)
-    assert text == (folder / "config.json").read_text()
+    assert text.encode() == (folder / "config.json").read_bytes()
     assert tensors.keys() == given.keys()
     for name, value in given.items():
         assert tensors[name].dtype == value.dtype

@@ -147,10 +147,17 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
     (o, state), (gradients,) = ours
     assert (o.dtype, state.dtype, gradients["k"].dtype) == ("bfloat16", "float32", "bfloat16")
     assert_close(ours, _evaluate(delta_rule_recurrent, wide, ids), 0.03)
-    # Sums of log decays apart, which are float32 whatever the inputs.
+    # Float32 whatever the inputs: sums of log decays, and the triangular system, which is inverted
+    # in log2(8) doublings of two products each and multiplied once.
     del wide["log_decay"]
     run = partial(delta_rule, chunk_size=8, state_dtype=jnp.float32)
-    assert dot_operand_types(traced(lambda inputs: run(**inputs), wide | narrow)) == {"bfloat16"}
+    eqns = traced(lambda inputs: run(**inputs), wide | narrow)
+    products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    is_wide = [{str(x.aval.dtype) for x in eqn.invars} == {"float32"} for eqn in products]
+    assert sum(is_wide) == 2 * 3 + 1
+    assert dot_operand_types([eqn for eqn, w in zip(products, is_wide, strict=True) if not w]) == {
+        "bfloat16"
+    }
 
 
 def test_the_backward_keeps_no_state_per_token():

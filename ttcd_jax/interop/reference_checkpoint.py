@@ -7,7 +7,6 @@ tied head was stored beside the embedding, and `config.json` to the byte.
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from ttcd_jax.interop.reference import (
 )
 from ttcd_jax.interop.reference_config import reference_config, transformer_config, unread_keys
 from ttcd_jax.interop.strict_json import parse_json, read_json_file
-from ttcd_jax.interop.weight_files import WeightFiles, open_weights
+from ttcd_jax.interop.weight_files import StoredTensor, WeightFiles, open_weights
 from ttcd_jax.models.catalog import TransformerConfig, block_configs
 from ttcd_jax.train.fit import misfit
 
@@ -78,32 +77,22 @@ def import_reference(path: Path) -> Imported:
     names = _our_names(weights)
     dropped = sorted(name for name in names if name.endswith(_DROPPED))
     config = _configuration(config_file, source, num_tensors=len(names))
-    wanted = {
-        name: jax.ShapeDtypeStruct(shape, np.float32)
-        for name, shape in reference_shapes(config).items()
-    }
-    ignored = {HEAD} if config.has_tied_head else set()
-    given = {
-        name: weights.stored[stored]
-        for name, stored in names.items()
-        if name not in dropped and name not in ignored
-    }
-    problem = misfit(wanted, given)
-    if problem:
-        raise CheckpointError(f"{path} is not the model of its {CONFIG}: {problem}")
-    tensors = {name: weights[names[name]].astype(np.float32) for name in given}
+    ignored = {*dropped, HEAD} if config.has_tied_head else {*dropped}
+    used = {name: stored for name, stored in names.items() if name not in ignored}
+    _check_fit(path, config, {name: weights.stored[stored] for name, stored in used.items()})
+    tensors = {name: weights[stored].astype(np.float32) for name, stored in used.items()}
     head = None
     if config.has_tied_head and HEAD in names:
         head = _compare_head(weights, names[HEAD], tensors[EMBEDDING])
     facts = _facts(path, config_file, weights) | {
         "model_type": source["model_type"],
-        "num_parameters": sum(math.prod(tensor.shape) for tensor in wanted.values()),
+        "num_parameters": sum(tensor.size for tensor in tensors.values()),
         "has_prefix": any(name != stored for name, stored in names.items()),
         "dropped": dropped,
         "tied_head": head,
         "ignored_keys": unread_keys(source),
         "dtypes": {name: weights.stored[names[name]].dtype.name for name in sorted(names)},
-        "config_json": config_file.read_text(encoding="utf-8"),
+        "config_json": config_file.read_bytes().decode(),  # line ends as they are
     }
     params = jax.tree.map(jax.numpy.asarray, model_from_reference(tensors, config))
     return Imported(params, config, facts)
@@ -136,6 +125,16 @@ def _configuration(
         return transformer_config(source)
     except UserError as error:
         raise DataError(f"{config_file}: {error}") from error
+
+
+def _check_fit(path: Path, config: TransformerConfig, given: Mapping[str, StoredTensor]) -> None:
+    wanted = {
+        name: jax.ShapeDtypeStruct(shape, np.float32)
+        for name, shape in reference_shapes(config).items()
+    }
+    problem = misfit(wanted, given)
+    if problem:
+        raise CheckpointError(f"{path} is not the model of its {CONFIG}: {problem}")
 
 
 def _compare_head(weights: WeightFiles, stored: str, embedding: np.ndarray) -> str:

@@ -13,21 +13,12 @@ import dataclasses
 from typing import Literal
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from ttcd_jax.config import Config
-from ttcd_jax.layers.memory import (
-    ConvInit,
-    FastWeightConfig,
-    MemoryStats,
-    ProjInit,
-    init_conv,
-    init_proj,
-    memory_stats,
-)
-from ttcd_jax.layers.mlp import MLPConfig, SwiGLU
+from ttcd_jax.layers.memory import ConvInit, FastWeightConfig, MemoryMLP, ProjInit, Remembered
+from ttcd_jax.layers.mlp import MLPConfig
 from ttcd_jax.layers.short_conv import short_conv
-from ttcd_jax.ttt.chunking import chunk_segments, from_chunks, memory_mask, to_chunks
+from ttcd_jax.ttt.chunking import to_chunks
 from ttcd_jax.ttt.product import weight_product
 from ttcd_jax.ttt.scan import apply_memory
 
@@ -52,52 +43,24 @@ class IPTTTConfig(Config):
     memory: TargetMemoryConfig = TargetMemoryConfig()
 
 
-class IPTTTMLP(SwiGLU):
+class IPTTTMLP(MemoryMLP):
     """(x, targets) [B, T, D] -> y [B, T, D], any T. Parameters of SwiGLU plus P and the
     convolutions; gradient flows into the targets."""
 
+    memory: TargetMemoryConfig
+
     def __init__(self, config: IPTTTConfig, *, rngs: nnx.Rngs):
-        super().__init__(config.mlp, rngs=rngs)
-        memory, mlp = config.memory, config.mlp
-        self.memory = memory
+        memory = config.memory
+        super().__init__(config.mlp, memory, rngs=rngs)
         if memory.has_proj:
-            dtype = mlp.precision.param_dtype
-            self.proj = init_proj(memory.proj_init, rngs, mlp.dim, mlp.init_std, dtype)
+            self.proj = self._init_proj(memory, rngs)
         if memory.has_target_conv:
-            self.target_conv = self._init_conv(rngs, mlp.dim, "embed")
+            self.target_conv = self._init_conv(memory, memory.conv_init, rngs, "embed")
         if memory.has_activation_conv:
-            self.activation_conv = self._init_conv(rngs, mlp.hidden_dim, "mlp")
+            self.activation_conv = self._init_conv(memory, memory.conv_init, rngs, "mlp")
 
-    def _init_conv(self, rngs: nnx.Rngs, channels: int, axis: str) -> nnx.Param:
-        return init_conv(
-            self.memory.conv_init,
-            rngs,
-            (self.memory.num_taps, channels),
-            axis,
-            is_causal=self.memory.is_conv_causal,
-            std=self.config.init_std,
-            dtype=self.config.precision.param_dtype,
-        )
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        targets: Float[Array, "B T D"],
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        return self.forward(x, targets, segment_ids)[0]
-
-    def forward(
-        self,
-        x: Float[Array, "B T D"],
-        targets: Float[Array, "B T D"],
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], MemoryStats]:
-        """y and what the memory holds. Documents (`segment_ids`) neither share nor leak it."""
-        memory, length = self.memory, x.shape[1]
-        if not memory.resets_at_document:
-            segment_ids = None
-        segments = chunk_segments(segment_ids, memory.chunk_size)
+    def _remember(self, x, targets, segments, mask) -> Remembered:
+        memory = self.memory
         h = to_chunks(self.features(x), memory.chunk_size)
         v = to_chunks(targets.astype(h.dtype), memory.chunk_size)
         causal = memory.is_conv_causal
@@ -107,7 +70,6 @@ class IPTTTMLP(SwiGLU):
             v = short_conv(v, self.target_conv[...], is_causal=causal, segment_ids=segments)
         if memory.has_proj:
             v = weight_product(v, self.proj[...].astype(v.dtype))
-        mask = memory_mask(segment_ids, length, memory.chunk_size)
         rule = memory.rule(self.config.precision)
         y, state = apply_memory(rule, h, h, v, self.down[...].astype(h.dtype), mask)
-        return from_chunks(y, length), memory_stats(state, self.down[...], memory.eta)
+        return Remembered(y, state)

@@ -13,22 +13,15 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.layers.linear import normal_param
-from ttcd_jax.layers.memory import (
-    ConvInit,
-    FastWeightConfig,
-    MemoryStats,
-    init_conv,
-    init_proj,
-    memory_stats,
-)
-from ttcd_jax.layers.mlp import MLPConfig, SwiGLU
+from ttcd_jax.layers.memory import ConvInit, FastWeightConfig, MemoryMLP, Remembered
+from ttcd_jax.layers.mlp import MLPConfig
 from ttcd_jax.layers.short_conv import short_conv
-from ttcd_jax.ttt.chunking import chunk_segments, from_chunks, memory_mask, to_chunks
+from ttcd_jax.ttt.chunking import to_chunks
 from ttcd_jax.ttt.running import renormalized_memory
 from ttcd_jax.ttt.scan import apply_memory
 from ttcd_jax.ttt.update import chunk_errors, l2_normalize
@@ -44,7 +37,6 @@ class MemoryConfig(FastWeightConfig):
     convolution at zero.
     """
 
-    is_conv_causal: bool = True
     has_teacher_conv: bool = True
     has_student_conv: bool = True
     has_token_rate: bool = True
@@ -85,54 +77,27 @@ class IPTTCDConfig(Config):
     memory: MemoryConfig = MemoryConfig()
 
 
-class IPTTCDMLP(SwiGLU):
-    """(x, t) [B, T, D] -> y [B, T, D], any T. Parameters of SwiGLU plus P, b and the two
-    convolutions."""
+class IPTTCDMLP(MemoryMLP):
+    """(x, t) [B, T, D] -> y [B, T, D], any T: teacher and student. Parameters of SwiGLU plus P, b
+    and the two convolutions."""
+
+    memory: MemoryConfig
 
     def __init__(self, config: IPTTCDConfig, *, rngs: nnx.Rngs):
-        super().__init__(config.mlp, rngs=rngs)
-        memory, D = config.memory, config.mlp.dim
-        std, dtype = config.mlp.init_std, config.mlp.precision.param_dtype
-        self.memory = memory
+        memory, mlp = config.memory, config.mlp
+        super().__init__(mlp, memory, rngs=rngs)
         if memory.has_proj:
-            self.proj = init_proj(memory.proj_init, rngs, D, std, dtype)
+            self.proj = self._init_proj(memory, rngs)
         if memory.has_token_rate:
-            self.rate = normal_param(rngs, (D,), ("embed",), std, dtype)
+            dtype = mlp.precision.param_dtype
+            self.rate = normal_param(rngs, (mlp.dim,), ("embed",), mlp.init_std, dtype)
         if memory.has_teacher_conv:
-            self.teacher_conv = self._init_conv(memory.teacher_conv_init, rngs)
+            self.teacher_conv = self._init_conv(memory, memory.teacher_conv_init, rngs, "mlp")
         if memory.has_student_conv:
-            self.student_conv = self._init_conv(memory.student_conv_init, rngs)
+            self.student_conv = self._init_conv(memory, memory.student_conv_init, rngs, "mlp")
 
-    def _init_conv(self, init: ConvInit, rngs: nnx.Rngs) -> nnx.Param:
-        return init_conv(
-            init,
-            rngs,
-            (self.memory.num_taps, self.config.hidden_dim),
-            "mlp",
-            is_causal=self.memory.is_conv_causal,
-            std=self.config.init_std,
-            dtype=self.config.precision.param_dtype,
-        )
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        t: Float[Array, "B T D"],
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        return self.forward(x, t, segment_ids)[0]
-
-    def forward(
-        self,
-        x: Float[Array, "B T D"],
-        t: Float[Array, "B T D"],
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], MemoryStats]:
-        """y and what the memory holds. Documents (`segment_ids`) neither share nor leak it."""
-        memory, length = self.memory, x.shape[1]
-        if not memory.resets_at_document:
-            segment_ids = None
-        segments = chunk_segments(segment_ids, memory.chunk_size)
+    def _remember(self, x, t, segments, mask) -> Remembered:
+        memory = self.memory
         z = to_chunks(self.features(x), memory.chunk_size)
         z_student = to_chunks(self.features(t), memory.chunk_size)
         z_target = z
@@ -154,10 +119,7 @@ class IPTTCDMLP(SwiGLU):
         )
         keys = l2_normalize(z_student, memory.zero_slope) if memory.normalizes_keys else z_student
         z_out = {"teacher": z_target, "teacher_raw": z, "student": z_student}[memory.output]
-        mask = memory_mask(segment_ids, length, memory.chunk_size)
-        y, state = self._read(z_out, keys, errors, w_base, mask)
-        stats = memory_stats(state, self.down[...], memory.eta, beta)
-        return from_chunks(y, length), stats
+        return Remembered(*self._read(z_out, keys, errors, w_base, mask), beta)
 
     def _conv(self, z, taps, segments):
         return short_conv(z, taps, is_causal=self.memory.is_conv_causal, segment_ids=segments)

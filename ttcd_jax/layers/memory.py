@@ -1,4 +1,4 @@
-"""What every MLP that writes into its own down projection shares: switches, start, statistics."""
+"""What every MLP that writes into its own down projection shares: switches, call, statistics."""
 
 import dataclasses
 from typing import Literal, NamedTuple
@@ -6,14 +6,15 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.layers.linear import normal_param
+from ttcd_jax.layers.mlp import MLPConfig, SwiGLU
 from ttcd_jax.precision import Precision
+from ttcd_jax.ttt.chunking import MemoryMask, chunk_segments, from_chunks, memory_mask
 from ttcd_jax.ttt.scan import Form, MemoryRule
 
 ConvInit = Literal["zeros", "identity", "normal"]
@@ -21,22 +22,37 @@ ProjInit = Literal["identity", "gaussian_diagonal", "zeros", "normal"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FastWeightConfig(Config):
-    """A memory that is a prefix sum: chunk i reads W_base + eta * (what chunks before i wrote)."""
+class InPlaceConfig(Config):
+    """A memory in the down projection: a chunk reads what the chunks before it wrote, at rate
+    eta."""
 
     chunk_size: int = 1024
     eta: float = 0.3
+    resets_at_document: bool = True  # published: the memory leaks from document to document
+
+    def validate(self) -> None:
+        if self.chunk_size < 1:
+            raise UserError(
+                f"{type(self).__name__}.chunk_size {self.chunk_size} must be at least 1"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FastWeightConfig(InPlaceConfig):
+    """A memory that is a prefix sum: chunk i reads W_base + eta * (what chunks before i wrote)."""
+
     num_taps: int = 5
+    is_conv_causal: bool = True
     has_proj: bool = True
     # 0.02 I, 0.02 diag(N(0, 1)), zero, or dense N(0, init_std^2).
     proj_init: ProjInit = "identity"
     folds_state: bool = False  # published read: round W_base + eta S, then one product
-    resets_at_document: bool = True  # published: the memory leaks from document to document
     form: Form = "blocked"
     block_chunks: int = 4
 
     def validate(self) -> None:
-        for name in ("chunk_size", "num_taps", "block_chunks"):
+        super().validate()
+        for name in ("num_taps", "block_chunks"):
             if getattr(self, name) < 1:
                 raise UserError(
                     f"{type(self).__name__}.{name} {getattr(self, name)} must be at least 1"
@@ -83,35 +99,84 @@ def memory_stats(
     return MemoryStats(abs(eta) * size / jnp.linalg.norm(base), gate.astype(jnp.float32))
 
 
-def init_proj(init: ProjInit, rngs: nnx.Rngs, dim: int, std: float, dtype: DTypeLike) -> nnx.Param:
-    """P [D, D], which multiplies errors from the right."""
-    axes = ("embed", "embed_out")
-    match init:
-        case "identity":
-            return param(0.02 * jnp.eye(dim, dtype=dtype), axes)
-        case "gaussian_diagonal":
-            return param(jnp.diag(0.02 * jax.random.normal(rngs.params(), (dim,), dtype)), axes)
-        case "zeros":
-            return param(jnp.zeros((dim, dim), dtype), axes)
-        case "normal":
-            return normal_param(rngs, (dim, dim), axes, std, dtype)
+class Remembered(NamedTuple):
+    """What a memory gives for a row: y in chunks, the sum of what was written (without eta), and
+    the token rate if there is one."""
+
+    y: Float[Array, "B C L D"]
+    state: Float[Array, "B F D"]
+    beta: Float[Array, "B T"] | None = None
 
 
-def init_conv(
-    init: ConvInit,
-    rngs: nnx.Rngs,
-    shape: tuple[int, int],
-    axis: str,
-    *,
-    is_causal: bool,
-    std: float,
-    dtype: DTypeLike,
-) -> nnx.Param:
-    """Taps [R, channels]; the identity passes the current token through."""
-    axes = ("taps", axis)
-    if init == "normal":
-        return normal_param(rngs, shape, axes, std, dtype)
-    taps = jnp.zeros(shape, dtype)
-    if init == "identity":
-        taps = taps.at[shape[0] - 1 if is_causal else shape[0] // 2].set(1)
-    return param(taps, axes)
+class MemoryMLP(SwiGLU):
+    """(x, t) [B, T, D] -> y [B, T, D], any T: x is read through the memory in the down projection,
+    what t is and what is written the method's `_remember` says."""
+
+    def __init__(self, mlp: MLPConfig, memory: InPlaceConfig, *, rngs: nnx.Rngs):
+        super().__init__(mlp, rngs=rngs)
+        self.memory = memory
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        t: Float[Array, "B T D"],
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        return self.forward(x, t, segment_ids)[0]
+
+    def forward(
+        self,
+        x: Float[Array, "B T D"],
+        t: Float[Array, "B T D"],
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], MemoryStats]:
+        """y and what the memory holds. Documents (`segment_ids`) neither share nor leak it."""
+        memory, length = self.memory, x.shape[1]
+        if not memory.resets_at_document:
+            segment_ids = None
+        segments = chunk_segments(segment_ids, memory.chunk_size)
+        mask = memory_mask(segment_ids, length, memory.chunk_size)
+        y, state, beta = self._remember(x, t, segments, mask)
+        stats = memory_stats(state, self.down[...], memory.eta, beta)
+        return from_chunks(y, length), stats
+
+    def _remember(
+        self,
+        x: Float[Array, "B T D"],
+        t: Float[Array, "B T D"],
+        segments: Int[Array, "B C L"] | None,
+        mask: MemoryMask,
+    ) -> Remembered:
+        raise AssertionError(f"{type(self).__name__} defines its own _remember")
+
+    def _init_proj(self, memory: FastWeightConfig, rngs: nnx.Rngs) -> nnx.Param:
+        """P [D, D], which multiplies errors from the right."""
+        D, std, dtype = self.config.dim, self.config.init_std, self.config.precision.param_dtype
+        axes = ("embed", "embed_out")
+        match memory.proj_init:
+            case "identity":
+                return param(0.02 * jnp.eye(D, dtype=dtype), axes)
+            case "gaussian_diagonal":
+                return param(jnp.diag(0.02 * jax.random.normal(rngs.params(), (D,), dtype)), axes)
+            case "zeros":
+                return param(jnp.zeros((D, D), dtype), axes)
+            case "normal":
+                return normal_param(rngs, (D, D), axes, std, dtype)
+
+    def _init_conv(
+        self,
+        memory: FastWeightConfig,
+        init: ConvInit,
+        rngs: nnx.Rngs,
+        axis: Literal["embed", "mlp"],
+    ) -> nnx.Param:
+        """Taps [R, channels] for the D or F channels; the identity passes the current token
+        through."""
+        channels = {"embed": self.config.dim, "mlp": self.config.hidden_dim}[axis]
+        shape, dtype = (memory.num_taps, channels), self.config.precision.param_dtype
+        if init == "normal":
+            return normal_param(rngs, shape, ("taps", axis), self.config.init_std, dtype)
+        taps = jnp.zeros(shape, dtype)
+        if init == "identity":
+            taps = taps.at[-1 if memory.is_conv_causal else memory.num_taps // 2].set(1)
+        return param(taps, ("taps", axis))
