@@ -1,8 +1,8 @@
 """FLOPs of a model by its shapes. XLA's own count takes the body of a scan once, so it cannot
 serve.
 
-A matrix product of [m, k] and [k, n] counts 2 m k n; everything else is left out, and so are products
-with a column or two per head (rates, gates). Training counts three times the forward pass
+A matrix product of [m, k] and [k, n] counts 2 m k n; everything else is left out, and so are
+products with a column or two per head (rates, gates). Training counts three times the forward pass
 (recomputation is overhead, not work).
 """
 
@@ -81,7 +81,7 @@ def _delta_flops(delta: DeltaNetConfig, length: int) -> float:
     N, H, X = delta.num_heads, delta.head_dim, delta.value_head_dim
     chunk = min(delta.rule.chunk_size, length)
     projections = 2 * length * delta.dim * N * (2 * H + 2 * X)
-    # Overlaps k k^T and q k^T, the solved system's product, scores times u; the inverse by doubling.
+    # Overlaps k k^T and q k^T, the solved system, scores times u; then the inverse by doubling.
     inside = 2 * length * N * chunk * (2 * H + (H + X) + X)
     padded = 1 << (chunk - 1).bit_length()
     inside += length / chunk * N * 2 * padded * (padded**2 - 1) / 3
