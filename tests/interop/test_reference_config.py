@@ -120,6 +120,7 @@ IPTTCD = SMALLEST | {"model_type": "ipttcdv9", "ttt_layers": [0]}
         (IPTTCD | {"model_type": ["ipttcdv9"]}, ["model_type"]),
         ({"model_type": "transformer"}, ["vocab_size"]),
         (IPTTCD | {"use_output_gate": True}, ["use_output_gate", "True"]),
+        (IPTTCD | {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         (IPTTCD | {"ttt_proj_init": "sparse"}, ["ttt_proj_init", "sparse", "diagonal"]),
         (IPTTCD | {"ttt_proj_init": ["zero"]}, ["ttt_proj_init"]),
         (IPTTCD | {"ttt_chunk": None}, ["ttt_chunk"]),

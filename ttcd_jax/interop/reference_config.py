@@ -209,6 +209,8 @@ def transformer_config(source: Mapping[str, Any], **changes: Any) -> Transformer
     for name, value in family.fixed.items():
         if source.get(name, value) != value:
             raise DataError(f"{name}={source[name]!r} is not supported, only {value!r}")
+    if source.get("hidden_act", "swish") not in ("swish", "silu"):
+        raise DataError(f"hidden_act={source['hidden_act']!r} is not supported, only 'swish'")
     fields: dict[str, Any] = {"method": family.method, "qk_norm_eps": 1e-5}
     for key in family.keys:
         fields[key.field] = _read(key, source)
