@@ -71,21 +71,6 @@ def test_a_token_depends_on_the_past_of_its_document_and_nothing_else(name, floa
     np.testing.assert_array_equal(reach, visible & is_earlier | may_see(TWO_ROWS, 3))
 
 
-def test_documents_on_the_chunk_grid_are_rows_of_their_own(float64):
-    module = _module()
-    (h,) = draw(1, (2, 12, D))
-    row = h.reshape(1, 24, D)
-    ids = jnp.repeat(jnp.array([[4, 1]]), 12, axis=1)
-    positions = jnp.tile(jnp.arange(12, dtype=jnp.int32), 2)[None]
-    apart = value_and_gradients(module, lambda m, h: m(h, row_positions(h)), h)
-
-    def run(module, row):
-        return module(row, positions, ids).reshape(2, 12, D)
-
-    value, d_params, (d_row,) = value_and_gradients(module, run, row)
-    assert_close((value, d_params, [d_row.reshape(2, 12, D)]), apart)
-
-
 def test_the_published_memory_leaks_from_document_to_document(float64):
     module = _module(resets_at_document=False)
     (h,) = draw(1, (*TWO_ROWS.shape, D))

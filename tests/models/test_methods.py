@@ -49,10 +49,11 @@ CONFIG = TransformerConfig(
     memory=MemoryConfig(chunk_size=CHUNK, num_taps=3),
     ideal_memory=IdealMemoryConfig(chunk_size=CHUNK),
     target_memory=TargetMemoryConfig(chunk_size=CHUNK, num_taps=3, target="embedding"),
-    delta=DeltaRuleConfig(chunk_size=CHUNK, num_taps=3),
+    delta=DeltaRuleConfig(chunk_size=CHUNK, num_taps=3, value_expansion=1.5),
     lact=LaCTMemoryConfig(chunk_size=CHUNK, num_fast_heads=2, low_rank=3),
     precision=Precision(param="float64", compute="float64", state="float64"),
 )
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, T)))
 WITH_RATE = sorted(name for name, method in METHODS.items() if method.memory_field)
 
 
@@ -93,17 +94,12 @@ def test_a_token_depends_on_its_past_its_row_and_its_document_only(method):
     block = _block(_config(method))
     reach = influence(lambda h: block(h, None, ids, h), h)
     assert (reach[~may_see(TWO_ROWS)] == 0).all()
-
-
-def test_what_lies_beyond_the_window_is_remembered_by_methods_with_a_memory(method):
-    h = _hidden(1, T)
-    block = _block(_config(method))
-    reach = influence(lambda h: block(h, None, None, h), h)[0, :, 0]
-    assert (np.diag(reach) > 0).all()
-    is_beyond = np.tri(T, k=-WINDOW, dtype=bool)
-    assert (reach[-1, 0] > 0) == (method != "swa")
+    # The first row is one document: what lies beyond the window is remembered, but by a window.
+    first = reach[0, :, 0]
+    assert (np.diag(first) > 0).all()
+    assert (first[-1, 0] > 0) == (method != "swa")
     if method == "swa":
-        assert (reach[is_beyond] == 0).all()
+        assert (first[np.tri(T, k=-WINDOW, dtype=bool)] == 0).all()
 
 
 def test_a_prefix_does_not_change_with_what_follows(method):
@@ -115,7 +111,7 @@ def test_a_prefix_does_not_change_with_what_follows(method):
 
 def test_a_ragged_row_equals_its_padded_twin(method):
     run, h = _runner(_config(method)), _hidden(1, T)
-    for length in (1, CHUNK - 1, 2 * CHUNK, T - 1):
+    for length in (CHUNK - 1, T - 1):
         assert_close(run(h[:, :length]), run(h)[:, :length])
 
 
@@ -136,11 +132,11 @@ def test_documents_of_a_row_do_not_see_each_other(method):
 
 def test_documents_on_the_chunk_grid_equal_rows_of_their_own(method):
     run, h = _runner(_config(method)), _hidden(1, T)
-    edges = (0, 2 * CHUNK, 3 * CHUNK, T)
+    edges = (0, 2 * CHUNK, T)
     sizes = np.diff(edges)
     # Rotary angles are float32: only equal positions give equal ones.
     positions = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])[None]
-    y = run(h, jnp.asarray(np.repeat([[5, 3, 8]], sizes, axis=1)), jnp.asarray(positions))
+    y = run(h, jnp.asarray(np.repeat([[5, 3]], sizes, axis=1)), jnp.asarray(positions))
     alone = [run(h[:, a:b]) for a, b in itertools.pairwise(edges)]
     assert_close(y, jnp.concatenate(alone, axis=1))
 
@@ -219,27 +215,24 @@ def test_all_forms_of_a_memory_are_one_function(method):
         assert_close(evaluate(_config(method, **changes)), expected, 1e-10)
 
 
-def test_every_parameter_of_a_model_is_trained_scanned_or_not(method):
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, T)))
-    results = []
-    for scans_layers in (True, False):
-        config = _config(method, scans_layers=scans_layers, num_layers=4, fast_layers=(0, 2))
-        model = randomize(Transformer(config, rngs=nnx.Rngs(0)), std=0.3)
-        results.append(_loss_and_gradients(model, tokens))
-    assert_close(*results, 1e-9)
-    for path, gradient in jax.tree_util.tree_flatten_with_path(results[0][1])[0]:
-        rows = np.abs(np.asarray(gradient)).reshape(len(gradient), -1).max(-1)
+def _model(method: str, *, scans_layers: bool) -> Transformer:
+    config = _config(method, scans_layers=scans_layers, fast_layers=(0, 1))
+    return randomize(Transformer(config, rngs=nnx.Rngs(0)), std=0.3)
+
+
+def test_every_parameter_of_a_model_is_trained(method):
+    graph, params = nnx.split(_model(method, scans_layers=True))
+    gradient = jax.jit(jax.grad(lambda p: next_token_loss(nnx.merge(graph, p), TOKENS)))(params)
+    for path, x in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(gradient))[0]:
+        rows = np.abs(np.asarray(x)).reshape(len(x), -1).max(-1)
         assert np.isfinite(rows).all(), jax.tree_util.keystr(path)
         assert (rows > 0).any(), jax.tree_util.keystr(path)
 
 
-def _loss_and_gradients(model, tokens):
-    graph, params = nnx.split(model)
+def test_scanned_layers_are_the_unrolled_ones(method):
+    def logits(model):
+        graph, params = nnx.split(model)
+        return jax.jit(lambda params: nnx.merge(graph, params)(TOKENS))(params)
 
-    @jax.jit
-    @jax.value_and_grad
-    def evaluate(params):
-        return next_token_loss(nnx.merge(graph, params), tokens)
-
-    loss, gradient = evaluate(params)
-    return loss, nnx.to_pure_dict(gradient)
+    scanned, unrolled = (logits(_model(method, scans_layers=scans)) for scans in (True, False))
+    assert_close(scanned, unrolled, 1e-9)
