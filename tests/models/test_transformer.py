@@ -162,7 +162,7 @@ def test_every_parameter_names_its_axes(has_tied_head):
     assert axes["embedding",] == ("vocab", "embed")
     assert axes["group_1", "block_0", "mlp", "down"] == ("layers", "mlp", "embed")
     assert axes["group_1", "block_0", "mlp", "teacher_conv"] == ("layers", "taps", "mlp")
-    assert axes["group_0", "block_0", "attention", "key"] == ("layers", "embed", "kv_heads")
+    assert axes["group_0", "block_0", "mixer", "key"] == ("layers", "embed", "kv_heads")
     assert (("head",) in axes) != has_tied_head
 
 
