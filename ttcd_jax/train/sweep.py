@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
@@ -86,9 +85,9 @@ class RecipeConfig(Config):
 class Hyper(NamedTuple):
     """What the runs differ in, [R] each. The seed gives parameters and order of rows."""
 
-    rate: Float[Array, " R"] | np.ndarray
-    weight_decay: Float[Array, " R"] | np.ndarray
-    seed: Int[Array, " R"] | np.ndarray
+    rate: Any
+    weight_decay: Any
+    seed: Any
 
 
 class Problem(NamedTuple):
@@ -213,7 +212,7 @@ def _measure(config: RecipeConfig, problem: Problem, params: Params, rows: Rows)
     return jax.tree.map(lambda x: x.mean(0), metrics)
 
 
-def sweep_mesh(devices: Sequence[jax.Device]) -> Mesh:
+def sweep_mesh(devices: Sequence[Any]) -> Mesh:
     """All devices in a line; each has runs of its own, and none waits for another."""
     return jax.make_mesh((len(devices),), ("runs",), (AxisType.Auto,), devices=devices)
 

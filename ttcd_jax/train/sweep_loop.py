@@ -54,7 +54,7 @@ def train_runs(
     hyper: Hyper,
     *,
     budget_bytes: int | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
 ) -> list[Outcome]:
     """All runs of `hyper`, in its order. `budget_bytes`: what a device has for its part of a group;
