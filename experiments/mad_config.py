@@ -12,11 +12,10 @@ from ttcd_jax.data.synthetic.mad.settings import NUM_TEST, TASKS, Setting, setti
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.mad_problem import WINDOWS
 from ttcd_jax.models.catalog import TransformerConfig
-from ttcd_jax.models.mad import MAD_METHODS, mad_config
+from ttcd_jax.models.mad import MAD_METHODS, MADMethod, mad_config
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.sweep import Hyper, RecipeConfig
 
-MethodName = Literal["ipttcd", "ipttt", "deltanet", "gated_deltanet", "lact", "swa", "full"]
 # Fields that choose what is trained, or where it fits, and leave every result as it is.
 _SELECTION = ("tasks", "settings", "methods", "memory_gib")
 
@@ -34,7 +33,7 @@ class MADSweepConfig(Config):
     precision: Precision
     tasks: tuple[TaskName, ...] = TASKS
     settings: Literal["default", "all"] = "default"
-    methods: tuple[MethodName, ...] = MAD_METHODS
+    methods: tuple[MADMethod, ...] = MAD_METHODS
     rates: tuple[float, ...] = (1e-4, 5e-4, 1e-3)
     weight_decays: tuple[float, ...] = (0.0, 0.1)
     seeds: tuple[int, ...] = (12345,)
@@ -69,7 +68,7 @@ class Job(NamedTuple):
     """A setting and a method: what is trained at once and recorded as one."""
 
     setting: Setting
-    method: str
+    method: MADMethod
     num_train: int
     num_epochs: int
 

@@ -4,6 +4,8 @@ Next-token tasks take a `Transformer` with an untied head. Compression takes an 
 row has to be read back from the hidden state of its last token alone.
 """
 
+from typing import Literal, get_args
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -21,13 +23,14 @@ from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 
 # The seven methods that are compared.
-MAD_METHODS = ("ipttcd", "ipttt", "deltanet", "gated_deltanet", "lact", "swa", "full")
+MADMethod = Literal["ipttcd", "ipttt", "deltanet", "gated_deltanet", "lact", "swa", "full"]
+MAD_METHODS: tuple[MADMethod, ...] = get_args(MADMethod)
 _WINDOWED = ("ipttcd", "ipttt", "lact", "swa")
 _LONGEST_WAVE = 10_000.0
 
 
 def mad_config(
-    method: str,
+    method: MADMethod,
     *,
     vocab_size: int,
     window: int,

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from ttcd_jax.config import Config
-from ttcd_jax.data.synthetic.mad.rows import IGNORE, Rows
+from ttcd_jax.data.synthetic.mad.rows import IGNORE
 from ttcd_jax.errors import UserError
 from ttcd_jax.train.optimizer import global_norm
 
@@ -82,6 +82,13 @@ class RecipeConfig(Config):
         return 1 if looks_often else self.evaluate_every
 
 
+class Batch(NamedTuple):
+    """Rows on the device."""
+
+    inputs: Int[Array, "N T"]
+    targets: Int[Array, "N T"]
+
+
 class Hyper(NamedTuple):
     """What the runs differ in, [R] each. The seed gives parameters and order of rows."""
 
@@ -96,8 +103,8 @@ class Problem(NamedTuple):
     `loss` and `macro_accuracy`."""
 
     init: Callable[[jax.Array], Params]
-    loss: Callable[[Params, Rows], jax.Array]
-    measure: Callable[[Params, Rows], Metrics]
+    loss: Callable[[Params, Batch], jax.Array]
+    measure: Callable[[Params, Batch], Metrics]
 
 
 class RunState(NamedTuple):
@@ -139,11 +146,11 @@ def _optimizer(config: RecipeConfig, rate: Any, weight_decay: Any) -> optax.Grad
     )
 
 
-def take_rows(rows: Rows, index: Int[Array, " B"]) -> Rows:
+def take_rows(rows: Batch, index: Int[Array, " B"]) -> Batch:
     """The rows of a batch; what lies behind the last one is there, but not scored."""
     inputs, targets = (jnp.take(x, index, axis=0, mode="clip") for x in rows)
     is_real = (index < len(rows.inputs))[:, None]
-    return Rows(inputs, jnp.where(is_real, targets, IGNORE))
+    return Batch(inputs, jnp.where(is_real, targets, IGNORE))
 
 
 def _batches(config: RecipeConfig, order: jax.Array) -> jax.Array:
@@ -163,7 +170,7 @@ def _init(config: RecipeConfig, problem: Problem, hyper: Hyper) -> RunState:
 
 
 def _step(
-    config: RecipeConfig, problem: Problem, state: RunState, rate, weight_decay, rows: Rows
+    config: RecipeConfig, problem: Problem, state: RunState, rate, weight_decay, rows: Batch
 ) -> tuple[RunState, jax.Array]:
     """One step; nothing of a run changes that is inactive, or whose step is not finite."""
     loss, grads = jax.value_and_grad(problem.loss)(state.params, rows)
@@ -183,7 +190,13 @@ def _step(
 
 
 def _train(
-    config: RecipeConfig, problem: Problem, epochs: int, state, hyper: Hyper, rows: Rows, range_
+    config: RecipeConfig,
+    problem: Problem,
+    epochs: int,
+    state: RunState,
+    hyper: Hyper,
+    rows: Batch,
+    epochs_range: tuple[jax.Array, jax.Array],
 ) -> RunState:
     """Epochs first .. stop - 1 of one run, each over all rows in an order of its own."""
     key = jax.random.fold_in(jax.random.key(hyper.seed), 1)
@@ -198,13 +211,13 @@ def _train(
 
         was_active = state.is_active
         state, losses = jax.lax.scan(body, state, _batches(config, order))
-        loss = jnp.where(was_active, losses.mean().astype(jnp.float32), state.loss)
+        loss = jnp.where(was_active, jnp.mean(losses).astype(jnp.float32), state.loss)
         return state._replace(loss=loss)
 
-    return jax.lax.fori_loop(*range_, epoch_of, state)
+    return jax.lax.fori_loop(*epochs_range, epoch_of, state)
 
 
-def _measure(config: RecipeConfig, problem: Problem, params: Params, rows: Rows) -> Metrics:
+def _measure(config: RecipeConfig, problem: Problem, params: Params, rows: Batch) -> Metrics:
     def body(_, index):
         return None, problem.measure(params, take_rows(rows, index))
 
@@ -226,7 +239,7 @@ def programs(config: RecipeConfig, problem: Problem, epochs: int, mesh: Mesh) ->
 
     def train(state, hyper, rows, first, stop):
         def run(state, hyper):
-            return _train(config, problem, epochs, state, hyper, rows, range_=(first, stop))
+            return _train(config, problem, epochs, state, hyper, rows, (first, stop))
 
         return jax.vmap(run)(state, hyper)
 

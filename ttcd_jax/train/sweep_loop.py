@@ -10,6 +10,7 @@ from ttcd_kernels import measure
 
 from ttcd_jax.data.synthetic.mad.instances import Splits
 from ttcd_jax.train.sweep import (
+    Batch,
     Hyper,
     Problem,
     Programs,
@@ -83,7 +84,9 @@ class _Trainer:
         mesh = sweep_mesh(devices)
         self.runs = NamedSharding(mesh, PartitionSpec("runs"))
         self.whole = NamedSharding(mesh, PartitionSpec())
-        self.splits = jax.device_put(splits, self.whole)
+        self.train, self.test = (
+            jax.device_put(Batch(*rows), self.whole) for rows in (splits.train, splits.test)
+        )
         self.programs = programs(config, problem, self.epochs, mesh)
 
     def run(self, hyper: Hyper, on_evaluation: Callable[[Evaluation], None]) -> list[Outcome]:
@@ -110,11 +113,10 @@ class _Trainer:
         hyper = self._hyper(Hyper(np.ones(size), np.zeros(size), np.zeros(size)))
         init = self.programs.init.lower(hyper).compile()
         state, epoch = init(hyper), self._epoch(0)
-        train, test = self.splits
         return Programs(
             init,
-            self.programs.train.lower(state, hyper, train, epoch, epoch).compile(),
-            self.programs.measure.lower(state.params, test).compile(),
+            self.programs.train.lower(state, hyper, self.train, epoch, epoch).compile(),
+            self.programs.measure.lower(state.params, self.test).compile(),
         )
 
     def _hyper(self, hyper: Hyper) -> Hyper:
@@ -137,9 +139,8 @@ class _Trainer:
         for first in range(0, self.epochs, every):
             stop = min(first + every, self.epochs)
             was_active = np.asarray(state.is_active)
-            train, test = self.splits
-            state = compiled.train(state, hyper, train, self._epoch(first), self._epoch(stop))
-            found = jax.device_get(compiled.measure(state.params, test))
+            state = compiled.train(state, hyper, self.train, self._epoch(first), self._epoch(stop))
+            found = jax.device_get(compiled.measure(state.params, self.test))
             found |= {"training_loss": np.asarray(state.loss), "was_active": was_active}
             history.append((stop, found))
             best = float(found["macro_accuracy"].max())

@@ -1,6 +1,6 @@
 """The 66 settings of the published sweep: each task's baseline and its one-at-a-time changes."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from ttcd_jax.data.synthetic.mad.config import BASELINES, MADConfig, TaskName
 
@@ -12,7 +12,7 @@ _FEWER_ROWS = (6400, 3200, 1600, 800)
 _LENGTHS = (256, 512, 1024)
 
 # Task -> the values each size takes beside the baseline's. Noise ids are part of the vocabulary.
-_CHANGES: dict[TaskName, dict[str, tuple[float, ...]]] = {
+_CHANGES: dict[str, dict[str, tuple[float, ...]]] = {
     "in-context-recall": {
         "vocab_size": (32, 64, 128),
         "seq_len": _LENGTHS,
@@ -42,7 +42,7 @@ _CHANGES: dict[TaskName, dict[str, tuple[float, ...]]] = {
         "num_tokens_to_copy": (32, 64, 96),
     },
 }
-TASKS: tuple[TaskName, ...] = tuple(_CHANGES)
+TASKS: tuple[TaskName, ...] = get_args(TaskName)
 
 
 class Setting(NamedTuple):
@@ -53,7 +53,7 @@ class Setting(NamedTuple):
     num_train: int
 
 
-def settings(task: TaskName) -> tuple[Setting, ...]:
+def settings(task: str) -> tuple[Setting, ...]:
     """All settings of a task, its baseline first."""
     baseline, rows = BASELINES[task], _NUM_TRAIN.get(task, _USUAL_NUM_TRAIN)
     changed = [
