@@ -106,13 +106,16 @@ class Autoencoder(Transformer):
     ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
         """(what the head reads, statistics [fast layers] in layer order)."""
         h, stats = self.residual(tokens, segment_ids, positions)
-        code = h[:, -1:]
-        y = code + sinusoids(tokens.shape[1], self.config.dim).astype(code.dtype)
-        for layer in (1, 2):
-            y = self._decode(y, layer)
-        return self.normed(y), stats
+        return self.decode(h[:, -1], tokens.shape[1]), stats
 
-    def _decode(self, y: jax.Array, layer: int) -> jax.Array:
+    def decode(self, code: Float[Array, "B D"], length: int) -> Float[Array, "B T D"]:
+        """What the head reads, out of c."""
+        y = code[:, None] + sinusoids(length, self.config.dim).astype(code.dtype)
+        for layer in (1, 2):
+            y = self._decoder_layer(y, layer)
+        return self.normed(y)
+
+    def _decoder_layer(self, y: jax.Array, layer: int) -> jax.Array:
         norm, kernel, bias = (
             getattr(self, f"decoder_{name}_{layer}")[...] for name in ("norm", "kernel", "bias")
         )
