@@ -29,7 +29,7 @@ def test_keys_are_those_of_each_layer(method):
     ranks = np.asarray(key_ranks(model, tokens))
     assert ranks.shape == (2,)
     assert ((ranks > 1) & (ranks <= 12)).all()
-    # The second layer's keys see what the first layer's memory adds: another embedding, another rank.
+    # Equal tokens differ by their neighbours alone.
     same = np.asarray(key_ranks(model, jnp.zeros_like(tokens)))
     assert (same < ranks).all()
 

@@ -106,5 +106,5 @@ def test_a_damaged_record_is_named(tmp_path):
     from experiments.mad_records import Records
 
     (tmp_path / "compression.default.swa.json").write_text('{"task":')
-    with pytest.raises(UserError, match="compression.default.swa.json is damaged"):
+    with pytest.raises(UserError, match=r"compression.default.swa.json is damaged"):
         Records(tmp_path).read()
