@@ -96,7 +96,7 @@ def _programs(sizes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
     )
     recipe = sweep.RecipeConfig(epochs=steps, batch_size=batch)
     mesh = sweep.sweep_mesh(jax.devices()[:1])
-    whole = jax.device_put(sweep.Batch(*rows))
+    whole = jax.device_put(sweep.Batch(*map(jax.numpy.asarray, rows)))
     first = jax.tree.map(lambda x: x[:batch], whole)
 
     def made(num_runs: int):

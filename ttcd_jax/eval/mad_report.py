@@ -134,8 +134,8 @@ def _methods(records: list[Record]) -> list[str]:
 
 
 def _mean_metrics(records: list[Record], task: str, method: str) -> dict[str, Any]:
-    """Metrics of the best runs, mean over settings; a setting in which all runs failed counts as
-    an accuracy of nothing: it is left out of everything but told by the footnotes."""
+    """Metrics of the best runs, mean over the settings that have one; the footnotes tell how many
+    runs failed."""
     chosen = [r for r in records if r["task"] == task and r["method"] == method]
     best = [run["metrics"] for run in map(best_run, chosen) if run is not None]
     if not best:
