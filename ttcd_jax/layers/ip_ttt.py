@@ -13,12 +13,13 @@ import dataclasses
 from typing import Literal
 
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from ttcd_jax.config import Config
 from ttcd_jax.layers.memory import ConvInit, FastWeightConfig, MemoryMLP, ProjInit, Remembered
 from ttcd_jax.layers.mlp import MLPConfig
 from ttcd_jax.layers.short_conv import short_conv
-from ttcd_jax.ttt.chunking import to_chunks
+from ttcd_jax.ttt.chunking import chunk_segments, to_chunks
 from ttcd_jax.ttt.product import weight_product
 from ttcd_jax.ttt.scan import apply_memory
 
@@ -61,11 +62,9 @@ class IPTTTMLP(MemoryMLP):
 
     def _remember(self, x, targets, segments, mask) -> Remembered:
         memory = self.memory
-        h = to_chunks(self.features(x), memory.chunk_size)
+        h = self._activations(x, segments)
         v = to_chunks(targets.astype(h.dtype), memory.chunk_size)
         causal = memory.is_conv_causal
-        if memory.has_activation_conv:
-            h = short_conv(h, self.activation_conv[...], is_causal=causal, segment_ids=segments)
         if memory.has_target_conv:
             v = short_conv(v, self.target_conv[...], is_causal=causal, segment_ids=segments)
         if memory.has_proj:
@@ -73,3 +72,16 @@ class IPTTTMLP(MemoryMLP):
         rule = memory.rule(self.config.precision)
         y, state = apply_memory(rule, h, h, v, self.down[...].astype(h.dtype), mask)
         return Remembered(y, state)
+
+    def keys(
+        self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B C L F"]:
+        """What `forward` writes under, padding included."""
+        return self._activations(x, chunk_segments(segment_ids, self.memory.chunk_size))
+
+    def _activations(self, x, segments):
+        h = to_chunks(self.features(x), self.memory.chunk_size)
+        if not self.memory.has_activation_conv:
+            return h
+        causal, taps = self.memory.is_conv_causal, self.activation_conv[...]
+        return short_conv(h, taps, is_causal=causal, segment_ids=segments)

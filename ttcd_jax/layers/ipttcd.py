@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
@@ -21,7 +21,7 @@ from ttcd_jax.layers.linear import normal_param
 from ttcd_jax.layers.memory import ConvInit, FastWeightConfig, MemoryMLP, Remembered
 from ttcd_jax.layers.mlp import MLPConfig
 from ttcd_jax.layers.short_conv import short_conv
-from ttcd_jax.ttt.chunking import to_chunks
+from ttcd_jax.ttt.chunking import chunk_segments, to_chunks
 from ttcd_jax.ttt.running import renormalized_memory
 from ttcd_jax.ttt.scan import apply_memory
 from ttcd_jax.ttt.update import chunk_errors, l2_normalize
@@ -99,12 +99,10 @@ class IPTTCDMLP(MemoryMLP):
     def _remember(self, x, t, segments, mask) -> Remembered:
         memory = self.memory
         z = to_chunks(self.features(x), memory.chunk_size)
-        z_student = to_chunks(self.features(t), memory.chunk_size)
+        z_student = self._student(t, segments)
         z_target = z
         if memory.has_teacher_conv:
             z_target = self._conv(z, self.teacher_conv[...], segments)
-        if memory.has_student_conv:
-            z_student = self._conv(z_student, self.student_conv[...], segments)
 
         w_base = self.down[...].astype(z.dtype)
         beta = self._gate(t)
@@ -117,9 +115,27 @@ class IPTTCDMLP(MemoryMLP):
             normalizes=memory.normalizes_errors,
             zero_slope=memory.zero_slope,
         )
-        keys = l2_normalize(z_student, memory.zero_slope) if memory.normalizes_keys else z_student
+        keys = self._as_keys(z_student)
         z_out = {"teacher": z_target, "teacher_raw": z, "student": z_student}[memory.output]
         return Remembered(*self._read(z_out, keys, errors, w_base, mask), beta)
+
+    def keys(
+        self, t: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B C L F"]:
+        """What `forward` writes under, padding included."""
+        segments = chunk_segments(segment_ids, self.memory.chunk_size)
+        return self._as_keys(self._student(t, segments))
+
+    def _student(self, t, segments):
+        z = to_chunks(self.features(t), self.memory.chunk_size)
+        if not self.memory.has_student_conv:
+            return z
+        return self._conv(z, self.student_conv[...], segments)
+
+    def _as_keys(self, z_student):
+        if not self.memory.normalizes_keys:
+            return z_student
+        return l2_normalize(z_student, self.memory.zero_slope)
 
     def _conv(self, z, taps, segments):
         return short_conv(z, taps, is_causal=self.memory.is_conv_causal, segment_ids=segments)

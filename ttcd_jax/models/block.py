@@ -125,13 +125,23 @@ class IPTTCDBlock(_Block):
 
     def forward(self, h, positions=None, segment_ids=None, embeddings=None):
         """(output, what the memory holds at the end of the row)."""
+        residual, x, t = self._mixed(h, positions, segment_ids)
+        y, stats = self.mlp.forward(x, t, segment_ids)
+        return residual + y, stats
+
+    def keys(self, h, positions=None, segment_ids=None) -> Float[Array, "B C L F"]:
+        """What the chunks write under; not for the ideal memory, which has no keys."""
+        assert isinstance(self.mlp, IPTTCDMLP)
+        return self.mlp.keys(self._mixed(h, positions, segment_ids)[2], segment_ids)
+
+    def _mixed(self, h, positions, segment_ids):
+        """(residual, x, t) in front of the MLP."""
         positions = row_positions(h) if positions is None else positions
         normed = self._normed(h, self.mixer_norm)
         teacher, student = self.mixer(normed, positions, segment_ids)
         residual = h + teacher
         x, t = (self._normed(r, self.mlp_norm) for r in (residual, h + student))
-        y, stats = self.mlp.forward(x, t, segment_ids)
-        return residual + y, stats
+        return residual, x, t
 
 
 class IPTTTBlock(_Block):
@@ -146,14 +156,22 @@ class IPTTTBlock(_Block):
     def forward(self, h, positions=None, segment_ids=None, embeddings=None):
         """(output, what the memory holds at the end of the row). Raises `ValueError` when the
         block stores embeddings and gets none."""
-        positions = row_positions(h) if positions is None else positions
-        h = h + self.mixer(self._normed(h, self.mixer_norm), positions, segment_ids)
-        x = self._normed(h, self.mlp_norm)
+        h, x = self._mixed(h, positions, segment_ids)
         targets = x if self.mlp.memory.target == "hidden" else embeddings
         if targets is None:
             raise ValueError("this block stores token embeddings: pass embeddings=[B, T, D]")
         y, stats = self.mlp.forward(x, targets, segment_ids)
         return h + y, stats
+
+    def keys(self, h, positions=None, segment_ids=None) -> Float[Array, "B C L F"]:
+        """What the chunks write under."""
+        return self.mlp.keys(self._mixed(h, positions, segment_ids)[1], segment_ids)
+
+    def _mixed(self, h, positions, segment_ids):
+        """(residual, x) in front of the MLP."""
+        positions = row_positions(h) if positions is None else positions
+        h = h + self.mixer(self._normed(h, self.mixer_norm), positions, segment_ids)
+        return h, self._normed(h, self.mlp_norm)
 
 
 class HybridBlock(_Block):

@@ -110,7 +110,10 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B T V"]:
         """Logits in the compute dtype. For a loss over a large vocabulary use `forward` and
         `head_weight` with `train.loss`, which never holds all logits at once."""
-        hidden, _ = self.forward(tokens, segment_ids)
+        return self.logits(self.forward(tokens, segment_ids)[0])
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """The head on what `forward` gives."""
         return jnp.einsum("BTD,VD->BTV", hidden, self.head_weight().astype(hidden.dtype))
 
     def head_weight(self) -> Float[Array, "V D"]:
@@ -128,6 +131,20 @@ class Transformer(nnx.Module):
         Tokens of different segments do not see each other, in attention, convolutions or memory.
         Positions (default: 0 .. T-1) matter by their differences only.
         """
+        h, stats = self.residual(tokens, segment_ids, positions)
+        return self.normed(h), stats
+
+    def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """What the head reads of h."""
+        return rms_norm(h, self.final_norm[...], self.config.norm_eps)
+
+    def residual(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
+        """(residual stream behind the last block, statistics), for heads of other shapes."""
         positions = row_positions(tokens) if positions is None else positions
         embeddings = self.embedding[...].astype(self.config.precision.compute_dtype)[tokens]
         h, row = embeddings, (positions, segment_ids, embeddings)
@@ -136,7 +153,6 @@ class Transformer(nnx.Module):
             unit = getattr(self, f"group_{index}")
             h, run_stats = self._run(unit, run, h, row)
             stats.extend(run_stats)
-        h = rms_norm(h, self.final_norm[...], self.config.norm_eps)
         return h, _join(stats)
 
     def _run(self, unit: _Unit, run: Run, h, row: tuple):
