@@ -4,8 +4,9 @@
                               [--run_dir=DIR] [--dry_run]
 
 Each finished setting and method is one file in DIR/records; the same command goes on after an
-interruption and prints the tables of what is there, also into DIR/tables.txt. Another recipe needs
-another directory; other tasks, settings or methods may be added to this one.
+interruption. At the end it prints the tables of what is there, also into DIR/tables.txt, and draws
+DIR/curves.png. Another recipe needs another directory; other tasks, settings or methods may be
+added to this one.
 """
 
 import functools
@@ -30,6 +31,7 @@ def main(argv: list[str]) -> None:
     from experiments.gin_loading import load_config
     from experiments.mad_config import MADSweepConfig, jobs
     from experiments.mad_records import Records
+    from ttcd_jax.eval.mad_picture import draw_curves
     from ttcd_jax.train.run_directory import RunDirectory
 
     config = load_config(MADSweepConfig, FLAGS.gin, FLAGS.param, config_dir=CONFIG_DIR)
@@ -49,9 +51,11 @@ def main(argv: list[str]) -> None:
             record = _train(config, job, progress)
             records.write(job, record)
             progress.finish(record)
-        tables = _tables(records.read())
+        found = records.read()
+        tables = _tables(found)
         (run_dir.path / "tables.txt").write_text(tables, encoding="utf-8")
-    print(tables)
+        print(tables)
+        draw_curves(run_dir.path / "curves.png", found)
 
 
 def _train(config, job, progress) -> dict:

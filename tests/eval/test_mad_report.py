@@ -1,7 +1,10 @@
+import numpy as np
 import pytest
 
+from ttcd_jax.eval.mad_picture import draw_curves
 from ttcd_jax.eval.mad_report import (
     PUBLISHED,
+    best_curve,
     best_run,
     footnotes,
     memory_table,
@@ -62,6 +65,34 @@ def test_seeds_are_averaged_before_the_best_is_taken():
     assert best["metrics"]["macro_accuracy"] == pytest.approx(0.6)
     half_failed = [run(0.9, seed=1), run(None, seed=2)]
     assert best_run(record("compression", "default", "swa", *half_failed)) is None
+
+
+def _with_curve(run, *accuracies):
+    return run | {
+        "curve": [{"epoch": 1 + i, "macro_accuracy": x} for i, x in enumerate(accuracies)]
+    }
+
+
+def test_a_curve_is_the_mean_over_the_seeds_of_the_best_pair_in_steps():
+    other = _with_curve(run(0.1, rate=1e-4), 0.0, 0.1)
+    pair = [_with_curve(run(0.5, seed=1), 0.1, 0.5), _with_curve(run(0.7, seed=2), 0.3)]
+    curve = best_curve(record("compression", "default", "swa", other, *pair))
+    np.testing.assert_allclose(curve, [[20, 0.2]])  # both seeds have it; 40 steps in 2 epochs
+    assert best_curve(record("compression", "default", "swa", run(None))) is None
+
+
+def test_the_picture_has_a_panel_per_task_also_where_a_method_failed(tmp_path):
+    runs = [_with_curve(run(0.5), 0.1, 0.5)]
+    tasks = ("compression", "memorization", "selective-copying", "in-context-recall")
+    records = [record(task, "default", "ipttcd", *runs) for task in tasks]
+    records.append(record("compression", "default", "swa", run(None)))
+    sizes = []
+    for count in (1, 5):
+        draw_curves(tmp_path / "curves.png", records[:count])
+        image = (tmp_path / "curves.png").read_bytes()
+        assert image.startswith(b"\x89PNG")
+        sizes.append(int.from_bytes(image[20:24]))
+    assert sizes[1] > 1.7 * sizes[0]  # four tasks take a second row
 
 
 def test_footnotes_tell_the_budget_the_options_and_what_failed():

@@ -283,6 +283,28 @@ def test_the_blocked_gradient_keeps_no_states():
     assert _wide_gradient("associative", 64) > 64 * one_state > 2 * long
 
 
+@pytest.mark.parametrize(
+    ("num_chunks", "changes", "expected"),
+    [
+        (10, {}, "attention"),  # 2 F D / (F + D) = 170.7 tokens
+        (11, {}, "blocked"),
+        (2, {"orthogonalizes": True}, "blocked"),
+        (2, {"folds_state": True}, "blocked"),
+    ],
+)
+def test_auto_takes_the_form_that_multiplies_less(num_chunks, changes, expected):
+    def program(form):
+        shapes = [(1, num_chunks, 16, F) for F in (256, 256, 128)] + [(256, 128)]
+        rule = MemoryRule(eta=0.3, form=form, block_chunks=1, **changes)
+        mask = memory_mask(None, 16 * num_chunks, 16)
+        read = jax.jit(lambda *operands: apply_memory(rule, *operands, mask)[0])
+        lowered = read.lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+        return lowered.as_text()
+
+    assert program("auto") == program(expected)
+    assert program("auto") != program("associative")
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_bfloat16_products_have_narrow_operands_and_float32_sums(form):
     z, keys, errors, w_base, _ = _operands(5, batch=1, dtype=jnp.bfloat16)

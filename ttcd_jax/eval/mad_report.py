@@ -48,13 +48,36 @@ def _mean_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return runs[0] | {"metrics": means}
 
 
+def best_curve(record: Record) -> np.ndarray | None:
+    """[evaluations, 2]: step and macro accuracy of the best pair of rate and decay, mean over
+    the seeds; None where every pair failed."""
+    best = best_run(record)
+    if best is None:
+        return None
+    pair = best["rate"], best["weight_decay"]
+    steps_per_epoch = record["steps"] / record["epochs"]
+    return mean_curve(
+        [
+            np.array([(p["epoch"] * steps_per_epoch, p["macro_accuracy"]) for p in run["curve"]])
+            for run in record["runs"]
+            if (run["rate"], run["weight_decay"]) == pair
+        ]
+    )
+
+
+def mean_curve(curves: list[np.ndarray]) -> np.ndarray:
+    """Over what all curves have: one that ended early (an option) ends them all."""
+    shortest = min(map(len, curves))
+    return np.mean([curve[:shortest] for curve in curves], axis=0)
+
+
 def score_table(records: list[Record]) -> list[dict[str, str]]:
     """A row per method, a column per task: macro accuracy, micro accuracy behind a slash, the
     published macro accuracy in brackets. The mean is that of the tasks that are there."""
     rows = []
-    for method in _methods(records):
+    for method in methods_of(records):
         row, scores, published = {"method": METHODS[method].label}, [], []
-        for task in _tasks(records):
+        for task in tasks_of(records):
             metrics = _mean_metrics(records, task, method)
             cell = "-"
             if metrics:
@@ -75,8 +98,8 @@ def memory_table(records: list[Record]) -> list[dict[str, str]]:
     """A row per task and method with a memory that can be switched off: accuracy with it on and
     off (macro, percent), and by layer |eta S| / |W_base|, beta, and the keys' effective rank."""
     rows = []
-    for task in _tasks(records):
-        for method in _methods(records):
+    for task in tasks_of(records):
+        for method in methods_of(records):
             metrics = _mean_metrics(records, task, method)
             if not metrics or f"{_SCORE}_off" not in metrics:
                 continue
@@ -125,11 +148,11 @@ def footnotes(records: list[Record]) -> list[str]:
     ]
 
 
-def _tasks(records: list[Record]) -> list[str]:
+def tasks_of(records: list[Record]) -> list[str]:
     return [task for task in TASKS if any(record["task"] == task for record in records)]
 
 
-def _methods(records: list[Record]) -> list[str]:
+def methods_of(records: list[Record]) -> list[str]:
     return [name for name in MAD_METHODS if any(record["method"] == name for record in records)]
 
 

@@ -1,13 +1,11 @@
 """The picture of Proposition 1: equality under orthogonal keys, and what interference does."""
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ttcd_jax.errors import UserError
 from ttcd_jax.eval.proposition import Measured, PropositionConfig
-from ttcd_jax.eval.report import COLOURS, MARKERS, STYLE
+from ttcd_jax.eval.report import COLOURS, MARKERS, STYLE, save_figure
 
 _LEFT = r"left side  $y_{q_1}(T)\cdot\Delta y_{q_2}(S)$"
 _RIGHT = r"right side  $(\eta/L)\;c_{\mathrm{gap}}\;c_{\mathrm{align}}$"
@@ -26,13 +24,8 @@ def draw_proposition(
     `interference`: rows of `ratio_summary` with their `fillers`. Raises `UserError` without
     matplotlib.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("pictures need matplotlib; install ttcd_jax[report]") from error
-    with matplotlib.rc_context({**STYLE, "text.parse_math": True}):
-        figure = Figure(figsize=(15, 5.2), layout="constrained")
+
+    def draw(figure: Any) -> None:
         equality, spread, shares = figure.subplots(1, 3)
         _draw_equality(equality, config, orthogonal)
         by_fillers = {
@@ -41,9 +34,9 @@ def draw_proposition(
         }
         _draw_spread(spread, config, by_fillers)
         _draw_shares(shares, config, by_fillers)
-        content = io.BytesIO()
-        figure.savefig(content, format="png", dpi=130)
-    path.write_bytes(content.getvalue())
+
+    style = {**STYLE, "text.parse_math": True}
+    save_figure(path, draw, size=(15, 5.2), dpi=130, style=style)
 
 
 def _look(index: int) -> dict[str, Any]:

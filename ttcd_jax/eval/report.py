@@ -220,15 +220,9 @@ def _save_picture(
     y_label: str,
     reference_lines: Mapping[str, float] | None,
 ) -> None:
-    """The frame of every picture: 1600 x 900 pixels, legible when shown at half that."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("pictures need matplotlib; install ttcd_jax[report]") from error
-    # A bare Figure draws with Agg and keeps no global state, unlike pyplot.
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
+    """A picture of one panel: 1600 x 900 pixels, legible when shown at half that."""
+
+    def fill(figure: Any) -> None:
         axes = figure.subplots()
         draw(axes)
         handles, labels = axes.get_legend_handles_labels()
@@ -240,8 +234,31 @@ def _save_picture(
         if len(labels) > 1:
             columns = max(1, min(len(labels), 90 // (max(map(len, labels)) + 6)))
             figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+
+    save_figure(path, fill, size=(8, 4.5), dpi=200)
+
+
+def save_figure(
+    path: Path,
+    draw: Callable[[Any], None],
+    *,
+    size: tuple[float, float],
+    dpi: int,
+    style: Mapping[Any, Any] = STYLE,
+) -> None:
+    """A PNG of what `draw` puts into a figure of `size` inches. Raises `UserError` without
+    matplotlib."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("pictures need matplotlib; install ttcd_jax[report]") from error
+    # A bare Figure draws with Agg and keeps no global state, unlike pyplot.
+    with matplotlib.rc_context(dict(style)):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
         content = io.BytesIO()
-        figure.savefig(content, format="png", dpi=200)
+        figure.savefig(content, format="png", dpi=dpi)
     _write_whole(path, content.getvalue())
 
 

@@ -41,7 +41,8 @@ def mad_config(
     """Two layers with four heads, both fast; the student's window and the chunk are half of
     `window`.
 
-    Methods are as published for training from scratch. What is published of LaCT leaves its start
+    Methods are as published for training from scratch; rows are short enough for the cheapest form
+    of the memory to differ with their length. What is published of LaCT leaves its start
     open: full matrices here, one fast head per attention head, no Muon.
     """
     chunk = window // 2
@@ -55,8 +56,8 @@ def mad_config(
         window=window if method in _WINDOWED else None,
         student_window=chunk,
         fast_layers=(0, 1),
-        memory=MemoryConfig(chunk_size=chunk),
-        target_memory=TargetMemoryConfig(chunk_size=chunk),
+        memory=MemoryConfig(chunk_size=chunk, form="auto", block_chunks=1),
+        target_memory=TargetMemoryConfig(chunk_size=chunk, form="auto", block_chunks=1),
         lact=LaCTMemoryConfig(chunk_size=chunk, low_rank=None),
         has_tied_head=False,
         precision=precision,

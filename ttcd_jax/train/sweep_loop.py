@@ -59,8 +59,9 @@ def train_runs(
     on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
 ) -> list[Outcome]:
     """All runs of `hyper`, in its order. `budget_bytes`: what a device has for its part of a group;
-    by the compiler's account of all runs together, they are trained in as few groups as fit."""
-    devices = jax.devices() if devices is None else devices
+    by the compiler's account of all runs together, they are trained in as few groups as fit.
+    Devices beyond the number of runs stay idle."""
+    devices = (jax.devices() if devices is None else devices)[: len(hyper.rate)]
     return _Trainer(config, problem, splits, devices, budget_bytes).run(hyper, on_evaluation)
 
 

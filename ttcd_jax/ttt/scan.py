@@ -5,8 +5,9 @@ Three forms of one function, equal in values and gradients:
     blocked      a scan over blocks of chunks with an associative scan inside each, and a VJP of
                  its own that keeps no state: the default
     associative  `jax.lax.associative_scan` over all chunks; every W_i exists at once
-    attention    y_i = z_i W_base + eta * sum_{j<i} (z_i k_j^T) e_j, O(T^2): cheaper below about
-                 2,000 tokens of a wide model, and the oracle of the tests
+    attention    y_i = z_i W_base + eta * sum_{j<i} (z_i k_j^T) e_j, O(T^2): the oracle of the tests
+
+"auto" takes attention where it multiplies less (`cheapest_form`), else blocked.
 
 The read is two products, z W_base + eta * (z S): folding S into W_base first and rounding to
 bfloat16, as the published code does (`folds_state`), costs 17 % of the fast part when |S| /
@@ -26,7 +27,7 @@ from ttcd_jax.ttt.chunking import MemoryMask, masked
 from ttcd_jax.ttt.product import product
 from ttcd_jax.ttt.update import chunk_delta
 
-Form = Literal["blocked", "associative", "attention"]
+Form = Literal["auto", "blocked", "associative", "attention"]
 
 
 class MemoryRule(NamedTuple):
@@ -64,14 +65,25 @@ def apply_memory(
     errors = masked(errors, mask.writes)
     if initial_state is None:
         initial_state = jnp.zeros((z.shape[0], z.shape[-1], w_base.shape[-1]), rule.state_dtype)
-    if rule.form == "attention":
+    _, C, L, F = z.shape
+    form = cheapest_form(rule, C * L, F, w_base.shape[-1]) if rule.form == "auto" else rule.form
+    if form == "attention":
         return _attention_form(rule, z, keys, errors, w_base, mask, initial_state)
     operands = _Operands(z, keys, errors, mask.reads, mask.resets)
-    if rule.form == "associative":
+    if form == "associative":
         rule = rule._replace(block_chunks=z.shape[1])
         y, state = _read_block(rule, w_base, initial_state, _chunks_first(operands))
         return jnp.moveaxis(y, 0, 1), state
     return _blocked(rule, operands, w_base, initial_state)
+
+
+def cheapest_form(
+    rule: MemoryRule, length: int, hidden_dim: int, dim: int
+) -> Literal["blocked", "attention"]:
+    """Which form "auto" takes for T = `length`. Per token, states are written and read by 2 F D
+    multiplications, scores and their sum take T (F + D)."""
+    is_short = length * (hidden_dim + dim) < 2 * hidden_dim * dim
+    return "attention" if is_short and not (rule.folds_state or rule.orthogonalizes) else "blocked"
 
 
 class _Operands(NamedTuple):
