@@ -26,7 +26,9 @@ class MADSweepConfig(Config):
     `weight_decays` times `seeds`, which are one compiled program.
 
     `num_train` lowers the number of training rows, `num_test` is the number of test rows: reduced
-    budgets, told in every table. `memory_gib`: what a device may use, default what it has.
+    budgets, told in every table. `init_std` belongs to all normal initialisations; with a larger
+    one recall is learned from far fewer rows (experiments/RESULTS.md). `memory_gib`: what a device
+    may use, default what it has.
     """
 
     recipe: RecipeConfig
@@ -42,6 +44,7 @@ class MADSweepConfig(Config):
     num_test: int = NUM_TEST
     dim: int = 128
     mlp_dim: int = 256
+    init_std: float = 0.02
     memory_gib: float | None = None
 
     def validate(self) -> None:
@@ -51,7 +54,7 @@ class MADSweepConfig(Config):
                 raise UserError(
                     f"MADSweepConfig.{name} {values} must hold something, and nothing twice"
                 )
-        for name in ("num_train", "num_test", "dim", "mlp_dim", "memory_gib"):
+        for name in ("num_train", "num_test", "dim", "mlp_dim", "init_std", "memory_gib"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UserError(f"MADSweepConfig.{name} {value} must be positive")
@@ -104,5 +107,6 @@ def model_of(config: MADSweepConfig, job: Job) -> TransformerConfig:
         window=WINDOWS[task.task],
         dim=config.dim,
         mlp_dim=config.mlp_dim,
+        init_std=config.init_std,
         precision=config.precision,
     )

@@ -33,7 +33,7 @@ def record(task, setting, method, *runs, **recipe):
         "epochs": 2,
         "steps": 40,
         "recipe": recipe,
-        "model": {"precision": {"compute": "float32"}},
+        "model": {"precision": {"compute": "float32"}, "init_std": 0.1},
         "environment": {"device": "a chip"},
         "runs": list(runs),
     }
@@ -101,6 +101,7 @@ def test_footnotes_tell_the_budget_the_options_and_what_failed():
     assert "40 steps (2 epochs) of 32 rows, 640 training rows (published: 12,800)" in text
     assert "2 of 7 not finite" in text
     assert "schedule cosine, score of last, stops at test accuracy None" in text
+    assert "initial standard deviation 0.1 (published: 0.02)" in text
     assert "float32 on a chip" in text
     odd = record("compression", "default", "swa", run(0.1), schedule="constant", stops_at=0.999)
     assert "schedule constant, cosine" in "\n".join(footnotes([*RECORDS, odd]))

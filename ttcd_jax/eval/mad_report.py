@@ -143,6 +143,8 @@ def footnotes(records: list[Record]) -> list[str]:
         f"{_values(r['selects'] for r in recipes)}, stops at test accuracy "
         f"{_values(r['stops_at'] for r in recipes)}; published code: constant, best_test_loss, "
         "0.999",
+        f"initial standard deviation {_values(r['model']['init_std'] for r in records)} "
+        "(published: 0.02)",
         f"computed in {_values(r['model']['precision']['compute'] for r in records)} on "
         f"{_values(r['environment']['device'] for r in records)}",
     ]

@@ -36,6 +36,7 @@ def mad_config(
     window: int,
     dim: int = 128,
     mlp_dim: int = 256,
+    init_std: float = 0.02,
     precision: Precision = Precision(),
 ) -> TransformerConfig:
     """Two layers with four heads, both fast; the student's window and the chunk are half of
@@ -60,6 +61,7 @@ def mad_config(
         target_memory=TargetMemoryConfig(chunk_size=chunk, form="auto", block_chunks=1),
         lact=LaCTMemoryConfig(chunk_size=chunk, low_rank=None),
         has_tied_head=False,
+        init_std=init_std,
         precision=precision,
     )
 
