@@ -4,9 +4,9 @@
                               [--run_dir=DIR] [--dry_run]
 
 Each finished setting and method is one file in DIR/records; the same command goes on after an
-interruption. At the end it prints the tables of what is there, also into DIR/tables.txt, and draws
-DIR/curves.png. Another recipe needs another directory; other tasks, settings or methods may be
-added to this one.
+interruption, and commands that run at the same time share the work. At the end it prints the tables
+of what is there, also into DIR/tables.txt, and draws DIR/curves.png. Another recipe needs another
+directory; other tasks, settings or methods may be added to this one.
 """
 
 import functools
@@ -39,20 +39,27 @@ def main(argv: list[str]) -> None:
         _print_plan(config)
         return
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / f"mad-{Path(FLAGS.gin).stem}")
-    with run_dir.lock():
+    with run_dir.lock(waits=True):
         run_dir.claim(config.comparable(), " ".join(sys.argv) + "\n", {"seed": config.data_seed})
-        records = Records(run_dir.path / "records")
-        todo = jobs(config)
-        pending = [job for job in todo if not records.has(job)]
-        print(f"{run_dir.path}: {len(todo) - len(pending)} of {len(todo)} recorded", flush=True)
-        progress = _Progress(config, pending)
-        for job in pending:
+    records = Records(run_dir.path / "records")
+    todo = jobs(config)
+    pending = [job for job in todo if not records.has(job)]
+    print(f"{run_dir.path}: {len(todo) - len(pending)} of {len(todo)} recorded", flush=True)
+    progress = _Progress(config, pending)
+    for job in pending:
+        with records.taking(job) as is_ours:
+            if not is_ours:
+                progress.skip(job)
+                continue
             progress.start(job)
             record = _train(config, job, progress)
             records.write(job, record)
             progress.finish(record)
-        found = records.read()
-        tables = _tables(found)
+    found = records.read()
+    if not found:
+        return  # Other processes are at everything there is.
+    tables = _tables(found)
+    with run_dir.lock(waits=True):
         (run_dir.path / "tables.txt").write_text(tables, encoding="utf-8")
         print(tables)
         draw_curves(run_dir.path / "curves.png", found)
@@ -140,6 +147,10 @@ class _Progress:
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, float] = {}
         self._total = len(self._pending)
+
+    def skip(self, job) -> None:
+        """Another process does it, or has done it since."""
+        self._pending.remove(job)
 
     def start(self, job) -> None:
         self._job, self._since = job, time.monotonic()

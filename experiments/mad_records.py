@@ -1,7 +1,10 @@
 """One JSON file per finished setting and method, whole or not there."""
 
+import contextlib
+import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,22 @@ class Records:
     def has(self, job: Job) -> bool:
         return self._path(job).exists()
 
+    @contextlib.contextmanager
+    def taking(self, job: Job) -> Iterator[bool]:
+        """Whether the job is this process's to do: not recorded, and no other process of this
+        machine is at it. Holds it until the end; a process that dies lets go of it."""
+        locks = self._folder / "locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        with (locks / job.name).open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield not self.has(job)
+
     def write(self, job: Job, record: dict[str, Any]) -> None:
         """On disk, under its own name, when this returns."""
-        self._folder.mkdir(exist_ok=True)
         path = self._path(job)
         temporary = path.with_name(path.name + ".tmp")
         with temporary.open("w", encoding="utf-8") as file:

@@ -48,14 +48,16 @@ def test_the_full_sweep_is_data():
     assert job.num_epochs * whole.recipe.steps_per_epoch(job.num_train) == 20_000
 
 
-@pytest.mark.parametrize("name", ["mad/default.gin", "mad/cpu.gin"])
-def test_a_file_names_its_command_and_its_hardware(name):
+@pytest.mark.parametrize(
+    ("name", "num_tasks"), [("mad/default.gin", 6), ("mad/cpu.gin", 4), ("mad/cpu_short.gin", 2)]
+)
+def test_a_file_names_its_command_and_its_hardware(name, num_tasks):
     header = (CONFIG_DIR / name).read_text()
     assert f"python -m experiments.mad --gin={name}" in header
     assert "hardware:" in header
     loaded = config(name)
     assert MADSweepConfig.from_dict(loaded.to_dict()) == loaded
-    assert len({job.setting.config.task for job in jobs(loaded)}) == 6
+    assert len({job.setting.config.task for job in jobs(loaded)}) == num_tasks
     assert len({job.method for job in jobs(loaded)}) == 7
 
 
@@ -82,7 +84,8 @@ def test_the_command_records_prints_and_goes_on(tmp_path):
     assert "1 of 2 not finite" in first.stdout
     assert "schedule cosine" in first.stdout
     assert (run_dir / "tables.txt").read_text() in first.stdout
-    (path,) = (run_dir / "records").iterdir()
+    (path,) = (run_dir / "records").glob("*.json")
+    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads(path.read_text())
     assert (record["steps"], record["epochs"], record["num_train"]) == (4, 2, 12)
     good, bad = record["runs"]
@@ -100,6 +103,24 @@ def test_the_command_records_prints_and_goes_on(tmp_path):
     assert other.returncode == 2
     assert "recipe.eps: 1e-08 -> 1e-06" in other.stderr
     assert other.stderr.count("\n") == 1
+
+
+def test_a_job_is_one_process_s_at_a_time(tmp_path):
+    from experiments.mad_records import Records
+
+    first, second, *_ = jobs(config("mad/cpu_short.gin"))
+    mine, others = Records(tmp_path), Records(tmp_path)
+    with mine.taking(first) as is_ours:
+        assert is_ours
+        with others.taking(first) as is_theirs:
+            assert not is_theirs
+        with others.taking(second) as is_theirs:
+            assert is_theirs
+    with others.taking(first) as is_theirs:
+        assert is_theirs  # let go of without a record: to be done again
+    mine.write(first, {})
+    with others.taking(first) as is_theirs:
+        assert not is_theirs
 
 
 def test_a_damaged_record_is_named(tmp_path):

@@ -74,7 +74,7 @@ def one(hyper: Hyper, run: int) -> Hyper:
     return Hyper(*(x[run : run + 1] for x in hyper))
 
 
-RECIPE = RecipeConfig(epochs=6, batch_size=4, evaluate_every=2)
+RECIPE = RecipeConfig(epochs=6, batch_size=4, num_evaluations=3)
 
 
 def trained(recipe=RECIPE, hyper=None, **options):
@@ -173,7 +173,7 @@ def test_the_published_options_do_what_they_say():
 
 
 def test_wrong_values_are_refused():
-    for field in ("epochs", "batch_size", "evaluate_every", "max_steps"):
+    for field in ("epochs", "batch_size", "num_evaluations", "max_steps"):
         with pytest.raises(UserError, match=field):
             RecipeConfig(**{field: 0})
     with pytest.raises(UserError, match="beta2"):

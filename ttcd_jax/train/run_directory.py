@@ -96,8 +96,8 @@ class RunDirectory:
         return self._read(_IMPORT) if (self.path / _IMPORT).exists() else None
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Holds the directory for one training process; another gets a `UserError` that names
+    def lock(self, *, waits: bool = False) -> Iterator[None]:
+        """Holds the directory for one process; another waits, or gets a `UserError` that names
         it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ class RunDirectory:
             ) from error
         with handle:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             except BlockingIOError as error:
                 handle.seek(0)
                 raise UserError(

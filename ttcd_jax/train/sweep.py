@@ -47,13 +47,13 @@ class RecipeConfig(Config):
     beta2: float = 0.999
     eps: float = 1e-8
     min_rate: float = 1e-6
-    evaluate_every: int = 20  # epochs; the last one is always evaluated
+    num_evaluations: int = 10  # at the ends of equally many epochs, and of the last one
     schedule: Literal["cosine", "constant"] = "cosine"
     selects: Literal["last", "best_test_loss"] = "last"
     stops_at: float | None = None
 
     def validate(self) -> None:
-        for name in ("epochs", "batch_size", "evaluate_every"):
+        for name in ("epochs", "batch_size", "num_evaluations"):
             if getattr(self, name) < 1:
                 raise UserError(f"RecipeConfig.{name} {getattr(self, name)} must be at least 1")
         if self.max_steps is not None and self.max_steps < 1:
@@ -75,11 +75,10 @@ class RecipeConfig(Config):
             return self.epochs
         return min(self.epochs, -(-self.max_steps // self.steps_per_epoch(num_train)))
 
-    @property
-    def evaluation_epochs(self) -> int:
-        """Epochs from one evaluation to the next: the published options look at every one."""
+    def epochs_per_evaluation(self, num_epochs: int) -> int:
+        """The published options look at every epoch."""
         looks_often = self.selects == "best_test_loss" or self.stops_at is not None
-        return 1 if looks_often else self.evaluate_every
+        return 1 if looks_often else -(-num_epochs // self.num_evaluations)
 
 
 class Batch(NamedTuple):

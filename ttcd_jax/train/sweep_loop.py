@@ -136,7 +136,7 @@ class _Trainer:
         hyper = self._hyper(part)
         state: RunState = compiled.init(hyper)
         history: list[tuple[int, Host]] = []
-        every = self.config.evaluation_epochs
+        every = self.config.epochs_per_evaluation(self.epochs)
         for first in range(0, self.epochs, every):
             stop = min(first + every, self.epochs)
             was_active = np.asarray(state.is_active)
