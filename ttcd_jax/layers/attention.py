@@ -33,7 +33,7 @@ class AttentionConfig(Config):
     has_qkv_bias: bool = False
     qk_norm_eps: float = 1e-6
     init_std: float = 0.02
-    implementation: Literal["auto", "xla", "reference"] = "auto"
+    implementation: Literal["auto", "triton", "xla", "reference"] = "auto"
     precision: Precision = Precision()
 
     def validate(self) -> None:

@@ -75,7 +75,7 @@ class TransformerConfig(Config):
     norm_eps: float = 1e-6
     has_tied_head: bool = True
     init_std: float = 0.02
-    attention_implementation: Literal["auto", "xla", "reference"] = "auto"
+    attention_implementation: Literal["auto", "triton", "xla", "reference"] = "auto"
     remat: Remat = "none"
     scans_layers: bool = True  # False: unrolled, for debugging; same parameters
     precision: Precision = Precision()

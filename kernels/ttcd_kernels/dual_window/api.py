@@ -5,11 +5,12 @@ from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
-from ttcd_kernels.dual_window import reference, xla
+from ttcd_kernels.dual_window import reference, triton_call, xla
 
-Implementation = Literal["auto", "xla", "reference"]
+Implementation = Literal["auto", "triton", "xla", "reference"]
 _IMPLEMENTATIONS = {
     "auto": xla.dual_window,
+    "triton": triton_call.dual_window,
     "xla": xla.dual_window,
     "reference": reference.dual_window,
 }
@@ -34,9 +35,10 @@ def dual_window_attention_with_lse(
     the query itself; `None` sees everything. `scale` defaults to H**-0.5. Query head n reads kv
     head n // (N / K). Keys of another segment are invisible. Log-sum-exps are natural, float32
     (float64 for float64 inputs). Differentiable in q, k, v through all four results, at five matrix
-    products per key pair of the teacher's window. `implementation`: "xla" works in blocks, O(T *
-    window) memory; "reference" is the O(T * S) definition; "auto" takes the best for the device
-    ("xla").
+    products per key pair of the teacher's window. `implementation`: "triton" is a fused kernel for
+    GPUs of compute capability 8.0 and up, head dims 32, 64, 128; "xla" works in blocks, O(T *
+    window) memory; "reference" is the O(T * S) definition; "auto" is "xla" (until a GPU has timed
+    the kernel).
 
     Raises:
         ValueError: shapes or windows that do not fit, naming both numbers.

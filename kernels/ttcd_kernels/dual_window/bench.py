@@ -1,4 +1,5 @@
-"""Time and memory of dual-window attention against two single-window calls and the definition."""
+"""Time and memory of dual-window attention against two single-window calls, the definition and, on
+a GPU, cuDNN."""
 
 import functools
 from collections.abc import Callable
@@ -51,7 +52,8 @@ def table(rows: list[Row]) -> str:
 
 
 def _implementations(case: Case) -> dict[str, Callable]:
-    """(q, k, v) -> (teacher, student), three ways."""
+    """(q, k, v) -> (teacher, student), and, where there is a GPU, cuDNN's calls as the stock peer:
+    the teacher's window alone, and both windows."""
 
     def dual(implementation: Implementation) -> Callable:
         def call(q, k, v):
@@ -70,7 +72,28 @@ def _implementations(case: Case) -> dict[str, Callable]:
         windows = case.teacher_window, case.student_window
         return tuple(window_attention(q, k, v, window=w, implementation="xla") for w in windows)
 
-    return {"xla": dual("xla"), "two calls": two_calls, "reference": dual("reference")}
+    def cudnn(*windows: int | None) -> Callable:
+        def call(q, k, v):
+            return tuple(
+                jax.nn.dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    is_causal=True,
+                    local_window_size=None if window is None else (window - 1, 0),
+                    implementation="cudnn",
+                )
+                for window in windows
+            )
+
+        return call
+
+    found = {"xla": dual("xla"), "two calls": two_calls, "reference": dual("reference")}
+    if jax.default_backend() != "gpu":
+        return found
+    teacher, student = case.teacher_window, case.student_window
+    stock = {"cudnn teacher": cudnn(teacher), "cudnn both": cudnn(teacher, student)}
+    return found | {"triton": dual("triton")} | stock
 
 
 def _directions(attend: Callable) -> dict[str, Callable]:
@@ -81,7 +104,7 @@ def _directions(attend: Callable) -> dict[str, Callable]:
 
     def gradient(q, k, v, d_teacher, d_student):
         out, pull = jax.vjp(attend, q, k, v)
-        return out, pull((d_teacher, d_student))
+        return out, pull((d_teacher, d_student)[: len(out)])
 
     return {"forward": forward, "fwd + bwd": gradient}
 

@@ -8,15 +8,9 @@ matrix s [c, w_T + c] serves both windows. With the softmax state (m, l, acc) of
     student = acc / l,    lse_S = m + log l
 
 and the same state carried on over the far band (w_S <= distance < w_T) gives the teacher: one
-accumulator, as in the single sweep of a fused kernel. The backward needs no second set of products
-either: in the near band P_T = rho P_S with rho = exp(lse_S - lse_T) <= 1, so
-
-    near:  dS = P_S * ((dO_S + rho dO_T) V^T - (D_S + rho D_T)),     dV += P_S^T (dO_S + rho dO_T)
-    far:   dS = P_T * (dO_T V^T - D_T),                              dV += P_T^T dO_T
-
-with D = rowsum(dO * O) - d_lse: five matrix products for each key pair of the teacher's window. dK
-and dV leave the scan through a rolling window of w_T + c rows, so nothing is scattered into
-full-size arrays.
+accumulator, as in the single sweep of a fused kernel. The backward (`cotangents.py`) needs no
+second set of products either. Its dK and dV leave the scan through a rolling window of w_T + c
+rows, so nothing is scattered into full-size arrays.
 
 Inside: B batch, c queries of a block (axis T), E = w_T + c keys (axis S), K kv heads, G = N / K, H
 head dim.
@@ -27,6 +21,8 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+
+from ttcd_kernels.dual_window.cotangents import Residuals, by_band
 
 _MAX_SCORE_ELEMENTS = 1 << 24  # one block's scores: 64 MiB in float32
 # Half a window, within these bounds: a block of c rows computes w + c columns for w visible ones,
@@ -47,19 +43,6 @@ class _Shape(NamedTuple):
     scale: float
     block: int
     halo: int  # keys before the first query
-
-
-class _Residuals(NamedTuple):
-    """What the backward needs. Scores are recomputed."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    segment_ids: jax.Array | None
-    teacher: jax.Array
-    student: jax.Array
-    teacher_lse: jax.Array
-    student_lse: jax.Array
 
 
 def block_rows(batch_heads: int, length: int, window: int) -> int:
@@ -221,22 +204,15 @@ def _forward(shape: _Shape, q, k, v, segment_ids):
     _, blocks = jax.lax.scan(one_block, None, (jnp.arange(len(q_blocks)), q_blocks))
     teacher, student, teacher_lse, student_lse = (_from_blocks(x, T) for x in blocks)
     results = teacher, student, teacher_lse[..., 0], student_lse[..., 0]
-    return results, _Residuals(q, k, v, segment_ids, *results)
+    return results, Residuals(q, k, v, segment_ids, *results)
 
 
-def _backward(shape: _Shape, saved: _Residuals, cotangents):
+def _backward(shape: _Shape, saved: Residuals, cotangents):
     q, k, v = saved.q, saved.k, saved.v
-    d_teacher, d_student, d_teacher_lse, d_student_lse = cotangents
     state = saved.teacher_lse.dtype
-    # D = rowsum(dO * O) - d_lse, and the combined cotangent of the near band, rounded to q's dtype
-    # once.
-    rho = jnp.exp(saved.student_lse - saved.teacher_lse)[..., None]
-    D_teacher = _row_dot(d_teacher, saved.teacher, state) - d_teacher_lse[..., None]
-    D_near = _row_dot(d_student, saved.student, state) - d_student_lse[..., None] + rho * D_teacher
-    d_near = (d_student.astype(state) + rho * d_teacher.astype(state)).astype(q.dtype)
-
-    rows = (q, d_near, D_near, saved.student_lse[..., None])
-    rows += (d_teacher, D_teacher, saved.teacher_lse[..., None])
+    bands = by_band(saved, cotangents)
+    rows = (q, bands.near_out, bands.near_delta[..., None], saved.student_lse[..., None])
+    rows += (bands.far_out, bands.far_delta[..., None], saved.teacher_lse[..., None])
     blocks = tuple(_to_blocks(x, shape.block) for x in rows)
     padded = _padded(shape, q, k, v, saved.segment_ids)
     extent = shape.teacher_window + shape.block
@@ -261,10 +237,6 @@ def _backward(shape: _Shape, saved: _Residuals, cotangents):
         return total[:, shape.teacher_window : shape.teacher_window + like.shape[1]]
 
     return _from_blocks(dq, q.shape[1]), whole(dk, carry[0], k), whole(dv, carry[1], v), None
-
-
-def _row_dot(a: jax.Array, b: jax.Array, dtype) -> jax.Array:
-    return (a.astype(dtype) * b.astype(dtype)).sum(-1, keepdims=True)
 
 
 def _backward_block(shape: _Shape, window: _Window, rows):

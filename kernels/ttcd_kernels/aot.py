@@ -1,0 +1,167 @@
+"""Compiles the Triton kernels ahead of time, from the JAX call down to machine code, without a GPU.
+
+    python -m ttcd_kernels.aot [--capability 90] [--head_dim 128 ...]
+
+prints for each kernel and variant its registers, spilled bytes, shared memory and tensor-core
+instructions, as the assembler reports them.
+"""
+
+import argparse
+import contextlib
+import importlib
+import re
+import subprocess
+import tempfile
+import types
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from ttcd_kernels import launch, measure
+
+_TENSOR_CORES = re.compile(r"\b(?:HGMMA|HMMA|WGMMA)\b")
+
+
+class Compiled(NamedTuple):
+    """One kernel in machine code, of one thread block."""
+
+    name: str
+    registers: int  # per thread
+    spill_bytes: int  # per thread, stores and loads
+    shared_bytes: int
+    tensor_core_instructions: int
+
+
+def compile_kernels(
+    function: Callable[..., Any], *operands: Any, capability: int
+) -> tuple[list[Compiled], list[str]]:
+    """(the kernels that calling `function` on a GPU of this capability compiles, the names of the
+    kernels that its lowered program launches, in order). `operands` may be shapes."""
+    with launch.compiling_for(capability), _without_gpu() as sources:
+        traced = jax.jit(function).trace(*operands)
+        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+    assert module is not None
+    return [_assemble(source, capability) for source in sources], _launched(module.operation)
+
+
+class _Source(NamedTuple):
+    """What jax-triton hands to JAX's CUDA plugin as a kernel."""
+
+    name: str
+    num_warps: int
+    num_ctas: int
+    shared_bytes: int
+    ptx: str
+    ttir: str
+    capability: int
+
+
+class _Call:
+    """A launch of a kernel; its message is the kernel's name."""
+
+    def __init__(self, kernel: _Source, *_: Any) -> None:
+        self._name = kernel.name
+
+    def to_proto(self, *_: Any) -> bytes:
+        return self._name.encode()
+
+
+@contextlib.contextmanager
+def _without_gpu() -> Iterator[list[_Source]]:
+    """The kernels that jax-triton compiles inside, as far as PTX. Its partner from JAX's CUDA
+    plugin, which need not be installed, is stood in for."""
+    sources: list[_Source] = []
+
+    def kernel(*facts: Any) -> _Source:
+        sources.append(_Source(*facts))
+        return sources[-1]
+
+    plugin: Any = importlib.import_module("jaxlib.gpu_triton")
+    for name in ("get_compute_capability", "get_serialized_metadata"):
+        if not hasattr(plugin, name):  # jax-triton looks for them when it is imported
+            setattr(plugin, name, None)
+    from jax_triton import triton_lib
+
+    library: Any = triton_lib
+    stand_in = types.SimpleNamespace(
+        TritonKernel=kernel,
+        TritonKernelCall=_Call,
+        create_array_parameter=lambda *_: None,
+        create_scalar_parameter=lambda *_: None,
+    )
+    real = library.triton_kernel_call_lib
+    library._COMPILED_KERNEL_CACHE.clear()
+    library.triton_kernel_call_lib = stand_in
+    try:
+        yield sources
+    finally:
+        library.triton_kernel_call_lib = real
+        library._COMPILED_KERNEL_CACHE.clear()
+
+
+def _launched(operation: Any) -> list[str]:
+    """The kernels that a lowered module calls."""
+    names = []
+    for block in (block for region in operation.regions for block in region):
+        for inner in (inner.operation for inner in block):
+            attributes = inner.attributes
+            if "call_target_name" in attributes and "triton" in str(attributes["call_target_name"]):
+                names.append(zlib.decompress(attributes["backend_config"].value_bytes).decode())
+            names += _launched(inner)
+    return names
+
+
+def _assemble(kernel: _Source, capability: int) -> Compiled:
+    suffix = "a" if capability >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(kernel.ptx)
+        arch = f"-arch=sm_{capability}{suffix}"
+        report = _run("ptxas", "-v", arch, str(source), "-o", str(cubin))
+        sass = _run("nvdisasm", "-c", str(cubin))
+    registers = re.search(r"Used (\d+) registers", report)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    assert registers is not None, report
+    return Compiled(
+        kernel.name,
+        int(registers[1]),
+        sum(map(int, spills)),
+        kernel.shared_bytes,
+        len(_TENSOR_CORES.findall(sass)),
+    )
+
+
+def _run(tool: str, *arguments: str) -> str:
+    """A tool of the CUDA toolkit out of triton's package: what it prints."""
+    import triton
+
+    binary = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    done = subprocess.run([str(binary), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{tool} failed: {done.stderr.strip()}")
+    return done.stdout + done.stderr
+
+
+def main(arguments: list[str] | None = None) -> None:
+    from ttcd_kernels.dual_window import aot as dual_window
+    from ttcd_kernels.dual_window.tuning import HEAD_DIMS
+
+    parser = argparse.ArgumentParser(
+        prog="python -m ttcd_kernels.aot",
+        description="Resources of the kernels, compiled without a GPU.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--capability", type=int, choices=(80, 90), default=90)
+    parser.add_argument("--head_dim", type=int, choices=HEAD_DIMS, nargs="+", default=HEAD_DIMS)
+    options = parser.parse_args(arguments)
+    rows = []
+    for variant, compiled in dual_window.variants(options.capability, options.head_dim):
+        rows += [(variant, *map(str, kernel)) for kernel in compiled]
+    print(measure.table(("variant", *Compiled._fields), rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Dual-window attention by the Triton kernels: launches, custom VJP, what they support."""
+
+import functools
+import importlib.util
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttcd_kernels import launch
+from ttcd_kernels.batching import folds_batch
+from ttcd_kernels.dual_window.cotangents import Residuals, by_band
+from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tile, Tuning, tuning_for
+
+_LOG2E = 1.4426950408889634
+_DTYPES = ("bfloat16", "float16", "float32")
+_OLDEST_GPU = 80
+
+type _Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+class _Shape(NamedTuple):
+    """Static facts of a call."""
+
+    teacher_window: int
+    student_window: int
+    scale: float
+    tuning: Tuning
+
+
+def unsupported(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
+    """Why the kernels cannot take these arrays on this machine; None if they can."""
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head dim {q.shape[-1]} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if not q.dtype == k.dtype == v.dtype or q.dtype.name not in _DTYPES:
+        return (
+            f"q, k, v are {q.dtype.name}, {k.dtype.name}, {v.dtype.name}: they must be of one "
+            f"dtype out of {', '.join(_DTYPES)}"
+        )
+    missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed (pip install 'ttcd-jax[gpu]')"
+    capability = launch.capability()
+    if capability is None:
+        return f"there is no GPU: the backend is {jax.default_backend()}"
+    if capability < _OLDEST_GPU:
+        return f"the GPU has compute capability {capability}, less than {_OLDEST_GPU}"
+    return None
+
+
+def dual_window(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    teacher_window: int,
+    student_window: int,
+    scale: float,
+    tuning: Tuning | None = None,
+) -> _Results:
+    """Same contract as `reference.dual_window`; differentiable in q, k, v through all four results,
+    deterministic. float32 operands are multiplied in full float32, not TF32.
+
+    Raises:
+        ValueError: what the kernels do not support, before anything is launched.
+    """
+    reason = unsupported(q, k, v)
+    if reason is not None:
+        raise ValueError(f"implementation 'triton': {reason}; use 'auto' or 'xla'")
+    if tuning is None:
+        capability = launch.capability()
+        assert capability is not None
+        tuning = tuning_for(capability, q.shape[-1])
+    S = k.shape[1]
+    shape = _Shape(min(teacher_window, S), min(student_window, S), scale, tuning)
+    return cast(_Results, _fused(shape, q, k, v, segment_ids))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(shape: _Shape, q, k, v, segment_ids):
+    return _forward(shape, q, k, v, segment_ids)[0]
+
+
+def _forward(shape: _Shape, q, k, v, segment_ids):
+    results = folds_batch(functools.partial(_launch_forward, shape))(q, k, v, segment_ids)
+    return results, Residuals(q, k, v, segment_ids, *results)
+
+
+def _backward(shape: _Shape, saved: Residuals, cotangents):
+    arrays = saved, by_band(saved, cotangents)
+    dq = folds_batch(functools.partial(_launch_backward, shape))(*arrays)
+    return *dq, None
+
+
+_fused.defvjp(_forward, _backward)
+
+
+def _launch_forward(shape: _Shape, q, k, v, segment_ids):
+    from ttcd_kernels.dual_window.triton_kernels import dual_window_forward
+
+    B, T, N, _ = q.shape
+    tile = shape.tuning.forward
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    lse = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    teacher, student, teacher_lse, student_lse = launch.launch(
+        dual_window_forward,
+        *_operands(q, k, v, segment_ids),
+        *_sizes(q, k),
+        shape.teacher_window,
+        shape.student_window,
+        np.float32(shape.scale * _LOG2E),
+        out_shape=[out, out, lse, lse],
+        grid=(-(-T // tile.block_m), N, B),
+        **_constants(q, segment_ids, tile),
+    )
+    return teacher, student, teacher_lse.swapaxes(1, 2), student_lse.swapaxes(1, 2)
+
+
+def _launch_backward(shape: _Shape, saved: Residuals, bands):
+    from ttcd_kernels.dual_window.triton_kernels import (
+        dual_window_backward_kv,
+        dual_window_backward_q,
+    )
+
+    q, k, v, ids = saved.q, saved.k, saved.v, saved.segment_ids
+    B, T, N, _ = q.shape
+    S, K = k.shape[1:3]
+
+    def stacked(near: jax.Array, far: jax.Array) -> jax.Array:
+        """[2, B, N, T] from [B, T, N]."""
+        return jnp.stack([near, far]).swapaxes(2, 3)
+
+    arguments = (
+        *_operands(q, k, v, ids),
+        jnp.stack([bands.near_out, bands.far_out]),
+        stacked(saved.student_lse, saved.teacher_lse),
+        stacked(bands.near_delta, bands.far_delta),
+        B,
+        *_sizes(q, k),
+        shape.teacher_window,
+        shape.student_window,
+        np.float32(shape.scale),
+    )
+    tile = shape.tuning.backward_q
+    (dq,) = launch.launch(
+        dual_window_backward_q,
+        *arguments,
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        grid=(-(-T // tile.block_m), N, B),
+        **_constants(q, ids, tile),
+    )
+    tile = shape.tuning.backward_kv
+    dk, dv = launch.launch(
+        dual_window_backward_kv,
+        *arguments,
+        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2,
+        grid=(-(-S // tile.block_n), K, B),
+        **_constants(q, ids, tile),
+    )
+    return dq, dk, dv
+
+
+def _operands(q, k, v, segment_ids) -> tuple[jax.Array, ...]:
+    """Without documents a pointer that is never read stands for the ids."""
+    return q, k, v, q if segment_ids is None else segment_ids.astype(jnp.int32)
+
+
+def _sizes(q, k) -> tuple[int, ...]:
+    """T, S, N, K."""
+    return q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+
+
+def _constants(q, segment_ids, tile: Tile) -> dict[str, Any]:
+    return {
+        "H": q.shape[-1],
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "HAS_SEGMENTS": segment_ids is not None,
+        "PRECISION": "ieee" if q.dtype == jnp.float32 else "tf32",
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }

@@ -1,0 +1,361 @@
+"""Dual-window attention as Triton kernels: the forward in one sweep, and the gradients for q and
+for k, v.
+
+A band is the keys at min_distance <= i - j < max_distance of query i. The near band (0 .. w_S) is
+the student's window; with the far band (w_S .. w_T) it is the teacher's. In base 2, with s = q k^T
+scale log2(e), a tile of keys updates the softmax state
+
+    m' = max(m, max s),  l' = l 2^(m - m') + sum 2^(s - m'),  acc' = acc 2^(m - m') + 2^(s - m') v
+
+*forward* runs it from the diagonal outward. Behind the near band it is the student's result,
+acc / l with lse = (m + log2 l) ln 2; carried on through the far band it is the teacher's.
+
+*backward* is the ordinary one in both bands, P = exp(s - lse), with operands that differ by band:
+
+    dS = P * (dO V^T - D),  dQ = dS K scale,  dK = dS^T Q scale,  dV = P^T dO
+    near:  lse_S,  dO_S + rho dO_T,  D_S + rho D_T     far:  lse_T,  dO_T,  D_T
+
+(rho = exp(lse_S - lse_T), D = rowsum(dO * O) - d_lse; made in `cotangents.py`). They come stacked,
+near first, so that one loop serves both bands. No atomics: every result is one program's own.
+
+Arrays are contiguous: q, outputs and cotangents [B, T, N, H], k and v [B, S, K, H], lse and D [B,
+N, T], ids [B, S]. Query row t stands at position t + S - T. Row offsets are 64 bit: B T N H may
+pass 2^31.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+# (tl.static_range is a loop for Triton's compiler only)
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _tiles(first, last, min_distance, max_distance, S, BLOCK: tl.constexpr):
+    """Key tiles a band of the queries at positions first .. last: (start, inner_start, inner_stop,
+    stop). Every pair of the inner tiles is in the band; in the others some may be out."""
+    stop = (tl.maximum(tl.minimum(last - min_distance, S - 1) + 1, 0) + BLOCK - 1) // BLOCK
+    start = tl.minimum(tl.maximum(first - max_distance + 1, 0) // BLOCK, stop)
+    start = tl.where(min_distance < max_distance, start, stop)
+    inner_stop = tl.maximum(first - min_distance + 1, 0) // BLOCK
+    inner_stop = tl.minimum(tl.maximum(inner_stop, start), stop)
+    inner_start = (tl.maximum(last - max_distance + 1, 0) + BLOCK - 1) // BLOCK
+    inner_start = tl.minimum(tl.maximum(inner_start, start), inner_stop)
+    return start, inner_start, inner_stop, stop
+
+
+@triton.jit
+def _is_visible(distance, min_distance, max_distance):
+    return (distance >= min_distance) & (distance < max_distance)
+
+
+@triton.jit
+def _load_rows(base, start, stride, S, BLOCK: tl.constexpr, H: tl.constexpr, CHECKS: tl.constexpr):
+    """Rows start .. start + BLOCK - 1 of one head [BLOCK, H]; zeros behind the last of S."""
+    row = tl.arange(0, BLOCK)
+    pointers = base + tl.cast(start, tl.int64) * stride
+    pointers = pointers + row[:, None] * stride + tl.arange(0, H)[None, :]
+    if CHECKS:
+        return tl.load(pointers, mask=(start + row < S)[:, None], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _load_ids(base, place, S, HAS_SEGMENTS: tl.constexpr):
+    if HAS_SEGMENTS:
+        return tl.load(base + place, mask=place < S, other=0)
+    else:
+        return place
+
+
+@triton.jit
+def _attend(
+    state,
+    q,
+    k_base,
+    v_base,
+    ids_base,
+    position,
+    ids_q,
+    tiles,
+    min_distance,
+    max_distance,
+    S,
+    stride,
+    scale_log2,
+    H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The softmax state (m, l, acc) carried through a band's tiles, the nearest first."""
+    peak, total, acc = state
+    for part in tl.static_range(3):  # the near edge, the inner tiles, the far edge
+        part_start, part_stop = tiles[2 - part], tiles[3 - part]
+        for step in range(0, part_stop - part_start):
+            start = (part_stop - 1 - step) * BLOCK_N
+            k = _load_rows(k_base, start, stride, S, BLOCK_N, H, part != 1)
+            score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+            if HAS_SEGMENTS or part != 1:
+                key = start + tl.arange(0, BLOCK_N)
+                ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
+                visible = (
+                    _is_visible(position[:, None] - key[None, :], min_distance, max_distance)
+                    & (key < S)[None, :]
+                )
+                if HAS_SEGMENTS:
+                    visible = visible & (ids_q[:, None] == ids_k[None, :])
+                score = tl.where(visible, score, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(score, 1))
+            shift = new_peak
+            if HAS_SEGMENTS or part != 1:
+                # A row that has seen no key yet has weights of 0, not 2^(inf - inf).
+                shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weight = tl.exp2(score - shift[:, None])
+            shrink = tl.exp2(peak - shift)
+            v = _load_rows(v_base, start, stride, S, BLOCK_N, H, part != 1)
+            total = total * shrink + tl.sum(weight, 1)
+            acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            peak = new_peak
+    return peak, total, acc
+
+
+@triton.jit
+def dual_window_forward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    ids_ptr,
+    T,
+    S,
+    N,
+    K,
+    teacher_window,
+    student_window,
+    scale_log2,
+    teacher_ptr,
+    student_ptr,
+    teacher_lse_ptr,
+    student_lse_ptr,
+    H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (query tiles, N, B): both outputs and both log-sum-exps of one tile of one head."""
+    tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = row < T
+    position = row + (S - T)
+    first, last = tile * BLOCK_M + (S - T), tl.minimum(tile * BLOCK_M + BLOCK_M, T) - 1 + (S - T)
+
+    row_base = (tl.cast(batch, tl.int64) * T + tile * BLOCK_M) * N * H + head * H
+    at = row_base + tl.arange(0, BLOCK_M)[:, None] * (N * H) + tl.arange(0, H)[None, :]
+    q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
+    key_base = tl.cast(batch, tl.int64) * S * K * H + head // (N // K) * H
+    ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
+    ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    state = peak, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, H], tl.float32)
+    at_lse = (tl.cast(batch, tl.int64) * N + head) * T + row
+    for band in tl.static_range(2):  # near, then far on the same state
+        min_distance = 0 if band == 0 else student_window
+        max_distance = student_window if band == 0 else teacher_window
+        state = _attend(
+            state,
+            q,
+            k_ptr + key_base,
+            v_ptr + key_base,
+            ids_base,
+            position,
+            ids_q,
+            _tiles(first, last, min_distance, max_distance, S, BLOCK_N),
+            min_distance,
+            max_distance,
+            S,
+            K * H,
+            scale_log2,
+            H,
+            BLOCK_N,
+            HAS_SEGMENTS,
+            PRECISION,
+        )
+        peak, total, acc = state
+        out_ptr = student_ptr if band == 0 else teacher_ptr
+        lse_ptr = student_lse_ptr if band == 0 else teacher_lse_ptr
+        out = acc / total[:, None]
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+        tl.store(lse_ptr + at_lse, (peak + tl.log2(total)) * LN2, mask=is_row)
+
+
+@triton.jit
+def dual_window_backward_q(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    ids_ptr,
+    d_out_ptr,
+    lse_ptr,
+    delta_ptr,
+    B,
+    T,
+    S,
+    N,
+    K,
+    teacher_window,
+    student_window,
+    scale,
+    dq_ptr,
+    H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (query tiles, N, B): dq of one tile of one head. d_out, lse and delta: [2, ...], near
+    first."""
+    tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = row < T
+    position = row + (S - T)
+    first, last = tile * BLOCK_M + (S - T), tl.minimum(tile * BLOCK_M + BLOCK_M, T) - 1 + (S - T)
+
+    row_base = (tl.cast(batch, tl.int64) * T + tile * BLOCK_M) * N * H + head * H
+    at = row_base + tl.arange(0, BLOCK_M)[:, None] * (N * H) + tl.arange(0, H)[None, :]
+    q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
+    key_base = tl.cast(batch, tl.int64) * S * K * H + head // (N // K) * H
+    ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
+    ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
+
+    dq = tl.zeros([BLOCK_M, H], tl.float32)
+    scale_log2 = scale * LOG2E
+    for band in tl.static_range(2):
+        at_row = ((tl.cast(batch, tl.int64) + band * B) * N + head) * T + row
+        lse_log2 = tl.load(lse_ptr + at_row, mask=is_row, other=0.0) * LOG2E
+        delta = tl.load(delta_ptr + at_row, mask=is_row, other=0.0)
+        plane = tl.cast(band * B, tl.int64) * T * N * H
+        d_out = tl.load(d_out_ptr + plane + at, mask=is_row[:, None], other=0.0)
+        min_distance = 0 if band == 0 else student_window
+        max_distance = student_window if band == 0 else teacher_window
+        tiles = _tiles(first, last, min_distance, max_distance, S, BLOCK_N)
+        for part in tl.static_range(3):
+            for tile_n in range(tiles[part], tiles[part + 1]):
+                start = tile_n * BLOCK_N
+                k = _load_rows(k_ptr + key_base, start, K * H, S, BLOCK_N, H, part != 1)
+                v = _load_rows(v_ptr + key_base, start, K * H, S, BLOCK_N, H, part != 1)
+                score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+                weight = tl.exp2(score - lse_log2[:, None])
+                if HAS_SEGMENTS or part != 1:
+                    key = start + tl.arange(0, BLOCK_N)
+                    ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
+                    visible = (
+                        _is_visible(position[:, None] - key[None, :], min_distance, max_distance)
+                        & (key < S)[None, :]
+                    )
+                    if HAS_SEGMENTS:
+                        visible = visible & (ids_q[:, None] == ids_k[None, :])
+                    weight = tl.where(visible, weight, 0.0)
+                d_weight = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
+                d_score = weight * (d_weight - delta[:, None])
+                dq = tl.dot(d_score.to(k.dtype), k, dq, input_precision=PRECISION)
+    tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit
+def _query_tiles(start, min_distance, max_distance, T, S, BLOCK_N, BLOCK_M: tl.constexpr):
+    """(first, number) of the query tiles that see the keys start .. start + BLOCK_N - 1 within the
+    band."""
+    first = tl.maximum(start + min_distance - (S - T), 0)
+    last = tl.minimum(start + BLOCK_N - 1 + max_distance - 1 - (S - T), T - 1)
+    is_empty = (first > last) | (min_distance >= max_distance)
+    return first // BLOCK_M, tl.where(is_empty, 0, last // BLOCK_M - first // BLOCK_M + 1)
+
+
+@triton.jit
+def dual_window_backward_kv(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    ids_ptr,
+    d_out_ptr,
+    lse_ptr,
+    delta_ptr,
+    B,
+    T,
+    S,
+    N,
+    K,
+    teacher_window,
+    student_window,
+    scale,
+    dk_ptr,
+    dv_ptr,
+    H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_SEGMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (key tiles, K, B): dk and dv of one tile of one kv head, summed over its query heads and
+    both bands in one loop. d_out, lse and delta: [2, ...], near first."""
+    start, kv_head, batch = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2)
+    key = start + tl.arange(0, BLOCK_N)
+    key_base = tl.cast(batch, tl.int64) * S * K * H + kv_head * H
+    k = _load_rows(k_ptr + key_base, start, K * H, S, BLOCK_N, H, True)
+    v = _load_rows(v_ptr + key_base, start, K * H, S, BLOCK_N, H, True)
+    ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
+    ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
+    near_first, num_near = _query_tiles(start, 0, student_window, T, S, BLOCK_N, BLOCK_M)
+    far_first, num_far = _query_tiles(start, student_window, teacher_window, T, S, BLOCK_N, BLOCK_M)
+    per_head = num_near + num_far
+
+    dk = tl.zeros([BLOCK_N, H], tl.float32)
+    dv = tl.zeros([BLOCK_N, H], tl.float32)
+    for step in range(0, per_head * (N // K)):
+        head = kv_head * (N // K) + step // per_head
+        place = step % per_head
+        is_far = place >= num_near
+        band = tl.where(is_far, 1, 0)
+        tile = tl.where(is_far, far_first + place - num_near, near_first + place)
+        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        is_row = row < T
+        row_base = (tl.cast(batch, tl.int64) * T + tile * BLOCK_M) * N * H + head * H
+        at = row_base + tl.arange(0, BLOCK_M)[:, None] * (N * H) + tl.arange(0, H)[None, :]
+        q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
+        plane = tl.cast(band * B, tl.int64) * T * N * H
+        d_out = tl.load(d_out_ptr + plane + at, mask=is_row[:, None], other=0.0)
+        at_row = ((tl.cast(batch, tl.int64) + band * B) * N + head) * T + row
+        lse_log2 = tl.load(lse_ptr + at_row, mask=is_row, other=0.0) * LOG2E
+        delta = tl.load(delta_ptr + at_row, mask=is_row, other=0.0)
+
+        # Transposed, [BLOCK_N, BLOCK_M]: both sums over queries then read them as they are.
+        score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)
+        position = row + (S - T)
+        visible = (
+            _is_visible(
+                position[None, :] - key[:, None],
+                tl.where(is_far, student_window, 0),
+                tl.where(is_far, teacher_window, student_window),
+            )
+            & is_row[None, :]
+        )
+        if HAS_SEGMENTS:
+            ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
+            visible = visible & (ids_q[None, :] == ids_k[:, None])
+        weight = tl.where(visible, tl.exp2(score - lse_log2[None, :]), 0.0)
+        dv = tl.dot(weight.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
+        d_weight = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+        d_score = weight * (d_weight - delta[None, :])
+        dk = tl.dot(d_score.to(q.dtype), q, dk, input_precision=PRECISION)
+
+    is_key = (key < S)[:, None]
+    at = tl.cast(start, tl.int64) * (K * H) + key_base
+    at = at + tl.arange(0, BLOCK_N)[:, None] * (K * H) + tl.arange(0, H)[None, :]
+    tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=is_key)
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=is_key)

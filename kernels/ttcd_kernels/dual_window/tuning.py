@@ -1,0 +1,65 @@
+"""Tile sizes of the Triton kernels: explicit > table > smallest."""
+
+import dataclasses
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """One kernel's: queries and keys per tile, warps, software pipeline depth."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """The three kernels of dual-window attention."""
+
+    forward: Tile
+    backward_q: Tile
+    backward_kv: Tile
+
+
+# By (compute capability, head dim). Chosen by what the compiler reports (`ttcd_kernels.aot`:
+# registers, spills, shared memory), not yet by time on a GPU.
+TABLE: dict[tuple[int, int], Tuning] = {
+    (90, 128): Tuning(
+        forward=Tile(128, 64, 8, 3),
+        backward_q=Tile(128, 64, 8, 2),
+        backward_kv=Tile(64, 64, 8, 2),
+    ),
+    (90, 64): Tuning(
+        forward=Tile(128, 128, 8, 3),
+        backward_q=Tile(128, 64, 8, 2),
+        backward_kv=Tile(64, 128, 8, 3),
+    ),
+    (90, 32): Tuning(
+        forward=Tile(128, 128, 8, 3),
+        backward_q=Tile(128, 128, 8, 3),
+        backward_kv=Tile(64, 128, 8, 3),
+    ),
+    (80, 128): Tuning(
+        forward=Tile(64, 64, 8, 2),
+        backward_q=Tile(64, 64, 8, 2),
+        backward_kv=Tile(32, 64, 4, 2),
+    ),
+    (80, 64): Tuning(
+        forward=Tile(128, 64, 8, 3),
+        backward_q=Tile(64, 64, 8, 2),
+        backward_kv=Tile(32, 64, 4, 2),
+    ),
+    (80, 32): Tuning(
+        forward=Tile(128, 64, 4, 3),
+        backward_q=Tile(128, 64, 8, 2),
+        backward_kv=Tile(64, 64, 4, 2),
+    ),
+}
+HEAD_DIMS = (32, 64, 128)
+
+
+def tuning_for(capability: int, head_dim: int) -> Tuning:
+    """The table's row for the newest listed GPU that is no newer than `capability`."""
+    known = max(listed for listed, _ in TABLE if listed <= capability)
+    return TABLE[known, head_dim]

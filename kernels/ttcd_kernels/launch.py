@@ -1,0 +1,64 @@
+"""The one place that starts a Triton kernel from JAX."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from ttcd_kernels import interpreter
+
+_CAPABILITY: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
+
+
+@contextlib.contextmanager
+def compiling_for(capability: int) -> Iterator[None]:
+    """Kernels traced and lowered inside are compiled for this GPU (90: Hopper), which need not be
+    there."""
+    token = _CAPABILITY.set(capability)
+    try:
+        yield
+    finally:
+        _CAPABILITY.reset(token)
+
+
+def capability() -> int | None:
+    """The compute capability kernels are compiled for, as 90; None without a GPU. Triton's
+    interpreter counts as the newest."""
+    chosen = _CAPABILITY.get()
+    if chosen is not None:
+        return chosen
+    if interpreter.is_on():
+        return 90
+    if jax.default_backend() != "gpu":
+        return None
+    return int(str(jax.devices()[0].compute_capability).replace(".", ""))
+
+
+def launch(
+    kernel: Any,
+    *args: Any,
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, int, int],
+    num_warps: int,
+    num_stages: int,
+    **constants: Any,
+) -> list[jax.Array]:
+    """Results of `kernel(*args, *results, **constants)` on `grid`. A float argument is np.float32:
+    a Python float would be 64 bit in the kernel."""
+    if interpreter.is_on():
+        return interpreter.launch(kernel, *args, out_shape=out_shape, grid=grid, **constants)
+    import jax_triton
+
+    return jax_triton.triton_call(
+        *args,
+        kernel=kernel,
+        out_shape=list(out_shape),
+        grid=grid,
+        name=kernel.__name__,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        compute_capability=_CAPABILITY.get(),
+        **constants,
+    )

@@ -1,0 +1,115 @@
+"""The Triton kernels without a GPU: numerics by the interpreter, machine code ahead of time, and
+what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ttcd_kernels import dual_window_attention, launch
+from ttcd_kernels.dual_window.aot import compile_gradient
+from ttcd_kernels.dual_window.tuning import HEAD_DIMS, TABLE, tuning_for
+
+BASE = {"T": 40, "S": 40, "N": 2, "K": 1, "H": 32, "teacher": 16, "student": 8}
+SETS = {
+    "windows": [
+        BASE,
+        BASE | {"teacher": 100, "student": 1},  # beyond the row; the query alone
+        BASE | {"teacher": 13, "student": 13, "block_n": 32},  # no far band
+        BASE | {"teacher": 21, "student": 20, "block_m": 32},
+    ],
+    "shapes": [
+        BASE | {"B": 2, "T": 33, "S": 50, "N": 4, "K": 2, "teacher": 20, "student": 7},  # halo
+        BASE | {"T": 5, "S": 5, "K": 2},  # less than a tile
+        BASE | {"H": 64, "T": 1, "S": 37, "block_n": 32},  # the last query alone
+    ],
+    "documents": [
+        BASE | {"documents": 4},
+        BASE | {"B": 2, "S": 51, "documents": 9, "N": 4, "K": 2, "block_m": 32},
+    ],
+    "transforms": [
+        BASE | {"transform": name, "T": 24, "S": 24} for name in ("jit", "remat", "vmap")
+    ],
+    "public": [BASE | {"is_public": True, "T": 150, "S": 150, "teacher": None, "student": 60}],
+}
+NARROW = [BASE | {"dtype": dtype} for dtype in ("bfloat16", "float16")]
+# A relative step of each dtype; sums over up to 16 keys, probabilities rounded once.
+BOUND = {"float32": 2e-6, "bfloat16": 3e-2, "float16": 3e-3}
+
+
+def run(cases):
+    """Errors of each case, in a process of its own: the interpreter takes over a whole process."""
+    script = Path(__file__).with_name("interpreted.py")
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_results_and_gradients_are_those_of_the_definition(name):
+    for case, errors in zip(SETS[name], run(SETS[name]), strict=True):
+        assert max(errors.values()) < BOUND["float32"], (case, errors)
+
+
+def test_narrow_operands_have_float32_statistics():
+    for case, errors in zip(NARROW, run(NARROW), strict=True):
+        assert max(errors.values()) < BOUND[case["dtype"]], (case, errors)
+        # Scores are exact products of narrow numbers, summed in float32.
+        assert max(errors["teacher_lse"], errors["student_lse"]) < BOUND["float32"], (case, errors)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_machine_code_spills_nothing_in_the_forward(capability, head_dim):
+    kernels, launched = compile_gradient(capability, head_dim)
+    assert launched == ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
+    forward, backward_q, backward_kv = kernels
+    assert [kernel.name for kernel in kernels] == launched
+    assert forward.spill_bytes == 0
+    assert max(backward_q.spill_bytes, backward_kv.spill_bytes) <= 64
+    shared_limit = {80: 163 * 1024, 90: 227 * 1024}[capability]
+    for kernel in kernels:
+        assert kernel.shared_bytes <= shared_limit
+        assert kernel.tensor_core_instructions > 0
+
+
+def test_documents_compile_too():
+    (forward, *backward), _ = compile_gradient(90, 64, has_segments=True)
+    assert forward.spill_bytes == 0
+    assert max(kernel.spill_bytes for kernel in backward) <= 64
+
+
+def test_the_table_knows_every_head_dim_and_older_and_newer_gpus():
+    assert {dim for _, dim in TABLE} == set(HEAD_DIMS)
+    for dim in HEAD_DIMS:
+        assert tuning_for(86, dim) == TABLE[80, dim]
+        assert tuning_for(100, dim) == TABLE[90, dim]
+
+
+def _attend(dtype=jnp.bfloat16, key_dtype=jnp.bfloat16, head_dim=32, implementation="triton"):
+    q, k = jnp.zeros((1, 8, 1, head_dim), dtype), jnp.zeros((1, 8, 1, head_dim), key_dtype)
+    return dual_window_attention(
+        q, k, k, teacher_window=4, student_window=2, implementation=implementation
+    )
+
+
+def test_what_the_kernel_cannot_take_is_refused_before_launch():
+    with launch.compiling_for(90):
+        with pytest.raises(ValueError, match=r"head dim 48 is not one of 32, 64, 128"):
+            _attend(head_dim=48)
+        with pytest.raises(ValueError, match="bfloat16, float16, float16: they must be of one"):
+            _attend(key_dtype=jnp.float16)
+    with launch.compiling_for(75), pytest.raises(ValueError, match="75, less than 80"):
+        _attend()
+    if jax.default_backend() != "gpu":
+        with pytest.raises(ValueError, match=r"no GPU: the backend is cpu; use 'auto' or 'xla'"):
+            _attend()
