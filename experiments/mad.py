@@ -1,7 +1,7 @@
 """Trains and scores the MAD sweep: all hyperparameter runs of a setting and method at once.
 
     python -m experiments.mad --gin=mad/default.gin [--param='MADSweepConfig.settings="all"' ...]
-                              [--run_dir=DIR] [--dry_run]
+                              [--run_dir=DIR] [--beside=DIR ...] [--dry_run]
 
 Each finished setting and method is one file in DIR/records; the same command goes on after an
 interruption, and commands that run at the same time share the work. At the end it prints the tables
@@ -22,6 +22,9 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("gin", "mad/default.gin", "A file in experiments/configs/, or a path.")
 flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
 flags.DEFINE_string("run_dir", None, "Where records lie; default: runs/mad-<name of the gin file>.")
+flags.DEFINE_multi_string(
+    "beside", [], "Another sweep's directory: tables and picture show its records, too."
+)
 flags.DEFINE_bool("dry_run", False, "Print what would be trained; train and write nothing.")
 
 CONFIG_DIR = Path(__file__).parent / "configs"
@@ -30,7 +33,7 @@ CONFIG_DIR = Path(__file__).parent / "configs"
 def main(argv: list[str]) -> None:
     from experiments.gin_loading import load_config
     from experiments.mad_config import MADSweepConfig, jobs
-    from experiments.mad_records import Records
+    from experiments.mad_records import Records, check_beside, gather
     from ttcd_jax.eval.mad_picture import draw_curves
     from ttcd_jax.train.run_directory import RunDirectory
 
@@ -38,6 +41,8 @@ def main(argv: list[str]) -> None:
     if FLAGS.dry_run:
         _print_plan(config)
         return
+    beside = [Path(other) for other in FLAGS.beside]
+    check_beside(beside)
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / f"mad-{Path(FLAGS.gin).stem}")
     with run_dir.lock(waits=True):
         run_dir.claim(config.comparable(), " ".join(sys.argv) + "\n", {"seed": config.data_seed})
@@ -55,7 +60,7 @@ def main(argv: list[str]) -> None:
             record = _train(config, job, progress)
             records.write(job, record)
             progress.finish(record)
-    found = records.read()
+    found = gather(run_dir.path, beside)
     if not found:
         return  # Other processes are at everything there is.
     tables = _tables(found)

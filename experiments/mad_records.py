@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +60,25 @@ class Records:
 
     def _path(self, job: Job) -> Path:
         return self._folder / f"{job.name}.json"
+
+
+def check_beside(sweeps: Sequence[Path]) -> None:
+    """Raises `UserError` naming a directory that holds no records."""
+    for sweep in sweeps:
+        if not (sweep / "records").is_dir():
+            raise UserError(f"--beside={sweep} holds no records: give the directory of a sweep")
+
+
+def gather(own: Path, beside: Sequence[Path]) -> list[dict[str, Any]]:
+    """The records of several sweeps. Raises `UserError` where two have the same job."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for sweep in (own, *beside):
+        for record in Records(sweep / "records").read():
+            job = record["task"], record["setting"], record["method"]
+            if job in found:
+                raise UserError(
+                    f"{sweep} has {'.'.join(job)}, and so has another of the sweeps: show one of "
+                    "them without --beside"
+                )
+            found[job] = record
+    return list(found.values())

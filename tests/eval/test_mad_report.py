@@ -98,7 +98,12 @@ def test_the_picture_has_a_panel_per_task_also_where_a_method_failed(tmp_path):
 def test_footnotes_tell_the_budget_the_options_and_what_failed():
     text = "\n".join(footnotes(RECORDS))
     assert "memorization 1 of 6, compression 2 of 11" in text
-    assert "40 steps (2 epochs) of 32 rows, 640 training rows (published: 12,800)" in text
+    budget = "40 steps (2 epochs) of 32 rows, 640 training rows (published: 12,800), 320 test rows"
+    assert f"budget of memorization, compression: {budget}" in text
+    longer = record("selective-copying", "default", "swa", run(0.1)) | {"steps": 80}
+    text_of_both = "\n".join(footnotes([*RECORDS, longer]))
+    assert f"budget of memorization, compression: {budget}" in text_of_both
+    assert "budget of selective-copying: 80 steps" in text_of_both
     assert "2 of 7 not finite" in text
     assert "schedule cosine, score of last, stops at test accuracy None" in text
     assert "initial standard deviation 0.1 (published: 0.02)" in text

@@ -129,3 +129,21 @@ def test_a_damaged_record_is_named(tmp_path):
     (tmp_path / "compression.default.swa.json").write_text('{"task":')
     with pytest.raises(UserError, match=r"compression.default.swa.json is damaged"):
         Records(tmp_path).read()
+
+
+def test_sweeps_are_shown_together_unless_they_overlap(tmp_path):
+    from experiments.mad_records import Records, check_beside, gather
+
+    first, second, *_ = jobs(config("mad/cpu_short.gin"))
+    own, other = tmp_path / "own", tmp_path / "other"
+    for sweep, job in ((own, first), (other, second)):
+        names = {"task": job.setting.config.task, "setting": job.setting.name}
+        records = Records(sweep / "records")
+        with records.taking(job):
+            records.write(job, names | {"method": job.method})
+    assert [record["method"] for record in gather(own, [other])] == [first.method, second.method]
+    with pytest.raises(UserError, match=f"memorization.default.{first.method}, and so has another"):
+        gather(own, [own])
+    check_beside([own, other])
+    with pytest.raises(UserError, match="holds no records"):
+        check_beside([tmp_path])

@@ -38,6 +38,8 @@ def draw_curves(path: Path, records: list[Record]) -> None:
             axes.set(title=task, xlabel="steps", ylim=(-2, 104))
             handles, labels = axes.get_legend_handles_labels()
             legend |= dict(zip(labels, handles, strict=True))
+        hollow = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "color": "#555555"}
+        (legend["published, at full budget"],) = panels[0].plot([], linestyle="", **hollow)
         for axes in panels[::_COLUMNS]:
             axes.set_ylabel("macro accuracy, %")
         look = {"loc": "outside lower center", "ncols": 8, "frameon": False}

@@ -130,11 +130,7 @@ def footnotes(records: list[Record]) -> list[str]:
         "cells: macro / micro accuracy on the test rows (published macro accuracy; all settings, "
         "200 epochs, 3 rates, 2 decays)",
         f"settings: {counts}",
-        f"budget: {_span(r['steps'] for r in records)} steps ({_span(r['epochs'] for r in records)}"
-        f" epochs) of {_span(r['batch_size'] for r in recipes)} rows, "
-        f"{_span(r['num_train'] for r in records)} training rows (published: "
-        f"{_span(r['published_num_train'] for r in records)}), "
-        f"{_span(r['num_test'] for r in records)} test rows",
+        *(f"budget of {', '.join(tasks)}: {text}" for text, tasks in _budgets(records).items()),
         f"runs: rates {_values(run['rate'] for run in runs)}, decays "
         f"{_values(run['weight_decay'] for run in runs)}, seeds "
         f"{_values(run['seed'] for run in runs)}; {failed} of {len(runs)} not finite, without a "
@@ -148,6 +144,22 @@ def footnotes(records: list[Record]) -> list[str]:
         f"computed in {_values(r['model']['precision']['compute'] for r in records)} on "
         f"{_values(r['environment']['device'] for r in records)}",
     ]
+
+
+def _budgets(records: list[Record]) -> dict[str, list[str]]:
+    """What was spent on a task -> the tasks it was spent on."""
+    found: dict[str, list[str]] = {}
+    for task in tasks_of(records):
+        chosen = [record for record in records if record["task"] == task]
+        text = (
+            f"{_span(r['steps'] for r in chosen)} steps ({_span(r['epochs'] for r in chosen)} "
+            f"epochs) of {_span(r['recipe']['batch_size'] for r in chosen)} rows, "
+            f"{_span(r['num_train'] for r in chosen)} training rows (published: "
+            f"{_span(r['published_num_train'] for r in chosen)}), "
+            f"{_span(r['num_test'] for r in chosen)} test rows"
+        )
+        found.setdefault(text, []).append(task)
+    return found
 
 
 def tasks_of(records: list[Record]) -> list[str]:
