@@ -6,6 +6,7 @@ program after program: what the tests do. Such a process can neither compile nor
 
 import functools
 import os
+import threading
 from typing import Any
 
 import jax
@@ -18,6 +19,9 @@ _TYPES = {
     np.dtype(ml_dtypes.bfloat16): "bf16",
     np.dtype(np.int32): "i32",
 }
+
+# The interpreter keeps the running program's place in the grid in a global; devices are threads.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def is_on() -> bool:
@@ -39,7 +43,8 @@ def launch(
         results = [np.full(x.shape, np.nan, x.dtype) for x in out_shape]
         _patch()
         operands = [_operand(x) for x in (*whole, *results)]
-        kernel[grid](*operands, **constants)
+        with _ONE_AT_A_TIME:
+            kernel[grid](*operands, **constants)
         return results
 
     arrays = [arg for known, arg in zip(is_array, args, strict=True) if known]

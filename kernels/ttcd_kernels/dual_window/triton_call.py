@@ -12,6 +12,7 @@ from ttcd_kernels import launch
 from ttcd_kernels.batching import folds_batch
 from ttcd_kernels.dual_window.cotangents import Residuals, by_band
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tile, Tuning, tuning_for
+from ttcd_kernels.partitioning import partitioned
 
 _LOG2E = 1.4426950408889634
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -83,14 +84,31 @@ def _fused(shape: _Shape, q, k, v, segment_ids):
 
 
 def _forward(shape: _Shape, q, k, v, segment_ids):
-    results = folds_batch(functools.partial(_launch_forward, shape))(q, k, v, segment_ids)
+    results = _everywhere(_launch_forward, "QKKI -> QQLL", shape, q, k, v, segment_ids)
     return results, Residuals(q, k, v, segment_ids, *results)
 
 
 def _backward(shape: _Shape, saved: Residuals, cotangents):
-    arrays = saved, by_band(saved, cotangents)
-    dq = folds_batch(functools.partial(_launch_backward, shape))(*arrays)
-    return *dq, None
+    bands = by_band(saved, cotangents)
+    near = bands.near_out, bands.near_delta, saved.student_lse
+    far = bands.far_out, bands.far_delta, saved.teacher_lse
+    operands = saved.q, saved.k, saved.v, saved.segment_ids
+    dqkv = _everywhere(_launch_backward, "QKKIQLLQLL -> QKK", shape, *operands, *near, *far)
+    return *dqkv, None
+
+
+# Axes of a query-like, key-like, row-statistic and id array: query heads are (k g).
+_AXES = {"Q": "b t (k g) h", "K": "b s k h", "L": "b t (k g)", "I": "b s"}
+
+
+def _everywhere(function, kinds: str, shape: _Shape, *arrays):
+    """`function(shape, *arrays)` under vmap and on a mesh: batch and kv heads are independent."""
+    inputs, results = kinds.split(" -> ")
+    present = [kind for kind, array in zip(inputs, arrays, strict=True) if array is not None]
+    rule = " -> ".join(", ".join(_AXES[kind] for kind in part) for part in (present, results))
+    group = arrays[0].shape[2] // arrays[1].shape[2]
+    run = partitioned(functools.partial(function, shape), rule, whole=("t", "h", "s"), g=group)
+    return folds_batch(run)(*arrays)
 
 
 _fused.defvjp(_forward, _backward)
@@ -117,13 +135,24 @@ def _launch_forward(shape: _Shape, q, k, v, segment_ids):
     return teacher, student, teacher_lse.swapaxes(1, 2), student_lse.swapaxes(1, 2)
 
 
-def _launch_backward(shape: _Shape, saved: Residuals, bands):
+def _launch_backward(
+    shape: _Shape,
+    q,
+    k,
+    v,
+    ids,
+    near_out,
+    near_delta,
+    near_lse,
+    far_out,
+    far_delta,
+    far_lse,
+):
     from ttcd_kernels.dual_window.triton_kernels import (
         dual_window_backward_kv,
         dual_window_backward_q,
     )
 
-    q, k, v, ids = saved.q, saved.k, saved.v, saved.segment_ids
     B, T, N, _ = q.shape
     S, K = k.shape[1:3]
 
@@ -133,9 +162,9 @@ def _launch_backward(shape: _Shape, saved: Residuals, bands):
 
     arguments = (
         *_operands(q, k, v, ids),
-        jnp.stack([bands.near_out, bands.far_out]),
-        stacked(saved.student_lse, saved.teacher_lse),
-        stacked(bands.near_delta, bands.far_delta),
+        jnp.stack([near_out, far_out]),
+        stacked(near_lse, far_lse),
+        stacked(near_delta, far_delta),
         B,
         *_sizes(q, k),
         shape.teacher_window,
