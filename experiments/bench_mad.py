@@ -2,13 +2,15 @@
 
     python -m experiments.bench_mad [--task=in-context-recall --method=ipttcd --runs=6 --steps=20]
 
-Three programs take the same steps of the same runs, compiled and warm: all runs at once; one run
-after another, an epoch per call; one run after another, a step per call, as a training loop does
-it. Compile seconds are told apart: they come once per program, so once per run where every run is a
-process of its own. --quick shrinks everything to seconds.
+Three programs take the same steps of the same runs, compiled and warm: all runs at once, on as many
+devices as divide their number (a CPU's are its cores); one run after another, an epoch per call;
+one run after another, a step per call, as a training loop does it. Compile seconds are told apart:
+they come once per program, so once per run where every run is a process of its own. --quick shrinks
+everything to seconds.
 """
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ def main(argv: list[str]) -> None:
     from ttcd_kernels import measure
 
     sizes = {name: getattr(FLAGS, name) for name in _QUICK} | {"method": FLAGS.method}
+    cli.use_every_core()
     sizes |= {"compute": FLAGS.compute} | (_QUICK if FLAGS.quick else {})
     _check(sizes)
     programs, compile_seconds = _programs(sizes)
@@ -76,6 +79,7 @@ def _programs(sizes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
     """Program -> what runs it once; program -> seconds its first call took beyond the second."""
     import jax
     import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
 
     from ttcd_jax.data.synthetic.mad.config import BASELINES
     from ttcd_jax.data.synthetic.mad.instances import instances
@@ -95,31 +99,35 @@ def _programs(sizes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
         precision=Precision(compute=sizes["compute"]),
     )
     recipe = sweep.RecipeConfig(epochs=steps, batch_size=batch)
-    mesh = sweep.sweep_mesh(jax.devices()[:1])
-    whole = jax.device_put(sweep.Batch(*map(jax.numpy.asarray, rows)))
-    first = jax.tree.map(lambda x: x[:batch], whole)
+    whole_rows = sweep.Batch(*map(jax.numpy.asarray, rows))
+    first = jax.tree.map(lambda x: x[:batch], whole_rows)
 
     def made(num_runs: int):
+        devices = jax.devices()[: math.gcd(num_runs, jax.device_count())]
+        mesh = sweep.sweep_mesh(devices)
+        whole = NamedSharding(mesh, PartitionSpec())
+        put[num_runs] = jax.device_put((whole_rows, first), whole)
         made = sweep.programs(recipe, mad_problem(task, model), steps, mesh)
         rates = np.full(num_runs, 1e-3, np.float32)
         hyper = sweep.Hyper(rates, 0.1 * rates, np.arange(num_runs, dtype=np.uint32))
         return lambda: made.init(hyper), lambda state, *row: made.train(state, hyper, *row)
 
+    put: dict[int, Any] = {}  # number of runs -> all rows and those of one step, on its devices
     start_all, train_all = made(sizes["runs"])
     start_one, train_one = made(1)
 
     def at_once():
-        return train_all(start_all(), whole, 0, 1).step
+        return train_all(start_all(), put[sizes["runs"]][0], 0, 1).step
 
     def by_epoch():
-        return [train_one(start_one(), whole, 0, 1).step for _ in range(sizes["runs"])]
+        return [train_one(start_one(), put[1][0], 0, 1).step for _ in range(sizes["runs"])]
 
     def by_step():
         ends = []
         for _ in range(sizes["runs"]):
             state = start_one()
             for step in range(steps):
-                state = train_one(state, first, step, step + 1)
+                state = train_one(state, put[1][1], step, step + 1)
             ends.append(state.step)
         return ends
 

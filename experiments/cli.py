@@ -43,6 +43,13 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] = ()) -> NoR
     raise AssertionError("app.run leaves through SystemExit")
 
 
+def use_every_core() -> None:
+    """On a CPU, a device per core, for programs of independent parts. Before the first array."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+
+
 def printable(text: str) -> str:
     """`text` on one line, control characters escaped: a file name may hold terminal commands."""
     return "".join(

@@ -41,6 +41,7 @@ def main(argv: list[str]) -> None:
     if FLAGS.dry_run:
         _print_plan(config)
         return
+    cli.use_every_core()
     beside = [Path(other) for other in FLAGS.beside]
     check_beside(beside)
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / f"mad-{Path(FLAGS.gin).stem}")
