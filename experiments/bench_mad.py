@@ -99,14 +99,12 @@ def _programs(sizes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
         precision=Precision(compute=sizes["compute"]),
     )
     recipe = sweep.RecipeConfig(epochs=steps, batch_size=batch)
-    whole_rows = sweep.Batch(*map(jax.numpy.asarray, rows))
-    first = jax.tree.map(lambda x: x[:batch], whole_rows)
+    every = sweep.Batch(*map(jax.numpy.asarray, rows))
+    first = jax.tree.map(lambda x: x[:batch], every)
 
     def made(num_runs: int):
-        devices = jax.devices()[: math.gcd(num_runs, jax.device_count())]
-        mesh = sweep.sweep_mesh(devices)
-        whole = NamedSharding(mesh, PartitionSpec())
-        put[num_runs] = jax.device_put((whole_rows, first), whole)
+        mesh = sweep.sweep_mesh(jax.devices()[: math.gcd(num_runs, jax.device_count())])
+        put[num_runs] = jax.device_put((every, first), NamedSharding(mesh, PartitionSpec()))
         made = sweep.programs(recipe, mad_problem(task, model), steps, mesh)
         rates = np.full(num_runs, 1e-3, np.float32)
         hyper = sweep.Hyper(rates, 0.1 * rates, np.arange(num_runs, dtype=np.uint32))

@@ -156,7 +156,7 @@ def test_max_steps_keeps_whole_epochs():
 
 def test_the_published_options_do_what_they_say():
     hyper = grid(rates=(0.3, 1e-4, 3.0), decays=(0.0, 0.0, 0.0), seeds=(3, 3, 3))
-    recipe = RECIPE.replace(epochs=12, schedule="constant")
+    recipe = RECIPE.replace(epochs=12, num_evaluations=6, schedule="constant")
     plain = trained(recipe, hyper)
     assert [point["epoch"] for point in plain[0].curve] == [2, 4, 6, 8, 10, 12]
     best = trained(recipe.replace(selects="best_test_loss"), hyper)
