@@ -22,11 +22,11 @@ def variants(capability: int, head_dims: Iterable[int]) -> Iterator[tuple[str, l
 
 
 def compile_gradient(
-    capability: int, head_dim: int, has_segments: bool = False, dtype: jnp.dtype = jnp.bfloat16
+    capability: int, head_dim: int, has_segments: bool = False
 ) -> tuple[list[Compiled], list[str]]:
     """The kernels of one forward and backward, and the names in launch order."""
-    q = jax.ShapeDtypeStruct((1, _LENGTH, 16, head_dim), dtype)
-    k = jax.ShapeDtypeStruct((1, _LENGTH, 8, head_dim), dtype)
+    q = jax.ShapeDtypeStruct((1, _LENGTH, 16, head_dim), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, _LENGTH, 8, head_dim), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, _LENGTH), jnp.int32) if has_segments else None
 
     def gradient(q, k, v, ids):

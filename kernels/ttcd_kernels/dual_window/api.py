@@ -36,8 +36,9 @@ def dual_window_attention_with_lse(
     head n // (N / K). Keys of another segment are invisible. Log-sum-exps are natural, float32
     (float64 for float64 inputs). Differentiable in q, k, v through all four results, at five matrix
     products per key pair of the teacher's window. `implementation`: "triton" is a fused kernel for
-    GPUs of compute capability 8.0 and up, head dims 32, 64, 128; "xla" works in blocks, O(T *
-    window) memory; "reference" is the O(T * S) definition; "auto" is "xla" (until a GPU has timed
+    GPUs of compute capability 8.0 and up, head dims 32, 64, 128 (two backward kernels without
+    atomics, seven products in all); "xla" works in blocks, O(T * window) memory; "reference" is the
+    O(T * S) definition; "auto" is "xla" (until a GPU has timed
     the kernel).
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton kernels: explicit > table > smallest."""
+"""Tile sizes of the Triton kernels: those a call names, else the table's."""
 
 import dataclasses
 from typing import NamedTuple
