@@ -4,7 +4,8 @@
     python -m experiments.bench_layer --lengths=4096,8192,16384,32768,65536 [--remat=none,block]
 
 First form: forward and gradient of IPTTCDMLP and IPTTCDBlock with the memory read blocked, by an
-associative scan over all chunks, or as attention (defaults: a layer of the 340M model). Second
+associative scan over all chunks, or as attention (defaults: a layer of the 340M model); with
+--layers=memory of the read alone, which --forms=products sets beside its bare products. Second
 form: compile-only peak memory of the training gradient of a two-layer model of width 128. A table
 on stdout, with --json also a file that names device, versions and commit. --quick shrinks both to
 seconds.
@@ -37,8 +38,8 @@ flags.DEFINE_bool("quick", False, "Tiny sizes, whatever the other flags say.")
 flags.DEFINE_string("json", None, "File for the report.")
 
 _CHOICES = {
-    "layers": ("IPTTCDMLP", "IPTTCDBlock"),
-    "forms": ("blocked", "associative", "attention"),
+    "layers": ("memory", "IPTTCDMLP", "IPTTCDBlock"),
+    "forms": ("auto", "blocked", "associative", "attention", "products"),
     "remat": ("none", "block", "dots"),
 }
 _QUICK_LENGTHS = [128, 256]

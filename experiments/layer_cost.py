@@ -20,9 +20,13 @@ from ttcd_jax.models.block import IPTTCDBlock, IPTTCDBlockConfig
 from ttcd_jax.models.catalog import Remat, TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.loss import summed_loss
-from ttcd_jax.ttt.scan import Form
+from ttcd_jax.ttt.chunking import MemoryMask
+from ttcd_jax.ttt.scan import Form, MemoryRule, apply_memory
 
-Layer = Literal["IPTTCDMLP", "IPTTCDBlock"]
+# "memory": the read alone, `apply_memory`.
+Layer = Literal["memory", "IPTTCDMLP", "IPTTCDBlock"]
+# What the read costs at least, for "memory" only: its matrix products and nothing else.
+PRODUCTS = "products"
 
 
 class Sizes(NamedTuple):
@@ -60,7 +64,7 @@ class StepRow(NamedTuple):
 def layer_costs(
     sizes: Sizes,
     layers: Iterable[Layer],
-    forms: Iterable[Form],
+    forms: Iterable[Form | Literal["products"]],
     *,
     rounds: int,
     max_seconds: float,
@@ -71,6 +75,8 @@ def layer_costs(
     calls: dict[tuple[str, str], Callable[[], Any]] = {}
     rows = []
     for layer, form in itertools.product(layers, forms):
+        if form == PRODUCTS and layer != "memory":
+            continue
         compiled, draw = _compile_layer(layer, form, sizes)
         flop = _flop(layer, form, sizes)
         note = _why_not_run(compiled, flop / rate, max_seconds)
@@ -91,8 +97,11 @@ def _why_not_run(compiled: jax.stages.Compiled, estimate: float, max_seconds: fl
     return ""
 
 
-def _compile_layer(layer: Layer, form: Form, sizes: Sizes):
+def _compile_layer(layer: Layer, form: Form | Literal["products"], sizes: Sizes):
     """(compiled gradient, a function that draws its arguments)."""
+    if layer == "memory":
+        return _compile_memory(form, sizes)
+    assert form != PRODUCTS
 
     def build() -> nnx.Module:
         mlp, mixer = _layer_configs(form, sizes)
@@ -117,6 +126,50 @@ def _compile_layer(layer: Layer, form: Form, sizes: Sizes):
     return gradient.lower(params, inputs).compile(), draw
 
 
+def _compile_memory(form: Form | Literal["products"], sizes: Sizes):
+    """Forward and gradient of the read, in chunks; (compiled, a function that draws)."""
+    D, F, L = sizes.dim, sizes.mlp_dim, sizes.chunk_size
+    chunks = 1, sizes.seq_len // L, L
+    shapes = [(*chunks, F), (*chunks, F), (*chunks, D), (F, D), (*chunks, D)]
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def gradient(z, keys, errors, w_base, dy):
+        def read(z, keys, errors, w_base):
+            assert form != PRODUCTS
+            rule = MemoryRule(eta=0.3, form=form)
+            return apply_memory(rule, z, keys, errors, w_base, MemoryMask(None, None, None))
+
+        (y, _), pull = jax.vjp(read, z, keys, errors, w_base)
+        return y, pull((dy, jnp.zeros((1, F, D))))
+
+    def draw():
+        rng = np.random.default_rng(0)
+        return [jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes]
+
+    function = _products if form == PRODUCTS else gradient
+    return jax.jit(function).lower(*inputs).compile(), draw
+
+
+def _products(z, keys, errors, w_base, dy):
+    """The nine products of the blocked form, forward and backward, each from the inputs; one state
+    stands for all."""
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    state = w_base + 1
+    once = (
+        dot("BCLF,FD->BCLD", z, w_base),
+        dot("BCLF,FD->BCLD", z, state),
+        dot("BCLF,BCLD->BCFD", keys, errors),
+        dot("BCLD,FD->BCLF", dy, w_base),
+        dot("BCLD,FD->BCLF", dy, state),
+        dot("BCLF,BCLD->BCFD", z, dy),
+        dot("BCLF,FD->BCLD", keys, state),
+        dot("BCLD,FD->BCLF", errors, state),
+    )
+    # The backward makes the states once more: the same product, which the compiler must not share.
+    again = dot("BCLF,BCLD->BCFD", keys + 1, errors)
+    return once, again
+
+
 def _layer_configs(form: Form, sizes: Sizes) -> tuple[IPTTCDConfig, DualWindowConfig]:
     """The memory writes and reads at initialisation, so that nothing is optimised away."""
     memory = MemoryConfig(chunk_size=sizes.chunk_size, form=form, teacher_conv_init="identity")
@@ -132,12 +185,14 @@ def _layer_configs(form: Form, sizes: Sizes) -> tuple[IPTTCDConfig, DualWindowCo
     return IPTTCDConfig(mlp=mlp, memory=memory), mixer
 
 
-def _flop(layer: Layer, form: Form, sizes: Sizes) -> float:
+def _flop(layer: Layer, form: Form | Literal["products"], sizes: Sizes) -> float:
     """Forward and gradient at three times the forward. With u = 2 T D F: teacher and student
     features 4u, error 1u, read 1u; then delta_w and its read 2u, or the attention form's T^2 (D +
     F) twice over."""
     T, D, F = sizes.seq_len, sizes.dim, sizes.mlp_dim
     unit = 2 * T * D * F
+    if layer == "memory":
+        return 3.0 * (unit + 2 * T * T * (D + F)) if form == "attention" else 9.0 * unit
     forward = 6 * unit + (2 * T * T * (D + F) if form == "attention" else 2 * unit)
     if layer == "IPTTCDBlock":
         projections = 10 * T * D * D  # q, k, v and the output of both windows

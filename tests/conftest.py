@@ -14,7 +14,10 @@ from jaxtyping import install_import_hook
 # Stays installed: modules are imported (and instrumented) by the tests that need them. Of the
 # kernels the public calls only: Triton reads the source of its functions as it stands.
 install_import_hook(
-    ["ttcd_jax.ttt", "ttcd_jax.layers", "ttcd_jax.models", "ttcd_kernels.dual_window.api"],
+    [
+        *("ttcd_jax.ttt", "ttcd_jax.layers", "ttcd_jax.models"),
+        *("ttcd_kernels.dual_window.api", "ttcd_kernels.decode_attention.api"),
+    ],
     "checks.typechecked",
 )
 # jax says once per process that this machine has no TPU.

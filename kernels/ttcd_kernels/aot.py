@@ -1,6 +1,6 @@
 """Compiles the Triton kernels ahead of time, from the JAX call down to machine code, without a GPU.
 
-    python -m ttcd_kernels.aot [--capability 90] [--head_dim 128 ...]
+    python -m ttcd_kernels.aot [--capability 90] [--op dual_window ...]
 
 prints for each kernel and variant its registers, spilled bytes, shared memory and tensor-core
 instructions, as the assembler reports them.
@@ -22,6 +22,7 @@ import jax
 
 from ttcd_kernels import launch, measure
 
+OPS = ("dual_window", "decode_attention")
 _TENSOR_CORES = re.compile(r"\b(?:HGMMA|HMMA|WGMMA)\b")
 
 
@@ -146,20 +147,19 @@ def _run(tool: str, *arguments: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    from ttcd_kernels.dual_window import aot as dual_window
-    from ttcd_kernels.dual_window.tuning import HEAD_DIMS
-
     parser = argparse.ArgumentParser(
         prog="python -m ttcd_kernels.aot",
         description="Resources of the kernels, compiled without a GPU.",
         allow_abbrev=False,
     )
     parser.add_argument("--capability", type=int, choices=(80, 90), default=90)
-    parser.add_argument("--head_dim", type=int, choices=HEAD_DIMS, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--op", choices=OPS, nargs="+", default=OPS)
     options = parser.parse_args(arguments)
     rows = []
-    for variant, compiled in dual_window.variants(options.capability, options.head_dim):
-        rows += [(variant, *map(str, kernel)) for kernel in compiled]
+    for op in options.op:
+        variants = importlib.import_module(f"ttcd_kernels.{op}.aot").variants
+        for variant, compiled in variants(options.capability):
+            rows += [(variant, *map(str, kernel)) for kernel in compiled]
     print(measure.table(("variant", *Compiled._fields), rows))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 
 from ttcd_kernels import interpreter
 
+_OLDEST_GPU = 80
 _CAPABILITY: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
 
 
@@ -34,6 +36,19 @@ def capability() -> int | None:
     if jax.default_backend() != "gpu":
         return None
     return int(str(jax.devices()[0].compute_capability).replace(".", ""))
+
+
+def unavailable() -> str | None:
+    """Why no Triton kernel can run on this machine; None if one can."""
+    missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed (pip install 'ttcd-jax[gpu]')"
+    found = capability()
+    if found is None:
+        return f"there is no GPU: the backend is {jax.default_backend()}"
+    if found < _OLDEST_GPU:
+        return f"the GPU has compute capability {found}, less than {_OLDEST_GPU}"
+    return None
 
 
 def launch(

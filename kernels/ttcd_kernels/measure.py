@@ -1,5 +1,7 @@
-"""What the benchmarks share: interleaved timing, compiled memory, the machine, a table."""
+"""What the benchmarks share: interleaved timing, compiled memory, the machine and its ceilings, a
+table."""
 
+import functools
 import importlib.metadata
 import math
 import os
@@ -9,9 +11,15 @@ import subprocess
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+
+# tiny: milliseconds; cpu: minutes on two cores; paper: a GPU; parity: small enough for the
+# definition, to compare results.
+SetName = Literal["tiny", "cpu", "paper", "parity"]
 
 _MIN_SAMPLE_SECONDS = 0.02  # shorter programs are called several times per sample
 _MAX_CALLS = 50
@@ -31,6 +39,46 @@ def median_seconds[Name: Hashable](
         for name, program in programs.items():
             samples[name].append(_seconds(program, calls[name]))
     return {name: statistics.median(times) for name, times in samples.items()}
+
+
+class Work(NamedTuple):
+    """What a call cannot do without: arithmetic, and bytes read once and written once."""
+
+    flops: float
+    bytes: float
+
+
+class Ceilings(NamedTuple):
+    """What this device does at best, measured: a large matrix product, a copy."""
+
+    flops_per_second: float
+    bytes_per_second: float
+
+    def floor_seconds(self, work: Work) -> float:
+        return max(work.flops / self.flops_per_second, work.bytes / self.bytes_per_second)
+
+
+def ceilings(rounds: int = 3) -> Ceilings:
+    """bfloat16 products of 8192 on an accelerator, float32 ones of 1024 on a CPU; random numbers,
+    since zeros run faster."""
+    is_cpu = jax.default_backend() == "cpu"
+    size, dtype = (1024, jnp.float32) if is_cpu else (8192, jnp.bfloat16)
+    matrix = jax.random.normal(jax.random.key(0), (size, size), dtype)
+    programs = {"product": jax.jit(jnp.matmul), "copy": jax.jit(lambda x, _: x + 1)}
+    calls = {name: functools.partial(program, matrix, matrix) for name, program in programs.items()}
+    seconds = median_seconds(calls, rounds)
+    return Ceilings(2 * size**3 / seconds["product"], 2 * matrix.nbytes / seconds["copy"])
+
+
+def operands(shapes: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Random: zeros run faster on a GPU. Integers are zero."""
+    rng = np.random.default_rng(0)
+    return [
+        jnp.asarray(rng.standard_normal(shape.shape, np.float32), shape.dtype)
+        if jnp.issubdtype(shape.dtype, jnp.floating)
+        else jnp.zeros(shape.shape, shape.dtype)
+        for shape in shapes
+    ]
 
 
 def _seconds(program: Callable[[], Any], calls: int) -> float:
@@ -79,6 +127,7 @@ def environment() -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "commit": _commit(),
+        "clocks": _clocks(),
     }
 
 
@@ -92,6 +141,17 @@ def _commit() -> str | None:
     return result.stdout.strip()
 
 
+def _clocks() -> str | None:
+    """Clocks and power limit of the GPU in use, as its driver reports them; None without one."""
+    fields = "clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return f"{fields}: {result.stdout.strip()}"
+
+
 def gibibytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
@@ -102,6 +162,14 @@ def mebibytes(count: int | None) -> str:
 
 def milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:,.2f}"
+
+
+def tera(value: float | None) -> str:
+    return "-" if value is None else f"{value / 1e12:,.3g}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
 
 
 def ratio(value: float | None) -> str:

@@ -64,7 +64,7 @@ def test_the_command_writes_table_and_report(tmp_path):
     ("argument", "message"),
     [
         ("--lengths=4k", "--lengths: '4k' is not a number of tokens"),
-        ("--forms=scan", "--forms=scan is not one of blocked, associative, attention"),
+        ("--forms=scan", "--forms=scan is not one of auto, blocked, associative"),
         ("--remat=all", "--remat=all is not one of none, block, dots"),
         ("--num_heads=3", "--num_heads=3 does not divide --dim=1024"),
         ("--json=/no/such/file", "--json: no folder /no/such"),

@@ -15,20 +15,25 @@ def test_the_report_names_machine_shapes_and_every_measurement(tmp_path, capsys)
     assert {"device", "jax", "jaxlib", "commit"} <= report["environment"].keys()
     assert [shape["name"] for shape in report["shapes"]] == [case.name for case in SHAPES["tiny"]]
     rows = report["rows"]
-    assert len(rows) == len(SHAPES["tiny"]) * 2 * 3
+    assert len(rows) == len(SHAPES["tiny"]) * 2 * 4
     assert all(row["seconds"] > 0 and row["temp_bytes"] > 0 and not row["note"] for row in rows)
+    assert all(row["floor_share"] > 0 for row in rows)
     assert all(row["ratio"] == 1 for row in rows if row["implementation"] == "xla")
+    # The operands are rounded, the definition is not: a step or two of the dtype.
+    bounds = {"float32": 3e-6, "bfloat16": 3e-2, "float16": 4e-3}
+    assert {row["implementation"] for row in report["parity"]} >= {"xla", "lse"}
+    assert all(row["max_relative_error"] < bounds[row["dtype"]] for row in report["parity"])
     printed = capsys.readouterr().out
     assert all(case.name in printed for case in SHAPES["tiny"])
 
 
 def test_what_does_not_fit_is_compiled_only_and_says_so(monkeypatch):
     monkeypatch.setattr(measure, "usable_bytes", lambda: 1000)
-    monkeypatch.setitem(SHAPES, "tiny", SHAPES["tiny"][:1])
-    rows = dual_window.run("tiny")
+    ceilings = measure.Ceilings(1e9, 1e9)
+    rows = bench.measured(dual_window, SHAPES["tiny"][0], ceilings)
     assert all(row.seconds is None and row.ratio is None and row.temp_bytes > 0 for row in rows)
     assert all("does not fit" in row.note for row in rows)
-    assert "memory only" in dual_window.table(rows)
+    assert "memory only" in bench.table(rows)
 
 
 def test_programs_take_turns():

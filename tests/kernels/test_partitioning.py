@@ -50,10 +50,23 @@ def _measure() -> dict[str, object]:
         run = jax.jit(_gradient, in_shardings=(split, split, split, rows))
         program = run.lower(q, k, v, ids).compile().as_text()
         found = run(q, k, v, ids)
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        parts = split.spec, rows.spec
+        by_hand = jax.shard_map(
+            _gradient,
+            mesh=mesh,
+            in_specs=(*parts[:1] * 3, parts[1]),
+            out_specs=((parts[0],) * 4, (parts[0],) * 3),
+        )
+        found_by_hand = jax.jit(by_hand)(q, k, v, ids)
+
+    def distance(found):
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        return max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs)
+
     return {
         "collectives": [name for name in COLLECTIVES if name in program],
-        "distance": max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs),
+        "distance": distance(found),
+        "distance in shard_map": distance(found_by_hand),
         "is_split": [len(x.sharding.device_set) == 4 for x in jax.tree.leaves(found)],
         "shard": found[0][0].addressable_shards[0].data.shape,
     }
@@ -68,6 +81,7 @@ def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing():
     found = json.loads(output)
     assert found["collectives"] == []
     assert found["distance"] <= 1e-5
+    assert found["distance in shard_map"] <= 1e-5
     assert all(found["is_split"])
     assert found["shard"] == [1, 24, 2, 32]
 

@@ -19,7 +19,8 @@ WIDE = Precision(param="float64", compute="float64", state="float64")
 
 
 def _config(precision=WIDE, **changes) -> IPTTTConfig:
-    fields = {"chunk_size": CHUNK, "num_taps": 3, "has_activation_conv": True} | changes
+    fields = {"chunk_size": CHUNK, "num_taps": 3, "form": "blocked", "has_activation_conv": True}
+    fields |= changes
     mlp = MLPConfig(dim=D, hidden_dim=F, precision=precision)
     return IPTTTConfig(mlp=mlp, memory=TargetMemoryConfig(**fields))
 

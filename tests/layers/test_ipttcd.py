@@ -37,7 +37,9 @@ def _fresh(precision=FLOAT64, **memory) -> IPTTCDMLP:
     """As initialised."""
     config = IPTTCDConfig(
         mlp=MLPConfig(dim=D, hidden_dim=F, precision=precision, init_std=0.5),
-        memory=MemoryConfig(**({"chunk_size": L, "num_taps": 3, "block_chunks": 2} | memory)),
+        memory=MemoryConfig(
+            **({"chunk_size": L, "num_taps": 3, "form": "blocked", "block_chunks": 2} | memory)
+        ),
     )
     return IPTTCDMLP(config, rngs=nnx.Rngs(0))
 

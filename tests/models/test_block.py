@@ -40,7 +40,7 @@ def _plain(precision=FLOAT64):
 
 def _fast(precision=FLOAT64, **memory):
     mlp = MLPConfig(dim=D, hidden_dim=8, precision=precision)
-    memory = MemoryConfig(**({"chunk_size": 4, "num_taps": 3, "block_chunks": 2} | memory))
+    memory = MemoryConfig(**({"chunk_size": 4, "num_taps": 3, "form": "blocked"} | memory))
     return IPTTCDBlockConfig(
         mixer=DualWindowConfig(attention=_attention(precision), student_window=2),
         mlp=IPTTCDConfig(mlp=mlp, memory=memory),

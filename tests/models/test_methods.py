@@ -46,9 +46,11 @@ CONFIG = TransformerConfig(
     window=WINDOW,
     student_window=2,
     fast_layers=(0,),
-    memory=MemoryConfig(chunk_size=CHUNK, num_taps=3),
+    memory=MemoryConfig(chunk_size=CHUNK, num_taps=3, form="blocked"),
     ideal_memory=IdealMemoryConfig(chunk_size=CHUNK),
-    target_memory=TargetMemoryConfig(chunk_size=CHUNK, num_taps=3, target="embedding"),
+    target_memory=TargetMemoryConfig(
+        chunk_size=CHUNK, num_taps=3, form="blocked", target="embedding"
+    ),
     delta=DeltaRuleConfig(chunk_size=CHUNK, num_taps=3, value_expansion=1.5),
     lact=LaCTMemoryConfig(chunk_size=CHUNK, num_fast_heads=2, low_rank=3),
     precision=Precision(param="float64", compute="float64", state="float64"),

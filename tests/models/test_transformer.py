@@ -28,7 +28,7 @@ TOKENS = np.random.default_rng(0).integers(0, V, TWO_ROWS.shape)
 def _config(**changes) -> TransformerConfig:
     fields = {"vocab_size": V, "dim": 8, "num_layers": 4, "num_heads": 2, "mlp_dim": 12}
     fields |= {"window": 6, "student_window": 3, "fast_layers": (0, 2), "precision": FLOAT64}
-    fields |= {"memory": MemoryConfig(chunk_size=4, num_taps=3)}
+    fields |= {"memory": MemoryConfig(chunk_size=4, num_taps=3, form="blocked")}
     return TransformerConfig(**(fields | changes))
 
 

@@ -25,7 +25,7 @@ MODEL = TransformerConfig(
     window=8,
     student_window=4,
     fast_layers=(0,),
-    memory=MemoryConfig(chunk_size=4, teacher_conv_init="identity"),
+    memory=MemoryConfig(chunk_size=4, form="blocked", teacher_conv_init="identity"),
 )
 FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 

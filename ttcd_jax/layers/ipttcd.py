@@ -55,7 +55,9 @@ class MemoryConfig(FastWeightConfig):
         super().validate()
         if self.renorm_chunks is not None and self.renorm_chunks < 1:
             raise UserError(f"MemoryConfig.renorm_chunks {self.renorm_chunks} must be at least 1")
-        if self.renorm_chunks is not None and (self.form != "blocked" or self.folds_state):
+        if self.renorm_chunks is not None and (
+            self.form not in ("auto", "blocked") or self.folds_state
+        ):
             raise UserError(
                 "renorm_chunks is a loop of its own: it knows neither another form than 'blocked' "
                 "nor folds_state"

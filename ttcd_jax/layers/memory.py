@@ -47,7 +47,7 @@ class FastWeightConfig(InPlaceConfig):
     # 0.02 I, 0.02 diag(N(0, 1)), zero, or dense N(0, init_std^2).
     proj_init: ProjInit = "identity"
     folds_state: bool = False  # published read: round W_base + eta S, then one product
-    form: Form = "blocked"
+    form: Form = "auto"
     block_chunks: int = 4
 
     def validate(self) -> None:

@@ -1,20 +1,21 @@
 """The variants of the dual-window kernels that are compiled ahead of time."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
 from ttcd_kernels.aot import Compiled, compile_kernels
 from ttcd_kernels.dual_window.api import dual_window_attention_with_lse
+from ttcd_kernels.dual_window.tuning import HEAD_DIMS
 
 # Longer than any tile, with windows that cut tiles; the machine code does not depend on them.
 _LENGTH, _TEACHER_WINDOW, _STUDENT_WINDOW = 65_536, 8192, 4096
 
 
-def variants(capability: int, head_dims: Iterable[int]) -> Iterator[tuple[str, list[Compiled]]]:
+def variants(capability: int) -> Iterator[tuple[str, list[Compiled]]]:
     """(name, forward and both backward kernels) of each head dim, plain and with documents."""
-    for head_dim in head_dims:
+    for head_dim in HEAD_DIMS:
         for has_segments in (False, True):
             name = f"D{head_dim}" + (" documents" if has_segments else "")
             kernels, _ = compile_gradient(capability, head_dim, has_segments)

@@ -5,14 +5,17 @@ from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
-from ttcd_kernels.dual_window import reference, triton_call, xla
+from ttcd_kernels.dispatch import Candidate, choose
+from ttcd_kernels.dual_window import lse, mosaic_call, reference, triton_call, xla
 
-Implementation = Literal["auto", "triton", "xla", "reference"]
-_IMPLEMENTATIONS = {
-    "auto": xla.dual_window,
-    "triton": triton_call.dual_window,
-    "xla": xla.dual_window,
-    "reference": reference.dual_window,
+Implementation = Literal["auto", "triton", "mosaic", "lse", "xla", "reference"]
+# "auto" takes the first that can run.
+_CANDIDATES = {
+    "triton": Candidate(triton_call.dual_window, triton_call.unsupported),
+    "xla": Candidate(xla.dual_window),
+    "mosaic": Candidate(mosaic_call.dual_window, mosaic_call.unsupported, is_automatic=False),
+    "lse": Candidate(lse.dual_window, lse.unsupported, is_automatic=False),
+    "reference": Candidate(reference.dual_window, is_automatic=False),
 }
 
 
@@ -35,14 +38,22 @@ def dual_window_attention_with_lse(
     the query itself; `None` sees everything. `scale` defaults to H**-0.5. Query head n reads kv
     head n // (N / K). Keys of another segment are invisible. Log-sum-exps are natural, float32
     (float64 for float64 inputs). Differentiable in q, k, v through all four results, at five matrix
-    products per key pair of the teacher's window. `implementation`: "triton" is a fused kernel for
-    GPUs of compute capability 8.0 and up, head dims 32, 64, 128 (two backward kernels without
-    atomics, seven products in all); "xla" works in blocks, O(T * window) memory; "reference" is the
-    O(T * S) definition; "auto" is "xla" (until a GPU has timed
-    the kernel).
+    products per key pair of the teacher's window (seven where Triton makes them: two kernels
+    without atomics). `implementation`:
+
+        triton     a fused kernel: one sweep, GPUs of compute capability 8.0 and up, head dims 32,
+                   64, 128
+        mosaic     the same sweep for Hopper alone (wgmma, TMA), backward by Triton; 16-bit
+                   operands, head dims 64, 128, no documents, scale > 0
+        lse        two single-window calls (cuDNN's where it can) joined by their log-sum-exps; no
+                   documents
+        xla        blocks of queries, O(T * window) memory, everywhere
+        reference  the definition, O(T * S) memory
+        auto       triton where it can run, else xla
 
     Raises:
-        ValueError: shapes or windows that do not fit, naming both numbers.
+        ValueError: shapes or windows that do not fit, naming both numbers, or an implementation
+        that cannot take them here.
     """
     check_shapes(q, k, v, segment_ids)
     S = k.shape[1]
@@ -53,12 +64,8 @@ def dual_window_attention_with_lse(
             f"student_window {student_window} is wider than teacher_window {teacher_window}: "
             "the student must see no more than the teacher"
         )
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation {implementation!r} is not one of {', '.join(_IMPLEMENTATIONS)}"
-        )
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    run = _IMPLEMENTATIONS[implementation]
+    run = choose("dual-window attention", implementation, _CANDIDATES, q, k, v, segment_ids)
     return run(q, k, v, segment_ids, teacher_window, student_window, scale)
 
 

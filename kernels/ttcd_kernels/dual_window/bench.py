@@ -1,61 +1,66 @@
-"""Time and memory of dual-window attention against two single-window calls, the definition and, on
-a GPU, cuDNN."""
+"""Dual-window attention and what it is measured against: its own forms, two single-window calls,
+and, on a GPU, cuDNN."""
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from ttcd_kernels import measure
+from ttcd_kernels.dual_window import cudnn, lse, mosaic_call, triton_call
 from ttcd_kernels.dual_window.api import (
     Implementation,
     dual_window_attention,
     window_attention,
 )
-from ttcd_kernels.dual_window.shapes import SHAPES, Case, SetName
+from ttcd_kernels.dual_window.shapes import SHAPES, Case
+from ttcd_kernels.measure import Work
+
+__all__ = ["BASELINE", "SHAPES", "operand_shapes", "programs", "reference_bytes", "work"]
 
 BASELINE = "xla"  # ratios are times over this one's
-HEADER = ("case", "pass", "implementation", "time ms", "/ xla", "temp MiB", "note")
 
 
-class Row(NamedTuple):
-    """One implementation in one direction. `seconds` is None where only memory is known."""
-
-    case: str
-    direction: str
-    implementation: str
-    seconds: float | None
-    ratio: float | None
-    temp_bytes: int | None
-    note: str
+def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
+    """q, k, v and the cotangents of both results."""
+    wide, narrow = (
+        jax.ShapeDtypeStruct((case.batch, case.length, heads, case.head_dim), case.dtype)
+        for heads in (case.num_heads, case.num_kv_heads)
+    )
+    return [wide, narrow, narrow, wide, wide]
 
 
-def run(shapes: SetName) -> list[Row]:
-    return [row for case in SHAPES[shapes] for row in _measure_case(case)]
+def programs(case: Case) -> dict[tuple[str, str], Callable[..., Any]]:
+    """By (direction, implementation): the forward, and the forward with the gradients of q, k,
+    v."""
+    found = {}
+    for name, attend in _implementations(case).items():
+        found["forward", name] = _forward(attend)
+        found["fwd + bwd", name] = _gradient(attend)
+    return found
 
 
-def describe(shapes: SetName) -> list[dict[str, Any]]:
-    """The measured shapes, for JSON."""
-    return [case._asdict() for case in SHAPES[shapes]]
+def work(case: Case, direction: str) -> Work:
+    """Two matrix products per key pair of the teacher's window, seven with the gradients; every
+    array once."""
+    teacher, _ = case.pairs
+    products = {"forward": 2, "fwd + bwd": 7}[direction]
+    shapes = operand_shapes(case)
+    wide, narrow = (shape.size * shape.dtype.itemsize for shape in shapes[:2])
+    moved = {"forward": 3 * wide + 2 * narrow, "fwd + bwd": 10 * wide + 6 * narrow}[direction]
+    flops = products * 2 * teacher * case.batch * case.num_heads * case.head_dim
+    return Work(flops, moved)
 
 
-def table(rows: list[Row]) -> str:
-    cells = []
-    for row in rows:
-        time, ratio = measure.milliseconds(row.seconds), measure.ratio(row.ratio)
-        memory = measure.mebibytes(row.temp_bytes)
-        cells.append((*row[:3], time, ratio, memory, row.note))
-    return measure.table(HEADER, cells)
+def reference_bytes(case: Case) -> int:
+    """Size of one full [B, N, T, T] score matrix in float32."""
+    return 4 * case.batch * case.num_heads * case.length**2
 
 
-def _implementations(case: Case) -> dict[str, Callable]:
-    """(q, k, v) -> (teacher, student), and, where there is a GPU, cuDNN's calls as the stock peer:
-    the teacher's window alone, and both windows."""
+def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
+    """(q, k, v) -> (teacher, student); peers that do one window only return a tuple of one."""
+    windows = case.teacher_window, case.student_window
 
-    def dual(implementation: Implementation) -> Callable:
+    def dual(implementation: Implementation) -> Callable[..., Any]:
         def call(q, k, v):
             return dual_window_attention(
                 q,
@@ -68,96 +73,74 @@ def _implementations(case: Case) -> dict[str, Callable]:
 
         return call
 
-    def two_calls(q, k, v):
-        windows = case.teacher_window, case.student_window
-        return tuple(window_attention(q, k, v, window=w, implementation="xla") for w in windows)
-
-    def cudnn(*windows: int | None) -> Callable:
+    def single(implementation: Implementation, *windows: int | None) -> Callable[..., Any]:
         def call(q, k, v):
             return tuple(
-                jax.nn.dot_product_attention(
-                    q,
-                    k,
-                    v,
-                    is_causal=True,
-                    local_window_size=None if window is None else (window - 1, 0),
-                    implementation="cudnn",
-                )
-                for window in windows
+                window_attention(q, k, v, window=w, implementation=implementation) for w in windows
             )
 
         return call
 
-    found = {"xla": dual("xla"), "two calls": two_calls, "reference": dual("reference")}
+    found = {
+        "xla": dual("xla"),
+        "xla two calls": single("xla", *windows),
+        "reference": dual("reference"),
+    }
     if jax.default_backend() != "gpu":
-        return found
-    teacher, student = case.teacher_window, case.student_window
-    stock = {"cudnn teacher": cudnn(teacher), "cudnn both": cudnn(teacher, student)}
-    return found | {"triton": dual("triton")} | stock
+        return found | {"lse": dual("lse")}
+    qkv: Any = operand_shapes(case)[:3]
+    if triton_call.unsupported(*qkv) is None:
+        found |= {
+            "triton": dual("triton"),
+            "triton teacher": single("triton", case.teacher_window),
+            "lse triton": _lse(case, lse.of_own(triton_call.dual_window)),
+        }
+    if mosaic_call.unsupported(*qkv) is None:
+        found["mosaic"] = dual("mosaic")
+    if cudnn.unsupported(*qkv) is None:
+        found |= {
+            "lse cudnn": _lse(case, cudnn.attend),
+            "cudnn teacher": _cudnn(case.teacher_window),
+            "cudnn both": _cudnn(*windows),
+        }
+    return found
 
 
-def _directions(attend: Callable) -> dict[str, Callable]:
-    """The forward, and the forward with the gradients for q, k and v."""
+def _lse(case: Case, attend: lse.SingleWindow) -> Callable[..., Any]:
+    windows = case.teacher_window or case.length, case.student_window
 
-    def forward(q, k, v, d_teacher, d_student):
-        return attend(q, k, v)
+    def call(q, k, v):
+        return lse.dual_window(q, k, v, None, *windows, case.head_dim**-0.5, attend)[:2]
 
+    return call
+
+
+def _cudnn(*windows: int | None) -> Callable[..., Any]:
+    """The stock calls, with their own gradients."""
+
+    def call(q, k, v):
+        return tuple(
+            jax.nn.dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=True,
+                local_window_size=None if window is None else (window - 1, 0),
+                implementation="cudnn",
+            )
+            for window in windows
+        )
+
+    return call
+
+
+def _forward(attend: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda q, k, v, d_teacher, d_student: attend(q, k, v)
+
+
+def _gradient(attend: Callable[..., Any]) -> Callable[..., Any]:
     def gradient(q, k, v, d_teacher, d_student):
         out, pull = jax.vjp(attend, q, k, v)
         return out, pull((d_teacher, d_student)[: len(out)])
 
-    return {"forward": forward, "fwd + bwd": gradient}
-
-
-def _operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
-    """q, k, v and the cotangents of both results."""
-    wide, narrow = (
-        jax.ShapeDtypeStruct((case.batch, case.length, heads, case.head_dim), case.dtype)
-        for heads in (case.num_heads, case.num_kv_heads)
-    )
-    return [wide, narrow, narrow, wide, wide]
-
-
-def _operands(shapes: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    rng = np.random.default_rng(0)  # random: zeros run faster on a GPU
-    return [
-        jnp.asarray(rng.standard_normal(shape.shape, np.float32), shape.dtype) for shape in shapes
-    ]
-
-
-def _measure_case(case: Case) -> list[Row]:
-    shapes = _operand_shapes(case)
-    programs, memory, notes = {}, {}, {}
-    for name, attend in _implementations(case).items():
-        for direction, function in _directions(attend).items():
-            key = direction, name
-            memory[key], notes[key] = None, ""
-            if name == "reference" and not _may_compile_reference(case):
-                notes[key] = f"skipped: one mask takes {measure.gibibytes(case.score_bytes)}"
-                continue
-            compiled = jax.jit(function).lower(*shapes).compile()
-            memory[key] = measure.temp_bytes(compiled)
-            if measure.needed_bytes(compiled) < measure.usable_bytes():
-                programs[key] = compiled
-            else:
-                limit = measure.gibibytes(measure.usable_bytes())
-                notes[key] = f"memory only: does not fit in {limit}"
-    seconds = _time(programs, _operands(shapes), case.rounds)
-    rows = []
-    for key in sorted(memory, key=lambda key: key[0] != "forward"):
-        direction, name = key
-        time, base = seconds.get(key), seconds.get((direction, BASELINE))
-        ratio = time / base if time and base else None
-        rows.append(Row(case.name, direction, name, time, ratio, memory[key], notes[key]))
-    return rows
-
-
-def _time(programs: dict, operands: list[jax.Array], rounds: int) -> dict:
-    """Median seconds per program, forward and gradient in the same rounds."""
-    calls = {key: functools.partial(compiled, *operands) for key, compiled in programs.items()}
-    return measure.median_seconds(calls, rounds)
-
-
-def _may_compile_reference(case: Case) -> bool:
-    """Compiling allocates nothing on the CPU; a GPU's compiler tries products out in memory."""
-    return jax.default_backend() == "cpu" or case.score_bytes < measure.usable_bytes() // 4
+    return gradient

@@ -1,7 +1,6 @@
 """Dual-window attention by the Triton kernels: launches, custom VJP, what they support."""
 
 import functools
-import importlib.util
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -16,7 +15,6 @@ from ttcd_kernels.partitioning import partitioned
 
 _LOG2E = 1.4426950408889634
 _DTYPES = ("bfloat16", "float16", "float32")
-_OLDEST_GPU = 80
 
 type _Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -30,7 +28,7 @@ class _Shape(NamedTuple):
     tuning: Tuning
 
 
-def unsupported(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
+def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> str | None:
     """Why the kernels cannot take these arrays on this machine; None if they can."""
     if q.shape[-1] not in HEAD_DIMS:
         return f"head dim {q.shape[-1]} is not one of {', '.join(map(str, HEAD_DIMS))}"
@@ -39,15 +37,7 @@ def unsupported(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
             f"q, k, v are {q.dtype.name}, {k.dtype.name}, {v.dtype.name}: they must be of one "
             f"dtype out of {', '.join(_DTYPES)}"
         )
-    missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"{' and '.join(missing)} not installed (pip install 'ttcd-jax[gpu]')"
-    capability = launch.capability()
-    if capability is None:
-        return f"there is no GPU: the backend is {jax.default_backend()}"
-    if capability < _OLDEST_GPU:
-        return f"the GPU has compute capability {capability}, less than {_OLDEST_GPU}"
-    return None
+    return launch.unavailable()
 
 
 def dual_window(
@@ -60,22 +50,33 @@ def dual_window(
     scale: float,
     tuning: Tuning | None = None,
 ) -> _Results:
-    """Same contract as `reference.dual_window`; differentiable in q, k, v through all four results,
-    deterministic. float32 operands are multiplied in full float32, not TF32.
+    """Same contract as `reference.dual_window`, for operands that are not `unsupported`;
+    differentiable in q, k, v through all four results, deterministic. float32 operands are
+    multiplied in full float32, not TF32."""
+    shape = _shape(q, k, teacher_window, student_window, scale, tuning)
+    return cast(_Results, _fused(shape, q, k, v, segment_ids))
 
-    Raises:
-        ValueError: what the kernels do not support, before anything is launched.
-    """
-    reason = unsupported(q, k, v)
-    if reason is not None:
-        raise ValueError(f"implementation 'triton': {reason}; use 'auto' or 'xla'")
+
+def gradients(
+    saved: Residuals,
+    cotangents: tuple[jax.Array, ...],
+    teacher_window: int,
+    student_window: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq, dk, dv from the cotangents of the four results, whoever computed the results."""
+    shape = _shape(saved.q, saved.k, teacher_window, student_window, scale, None)
+    dq, dk, dv, _ = _backward(shape, saved, cotangents)
+    return dq, dk, dv
+
+
+def _shape(q, k, teacher_window: int, student_window: int, scale: float, tuning: Tuning | None):
     if tuning is None:
         capability = launch.capability()
         assert capability is not None
         tuning = tuning_for(capability, q.shape[-1])
     S = k.shape[1]
-    shape = _Shape(min(teacher_window, S), min(student_window, S), scale, tuning)
-    return cast(_Results, _fused(shape, q, k, v, segment_ids))
+    return _Shape(min(teacher_window, S), min(student_window, S), scale, tuning)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -84,7 +85,7 @@ def _fused(shape: _Shape, q, k, v, segment_ids):
 
 
 def _forward(shape: _Shape, q, k, v, segment_ids):
-    results = _everywhere(_launch_forward, "QKKI -> QQLL", shape, q, k, v, segment_ids)
+    results = everywhere(_launch_forward, "QKKI -> QQLL", shape, q, k, v, segment_ids)
     return results, Residuals(q, k, v, segment_ids, *results)
 
 
@@ -93,7 +94,7 @@ def _backward(shape: _Shape, saved: Residuals, cotangents):
     near = bands.near_out, bands.near_delta, saved.student_lse
     far = bands.far_out, bands.far_delta, saved.teacher_lse
     operands = saved.q, saved.k, saved.v, saved.segment_ids
-    dqkv = _everywhere(_launch_backward, "QKKIQLLQLL -> QKK", shape, *operands, *near, *far)
+    dqkv = everywhere(_launch_backward, "QKKIQLLQLL -> QKK", shape, *operands, *near, *far)
     return *dqkv, None
 
 
@@ -101,7 +102,7 @@ def _backward(shape: _Shape, saved: Residuals, cotangents):
 _AXES = {"Q": "b t (k g) h", "K": "b s k h", "L": "b t (k g)", "I": "b s"}
 
 
-def _everywhere(function, kinds: str, shape: _Shape, *arrays):
+def everywhere(function, kinds: str, shape: _Shape, *arrays):
     """`function(shape, *arrays)` under vmap and on a mesh: batch and kv heads are independent."""
     inputs, results = kinds.split(" -> ")
     present = [kind for kind, array in zip(inputs, arrays, strict=True) if array is not None]

@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton kernels: those a call names, else the table's."""
+"""Tile sizes of the kernels: those a call names, else the table's."""
 
 import dataclasses
 from typing import NamedTuple
@@ -57,6 +57,25 @@ TABLE: dict[tuple[int, int], Tuning] = {
     ),
 }
 HEAD_DIMS = (32, 64, 128)
+
+COMPUTE_WARPGROUPS = 2  # of the Mosaic kernel
+
+
+class MosaicTile(NamedTuple):
+    """Queries of a block (both compute warpgroups), keys per tile, tiles loaded ahead."""
+
+    block_q: int
+    block_kv: int
+    num_stages: int
+
+    @property
+    def rows(self) -> int:
+        """Queries of one compute warpgroup."""
+        return self.block_q // COMPUTE_WARPGROUPS
+
+
+# By head dim, for Hopper. Chosen by what the assembler reports, not yet by time on a GPU.
+MOSAIC_TILES = {64: MosaicTile(128, 128, 3), 128: MosaicTile(128, 128, 2)}
 
 
 def tuning_for(capability: int, head_dim: int) -> Tuning:

@@ -80,6 +80,23 @@ def dual_window(
     return cast(_Results, _banded(shape, q, k, v, segment_ids))
 
 
+def gradients(
+    saved: Residuals,
+    cotangents: tuple[jax.Array, ...],
+    teacher_window: int,
+    student_window: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq, dk, dv from the cotangents of the four results, whoever computed the results."""
+    B, T, N, _ = saved.q.shape
+    S = saved.k.shape[1]
+    teacher_window, student_window = min(teacher_window, S), min(student_window, S)
+    block = block_rows(B * N, T, teacher_window)
+    shape = _Shape(teacher_window, student_window, scale, block, S - T)
+    dq, dk, dv, _ = _backward(shape, saved, cotangents)
+    return dq, dk, dv
+
+
 def _causal_halves(q, k, v, segment_ids, teacher_window, student_window, scale):
     """Full attention: the first half of the queries never looks at the second half's keys, so each
     half is a call of its own (recursively), which saves most of the masked products."""

@@ -50,7 +50,9 @@ def published_config(golden: Golden, dtype: str) -> TransformerConfig:
     config = transformer_config(
         source | {"model_type": model_type(golden)}, precision=precision(dtype)
     )
-    return config.replace(memory=config.memory.replace(zero_slope=PUBLISHED_ZERO_SLOPE))
+    # The rows are short: "auto" would take the attention form, which no long row does.
+    memory = config.memory.replace(form="blocked", zero_slope=PUBLISHED_ZERO_SLOPE)
+    return config.replace(memory=memory, target_memory=config.target_memory.replace(form="blocked"))
 
 
 def with_params[M: nnx.Module](build: Callable[[], M], params: reference.Params) -> M:

@@ -1,0 +1,86 @@
+"""Decode attention against the definition and, on a GPU with rings, JAX's own attention twice."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ttcd_kernels.decode_attention.api import Implementation, decode_attention
+from ttcd_kernels.decode_attention.reference import visible_slots
+from ttcd_kernels.decode_attention.shapes import SHAPES, Case
+from ttcd_kernels.measure import Work
+
+__all__ = ["BASELINE", "SHAPES", "operand_shapes", "programs", "reference_bytes", "work"]
+
+BASELINE = "xla"  # ratios are times over this one's
+
+
+def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
+    """q and both caches. Positions and page tables are constants of the programs."""
+    q = jax.ShapeDtypeStruct((case.batch, case.num_heads, case.head_dim), case.dtype)
+    slots = case.batch, case.num_slots or case.teacher_window
+    if case.page_table is not None:
+        slots = case.page_table.size, case.page_size
+    cache = jax.ShapeDtypeStruct((*slots, case.num_kv_heads, case.head_dim), case.dtype)
+    return [q, cache, cache]
+
+
+def programs(case: Case) -> dict[tuple[str, str], Callable]:
+    """(direction, implementation) -> function of the operands."""
+
+    def dual(implementation: Implementation) -> Callable:
+        return functools.partial(_decode, case, implementation)
+
+    found: dict[tuple[str, str], Callable] = {
+        ("forward", "xla"): dual("xla"),
+        ("forward", "reference"): dual("reference"),
+    }
+    if jax.default_backend() == "gpu":
+        found["forward", "triton"] = dual("triton")
+        if case.page_size is None:
+            found["forward", "jax.nn twice"] = functools.partial(_stock, case)
+    return found
+
+
+def work(case: Case, direction: str) -> Work:
+    """Both products of each head with the teacher's window; its keys and values once, q, and both
+    outputs."""
+    assert direction == "forward", direction
+    rows = case.batch * case.num_heads * case.head_dim
+    keys = case.batch * case.teacher_window * case.num_kv_heads * case.head_dim
+    size = jnp.dtype(case.dtype).itemsize
+    return Work(flops=4.0 * rows * case.teacher_window, bytes=float(size * (2 * keys + 3 * rows)))
+
+
+def reference_bytes(case: Case) -> int:
+    """Size of the caches in float32, a copy for every query head."""
+    slots = case.num_slots or case.teacher_window
+    return 8 * case.batch * slots * case.num_heads * case.head_dim
+
+
+def _decode(case: Case, implementation: Implementation, q, k_cache, v_cache):
+    table = case.page_table
+    return decode_attention(
+        q,
+        k_cache,
+        v_cache,
+        jnp.asarray(case.positions),
+        teacher_window=case.teacher_window,
+        student_window=case.student_window,
+        page_table=None if table is None else jnp.asarray(table),
+        implementation=implementation,
+    )
+
+
+def _stock(case: Case, q, k_cache, v_cache):
+    """One masked call per window."""
+
+    def attend(window: int) -> jax.Array:
+        visible = visible_slots(jnp.asarray(case.positions), k_cache.shape[1], window)
+        out = jax.nn.dot_product_attention(
+            q[:, None], k_cache, v_cache, mask=visible[:, None, None], implementation="xla"
+        )
+        return out[:, 0]
+
+    return attend(case.teacher_window), attend(case.student_window)

@@ -1,0 +1,103 @@
+"""Decode attention as a Triton kernel.
+
+A key counts by its distance d from the query: the near band (d < w_S) is the student's window, with
+the far band (w_S <= d < w_T) it is the teacher's. A program takes a slice of one band, for the
+query heads of one kv head, in tiles of keys by rising distance. So a tile never holds two bands,
+each key is read once, and none that is out of the window or was never written.
+
+In base 2, with s = q k^T scale log2(e), a tile updates the softmax state
+
+    m' = max(m, max s),  l' = l 2^(m - m') + sum 2^(s - m'),  acc' = acc 2^(m - m') + 2^(s - m') v
+
+whose result, acc / l with lse = (m + log2 l) ln 2, is the slice's share of both windows (of the
+teacher's alone in the far band). Slices are put together outside.
+
+Arrays are contiguous: q [B, N, H]; caches [B, W, K, H], or pools [pages, PAGE_SIZE, K, H] with a
+table [B, W / PAGE_SIZE]; shares [slices, B, N, H] and [slices, B, N]. Offsets are 64 bit: a pool
+may pass 2^31 elements.
+"""
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _row(slot, is_visible, batch, W, table_ptr, PAGE_SIZE: tl.constexpr):
+    """Place of a row's slots among the slots of all rows or pages, 64 bit."""
+    if PAGE_SIZE == 0:
+        return tl.cast(batch, tl.int64) * W + slot
+    else:
+        entry = table_ptr + tl.cast(batch, tl.int64) * (W // PAGE_SIZE) + slot // PAGE_SIZE
+        page = tl.load(entry, mask=is_visible, other=0)
+        return tl.cast(page, tl.int64) * PAGE_SIZE + slot % PAGE_SIZE
+
+
+@triton.jit
+def decode_attention(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    position_ptr,
+    table_ptr,
+    B,
+    N,
+    K,
+    W,
+    teacher_window,
+    student_window,
+    slice_keys,
+    num_near,
+    scale_log2,
+    out_ptr,
+    lse_ptr,
+    H: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (slices, K, B): one slice's share for the N / K query heads of one kv head."""
+    piece, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(position_ptr + batch)
+    is_near = piece < num_near
+    start = tl.where(is_near, piece * slice_keys, student_window + (piece - num_near) * slice_keys)
+    stop = tl.minimum(start + slice_keys, tl.where(is_near, student_window, teacher_window))
+    stop = tl.minimum(stop, position + 1)  # what lies further back was never written
+    num_tiles = (tl.maximum(stop - start, 0) + BLOCK_N - 1) // BLOCK_N
+    newest = position % W
+
+    group = N // K
+    member = tl.arange(0, BLOCK_G)
+    is_head = member < group
+    head = kv_head * group + member
+    dim = tl.arange(0, H)
+    at_q = (tl.cast(batch, tl.int64) * N + head)[:, None] * H + dim[None, :]
+    q = tl.load(q_ptr + at_q, mask=is_head[:, None], other=0.0)
+
+    peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, H], tl.float32)
+    for tile in range(0, num_tiles):
+        distance = start + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_visible = distance < stop  # of the first key at least: the peak is finite from here on
+        slot = newest - distance
+        slot = tl.where(slot < 0, slot + W, slot)
+        row = _row(slot, is_visible, batch, W, table_ptr, PAGE_SIZE)
+        at = row[:, None] * (K * H) + kv_head * H + dim[None, :]
+        k = tl.load(k_ptr + at, mask=is_visible[:, None], other=0.0)
+        v = tl.load(v_ptr + at, mask=is_visible[:, None], other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        score = tl.where(is_visible[None, :], score, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        weight = tl.exp2(score - new_peak[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        peak = new_peak
+
+    share = (tl.cast(piece, tl.int64) * B + batch) * N + head
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]  # without a key: 0, and an lse of -inf
+    tl.store(out_ptr + share[:, None] * H + dim[None, :], out, mask=is_head[:, None])
+    tl.store(lse_ptr + share, (peak + tl.log2(total)) * LN2, mask=is_head)

@@ -1,0 +1,59 @@
+"""Tile sizes of the decode kernel, and into how many programs a call is cut."""
+
+from typing import NamedTuple
+
+
+class Tuning(NamedTuple):
+    """Keys per tile, warps, software pipeline depth, programs that fill the GPU."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    num_programs: int
+
+
+# By (compute capability, head dim), for operands of two bytes. A program keeps two tiles of K and
+# of V under way (three stages), up to 16 KiB each, and two programs share a multiprocessor: H100
+# and H200 have 132, A100 108. Chosen by what the compiler reports, not yet by time on a GPU.
+TABLE: dict[tuple[int, int], Tuning] = {
+    (90, 128): Tuning(64, 4, 3, 264),
+    (90, 64): Tuning(128, 4, 3, 264),
+    (90, 32): Tuning(128, 4, 3, 264),
+    (80, 128): Tuning(64, 4, 3, 216),
+    (80, 64): Tuning(128, 4, 3, 216),
+    (80, 32): Tuning(128, 4, 3, 216),
+}
+HEAD_DIMS = (32, 64, 128)
+
+
+def tuning_for(capability: int, head_dim: int, itemsize: int) -> Tuning:
+    """The table's row for the newest listed GPU that is no newer than `capability`; for operands of
+    four bytes with half the tile and twice the warps, whose products have no tensor cores."""
+    known = max(listed for listed, _ in TABLE if listed <= capability)
+    tuning = TABLE[known, head_dim]
+    if itemsize < 4:
+        return tuning
+    return tuning._replace(block_n=tuning.block_n // 2, num_warps=2 * tuning.num_warps)
+
+
+class Slices(NamedTuple):
+    """A row's keys as programs share them: slices of one band each, the near ones first."""
+
+    keys: int  # per slice
+    near: int  # slices of the student's window
+    far: int  # slices of the rest of the teacher's
+
+
+def slices_for(
+    tuning: Tuning, batch_kv_heads: int, teacher_window: int, student_window: int
+) -> Slices:
+    """The shortest slices, in whole tiles, of which no more than `num_programs` programs run; one
+    slice a band where those are more already."""
+    far_window = teacher_window - student_window
+    keys = tuning.block_n
+    while True:
+        slices = Slices(keys, -(-student_window // keys), -(-far_window // keys))
+        programs = batch_kv_heads * (slices.near + slices.far)
+        if programs <= tuning.num_programs or keys >= max(student_window, far_window):
+            return slices
+        keys += tuning.block_n

@@ -1,0 +1,57 @@
+"""Which implementation a call runs: the one it names, else the first that this machine can run."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ttcd_kernels import launch
+
+_LOG = logging.getLogger(__name__)
+
+
+class Candidate(NamedTuple):
+    """An implementation, and why it cannot take a call's operands on this machine (None: it
+    can)."""
+
+    run: Callable[..., Any]
+    unsupported: Callable[..., str | None] = lambda *operands: None
+    is_automatic: bool = True  # may "auto" choose it
+
+
+def choose(
+    op: str, implementation: str, candidates: Mapping[str, Candidate], *operands: Any
+) -> Callable[..., Any]:
+    """`run` of the candidate named, or for "auto" of the first that may be chosen and can take the
+    operands. What "auto" passes over is logged once, as a warning where there is a GPU.
+
+    Raises:
+        ValueError: no such implementation, or the one named cannot take the operands: a call that
+        names one never falls back.
+    """
+    if implementation == "auto":
+        for name, candidate in candidates.items():
+            reason = candidate.unsupported(*operands) if candidate.is_automatic else "not asked for"
+            if reason is None:
+                return candidate.run
+            if candidate.is_automatic:
+                _log_once(op, name, reason, launch.capability() is not None)
+        raise AssertionError(f"{op} has no implementation that takes everything")
+    if implementation not in candidates:
+        names = ", ".join(["auto", *candidates])
+        raise ValueError(f"implementation {implementation!r} is not one of {names}")
+    reason = candidates[implementation].unsupported(*operands)
+    if reason is not None:
+        raise ValueError(f"implementation {implementation!r}: {reason}; use 'auto' or 'xla'")
+    return candidates[implementation].run
+
+
+@functools.cache
+def _log_once(op: str, name: str, reason: str, has_gpu: bool) -> None:
+    _LOG.log(
+        logging.WARNING if has_gpu else logging.DEBUG,
+        "%s does not run as '%s': %s",
+        op,
+        name,
+        reason,
+    )

@@ -1,0 +1,52 @@
+"""One sliding window by cuDNN's fused attention, with its log-sum-exp in float32.
+
+`jax.nn.dot_product_attention` rounds the log-sum-exp to the output's dtype, which is an error of 3
+% in a merge; the function behind it does not.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ttcd_kernels import launch
+
+_MAX_HEAD_DIM = {80: 128, 90: 256}  # by compute capability
+
+
+def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids=None) -> str | None:
+    """Why cuDNN cannot take these arrays on this machine; None if it can."""
+    if segment_ids is not None:
+        return "documents (segment_ids) are not supported"
+    if not q.dtype == k.dtype == v.dtype or q.dtype.name not in ("bfloat16", "float16"):
+        names = ", ".join(x.dtype.name for x in (q, k, v))
+        return f"q, k, v are {names}: they must be of one dtype out of bfloat16, float16"
+    found = launch.capability()
+    if found is None or found < min(_MAX_HEAD_DIM):
+        return launch.unavailable()
+    widest = _MAX_HEAD_DIM[max(known for known in _MAX_HEAD_DIM if known <= found)]
+    if q.shape[-1] % 8 or q.shape[-1] > widest:
+        return f"head dim {q.shape[-1]} is not a multiple of 8 up to {widest}"
+    return None
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, window: int, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """`lse.SingleWindow` by cuDNN: (out [B, T, N, H], lse [B, T, N] float32)."""
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+    T, S = q.shape[1], k.shape[1]
+    # cuDNN counts queries from the first key, we from the last: rows in front make them meet.
+    q = jnp.pad(q, ((0, 0), (S - T, 0), (0, 0), (0, 0)))
+    attention: Any = dot_product_attention  # what it returns depends on its arguments
+    out, lse = attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        mask_type=MaskType.CAUSAL,
+        sliding_window_length=window if window < S else None,
+        return_residual=True,
+    )
+    return out[:, S - T :], lse.swapaxes(1, 2)[:, S - T :]

@@ -1,0 +1,106 @@
+"""Dual-window attention from two calls of any single-window attention that returns its log-sum-exp.
+
+The far band of a query, w_S <= i - j < w_T, is a plain window of w_T - w_S keys for a query moved
+w_S positions back. With the student's window it adds up to the teacher's:
+
+    (o_S, L_S) = attend(q, k, v, w_S),   (o_F, L_F) = attend(q[w_S:], k[:-w_S], v[:-w_S], w_T - w_S)
+    L_T = log(e^L_S + e^L_F),            o_T = e^(L_S - L_T) o_S + e^(L_F - L_T) o_F
+
+so both outputs cost the products of the teacher's window alone. The gradients are the fused ones
+(`gradients.py`): stock backwards would do both windows, and drop the cotangents of log-sum-exps.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ttcd_kernels.dual_window import cudnn, triton_call, xla
+from ttcd_kernels.dual_window.gradients import with_gradients
+
+# (q [B, T, N, H], k, v [B, S, K, H], window, scale) -> (out [B, T, N, H], lse [B, T, N] float32):
+# causal, the queries the last T of S positions, the window counting the query itself.
+type SingleWindow = Callable[
+    [jax.Array, jax.Array, jax.Array, int, float], tuple[jax.Array, jax.Array]
+]
+
+
+def of_own(dual_window: Callable[..., Any]) -> SingleWindow:
+    """A dual-window implementation of this package as a single-window one: no far band."""
+
+    def attend(q, k, v, window, scale):
+        _, out, _, lse = dual_window(q, k, v, None, window, window, scale)
+        return out, lse
+
+    return attend
+
+
+def best_single_window(q: jax.Array, k: jax.Array, v: jax.Array) -> SingleWindow:
+    """cuDNN's if it takes these arrays, else this package's own."""
+    if cudnn.unsupported(q, k, v) is None:
+        return cudnn.attend
+    return of_own(
+        triton_call.dual_window if triton_call.unsupported(q, k, v) is None else xla.dual_window
+    )
+
+
+def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids=None) -> str | None:
+    """Why the form cannot take these arrays; None if it can."""
+    return None if segment_ids is None else "documents (segment_ids) are not supported"
+
+
+def merge(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Softmax results over disjoint sets of keys -> (out, lse) over all of them, in float32 or
+    wider: outs [X, ..., H] and lses [X, ...] (natural), an empty set having lse -inf and any finite
+    out. Differentiable where no set is empty."""
+    wide = jnp.promote_types(lses.dtype, jnp.float32)
+    peak = lses.astype(wide).max(0)
+    shift = jnp.where(jnp.isneginf(peak), 0, peak)
+    weight = jnp.exp(lses.astype(wide) - shift)
+    total = weight.sum(0)
+    out = (weight[..., None] * outs.astype(wide)).sum(0)
+    return out / jnp.where(total > 0, total, 1)[..., None], shift + jnp.log(total)
+
+
+def dual_window(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: None,
+    teacher_window: int,
+    student_window: int,
+    scale: float,
+    attend: SingleWindow | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Same contract as `reference.dual_window`, without documents. `attend`, the best one here
+    unless given, is called twice and need not be differentiable."""
+    S = k.shape[1]
+    teacher_window, student_window = min(teacher_window, S), min(student_window, S)
+    attend = best_single_window(q, k, v) if attend is None else attend
+
+    def forward(q, k, v, _, teacher_window, student_window, scale):
+        return _forward(attend, q, k, v, teacher_window, student_window, scale)
+
+    return with_gradients(forward, q, k, v, segment_ids, teacher_window, student_window, scale)
+
+
+def _forward(attend: SingleWindow, q, k, v, teacher_window, student_window, scale):
+    student, student_lse = attend(q, k, v, student_window, scale)
+    # Queries with a far band, and the keys it may reach.
+    num_keys = k.shape[1] - student_window
+    num_rows = min(q.shape[1], num_keys)
+    if teacher_window == student_window or num_rows <= 0:
+        return student, student, student_lse, student_lse
+    far, far_lse = attend(
+        q[:, -num_rows:], k[:, :num_keys], v[:, :num_keys], teacher_window - student_window, scale
+    )
+    teacher, teacher_lse = merge(
+        jnp.stack([student[:, -num_rows:], far]), jnp.stack([student_lse[:, -num_rows:], far_lse])
+    )
+
+    def whole(rows: jax.Array, near: jax.Array) -> jax.Array:
+        """Rows without a far band see what the student sees."""
+        return jnp.concatenate([near[:, :-num_rows], rows.astype(near.dtype)], axis=1)
+
+    return whole(teacher, student), student, whole(teacher_lse, student_lse), student_lse

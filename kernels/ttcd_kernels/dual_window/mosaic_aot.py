@@ -1,0 +1,144 @@
+"""Compiles the Mosaic kernel for Hopper ahead of time, down to machine code, without a GPU.
+
+    python -m ttcd_kernels.dual_window.mosaic_aot [--head_dim 128 ...]
+
+prints what `ttcd_kernels.aot` does for the Triton kernels. The compiler is the one that runs on a
+GPU, part of JAX's CUDA plugin; `make .venv/hopper` puts it (without NVIDIA's libraries) beside the
+environment, within which it would complain of the missing GPU at every `import jax`. It compiles
+for a GPU that is only described, in a process of its own, and reports through the variables
+MOSAIC_GPU_DUMP_*.
+"""
+
+import argparse
+import importlib.util
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from ttcd_kernels import launch, measure
+from ttcd_kernels.aot import Compiled
+from ttcd_kernels.dual_window import mosaic_call
+from ttcd_kernels.dual_window.tuning import MOSAIC_TILES
+
+_COMPILER = Path(sys.prefix) / "hopper"
+# What the compiler asks of a GPU: here an H100's answers.
+_HOPPER = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  l2_cache_size: 52428800
+  device_memory_size: 84929347584
+  memory_bandwidth: 3352320000000
+  clock_rate_ghz: 1.98
+}
+platform_name: "CUDA"
+"""
+# Windows that cut tiles would compile to the same machine code.
+_LENGTH, _TEACHER_WINDOW, _STUDENT_WINDOW = 65_536, 8192, 4096
+
+
+def unavailable() -> str | None:
+    """Why the kernel cannot be compiled here; None if it can."""
+    plugins = importlib.util.find_spec("jax_plugins")
+    places = [] if plugins is None else list(plugins.submodule_search_locations or [])
+    places.append(str(_COMPILER / "jax_plugins"))
+    if any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(places)):
+        return None
+    return "JAX's CUDA plugin is not installed: make .venv/hopper"
+
+
+def compile_mosaic(head_dim: int) -> Compiled:
+    """The forward kernel at 64K tokens, 16 query heads on 8 kv heads, windows 8192 and 4096."""
+    dumps = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTX", "PTXAS", "RESOURCES")}
+    machine = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": ""}
+    paths = [os.environ.get("PYTHONPATH"), str(_COMPILER)]
+    machine["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    program = (
+        f"from ttcd_kernels.dual_window import mosaic_aot; mosaic_aot.compile_here({head_dim})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | dumps | machine,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"compiling for head dim {head_dim} failed: {done.stderr[-3000:]}")
+
+    def numbers(pattern: str) -> Sequence[int]:
+        found = re.findall(pattern, done.stdout)
+        assert found, (pattern, done.stdout[-3000:])
+        return [int(x) for x in found]
+
+    name = re.findall(r"Compiling entry function '(\w+)' for 'sm_90a'", done.stdout)[0]
+    return Compiled(
+        name,
+        numbers(r"Used (\d+) registers")[0],
+        sum(numbers(r"(\d+) bytes spill (?:stores|loads)")[:2]),
+        numbers(r"smem_scratch_bytes=(\d+)")[0],
+        done.stdout.count("wgmma.mma_async"),
+    )
+
+
+def compile_here(head_dim: int) -> None:
+    """Compiles in this process, for the compiler's dumps."""
+    from jax.experimental import topologies
+
+    facts = {"platform": "cuda", "target_config": _HOPPER, "topology": "1x1x1"}
+    device = topologies.get_topology_desc("hopper", **facts).devices[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+
+    def operand(num_heads: int) -> jax.ShapeDtypeStruct:
+        shape = (1, _LENGTH, num_heads, head_dim)
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    def attend(q, k, v):
+        return mosaic_call.forward(q, k, v, _TEACHER_WINDOW, _STUDENT_WINDOW, head_dim**-0.5)
+
+    with launch.compiling_for(90):
+        traced = jax.jit(attend).trace(operand(16), operand(8), operand(8))
+        traced.lower(lowering_platforms=("cuda",)).compile()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m ttcd_kernels.dual_window.mosaic_aot",
+        description="Resources of the Mosaic kernel, compiled without a GPU.",
+        allow_abbrev=False,
+    )
+    dims = tuple(MOSAIC_TILES)
+    parser.add_argument("--head_dim", type=int, choices=dims, nargs="+", default=dims)
+    reason = unavailable()
+    if reason is not None:
+        raise SystemExit(reason)
+    rows = []
+    for head_dim in parser.parse_args(arguments).head_dim:
+        rows.append((f"D{head_dim}", *map(str, compile_mosaic(head_dim))))
+    print(measure.table(("variant", *Compiled._fields), rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Dual-window attention whose forward is the Mosaic kernel for Hopper: launch, gradients, what it
+supports."""
+
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+
+from ttcd_kernels import launch
+from ttcd_kernels.dual_window import triton_call
+from ttcd_kernels.dual_window.gradients import with_gradients
+from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile
+
+_LOG2E = 1.4426950408889634
+_DTYPES = ("bfloat16", "float16")
+_CAPABILITY = 90  # wgmma exists on Hopper only
+
+type _Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+class _Shape(NamedTuple):
+    """Static facts of a call."""
+
+    teacher_window: int
+    student_window: int
+    scale: float
+    tile: MosaicTile
+    interpret: Any = False
+
+
+def unsupported(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None = None
+) -> str | None:
+    """Why the kernel cannot take these arrays on this machine; None if it can."""
+    if segment_ids is not None:
+        return "documents (segment_ids) are not supported"
+    if q.shape[-1] not in MOSAIC_TILES:
+        return f"head dim {q.shape[-1]} is not one of {', '.join(map(str, MOSAIC_TILES))}"
+    if not q.dtype == k.dtype == v.dtype or q.dtype.name not in _DTYPES:
+        return (
+            f"q, k, v are {q.dtype.name}, {k.dtype.name}, {v.dtype.name}: they must be of one "
+            f"dtype out of {', '.join(_DTYPES)}"
+        )
+    reason = launch.unavailable()
+    if reason is not None:
+        return reason
+    if launch.capability() != _CAPABILITY:
+        return f"the GPU has compute capability {launch.capability()}, not {_CAPABILITY} (Hopper)"
+    toolkit = _toolkit()
+    if toolkit is not None and 12080 <= toolkit < 12091:
+        # For this reason JAX's own attention kernel refuses causal masks there.
+        return f"the assembler of CUDA {toolkit} is wrong about masked kernels; use CUDA 13"
+    return None
+
+
+def _toolkit() -> int | None:
+    """The version of CUDA, as 12090; None without a GPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    from jax._src.lib import cuda_versions
+
+    assert cuda_versions is not None
+    return cuda_versions.cuda_runtime_get_version()
+
+
+def dual_window(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    teacher_window: int,
+    student_window: int,
+    scale: float,
+) -> _Results:
+    """Same contract as `reference.dual_window`, for operands that are not `unsupported`;
+    differentiable in q, k, v through all four results.
+
+    Raises:
+        ValueError: scale is not above 0.
+    """
+    return with_gradients(_forward, q, k, v, segment_ids, teacher_window, student_window, scale)
+
+
+def _forward(q, k, v, segment_ids, teacher_window: int, student_window: int, scale: float):
+    """Under vmap and on a mesh too."""
+    assert segment_ids is None
+    shape: Any = _shape(q, k, teacher_window, student_window, scale, None, False)
+    return triton_call.everywhere(_launch_forward, "QKK -> QQLL", shape, q, k, v)
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    teacher_window: int,
+    student_window: int,
+    scale: float,
+    *,
+    tile: MosaicTile | None = None,
+    interpret: Any = False,
+) -> _Results:
+    """One launch: `dual_window` without a gradient. `interpret`, an instance of
+    `mosaic_gpu.InterpretGPUParams`, runs it on a CPU (of three threads at least, or it hangs)."""
+    shape = _shape(q, k, teacher_window, student_window, scale, tile, interpret)
+    return _launch_forward(shape, q, k, v)
+
+
+def _shape(q, k, teacher_window: int, student_window: int, scale: float, tile, interpret) -> _Shape:
+    if scale <= 0:
+        # The largest score is looked for before scaling.
+        raise ValueError(f"scale is {scale}, the Mosaic kernel needs one above 0; use 'triton'")
+    S = k.shape[1]
+    windows = min(teacher_window, S), min(student_window, S)
+    return _Shape(*windows, float(scale), tile or MOSAIC_TILES[q.shape[-1]], interpret)
+
+
+def _launch_forward(shape: _Shape, q, k, v) -> _Results:
+    """The kernel copies whole tiles only, so that queries and keys are padded to them. Keys behind
+    the last are ahead of every query, none of which sees them."""
+    from ttcd_kernels.dual_window.mosaic_kernel import Facts, dual_window_forward
+
+    T, S = q.shape[1], k.shape[1]
+    near, far = (0, shape.student_window), (shape.student_window, shape.teacher_window)
+    facts = Facts(
+        bands=(near,) if far[0] == far[1] else (near, far),
+        num_keys=S,
+        first_position=S - T,
+        scale_log2=shape.scale * _LOG2E,
+        tile=shape.tile,
+        interpret=shape.interpret,
+    )
+    q = _padded(q, shape.tile.block_q)
+    k, v = _padded(k, shape.tile.block_kv), _padded(v, shape.tile.block_kv)
+    results = dual_window_forward(q, k, v, facts)
+    results = [(out[:, :T], lse[:, :, :T].swapaxes(1, 2)) for out, lse in results]
+    (student, student_lse), (teacher, teacher_lse) = results[0], results[-1]
+    return cast(_Results, (teacher, student, teacher_lse, student_lse))
+
+
+def _padded(x: jax.Array, multiple: int) -> jax.Array:
+    missing = -x.shape[1] % multiple
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x

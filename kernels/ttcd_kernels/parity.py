@@ -1,0 +1,74 @@
+"""How far the implementations of an op are from its definition in float64."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttcd_kernels import measure
+
+HEADER = ("parity", "dtype", "pass", "implementation", "% equal", "ulp (99 %)", "max rel. error")
+
+
+class Parity(NamedTuple):
+    """One implementation in one direction: the worst of its results."""
+
+    case: str
+    dtype: str
+    direction: str
+    implementation: str
+    equal_share: float  # elements that are the definition's, rounded to the dtype
+    ulp: float  # 99 % of the elements are within so many units in the last place
+    max_relative_error: float  # largest difference over the largest magnitude
+
+
+def compare(op: Any, case: Any) -> list[Parity]:
+    """Every implementation whose results have the definition's form, on random operands: results
+    and gradients, of ops that have some."""
+    arrays = measure.operands(op.operand_shapes(case))
+    programs = op.programs(case)
+    direction = list(programs)[-1][0]  # the gradient's programs return the results as well
+    expected = _in_float64(programs[direction, "reference"], arrays)
+    rows = []
+    for (its_direction, name), function in programs.items():
+        if its_direction != direction or name == "reference":
+            continue
+        found = jax.device_get(jax.jit(function)(*arrays))
+        if jax.tree.structure(found) != jax.tree.structure(expected):
+            continue
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        equal, ulp, error = zip(*(distance(x, y) for x, y in pairs), strict=True)
+        rows.append(
+            Parity(case.name, case.dtype, direction, name, min(equal), max(ulp), max(error))
+        )
+    return rows
+
+
+def _in_float64(function: Any, arrays: list[jax.Array]) -> Any:
+    with jax.enable_x64(True):
+        wide = [
+            jnp.asarray(np.asarray(x), jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            for x in arrays
+        ]
+        return jax.device_get(jax.jit(function)(*wide))
+
+
+def distance(found: np.ndarray, expected: np.ndarray) -> tuple[float, float, float]:
+    """(share of equal elements, ulp of 99 %, largest relative error) of `found` in its dtype."""
+    rounded = expected.astype(found.dtype)
+    ulp = np.abs(_ordered(found) - _ordered(rounded))
+    error = np.abs(found.astype(np.float64) - expected).max() / np.abs(expected).max()
+    return float((ulp == 0).mean()), float(np.quantile(ulp, 0.99)), float(error)
+
+
+def _ordered(x: np.ndarray) -> np.ndarray:
+    """Floats as integers that count representable numbers."""
+    integer = {2: np.int16, 4: np.int32}[x.dtype.itemsize]
+    bits = x.view(integer).astype(np.int64)
+    return np.where(bits < 0, np.iinfo(integer).min - bits, bits)
+
+
+def table(rows: list[Parity]) -> str:
+    cells = [(*row[:4], measure.percent(row[4]), f"{row[5]:.0f}", f"{row[6]:.1e}") for row in rows]
+    return measure.table(HEADER, cells)

@@ -1,0 +1,398 @@
+"""Decode attention: the kernel by Triton's interpreter and ahead of time, the XLA form, rings
+against whole sequences, pages against rings, a mesh, and what is refused.
+
+Run as a program, the file prints what the mesh test asks for: a mesh needs devices of its own.
+"""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, assert_same, distance, draw
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from ttcd_kernels import dual_window_attention_with_lse, launch
+from ttcd_kernels.decode_attention import bench, reference, triton_call, xla
+from ttcd_kernels.decode_attention.aot import compile_step
+from ttcd_kernels.decode_attention.api import decode_attention, decode_attention_with_lse
+from ttcd_kernels.decode_attention.shapes import SHAPES
+from ttcd_kernels.decode_attention.tuning import (
+    HEAD_DIMS,
+    TABLE,
+    Slices,
+    Tuning,
+    slices_for,
+    tuning_for,
+)
+
+# A row that waits, the beginning, both windows' ends, the ring's edge, far beyond.
+PHASES = [-1, 0, 5, 19, 20, 47, 48, 52, 53, 54, 110, 2_000_000_011]
+BASE = {
+    **{"positions": [7, 60, 1_000_003], "N": 4, "K": 2, "H": 32, "W": 53},
+    **{"teacher": 48, "student": 20, "slices": 2, "block_n": 16},
+}
+PAGES = BASE | {"W": 64, "page_size": 16}
+SETS = {
+    "phases": [BASE | {"positions": PHASES, "K": 1, "N": 2}],
+    "rings": [
+        BASE | {"W": 48, "slices": 4},  # full
+        BASE | {"W": 1, "teacher": 1, "student": 1},
+        BASE | {"W": 100, "teacher": 33, "student": 16, "block_n": 32},
+    ],
+    "groups": [BASE | {"N": group, "K": 1, "positions": [70]} for group in (1, 2, 3, 17)],
+    "windows": [
+        BASE | {"student": 48, "slices": 1},
+        BASE | {"student": 1},
+        BASE | {"student": 47, "slices": 5},
+        BASE | {"teacher": 50, "student": 18, "slices": 4},
+    ],
+    "pages": [
+        PAGES,
+        PAGES | {"positions": PHASES, "K": 1, "N": 2, "slices": 5, "H": 64},
+        PAGES | {"page_size": 32, "block_n": 16, "teacher": 60},
+        PAGES | {"W": 55, "page_size": 5},
+    ],
+    "transforms": [
+        case | {"transform": name, "positions": [7, 90]}
+        for case in (BASE, PAGES)
+        for name in ("jit", "vmap", "vmap, shared caches")
+    ],
+    "public": [case | {"is_public": True, "H": 128} for case in (BASE, PAGES)],
+}
+NARROW = [BASE | {"dtype": dtype} for dtype in ("bfloat16", "float16")]
+# A relative step of each dtype; sums over up to 60 keys, probabilities rounded once.
+BOUND = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
+
+
+def run(cases):
+    """Errors of each case, in a process of its own: the interpreter takes over a whole process."""
+    script = Path(__file__).with_name("interpreted_decode_attention.py")
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_kernel_computes_the_definition(name):
+    for case, errors in zip(SETS[name], run(SETS[name]), strict=True):
+        assert all(error < BOUND["float32"] for error in errors.values()), (case, errors)
+
+
+def test_narrow_operands_have_float32_statistics():
+    for case, errors in zip(NARROW, run(NARROW), strict=True):
+        assert all(error < BOUND[case["dtype"]] for error in errors.values()), (case, errors)
+        # Scores are exact products of narrow numbers, summed in float32.
+        lses = errors["teacher_lse"], errors["student_lse"]
+        assert all(error < BOUND["float32"] for error in lses), (case, errors)
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_machine_code_is_one_kernel_without_spills(capability, head_dim, page_size):
+    (kernel,), launched = compile_step(capability, head_dim, page_size)
+    assert launched == [kernel.name] == ["decode_attention"]
+    assert kernel.spill_bytes == 0
+    assert kernel.tensor_core_instructions > 0
+    # Two programs share a multiprocessor, with two tiles of K and V each under way.
+    shared_limit = {80: 163 * 1024, 90: 227 * 1024}[capability]
+    tile = 2 * head_dim * tuning_for(capability, head_dim, 2).block_n
+    assert 4 * tile <= kernel.shared_bytes <= shared_limit // 2
+    assert kernel.registers <= 65_536 // (2 * 4 * 32)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"dtype": "float32"},
+        {"dtype": "float32", "num_heads": 64, "num_kv_heads": 1},
+        {"dtype": "float16", "num_heads": 17, "num_kv_heads": 1},
+        {"num_heads": 64, "num_kv_heads": 1},
+        # Scalars that are 1 become constants of the kernel.
+        {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "teacher_window": 1, "student_window": 1},
+    ],
+)
+def test_unusual_shapes_compile_without_spills(facts):
+    (kernel,), _ = compile_step(90, 128, **facts)
+    assert kernel.spill_bytes == 0
+    assert kernel.shared_bytes <= 227 * 1024
+
+
+def test_slices_fill_the_gpu_and_no_more():
+    tuning = Tuning(64, 4, 3, num_programs=264)
+    assert slices_for(tuning, 8, 8192, 4096) == Slices(256, 16, 16)
+    assert slices_for(tuning, 8, 8192, 7936) == Slices(256, 31, 1)
+    assert slices_for(tuning, 512, 8192, 4096) == Slices(4096, 1, 1)
+    assert slices_for(tuning, 1, 2048, 2048) == Slices(64, 32, 0)
+    assert slices_for(tuning, 1, 3, 1) == Slices(64, 1, 1)
+
+
+def test_the_table_knows_every_head_dim_and_older_and_newer_gpus():
+    assert {dim for _, dim in TABLE} == set(HEAD_DIMS)
+    for dim in HEAD_DIMS:
+        assert tuning_for(86, dim, 2) == TABLE[80, dim]
+        assert tuning_for(100, dim, 2) == TABLE[90, dim]
+        assert tuning_for(100, dim, 4).block_n == TABLE[90, dim].block_n // 2
+
+
+def _rings(positions, N, K, W, dtype=None):
+    """q, k_cache, v_cache, position of heads of 8."""
+    B = len(positions)
+    arrays = draw(0, (B, N, 8), (B, W, K, 8), (B, W, K, 8), dtype=dtype)
+    return *arrays, jnp.asarray(positions, jnp.int32)
+
+
+@pytest.mark.parametrize(("teacher", "student"), [(48, 20), (53, 53), (2, 1), (1, 1)])
+@pytest.mark.parametrize(("N", "K"), [(2, 2), (6, 2), (17, 1)])
+def test_xla_computes_the_definition(teacher, student, N, K, float64):
+    operands = _rings(PHASES, N, K, 53)
+    scale = 0.7 if K == 2 else 300.0  # scores whose exponentials overflow
+    options = {"teacher_window": teacher, "student_window": student, "scale": scale}
+    ours = decode_attention_with_lse(*operands, implementation="xla", **options)
+    theirs = decode_attention_with_lse(*operands, implementation="reference", **options)
+    waiting = tuple(x[:1] for x in ours)
+    assert_same(waiting, tuple(x[:1] for x in theirs))
+    assert not np.any(waiting[0])
+    assert np.all(np.isneginf(waiting[2]))
+    assert_close(tuple(x[1:] for x in ours), tuple(x[1:] for x in theirs))
+
+
+@pytest.mark.parametrize("form", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_narrow_results_are_near_those_of_float64(form, dtype):
+    operands = _rings([3, 70], 4, 2, 24, dtype)
+    options = {"teacher_window": 24, "student_window": 9}
+    with jax.enable_x64(True):
+        wide = (jnp.asarray(x, jnp.float64) for x in operands[:3])
+        expected = decode_attention_with_lse(*wide, operands[3], implementation="xla", **options)
+    found = decode_attention_with_lse(*operands, implementation=form, **options)
+    assert [x.dtype.name for x in found] == [dtype, dtype, "float32", "float32"]
+    assert all(distance(x, y) < BOUND[dtype] for x, y in zip(found[:2], expected[:2], strict=True))
+    assert all(
+        distance(x, y) < BOUND["float32"] for x, y in zip(found[2:], expected[2:], strict=True)
+    )
+
+
+@pytest.mark.parametrize("form", ["xla", "reference"])
+@pytest.mark.parametrize("num_slots", [12, 17])
+def test_decoding_position_by_position_equals_the_whole_sequence(num_slots, form):
+    """Rows start at different positions of their sequences, so their rings are in other phases."""
+    T, N, K, H, rows = 40, 4, 2, 8, np.arange(2)
+    q, k, v = draw(1, (2, T, N, H), (2, T, K, H), (2, T, K, H))
+    windows = {"teacher_window": 12, "student_window": 5}
+    whole = dual_window_attention_with_lse(q, k, v, implementation="xla", **windows)
+    lead = jnp.asarray([0, 7])  # the second row has seen seven tokens when the first has seen none
+    empty = jnp.full((2, num_slots, K, H), 1e3)  # no zeros: what is not written must not count
+
+    def write(caches, position):
+        slot = rows, position % num_slots
+        return caches[0].at[slot].set(k[rows, position]), caches[1].at[slot].set(v[rows, position])
+
+    def step(caches, t):
+        position = (t + lead).astype(jnp.int32)
+        caches = write(caches, position)
+        out = decode_attention_with_lse(
+            q[rows, position], *caches, position, implementation=form, **windows
+        )
+        return caches, out
+
+    def prefix(x, cache):
+        return cache.at[1, jnp.arange(7)].set(x[1, :7])
+
+    caches = prefix(k, empty), prefix(v, empty)
+    _, steps = jax.jit(partial(jax.lax.scan, step))(caches, jnp.arange(T - 7))
+    for found, expected in zip(steps, whole, strict=True):
+        assert_close(found[:, 0], expected[0, : T - 7])
+        assert_close(found[:, 1], expected[1, 7:])
+
+
+@pytest.mark.parametrize("form", ["xla", "reference"])
+def test_pages_equal_the_ring_they_hold_wherever_they_lie(form):
+    q, k, v, position = _rings([0, 6, 23, 24, 99], 4, 2, 24)
+    page, rng = 4, np.random.default_rng(0)
+    table = rng.permutation(35)[:30].reshape(5, 6)
+
+    def pool(rings):
+        pages = rng.standard_normal((35, page, 2, 8)).astype(np.float32)
+        pages[table] = np.asarray(rings).reshape(5, 6, page, 2, 8)
+        return jnp.asarray(pages)
+
+    options = {"teacher_window": 21, "student_window": 8, "implementation": form}
+    rings = decode_attention_with_lse(q, k, v, position, **options)
+    pools = pool(k), pool(v)
+    table[0, 1:] = -7, 35, 1000, 2**31 - 1, -(2**31)  # pages the row at position 0 has not reached
+    paged = decode_attention_with_lse(
+        q, *pools, position, page_table=jnp.asarray(table, jnp.int32), **options
+    )
+    assert_same(paged, rings)
+
+
+@pytest.mark.parametrize("form", ["triton", "xla", "reference"])
+def test_a_gradient_is_refused(form):
+    q, k, v, position = _rings([3, 4], 2, 2, 8, "float32")
+    q, k, v = (jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, 24),)) for x in (q, k, v))
+
+    def loss(q):
+        results = decode_attention(
+            q, k, v, position, teacher_window=8, student_window=4, implementation=form
+        )
+        return sum(x.sum() for x in results)
+
+    with launch.compiling_for(90), pytest.raises(ValueError, match="is not differentiable"):
+        jax.jit(jax.grad(loss))(q)
+
+
+def _call(q=(2, 4, 8), k=(2, 16, 2, 8), v=None, position=(2,), table=None, **options):
+    """The call as users make it: the suite's type checker would refuse some before the library."""
+    options = {"teacher_window": 16, "student_window": 8} | options
+    dtype = options.pop("position_dtype", jnp.int32)
+    return inspect.unwrap(decode_attention_with_lse)(
+        *(jnp.zeros(shape) for shape in (q, k, v or k)),
+        jnp.zeros(position, dtype),
+        page_table=None if table is None else jnp.zeros(table, jnp.int32),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        ({"v": (2, 16, 1, 8)}, ["k_cache has shape (2, 16, 2, 8)", "(2, 16, 1, 8)"]),
+        ({"q": (2, 4, 4)}, ["(2, 4, 4)", "(2, 16, 2, 8)", "head dimension"]),
+        ({"q": (2, 3, 8)}, ["2 kv heads do not divide 3 query heads"]),
+        ({"k": (3, 16, 2, 8)}, ["q has 2 rows and the cache 3", "page_table"]),
+        ({"position": (3,)}, ["position has shape (3,)", "2 queries need (2,)"]),
+        ({"position": ()}, ["position has shape ()", "2 queries need (2,)"]),
+        ({"position_dtype": jnp.float32}, ["position is float32", "int32"]),
+        ({"table": (3, 1)}, ["page_table has shape (3, 1)", "2 queries need (2, pages per row)"]),
+        ({"table": (2,)}, ["page_table has shape (2,)"]),
+        ({"student_window": 0}, ["student_window is 0", "at least 1"]),
+        ({"student_window": 17}, ["student_window 17", "teacher_window 16"]),
+        ({"teacher_window": 20}, ["16 slots", "20 positions"]),
+        ({"k": (9, 4, 2, 8), "table": (2, 3)}, ["12 slots", "16 positions"]),
+        ({"implementation": "cudnn"}, ["'cudnn'", "auto, triton, xla, reference"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_both_numbers(arguments, facts):
+    with pytest.raises(ValueError, match=re.escape(facts[0])) as caught:
+        _call(**arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(fact in message for fact in facts)
+
+
+def test_what_the_kernel_cannot_take_is_refused_before_launch():
+    triton = {"implementation": "triton"}
+    with launch.compiling_for(90):
+        with pytest.raises(ValueError, match=r"head dim 8 is not one of 32, 64, 128"):
+            _call(**triton)
+        with pytest.raises(ValueError, match=r"65 query heads per kv head are more than 64"):
+            _call(q=(2, 65, 32), k=(2, 16, 1, 32), **triton)
+        with jax.enable_x64(True), pytest.raises(ValueError, match="float64, float64, float64"):
+            _call(q=(2, 4, 32), k=(2, 16, 2, 32), **triton)
+    if jax.default_backend() != "gpu":
+        with pytest.raises(ValueError, match="no GPU: the backend is cpu"):
+            _call(q=(2, 4, 32), k=(2, 16, 2, 32), **triton)
+        assert [x.shape for x in _call()] == [(2, 4, 8)] * 2 + [(2, 4)] * 2
+
+
+@pytest.mark.parametrize("case", SHAPES["tiny"], ids=lambda case: case.name)
+def test_the_benchmarked_programs_agree(case):
+    arrays = [draw(0, shape.shape, dtype=shape.dtype)[0] for shape in bench.operand_shapes(case)]
+    programs = bench.programs(case)
+    expected = programs["forward", "reference"](*arrays)
+    assert_close(programs["forward", "xla"](*arrays), expected)
+    if case.page_size is None:
+        assert_close(bench._stock(case, *arrays), expected)
+
+
+def test_the_work_counts_both_products_and_each_key_once():
+    case = next(case for case in SHAPES["paper"] if case.batch == 8 and case.head_dim == 128)
+    assert bench.work(case, "forward") == (
+        4 * 8 * 16 * 128 * 8192,
+        2 * (2 * 8 * 8192 * 8 * 128 + 3 * 8 * 16 * 128),
+    )
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+
+
+def _mesh_measure() -> dict[str, dict[str, object]]:
+    """Rings and pages on a mesh, with the definition in place of the launch: JAX cannot run the
+    interpreter's callback inside a partitioned call."""
+
+    queries = []  # what each launch sees of them, the last one when a device's part is compiled
+
+    def definition(shape, *arrays):
+        queries.append(arrays[0].shape)
+        table = arrays[4] if len(arrays) == 5 else None
+        windows = shape.teacher_window, shape.student_window
+        return reference.decode(*arrays[:4], table, *windows, shape.scale)
+
+    triton_call._launch = definition
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2)
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (2, 4, 32))
+    ring, pool = (
+        [jax.random.normal(key, (*at, 2, 32)) for key in keys[1:]] for at in ((2, 24), (9, 8))
+    )
+    position = jnp.asarray([30, 11], jnp.int32)
+    table = jnp.asarray([[7, 1, 3], [0, 8, 2]], jnp.int32)
+    heads, rows = PartitionSpec("data", "tensor"), PartitionSpec("data")
+    shared = PartitionSpec(None, None, "tensor")
+    own = PartitionSpec("data", None, "tensor")
+    forms = {
+        "ring": ((q, *ring, position, None), (heads, own, own, rows, None)),
+        "pages": ((q, *pool, position, table), (heads, shared, shared, rows, rows)),
+    }
+    report = {}
+    with launch.compiling_for(90):
+        for name, (operands, specs) in forms.items():
+            shardings = tuple(spec and NamedSharding(mesh, spec) for spec in specs)
+
+            def call(*operands):
+                return triton_call.decode(*operands, 16, 8, 0.2)
+
+            run = jax.jit(call, in_shardings=shardings)
+            program = str(run.lower(*operands).compile().as_text())
+            found, expected = run(*operands), xla.decode(*operands, 16, 8, 0.2)
+            pairs = zip(found, expected, strict=True)
+            report[name] = {
+                "launched": queries[-1],
+                "collectives": [name for name in COLLECTIVES if name in program],
+                "distance": max(float(jnp.abs(x - y).max()) for x, y in pairs),
+                "shards": [x.addressable_shards[0].data.shape for x in found],
+            }
+    return report
+
+
+def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing():
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # for `checks`
+    output = subprocess.run(
+        [sys.executable, __file__], env=environment, check=True, capture_output=True, text=True
+    ).stdout
+    for found in json.loads(output).values():
+        assert found["launched"] == [1, 2, 32]
+        assert found["collectives"] == []
+        assert found["distance"] <= 1e-5
+        assert found["shards"] == [[1, 2, 32], [1, 2, 32], [1, 2], [1, 2]]
+
+
+if __name__ == "__main__":
+    print(json.dumps(_mesh_measure()))
