@@ -16,7 +16,7 @@ from jaxtyping import install_import_hook
 install_import_hook(
     [
         *("ttcd_jax.ttt", "ttcd_jax.layers", "ttcd_jax.models"),
-        *("ttcd_kernels.dual_window.api", "ttcd_kernels.decode_attention.api"),
+        *(f"ttcd_kernels.{op}.api" for op in ("dual_window", "decode", "short_conv")),
     ],
     "checks.typechecked",
 )

@@ -1,17 +1,18 @@
-"""Attention kernels of ttcd_jax as a leaf library: needs jax and numpy, knows no layer and no
-model."""
+"""Kernels of ttcd_jax as a leaf library: needs jax and numpy, knows no layer and no model."""
 
-from ttcd_kernels.decode_attention.api import decode_attention, decode_attention_with_lse
+from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
 from ttcd_kernels.dual_window.api import (
     dual_window_attention,
     dual_window_attention_with_lse,
     window_attention,
 )
+from ttcd_kernels.short_conv.api import short_conv_residual
 
 __all__ = [
     "decode_attention",
     "decode_attention_with_lse",
     "dual_window_attention",
     "dual_window_attention_with_lse",
+    "short_conv_residual",
     "window_attention",
 ]

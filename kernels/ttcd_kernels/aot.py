@@ -22,7 +22,7 @@ import jax
 
 from ttcd_kernels import launch, measure
 
-OPS = ("dual_window", "decode_attention")
+OPS = ("dual_window", "decode", "short_conv")
 _TENSOR_CORES = re.compile(r"\b(?:HGMMA|HMMA|WGMMA)\b")
 
 

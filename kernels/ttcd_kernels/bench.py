@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import jax
 
 from ttcd_kernels import measure, parity
-from ttcd_kernels.decode_attention import bench as decode_attention
+from ttcd_kernels.decode import bench as decode
 from ttcd_kernels.dual_window import bench as dual_window
+from ttcd_kernels.short_conv import bench as short_conv
 
-OPS: dict[str, Any] = {"dual_window": dual_window, "decode_attention": decode_attention}
+OPS: dict[str, Any] = {"dual_window": dual_window, "decode": decode, "short_conv": short_conv}
 SETS = ("tiny", "cpu", "paper")
 HEADER = (
     *("case", "pass", "implementation", "time ms", "/ baseline", "Tflop/s", "TB/s", "% of floor"),

@@ -1,10 +1,12 @@
 """Kernels on a sharded mesh: each device runs one on its own part of the independent axes."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def partitioned(
@@ -14,14 +16,47 @@ def partitioned(
     in `whole` (in the order in which the rule first names them), which it gathers first.
 
     `rule` names axes as Shardy does, "b t (k g) h, ... -> ...", a group per array; `sizes` gives
-    the parts of compound axes.
+    the parts of compound axes, which are split along the first.
     """
     mapped = custom_partitioning(function)
+    operand_names, result_names = (
+        [_names(part) for part in side.split(",")] for side in rule.split("->")
+    )
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        shardings = (jax.tree.map(lambda x: x.sharding, tree) for tree in (results, arguments))
-        return mesh, function, *shardings
+        # What arrives may be split otherwise, along `whole` axes too: the rule alone moves nothing.
+        arrays = zip(
+            jax.tree.leaves((arguments, results)), operand_names + result_names, strict=True
+        )
+        axes = _axes_by_name(arrays, whole)
+
+        def shardings(tree: Any, names: list[list[str]]) -> Any:
+            specs = [PartitionSpec(*map(axes.get, array)) for array in names]
+            return jax.tree.unflatten(
+                jax.tree.structure(tree), [NamedSharding(mesh, spec) for spec in specs]
+            )
+
+        return mesh, function, shardings(results, result_names), shardings(arguments, operand_names)
 
     facts: dict[str, Any] = {"need_replication_factors": tuple(whole), **sizes}
     mapped.def_partition(partition, sharding_rule=rule, **facts)
     return mapped
+
+
+def _names(array: str) -> list[str]:
+    """One per axis; of a compound axis the first."""
+    return [name.strip("()").split()[0] for name in re.findall(r"\([^)]*\)|\w+", array)]
+
+
+def _axes_by_name(arrays: Iterable[tuple[Any, list[str]]], whole: Sequence[str]) -> dict[str, Any]:
+    """The mesh axes that split each axis of the rule, as the first array that is split along it has
+    them; a mesh axis splits one of them only."""
+    found: dict[str, Any] = {}
+    taken: set[str] = set()
+    for array, names in arrays:
+        for name, axis in zip(names, array.sharding.spec, strict=False):
+            parts = set(axis if isinstance(axis, tuple) else (axis,))
+            if axis and name not in whole and name not in found and not taken & parts:
+                found[name] = axis
+                taken |= parts
+    return found

@@ -58,6 +58,13 @@ def _measure() -> dict[str, object]:
             out_specs=((parts[0],) * 4, (parts[0],) * 3),
         )
         found_by_hand = jax.jit(by_hand)(q, k, v, ids)
+        # Split where the kernel is not: along the sequence, and the queries alone.
+        along = NamedSharding(mesh, PartitionSpec("data", "tensor"))
+        none = NamedSharding(mesh, PartitionSpec())
+        moved = [
+            jax.jit(_gradient, in_shardings=shardings)(q, k, v, ids)
+            for shardings in ((along, along, along, rows), (split, none, none, none))
+        ]
 
     def distance(found):
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
@@ -67,12 +74,13 @@ def _measure() -> dict[str, object]:
         "collectives": [name for name in COLLECTIVES if name in program],
         "distance": distance(found),
         "distance in shard_map": distance(found_by_hand),
+        "distance after moving": max(map(distance, moved)),
         "is_split": [len(x.sharding.device_set) == 4 for x in jax.tree.leaves(found)],
         "shard": found[0][0].addressable_shards[0].data.shape,
     }
 
 
-def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing():
+def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing_else():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     output = subprocess.run(
@@ -82,6 +90,7 @@ def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing():
     assert found["collectives"] == []
     assert found["distance"] <= 1e-5
     assert found["distance in shard_map"] <= 1e-5
+    assert found["distance after moving"] <= 1e-5
     assert all(found["is_split"])
     assert found["shard"] == [1, 24, 2, 32]
 

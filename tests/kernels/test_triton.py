@@ -57,14 +57,16 @@ def run(cases):
 @pytest.mark.parametrize("name", SETS)
 def test_results_and_gradients_are_those_of_the_definition(name):
     for case, errors in zip(SETS[name], run(SETS[name]), strict=True):
-        assert max(errors.values()) < BOUND["float32"], (case, errors)
+        # One by one: `max` passes over NaN, which is what no program wrote.
+        assert all(error < BOUND["float32"] for error in errors.values()), (case, errors)
 
 
 def test_narrow_operands_have_float32_statistics():
     for case, errors in zip(NARROW, run(NARROW), strict=True):
-        assert max(errors.values()) < BOUND[case["dtype"]], (case, errors)
+        assert all(error < BOUND[case["dtype"]] for error in errors.values()), (case, errors)
         # Scores are exact products of narrow numbers, summed in float32.
-        assert max(errors["teacher_lse"], errors["student_lse"]) < BOUND["float32"], (case, errors)
+        lses = errors["teacher_lse"], errors["student_lse"]
+        assert all(error < BOUND["float32"] for error in lses), (case, errors)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -19,6 +19,7 @@ from checks import (
     value_and_gradients,
 )
 from flax import nnx
+from ttcd_kernels.short_conv.xla import short_conv
 
 from ttcd_jax.layers.delta_net import DeltaRuleConfig
 from ttcd_jax.layers.ideal import IdealMemoryConfig
@@ -26,7 +27,6 @@ from ttcd_jax.layers.ip_ttt import TargetMemoryConfig
 from ttcd_jax.layers.ipttcd import MemoryConfig
 from ttcd_jax.layers.lact import LaCTMemoryConfig
 from ttcd_jax.layers.mlp import SwiGLU
-from ttcd_jax.layers.short_conv import short_conv
 from ttcd_jax.models.block import build_block
 from ttcd_jax.models.catalog import METHODS, TransformerConfig, block_configs, without_memory
 from ttcd_jax.models.transformer import Transformer

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
+from ttcd_kernels.short_conv.xla import short_conv
 
 from ttcd_jax.axes import param
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.layers.linear import linear, normal_param
 from ttcd_jax.layers.norm import rms_norm
-from ttcd_jax.layers.short_conv import short_conv
 from ttcd_jax.precision import Precision
 from ttcd_jax.ttt.delta_rule import delta_rule, l2_normalize_inside
 from ttcd_jax.ttt.product import product

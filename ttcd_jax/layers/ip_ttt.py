@@ -14,11 +14,11 @@ from typing import Literal
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
+from ttcd_kernels.short_conv.xla import short_conv
 
 from ttcd_jax.config import Config
 from ttcd_jax.layers.memory import ConvInit, FastWeightConfig, MemoryMLP, ProjInit, Remembered
 from ttcd_jax.layers.mlp import MLPConfig
-from ttcd_jax.layers.short_conv import short_conv
 from ttcd_jax.ttt.chunking import chunk_segments, to_chunks
 from ttcd_jax.ttt.product import weight_product
 from ttcd_jax.ttt.scan import apply_memory

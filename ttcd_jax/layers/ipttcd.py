@@ -14,17 +14,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
+from ttcd_kernels import short_conv_residual
+from ttcd_kernels.normalize import l2_normalize
 
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.layers.linear import normal_param
-from ttcd_jax.layers.memory import ConvInit, FastWeightConfig, MemoryMLP, Remembered
+from ttcd_jax.layers.memory import (
+    ConvInit,
+    FastWeightConfig,
+    MemoryMLP,
+    Remembered,
+    identity_taps,
+)
 from ttcd_jax.layers.mlp import MLPConfig
-from ttcd_jax.layers.short_conv import short_conv
 from ttcd_jax.ttt.chunking import chunk_segments, to_chunks
 from ttcd_jax.ttt.running import renormalized_memory
 from ttcd_jax.ttt.scan import apply_memory
-from ttcd_jax.ttt.update import chunk_errors, l2_normalize
+from ttcd_jax.ttt.update import chunk_errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,25 +107,24 @@ class IPTTCDMLP(MemoryMLP):
 
     def _remember(self, x, t, segments, mask) -> Remembered:
         memory = self.memory
-        z = to_chunks(self.features(x), memory.chunk_size)
-        z_student = self._student(t, segments)
-        z_target = z
-        if memory.has_teacher_conv:
-            z_target = self._conv(z, self.teacher_conv[...], segments)
+        z, z_student = (to_chunks(self.features(h), memory.chunk_size) for h in (x, t))
+        # Read through the student's features, they are needed as they are.
+        normalizes = memory.normalizes_keys and memory.output != "student"
+        difference, z_target, keys = self._residual(z, z_student, segments, normalizes)
+        z_out = {"teacher": z_target, "teacher_raw": z, "student": keys}[memory.output]
+        if memory.normalizes_keys and not normalizes:
+            keys = l2_normalize(keys, memory.zero_slope)
 
         w_base = self.down[...].astype(z.dtype)
         beta = self._gate(t)
         errors = chunk_errors(
-            z_target,
-            z_student,
+            difference,
             w_base,
             beta=None if beta is None else to_chunks(beta, memory.chunk_size),
             proj=self.proj[...].astype(z.dtype) if memory.has_proj else None,
             normalizes=memory.normalizes_errors,
             zero_slope=memory.zero_slope,
         )
-        keys = self._as_keys(z_student)
-        z_out = {"teacher": z_target, "teacher_raw": z, "student": z_student}[memory.output]
         return Remembered(*self._read(z_out, keys, errors, w_base, mask), beta)
 
     def keys(
@@ -126,21 +132,27 @@ class IPTTCDMLP(MemoryMLP):
     ) -> Float[Array, "B C L F"]:
         """What `forward` writes under, padding included."""
         segments = chunk_segments(segment_ids, self.memory.chunk_size)
-        return self._as_keys(self._student(t, segments))
-
-    def _student(self, t, segments):
         z = to_chunks(self.features(t), self.memory.chunk_size)
-        if not self.memory.has_student_conv:
-            return z
-        return self._conv(z, self.student_conv[...], segments)
+        return self._residual(z, z, segments, self.memory.normalizes_keys)[2]
 
-    def _as_keys(self, z_student):
-        if not self.memory.normalizes_keys:
-            return z_student
-        return l2_normalize(z_student, self.memory.zero_slope)
-
-    def _conv(self, z, taps, segments):
-        return short_conv(z, taps, is_causal=self.memory.is_conv_causal, segment_ids=segments)
+    def _residual(self, z, z_student, segments, normalizes_keys: bool):
+        """(z_target - z_student, z_target, k) behind both convolutions; one that is off passes
+        everything through."""
+        memory = self.memory
+        taps = [identity_taps(memory, z.shape[-1])] * 2
+        if memory.has_teacher_conv:
+            taps[0] = self.teacher_conv[...]
+        if memory.has_student_conv:
+            taps[1] = self.student_conv[...]
+        return short_conv_residual(
+            z,
+            z_student,
+            *taps,
+            is_causal=memory.is_conv_causal,
+            normalizes_keys=normalizes_keys,
+            zero_slope=memory.zero_slope,
+            segment_ids=segments,
+        )
 
     def _gate(self, t: Float[Array, "B T D"]) -> Float[Array, "B T"] | None:
         if not self.memory.has_token_rate:

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
@@ -176,7 +177,14 @@ class MemoryMLP(SwiGLU):
         shape, dtype = (memory.num_taps, channels), self.config.precision.param_dtype
         if init == "normal":
             return normal_param(rngs, shape, ("taps", axis), self.config.init_std, dtype)
-        taps = jnp.zeros(shape, dtype)
         if init == "identity":
-            taps = taps.at[-1 if memory.is_conv_causal else memory.num_taps // 2].set(1)
-        return param(taps, ("taps", axis))
+            return param(identity_taps(memory, channels, dtype), ("taps", axis))
+        return param(jnp.zeros(shape, dtype), ("taps", axis))
+
+
+def identity_taps(
+    memory: FastWeightConfig, channels: int, dtype: DTypeLike = jnp.float32
+) -> Float[Array, "R X"]:
+    """Taps that pass the current token through."""
+    here = -1 if memory.is_conv_causal else memory.num_taps // 2
+    return jnp.zeros((memory.num_taps, channels), dtype).at[here].set(1)

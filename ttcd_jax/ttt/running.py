@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+from ttcd_kernels.normalize import NORM_EPS
 
 from ttcd_jax.ttt.chunking import MemoryMask, masked
 from ttcd_jax.ttt.product import product
 from ttcd_jax.ttt.scan import MemoryRule
-from ttcd_jax.ttt.update import NORM_EPS, chunk_delta
+from ttcd_jax.ttt.update import chunk_delta
 
 
 def ideal_memory(

@@ -4,23 +4,17 @@ With teacher features z_target and student features z_student [B, C, L, F] and W
 transpose of the paper's [D, F], as everywhere in this project):
 
     e = beta * ((z_target - z_student) W_base) P       error, gated per token
-    k = z_student / |z_student|                        key
+    k = z_student / |z_student|                        key (`ttcd_kernels.short_conv`)
     delta_w = sum over the chunk of k^T e              [F, D], the paper's delta W transposed
 
 Nothing is stopped: W_base, P, beta and both features receive gradient through e and k.
 """
 
-import functools
-from typing import cast
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+from ttcd_kernels.normalize import l2_normalize
 
 from ttcd_jax.ttt.product import product, weight_product
-
-NORM_EPS = 1e-6
-PUBLISHED_ZERO_SLOPE = 1e6
 
 # Quintic Newton-Schulz coefficients (a, b, c), one triple per step, as published.
 NEWTON_SCHULZ = (
@@ -30,38 +24,6 @@ NEWTON_SCHULZ = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-
-
-def l2_normalize(x: Float[Array, "... X"], zero_slope: float = 1.0) -> Float[Array, "... X"]:
-    """x / max(|x|, 1e-6) over the last axis, statistics in float32 or better.
-
-    The derivative is exact wherever |x| > 1e-6. Below, where the direction of x is undefined, it is
-    `zero_slope` times the identity: the exact one there is 1e6 (`PUBLISHED_ZERO_SLOPE`), which lets
-    one zero vector rule the global gradient norm.
-    """
-    return cast(jax.Array, _l2_normalize(x, zero_slope))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _l2_normalize(x, zero_slope: float):
-    return _normalize(x)[0].astype(x.dtype)
-
-
-def _normalize(x):
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    norm = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
-    scale = 1 / jnp.maximum(norm, NORM_EPS)
-    return wide * scale, scale, norm > NORM_EPS
-
-
-@_l2_normalize.defjvp
-def _l2_normalize_jvp(zero_slope, primals, tangents):
-    (x,), (dx,) = primals, tangents
-    unit, scale, is_long = _normalize(x)
-    along = jnp.sum(unit * dx, axis=-1, keepdims=True) * unit
-    slope = jnp.where(is_long, scale, zero_slope)
-    tangent = slope * (dx - jnp.where(is_long, along, 0))
-    return unit.astype(x.dtype), tangent.astype(x.dtype)
 
 
 def newton_schulz(matrix: Float[Array, "... X Z"]) -> Float[Array, "... X Z"]:
@@ -88,8 +50,7 @@ def newton_schulz(matrix: Float[Array, "... X Z"]) -> Float[Array, "... X Z"]:
 
 
 def chunk_errors(
-    z_target: Float[Array, "B C L F"],
-    z_student: Float[Array, "B C L F"],
+    difference: Float[Array, "B C L F"],
     w_base: Float[Array, "F D"],
     *,
     beta: Float[Array, "B C L"] | None,
@@ -97,8 +58,9 @@ def chunk_errors(
     normalizes: bool,
     zero_slope: float,
 ) -> Float[Array, "B C L D"]:
-    """e: what the student missed, seen through the base weight, gated by beta, projected by P."""
-    error = weight_product(z_target - z_student, w_base)
+    """e: what the student missed (`difference`, z_target - z_student), seen through the base
+    weight, gated by beta, projected by P."""
+    error = weight_product(difference, w_base)
     if normalizes:
         error = l2_normalize(error, zero_slope)
     if beta is not None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from ttcd_kernels.normalize import PUBLISHED_ZERO_SLOPE
 
 from ttcd_jax.errors import DataError
 from ttcd_jax.interop import reference
@@ -14,7 +15,6 @@ from ttcd_jax.interop.parity.golden import Golden
 from ttcd_jax.interop.reference_config import transformer_config
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.precision import Precision
-from ttcd_jax.ttt.update import PUBLISHED_ZERO_SLOPE
 
 
 def precision(dtype: str) -> Precision:

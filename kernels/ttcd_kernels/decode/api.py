@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ttcd_kernels.decode_attention import reference, triton_call, xla
+from ttcd_kernels.decode import reference, triton_call, xla
 from ttcd_kernels.dispatch import Candidate, choose
 
 Implementation = Literal["auto", "triton", "xla", "reference"]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ttcd_kernels.decode_attention.api import Implementation, decode_attention
-from ttcd_kernels.decode_attention.reference import visible_slots
-from ttcd_kernels.decode_attention.shapes import SHAPES, Case
+from ttcd_kernels.decode.api import Implementation, decode_attention
+from ttcd_kernels.decode.reference import visible_slots
+from ttcd_kernels.decode.shapes import SHAPES, Case
 from ttcd_kernels.measure import Work
 
 __all__ = ["BASELINE", "SHAPES", "operand_shapes", "programs", "reference_bytes", "work"]

@@ -20,11 +20,11 @@ import pytest
 from checks import assert_close, assert_same, distance, draw
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import dual_window_attention_with_lse, launch
-from ttcd_kernels.decode_attention import bench, reference, triton_call, xla
-from ttcd_kernels.decode_attention.aot import compile_step
-from ttcd_kernels.decode_attention.api import decode_attention, decode_attention_with_lse
-from ttcd_kernels.decode_attention.shapes import SHAPES
-from ttcd_kernels.decode_attention.tuning import (
+from ttcd_kernels.decode import bench, reference, triton_call, xla
+from ttcd_kernels.decode.aot import compile_step
+from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
+from ttcd_kernels.decode.shapes import SHAPES
+from ttcd_kernels.decode.tuning import (
     HEAD_DIMS,
     TABLE,
     Slices,
@@ -74,7 +74,7 @@ BOUND = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
 
 def run(cases):
     """Errors of each case, in a process of its own: the interpreter takes over a whole process."""
-    script = Path(__file__).with_name("interpreted_decode_attention.py")
+    script = Path(__file__).with_name("interpreted_decode.py")
     done = subprocess.run(
         [sys.executable, str(script), json.dumps(cases)],
         capture_output=True,

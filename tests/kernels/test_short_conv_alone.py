@@ -1,3 +1,5 @@
+"""One convolution inside chunks, as the layers without a residual use it."""
+
 from functools import partial
 
 import jax
@@ -5,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, draw
-
-from ttcd_jax.layers.short_conv import short_conv
+from ttcd_kernels.short_conv.xla import short_conv
 
 B, C, F = 2, 3, 6
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from ttcd_kernels.aot import Compiled, compile_kernels
-from ttcd_kernels.decode_attention.api import decode_attention_with_lse
-from ttcd_kernels.decode_attention.tuning import HEAD_DIMS
+from ttcd_kernels.decode.api import decode_attention_with_lse
+from ttcd_kernels.decode.tuning import HEAD_DIMS
 
 
 def variants(capability: int) -> Iterator[tuple[str, list[Compiled]]]:

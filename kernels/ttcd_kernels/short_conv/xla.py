@@ -1,11 +1,13 @@
-"""Depthwise convolution inside a chunk: zero padding at every chunk edge, nothing carried
-across."""
+"""Depthwise convolution inside a chunk, zero padding at every chunk edge, nothing carried across;
+and a chunk's residual composed of two."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from ttcd_kernels.normalize import l2_normalize
 
 
 def short_conv(
@@ -42,3 +44,23 @@ def _convolve(x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None, *, i
             moved = jnp.where(same[..., None], moved, 0)
         total = total + moved.astype(wide) * taps[r].astype(wide)
     return total.astype(x.dtype)
+
+
+def short_conv_residual(
+    z_teacher: jax.Array,
+    z_student: jax.Array,
+    teacher_taps: jax.Array,
+    student_taps: jax.Array,
+    segment_ids: jax.Array | None,
+    is_causal: bool,
+    normalizes_keys: bool,
+    zero_slope: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Same contract as `reference.short_conv_residual`; the gradient of a key follows
+    `l2_normalize`."""
+    convolve = functools.partial(short_conv, is_causal=is_causal, segment_ids=segment_ids)
+    target = convolve(z_teacher, teacher_taps)
+    student = convolve(z_student, student_taps)
+    difference = target - student
+    key = l2_normalize(student, zero_slope) if normalizes_keys else student
+    return difference, target, key

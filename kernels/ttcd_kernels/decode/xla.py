@@ -8,7 +8,7 @@ temporaries against 127 ms and 97 MiB.)
 import jax
 import jax.numpy as jnp
 
-from ttcd_kernels.decode_attention.reference import rings, visible_slots
+from ttcd_kernels.decode.reference import rings, visible_slots
 
 
 def decode(

@@ -1,5 +1,5 @@
 """Runs cases of decode attention through Triton's interpreter, which needs a process of its own:
-`python interpreted_decode_attention.py '[{"positions": [3], ...}, ...]'` prints a JSON line of
+`python interpreted_decode.py '[{"positions": [3], ...}, ...]'` prints a JSON line of
 relative errors each.
 
 Every case is compared with `reference` in float64 on the same (rounded) operands. Slots out of
@@ -15,9 +15,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ttcd_kernels.decode_attention import reference, triton_call
-from ttcd_kernels.decode_attention.api import decode_attention_with_lse
-from ttcd_kernels.decode_attention.tuning import Tuning
+from ttcd_kernels.decode import reference, triton_call
+from ttcd_kernels.decode.api import decode_attention_with_lse
+from ttcd_kernels.decode.tuning import Tuning
 
 NAMES = ("teacher", "student", "teacher_lse", "student_lse")
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ttcd_kernels import launch
 from ttcd_kernels.batching import folds_batch
-from ttcd_kernels.decode_attention.tuning import HEAD_DIMS, Tuning, slices_for, tuning_for
+from ttcd_kernels.decode.tuning import HEAD_DIMS, Tuning, slices_for, tuning_for
 from ttcd_kernels.dual_window.lse import merge
 from ttcd_kernels.partitioning import partitioned
 
@@ -101,7 +101,7 @@ def _folds_pages(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _launch(shape: _Shape, q, k_cache, v_cache, position, page_table=None):
-    from ttcd_kernels.decode_attention.triton_kernels import decode_attention
+    from ttcd_kernels.decode.triton_kernels import decode_attention
 
     B, N, H = q.shape
     K = k_cache.shape[2]

@@ -1,0 +1,37 @@
+"""Tile sizes of the Triton kernels: those a call names, else the table's."""
+
+import dataclasses
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """One kernel's: tokens of a chunk per program, features at a time, warps."""
+
+    block_l: int
+    block_f: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """The two kernels. A program of the forward has all rows of its tokens in registers, one block
+    of features after the other; one of the backward walks along its tokens, so that they may be
+    many, with one block of features."""
+
+    forward: Tile
+    backward: Tile
+
+
+# By compute capability. Chosen by what the compiler reports (`ttcd_kernels.aot`: registers,
+# spills), not yet by time on a GPU. Blocks of 256 divide 2816 and 4096. Forward: 16 tokens with
+# documents spill everywhere; 8 tokens spill some bytes with 4 warps on Hopper and with 2 before.
+# Backward: 4 features per thread (2 warps) would take 148 to 215 registers, 2 take 80 to 96.
+TABLE: dict[int, Tuning] = {
+    90: Tuning(forward=Tile(8, 256, 2), backward=Tile(128, 256, 4)),
+    80: Tuning(forward=Tile(8, 256, 4), backward=Tile(128, 256, 4)),
+}
+
+
+def tuning_for(capability: int) -> Tuning:
+    """The table's row for the newest listed GPU that is no newer than `capability`."""
+    return TABLE[max(listed for listed in TABLE if listed <= capability)]

@@ -1,0 +1,95 @@
+"""Runs cases of the convolved residual through Triton's interpreter, which needs a process of its
+own: `python interpreted_short_conv.py '[{"L": 20, ...}, ...]'` prints a JSON line of relative
+errors each.
+
+Every case is compared in float64 on the same (rounded) operands: with `reference`, or, where a
+student vector is zero, with `xla`, whose gradient knows `zero_slope`.
+"""
+
+import functools
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ttcd_kernels.short_conv import reference, triton_call, xla
+from ttcd_kernels.short_conv.api import short_conv_residual
+from ttcd_kernels.short_conv.tuning import Tile, Tuning
+
+NAMES = (
+    *("difference", "target", "key"),
+    *("dz_teacher", "dz_student", "d_teacher_taps", "d_student_taps"),
+)
+
+
+def operands(case):
+    """Both z and both taps, ids and the cotangents of the three results, float64."""
+    rng = np.random.default_rng(0)
+    B, C, L, F, R = (case[name] for name in "BCLFR")
+    models = (2,) if case.get("transform") == "vmap" else ()
+    shapes = [(*models, B, C, L, F)] * 2 + [(*models, R, F)] * 2 + [(*models, B, C, L, F)] * 3
+    *inputs, d_difference, d_target, d_key = (rng.standard_normal(shape) for shape in shapes)
+    if case.get("has_zero_row"):
+        inputs[1][0, 0, : R + 1] = 0  # the student's vector is zero where all taps read zeros
+    ids = None
+    if case.get("segments"):  # segments may come back: only taps in between read zero
+        ids = jnp.asarray(rng.integers(0, case["segments"], (B, C, L)), jnp.int32)
+    return inputs, ids, (d_difference, d_target, d_key)
+
+
+def facts(case, ids):
+    """What the operation does, as keyword arguments."""
+    names = "is_causal", "normalizes_keys", "zero_slope"
+    return (
+        {"zero_slope": 1.0}
+        | {name: case[name] for name in names if name in case}
+        | {"segment_ids": ids}
+    )
+
+
+def convolve(case, ids):
+    """The kernels' call, transformed as the case asks."""
+    if case.get("is_public"):
+        call = functools.partial(short_conv_residual, **facts(case, ids), implementation="triton")
+    else:
+        tiles = {name: Tile(*case[name], num_warps=4) for name in ("forward", "backward")}
+        call = functools.partial(
+            triton_call.short_conv_residual, **facts(case, ids), tuning=Tuning(**tiles)
+        )
+    transforms = {None: lambda f: f, "jit": jax.jit, "remat": jax.checkpoint, "vmap": jax.vmap}
+    return transforms[case.get("transform")](call)
+
+
+def errors(case):
+    inputs, ids, cotangents = operands(case)
+    dtype = jnp.dtype(case.get("dtype", "float32"))
+    dtypes = dtype, dtype, *[jnp.dtype(case.get("taps_dtype", "float32"))] * 2
+    narrow = [jnp.asarray(x, kind) for x, kind in zip(inputs, dtypes, strict=True)]
+    cotangents = tuple(jnp.asarray(x, dtype) for x in cotangents)
+    results, pull = jax.vjp(convolve(case, ids), *narrow)
+    found = *results, *pull(cotangents)
+    assert [x.dtype for x in found] == [dtype] * 3 + list(dtypes)
+
+    oracle = xla if case.get("has_zero_row") else reference
+
+    definition = functools.partial(oracle.short_conv_residual, **facts(case, ids))
+    if case.get("transform") == "vmap":
+        definition = jax.vmap(definition)
+    wide = [x.astype(jnp.float64) for x in narrow]
+    expected, pull = jax.vjp(definition, *wide)
+    expected = *expected, *pull(tuple(x.astype(jnp.float64) for x in cotangents))
+    assert all(np.isfinite(x).all() for x in expected)
+    return {
+        name: float(jnp.abs(x - y).max() / jnp.abs(y).max())
+        for name, x, y in zip(NAMES, found, expected, strict=True)
+    }
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    for case in json.loads(sys.argv[1]):
+        print(json.dumps(errors(case)), flush=True)
