@@ -1,7 +1,8 @@
 """The frame of every command: flags in, one line and an exit status out when the user erred.
 
-Exit status: 0 done, 2 to 5 a `UserError` (`ttcd_jax.errors` says which), 130 interrupted, 141 the
-reader of our output went away. Any other exception keeps its traceback.
+Exit status: 0 done, 2 to 5 a `UserError` (`ttcd_jax.errors` says which; 2 also a kernel that was
+asked for by name and cannot run here), 130 interrupted, 141 the reader of our output went away. Any
+other exception keeps its traceback.
 """
 
 import functools
@@ -32,6 +33,10 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] = ()) -> NoR
             sys.stdout.flush()
     except UserError as error:
         _leave(f"error: {error}", error.exit_code)
+    except ValueError as error:
+        if not _is_unsupported(error):
+            raise
+        _leave(f"error: {error}", UserError.exit_code)
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -78,6 +83,12 @@ def _parse_flags(names: Sequence[str], command_line: list[str]) -> list[str]:
 def _leave(message: str, status: int) -> NoReturn:
     print(printable(message), file=sys.stderr)
     sys.exit(status)
+
+
+def _is_unsupported(error: ValueError) -> bool:
+    """Whether a kernel refused to run here. Who raised it has imported it, which takes seconds."""
+    dispatch = sys.modules.get("ttcd_kernels.dispatch")
+    return dispatch is not None and isinstance(error, dispatch.Unsupported)
 
 
 def _output_is_closed() -> bool:

@@ -59,8 +59,16 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"ceilings of this device: {flops} Tflop/s, {rate} TB/s", flush=True)
     rows = [row for case in op.SHAPES[options.shapes] for row in measured(op, case, ceilings)]
     print(table(rows))
-    if options.json is None:
-        return
+    if options.json is not None:
+        _write(options, environment, ceilings, compared, rows)
+    failed = [row for row in (*compared, *rows) if row.note.startswith(measure.FAILED)]
+    ours = [row.implementation for row in failed if not row.implementation.startswith(op.PEERS)]
+    if ours:
+        raise SystemExit(f"failed: {', '.join(dict.fromkeys(ours))}; the notes above say why")
+
+
+def _write(options: argparse.Namespace, environment, ceilings, compared, rows) -> None:
+    op = OPS[options.op]
     report: dict[str, Any] = {"op": options.op, "environment": environment}
     report["shapes"] = [case._asdict() for case in op.SHAPES[options.shapes]]
     report["ceilings"] = ceilings._asdict()
@@ -93,7 +101,11 @@ def measured(op: Any, case: Any, ceilings: measure.Ceilings) -> list[Row]:
         if key[1] == "reference" and not _may_compile_reference(op, case):
             notes[key] = f"skipped: needs {measure.gibibytes(op.reference_bytes(case))}"
             continue
-        program = jax.jit(function).lower(*shapes).compile()
+        try:
+            program = jax.jit(function).lower(*shapes).compile()
+        except measure.REFUSALS as error:
+            notes[key] = measure.refusal(error)
+            continue
         memory[key] = measure.temp_bytes(program)
         if measure.needed_bytes(program) < measure.usable_bytes():
             compiled[key] = program

@@ -10,6 +10,10 @@ from ttcd_kernels import launch
 _LOG = logging.getLogger(__name__)
 
 
+class Unsupported(ValueError):
+    """The implementation a call names cannot take its operands on this machine."""
+
+
 class Candidate(NamedTuple):
     """An implementation, and why it cannot take a call's operands on this machine (None: it
     can)."""
@@ -26,8 +30,8 @@ def choose(
     operands. What "auto" passes over is logged once, as a warning where there is a GPU.
 
     Raises:
-        ValueError: no such implementation, or the one named cannot take the operands: a call that
-        names one never falls back.
+        Unsupported: the implementation named cannot take the operands. It never falls back.
+        ValueError: no such implementation.
     """
     if implementation == "auto":
         for name, candidate in candidates.items():
@@ -42,7 +46,7 @@ def choose(
         raise ValueError(f"implementation {implementation!r} is not one of {names}")
     reason = candidates[implementation].unsupported(*operands)
     if reason is not None:
-        raise ValueError(f"implementation {implementation!r}: {reason}; use 'auto' or 'xla'")
+        raise Unsupported(f"implementation {implementation!r}: {reason}; use 'auto' or 'xla'")
     return candidates[implementation].run
 
 

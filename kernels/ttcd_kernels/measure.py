@@ -41,6 +41,19 @@ def median_seconds[Name: Hashable](
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
+# What a stock implementation raises for a shape it does not take: the others are still measured.
+REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError, ExceptionGroup)
+
+
+FAILED = "failed: "
+
+
+def refusal(error: BaseException) -> str:
+    """A note in place of numbers."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{FAILED}{type(error).__name__}: {lines[0][:120]}"
+
+
 class Work(NamedTuple):
     """What a call cannot do without: arithmetic, and bytes read once and written once."""
 

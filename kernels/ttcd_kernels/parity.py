@@ -1,5 +1,6 @@
 """How far the implementations of an op are from its definition in float64."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,16 @@ import numpy as np
 
 from ttcd_kernels import measure
 
-HEADER = ("parity", "dtype", "pass", "implementation", "% equal", "ulp (99 %)", "max rel. error")
+HEADER = (
+    "parity",
+    "dtype",
+    "pass",
+    "implementation",
+    "% equal",
+    "ulp (99 %)",
+    "max rel. error",
+    "note",
+)
 
 
 class Parity(NamedTuple):
@@ -21,6 +31,7 @@ class Parity(NamedTuple):
     equal_share: float  # elements that are the definition's, rounded to the dtype
     ulp: float  # 99 % of the elements are within so many units in the last place
     max_relative_error: float  # largest difference over the largest magnitude
+    note: str = ""
 
 
 def compare(op: Any, case: Any) -> list[Parity]:
@@ -34,7 +45,14 @@ def compare(op: Any, case: Any) -> list[Parity]:
     for (its_direction, name), function in programs.items():
         if its_direction != direction or name == "reference":
             continue
-        found = jax.device_get(jax.jit(function)(*arrays))
+        try:
+            found = jax.device_get(jax.jit(function)(*arrays))
+        except measure.REFUSALS as error:
+            nothing = math.nan, math.nan, math.nan
+            rows.append(
+                Parity(case.name, case.dtype, direction, name, *nothing, measure.refusal(error))
+            )
+            continue
         if jax.tree.structure(found) != jax.tree.structure(expected):
             continue
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
@@ -70,5 +88,8 @@ def _ordered(x: np.ndarray) -> np.ndarray:
 
 
 def table(rows: list[Parity]) -> str:
-    cells = [(*row[:4], measure.percent(row[4]), f"{row[5]:.0f}", f"{row[6]:.1e}") for row in rows]
+    cells = [
+        (*row[:4], measure.percent(row[4]), f"{row[5]:.0f}", f"{row[6]:.1e}", row.note)
+        for row in rows
+    ]
     return measure.table(HEADER, cells)

@@ -54,6 +54,11 @@ def test_a_users_mistake_is_one_line_with_its_exit_code(command, name, code):
     assert result.stderr == "error: steps 3\\n\\x1b[31mred\n"
 
 
+def test_so_is_a_kernel_that_cannot_run_here(command):
+    result = command("from ttcd_kernels.dispatch import Unsupported; raise Unsupported('no GPU')")
+    assert (result.returncode, result.stderr) == (2, "error: no GPU\n")
+
+
 def test_our_own_defect_keeps_its_traceback(command):
     result = command("raise ValueError('shape')")
     assert result.returncode == 1

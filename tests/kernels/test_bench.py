@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from ttcd_kernels import bench, measure
+from ttcd_kernels import bench, measure, parity
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.dual_window.shapes import SHAPES
 
@@ -34,6 +34,29 @@ def test_what_does_not_fit_is_compiled_only_and_says_so(monkeypatch):
     assert all(row.seconds is None and row.ratio is None and row.temp_bytes > 0 for row in rows)
     assert all("does not fit" in row.note for row in rows)
     assert "memory only" in bench.table(rows)
+
+
+def test_what_refuses_a_shape_is_noted_and_the_rest_measured(monkeypatch):
+    def refuses(*operands):
+        raise NotImplementedError("head dim 8 is too small\nfor this peer")
+
+    programs = dual_window.programs
+
+    def with_peer(case):
+        found = programs(case)
+        return {("forward", "peer"): refuses} | found | {("fwd + bwd", "peer"): refuses}
+
+    monkeypatch.setattr(dual_window, "programs", with_peer)
+    case, note = SHAPES["tiny"][0], "failed: NotImplementedError: head dim 8 is too small"
+    rows = bench.measured(dual_window, case, measure.Ceilings(1e9, 1e9))
+    assert [row.note for row in rows if row.implementation == "peer"] == [note] * 2
+    assert all(row.seconds > 0 for row in rows if row.implementation != "peer")
+    compared = parity.compare(dual_window, case)
+    assert [row.note for row in compared if row.implementation == "peer"] == [note]
+    assert note in parity.table(compared)
+    monkeypatch.setattr(dual_window, "PEERS", ("another",))
+    with pytest.raises(SystemExit, match="failed: peer; the notes above say why"):
+        bench.main(["--shapes", "tiny"])
 
 
 def test_programs_take_turns():

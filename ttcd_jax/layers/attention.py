@@ -1,13 +1,13 @@
 """Grouped-query attention under one causal sliding window (`window=None`: full attention)."""
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 from ttcd_kernels import window_attention
+from ttcd_kernels.dual_window.api import Implementation
 
 from ttcd_jax.axes import param
 from ttcd_jax.config import Config
@@ -33,7 +33,7 @@ class AttentionConfig(Config):
     has_qkv_bias: bool = False
     qk_norm_eps: float = 1e-6
     init_std: float = 0.02
-    implementation: Literal["auto", "triton", "xla", "reference"] = "auto"
+    implementation: Implementation = "auto"
     precision: Precision = Precision()
 
     def validate(self) -> None:

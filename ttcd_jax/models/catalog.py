@@ -5,6 +5,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+from ttcd_kernels.dual_window.api import Implementation
+
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.layers.attention import AttentionConfig
@@ -75,7 +77,7 @@ class TransformerConfig(Config):
     norm_eps: float = 1e-6
     has_tied_head: bool = True
     init_std: float = 0.02
-    attention_implementation: Literal["auto", "triton", "xla", "reference"] = "auto"
+    attention_implementation: Implementation = "auto"
     remat: Remat = "none"
     scans_layers: bool = True  # False: unrolled, for debugging; same parameters
     precision: Precision = Precision()

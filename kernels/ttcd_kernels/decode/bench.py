@@ -11,9 +11,10 @@ from ttcd_kernels.decode.reference import visible_slots
 from ttcd_kernels.decode.shapes import SHAPES, Case
 from ttcd_kernels.measure import Work
 
-__all__ = ["BASELINE", "SHAPES", "operand_shapes", "programs", "reference_bytes", "work"]
+__all__ = ["BASELINE", "PEERS", "SHAPES", "operand_shapes", "programs", "reference_bytes", "work"]
 
 BASELINE = "xla"  # ratios are times over this one's
+PEERS = ("jax.nn",)  # names of what is not ours begin so: they may refuse a shape
 
 
 def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:

@@ -1,6 +1,7 @@
 """Dual-window attention and what it is measured against: its own forms, two single-window calls,
-and, on a GPU, cuDNN."""
+and, on a GPU, cuDNN and (where it is installed) tokamax."""
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,10 @@ from ttcd_kernels.dual_window.api import (
 from ttcd_kernels.dual_window.shapes import SHAPES, Case
 from ttcd_kernels.measure import Work
 
-__all__ = ["BASELINE", "SHAPES", "operand_shapes", "programs", "reference_bytes", "work"]
+__all__ = ["BASELINE", "PEERS", "SHAPES", "operand_shapes", "programs", "reference_bytes", "work"]
 
 BASELINE = "xla"  # ratios are times over this one's
+PEERS = ("cudnn", "tokamax")  # names of what is not ours begin so: they may refuse a shape
 
 
 def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
@@ -100,8 +102,14 @@ def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
     if cudnn.unsupported(*qkv) is None:
         found |= {
             "lse cudnn": _lse(case, cudnn.attend),
-            "cudnn teacher": _cudnn(case.teacher_window),
-            "cudnn both": _cudnn(*windows),
+            "cudnn teacher": _stock(jax.nn.dot_product_attention, "cudnn", case.teacher_window),
+            "cudnn both": _stock(jax.nn.dot_product_attention, "cudnn", *windows),
+        }
+    if importlib.util.find_spec("tokamax") is not None:
+        tokamax = importlib.import_module("tokamax")
+        found |= {
+            "tokamax teacher": _stock(tokamax.dot_product_attention, "mosaic", windows[0]),
+            "tokamax both": _stock(tokamax.dot_product_attention, "mosaic", *windows),
         }
     return found
 
@@ -115,18 +123,18 @@ def _lse(case: Case, attend: lse.SingleWindow) -> Callable[..., Any]:
     return call
 
 
-def _cudnn(*windows: int | None) -> Callable[..., Any]:
-    """The stock calls, with their own gradients."""
+def _stock(attention: Callable[..., Any], implementation: str, *windows: int | None):
+    """One call per window, with gradients of their own."""
 
     def call(q, k, v):
         return tuple(
-            jax.nn.dot_product_attention(
+            attention(
                 q,
                 k,
                 v,
                 is_causal=True,
                 local_window_size=None if window is None else (window - 1, 0),
-                implementation="cudnn",
+                implementation=implementation,
             )
             for window in windows
         )

@@ -1,15 +1,12 @@
 """Compiles the Mosaic kernel for Hopper ahead of time, down to machine code, without a GPU.
 
-    python -m ttcd_kernels.dual_window.mosaic_aot [--head_dim 128 ...]
-
-prints what `ttcd_kernels.aot` does for the Triton kernels. The compiler is the one that runs on a
-GPU, part of JAX's CUDA plugin; `make .venv/hopper` puts it (without NVIDIA's libraries) beside the
+What `ttcd_kernels.aot` does for the Triton kernels. The compiler is the one that runs on a GPU,
+part of JAX's CUDA plugin; `make .venv/hopper` puts it (without NVIDIA's libraries) beside the
 environment, within which it would complain of the missing GPU at every `import jax`. It compiles
 for a GPU that is only described, in a process of its own, and reports through the variables
 MOSAIC_GPU_DUMP_*.
 """
 
-import argparse
 import importlib.util
 import os
 import pkgutil
@@ -22,10 +19,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from ttcd_kernels import launch, measure
+from ttcd_kernels import launch
 from ttcd_kernels.aot import Compiled
 from ttcd_kernels.dual_window import mosaic_call
-from ttcd_kernels.dual_window.tuning import MOSAIC_TILES
 
 _COMPILER = Path(sys.prefix) / "hopper"
 # What the compiler asks of a GPU: here an H100's answers.
@@ -121,24 +117,3 @@ def compile_here(head_dim: int) -> None:
     with launch.compiling_for(90):
         traced = jax.jit(attend).trace(operand(16), operand(8), operand(8))
         traced.lower(lowering_platforms=("cuda",)).compile()
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m ttcd_kernels.dual_window.mosaic_aot",
-        description="Resources of the Mosaic kernel, compiled without a GPU.",
-        allow_abbrev=False,
-    )
-    dims = tuple(MOSAIC_TILES)
-    parser.add_argument("--head_dim", type=int, choices=dims, nargs="+", default=dims)
-    reason = unavailable()
-    if reason is not None:
-        raise SystemExit(reason)
-    rows = []
-    for head_dim in parser.parse_args(arguments).head_dim:
-        rows.append((f"D{head_dim}", *map(str, compile_mosaic(head_dim))))
-    print(measure.table(("variant", *Compiled._fields), rows))
-
-
-if __name__ == "__main__":
-    main()

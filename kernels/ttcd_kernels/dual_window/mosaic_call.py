@@ -13,7 +13,7 @@ from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile
 
 _LOG2E = 1.4426950408889634
 _DTYPES = ("bfloat16", "float16")
-_CAPABILITY = 90  # wgmma exists on Hopper only
+CAPABILITY = 90  # wgmma exists on Hopper only
 
 type _Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -44,8 +44,8 @@ def unsupported(
     reason = launch.unavailable()
     if reason is not None:
         return reason
-    if launch.capability() != _CAPABILITY:
-        return f"the GPU has compute capability {launch.capability()}, not {_CAPABILITY} (Hopper)"
+    if launch.capability() != CAPABILITY:
+        return f"the GPU has compute capability {launch.capability()}, not {CAPABILITY} (Hopper)"
     toolkit = _toolkit()
     if toolkit is not None and 12080 <= toolkit < 12091:
         # For this reason JAX's own attention kernel refuses causal masks there.

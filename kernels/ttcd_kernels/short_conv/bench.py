@@ -13,9 +13,10 @@ from ttcd_kernels.short_conv import triton_call
 from ttcd_kernels.short_conv.api import Implementation, short_conv_residual
 from ttcd_kernels.short_conv.shapes import SHAPES, Case
 
-__all__ = ["BASELINE", "SHAPES", "operand_shapes", "programs", "reference_bytes", "work"]
+__all__ = ["BASELINE", "PEERS", "SHAPES", "operand_shapes", "programs", "reference_bytes", "work"]
 
 BASELINE = "xla"  # ratios are times over this one's
+PEERS = ("lax.conv",)  # names of what is not ours begin so: they may refuse a shape
 
 
 def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:

@@ -1,0 +1,51 @@
+"""Which kernels a model's training step launches on a GPU: lowered for one that is not there."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ttcd_kernels.aot import compile_kernels
+
+from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+
+CONFIG = TransformerConfig(
+    vocab_size=64,
+    dim=64,
+    num_layers=4,
+    num_heads=2,
+    mlp_dim=96,
+    window=64,
+    student_window=32,
+    fast_layers=(0, 2),  # scanned as two equal units
+    memory=MemoryConfig(chunk_size=32),
+)
+ATTENTION = {"dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"}
+CONVOLUTION = {"short_conv_residual_forward", "short_conv_residual_backward"}
+
+
+def _launched(config: TransformerConfig) -> dict[str, int]:
+    graph, params = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+
+    def loss(params, tokens, segment_ids):
+        return nnx.merge(graph, params)(tokens, segment_ids).astype(jnp.float32).sum()
+
+    step = jax.grad(loss)
+    return dict(
+        collections.Counter(compile_kernels(step, params, tokens, tokens, capability=90)[1])
+    )
+
+
+def test_a_step_runs_every_kernel_once_a_layer_and_recomputes_none():
+    """A unit has one fast layer and one plain one, which attends through the same kernels."""
+    expected = dict.fromkeys(ATTENTION, 2) | dict.fromkeys(CONVOLUTION, 1)
+    assert _launched(CONFIG) == expected
+
+
+def test_rematerialisation_runs_forwards_again():
+    forwards = {"dual_window_forward": 4, "short_conv_residual_forward": 2}
+    expected = dict.fromkeys(ATTENTION, 2) | dict.fromkeys(CONVOLUTION, 1) | forwards
+    assert _launched(CONFIG.replace(remat="block")) == expected
