@@ -51,6 +51,17 @@ def unavailable() -> str | None:
     return None
 
 
+def unfit_dtypes(allowed: Sequence[str], **arrays: Any) -> str | None:
+    """Why the arrays, by name, are not of one dtype out of `allowed`; None if they are."""
+    found = [x.dtype.name for x in arrays.values()]
+    if len(set(found)) == 1 and found[0] in allowed:
+        return None
+    return (
+        f"{', '.join(arrays)} are {', '.join(found)}: they must be of one dtype out of "
+        f"{', '.join(allowed)}"
+    )
+
+
 def launch(
     kernel: Any,
     *args: Any,

@@ -61,6 +61,13 @@ class Work(NamedTuple):
     bytes: float
 
 
+class Search(NamedTuple):
+    """Tiles to try for one kernel: programs of the op's operands, and the tile its table has."""
+
+    programs: Mapping[Any, Callable[..., Any]]
+    table: Any
+
+
 class Ceilings(NamedTuple):
     """What this device does at best, measured: a large matrix product, a copy."""
 

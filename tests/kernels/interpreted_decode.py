@@ -15,6 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import jax
 import jax.numpy as jnp
 import numpy as np
+from interpreting import relative_error
 from ttcd_kernels.decode import reference, triton_call
 from ttcd_kernels.decode.api import decode_attention_with_lse
 from ttcd_kernels.decode.tuning import Tuning
@@ -86,15 +87,7 @@ def errors(case):
     wide = (x.astype(jnp.float64) for x in (q, k, v))
     windows = case["teacher"], case["student"]
     expected = reference.decode(*wide, position, table, *windows, case["H"] ** -0.5)
-    return {name: error(*pair) for name, *pair in zip(NAMES, found, expected, strict=True)}
-
-
-def error(found, expected) -> float:
-    """Infinities, the log-sum-exps of rows that see nothing, must be at the same places."""
-    assert found.shape == expected.shape
-    both = jnp.isneginf(expected) & jnp.isneginf(found)
-    found, expected = jnp.where(both, 0, found), jnp.where(both, 0, expected)
-    return float(jnp.abs(found - expected).max() / jnp.abs(expected).max())
+    return {name: relative_error(*pair) for name, *pair in zip(NAMES, found, expected, strict=True)}
 
 
 if __name__ == "__main__":

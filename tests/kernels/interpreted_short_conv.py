@@ -16,6 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import jax
 import jax.numpy as jnp
 import numpy as np
+from interpreting import relative_error
 from ttcd_kernels.short_conv import reference, triton_call, xla
 from ttcd_kernels.short_conv.api import short_conv_residual
 from ttcd_kernels.short_conv.tuning import Tile, Tuning
@@ -83,10 +84,7 @@ def errors(case):
     expected, pull = jax.vjp(definition, *wide)
     expected = *expected, *pull(tuple(x.astype(jnp.float64) for x in cotangents))
     assert all(np.isfinite(x).all() for x in expected)
-    return {
-        name: float(jnp.abs(x - y).max() / jnp.abs(y).max())
-        for name, x, y in zip(NAMES, found, expected, strict=True)
-    }
+    return {name: relative_error(x, y) for name, x, y in zip(NAMES, found, expected, strict=True)}
 
 
 if __name__ == "__main__":

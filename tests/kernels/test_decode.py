@@ -11,13 +11,13 @@ import re
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw
+from interpreting import assert_all_below, errors_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import dual_window_attention_with_lse, launch
 from ttcd_kernels.decode import bench, reference, triton_call, xla
@@ -72,28 +72,13 @@ NARROW = [BASE | {"dtype": dtype} for dtype in ("bfloat16", "float16")]
 BOUND = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
 
 
-def run(cases):
-    """Errors of each case, in a process of its own: the interpreter takes over a whole process."""
-    script = Path(__file__).with_name("interpreted_decode.py")
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(cases)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.parametrize("name", SETS)
 def test_the_kernel_computes_the_definition(name):
-    for case, errors in zip(SETS[name], run(SETS[name]), strict=True):
-        assert all(error < BOUND["float32"] for error in errors.values()), (case, errors)
+    assert_all_below("decode", SETS[name], BOUND["float32"])
 
 
 def test_narrow_operands_have_float32_statistics():
-    for case, errors in zip(NARROW, run(NARROW), strict=True):
+    for case, errors in zip(NARROW, errors_of("decode", NARROW), strict=True):
         assert all(error < BOUND[case["dtype"]] for error in errors.values()), (case, errors)
         # Scores are exact products of narrow numbers, summed in float32.
         lses = errors["teacher_lse"], errors["student_lse"]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw
+from interpreting import assert_all_below, errors_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch, parity
 from ttcd_kernels.normalize import PUBLISHED_ZERO_SLOPE, l2_normalize
@@ -67,29 +68,13 @@ NARROW = [
 BOUND = {"float32": 1e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
 
 
-def run(cases):
-    """Errors of each case, in a process of its own: the interpreter takes over a whole process."""
-    script = Path(__file__).with_name("interpreted_short_conv.py")
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(cases)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.parametrize("name", SETS)
 def test_kernels_give_results_and_gradients_of_the_definition(name):
-    for case, errors in zip(SETS[name], run(SETS[name]), strict=True):
-        # One by one: `max` passes over NaN, which is what no program wrote.
-        assert all(error < BOUND["float32"] for error in errors.values()), (case, errors)
+    assert_all_below("short_conv", SETS[name], BOUND["float32"])
 
 
 def test_narrow_features_are_summed_in_float32():
-    for case, errors in zip(NARROW, run(NARROW), strict=True):
+    for case, errors in zip(NARROW, errors_of("short_conv", NARROW), strict=True):
         assert all(error < BOUND[case["dtype"]] for error in errors.values()), (case, errors)
         if case.get("taps_dtype") is None:  # products of narrow numbers, never rounded
             assert errors["d_teacher_taps"] < BOUND["float32"], (case, errors)
@@ -281,7 +266,7 @@ def test_operands_that_do_not_fit_are_refused(facts, message):
 def test_what_the_kernels_cannot_take_is_refused_before_launch():
     triton = functools.partial(_call, implementation="triton")
     with launch.compiling_for(90):
-        with pytest.raises(ValueError, match="bfloat16 and float16: they must be of one dtype"):
+        with pytest.raises(ValueError, match="bfloat16, float16: they must be of one dtype"):
             triton(dtypes=("bfloat16", "float16"))
         with pytest.raises(ValueError, match="taps are float8_e4m3fn and float32"):
             triton(taps_dtype="float8_e4m3fn")

@@ -1,14 +1,10 @@
 """The Triton kernels without a GPU: numerics by the interpreter, machine code ahead of time, and
 what is refused."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
+from interpreting import assert_all_below, errors_of
 from ttcd_kernels import dual_window_attention, launch
 from ttcd_kernels.dual_window.aot import compile_gradient
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, TABLE, tuning_for
@@ -40,29 +36,13 @@ NARROW = [BASE | {"dtype": dtype} for dtype in ("bfloat16", "float16")]
 BOUND = {"float32": 2e-6, "bfloat16": 3e-2, "float16": 3e-3}
 
 
-def run(cases):
-    """Errors of each case, in a process of its own: the interpreter takes over a whole process."""
-    script = Path(__file__).with_name("interpreted.py")
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(cases)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.parametrize("name", SETS)
 def test_results_and_gradients_are_those_of_the_definition(name):
-    for case, errors in zip(SETS[name], run(SETS[name]), strict=True):
-        # One by one: `max` passes over NaN, which is what no program wrote.
-        assert all(error < BOUND["float32"] for error in errors.values()), (case, errors)
+    assert_all_below("dual_window", SETS[name], BOUND["float32"])
 
 
 def test_narrow_operands_have_float32_statistics():
-    for case, errors in zip(NARROW, run(NARROW), strict=True):
+    for case, errors in zip(NARROW, errors_of("dual_window", NARROW), strict=True):
         assert all(error < BOUND[case["dtype"]] for error in errors.values()), (case, errors)
         # Scores are exact products of narrow numbers, summed in float32.
         lses = errors["teacher_lse"], errors["student_lse"]

@@ -6,12 +6,24 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from ttcd_kernels import launch
+from ttcd_kernels.decode import triton_call
 from ttcd_kernels.decode.api import Implementation, decode_attention
 from ttcd_kernels.decode.reference import visible_slots
 from ttcd_kernels.decode.shapes import SHAPES, Case
-from ttcd_kernels.measure import Work
+from ttcd_kernels.decode.tuning import CANDIDATES, Tuning, tuning_for
+from ttcd_kernels.measure import Search, Work
 
-__all__ = ["BASELINE", "PEERS", "SHAPES", "operand_shapes", "programs", "reference_bytes", "work"]
+__all__ = [
+    "BASELINE",
+    "PEERS",
+    "SHAPES",
+    "operand_shapes",
+    "programs",
+    "reference_bytes",
+    "searches",
+    "work",
+]
 
 BASELINE = "xla"  # ratios are times over this one's
 PEERS = ("jax.nn",)  # names of what is not ours begin so: they may refuse a shape
@@ -42,6 +54,24 @@ def programs(case: Case) -> dict[tuple[str, str], Callable]:
         if case.page_size is None:
             found["forward", "jax.nn twice"] = functools.partial(_stock, case)
     return found
+
+
+def searches(case: Case) -> dict[str, Search]:
+    """The one kernel's tiles to try, and a program with each."""
+    capability = launch.capability()
+    assert capability is not None
+    table = tuning_for(capability, case.head_dim, jnp.dtype(case.dtype).itemsize)
+    pages = case.page_table
+    rest = (
+        *(jnp.asarray(case.positions), None if pages is None else jnp.asarray(pages)),
+        *(case.teacher_window, case.student_window, case.head_dim**-0.5),
+    )
+
+    def program(tuning: Tuning) -> Callable:
+        return lambda q, k_cache, v_cache: triton_call.decode(q, k_cache, v_cache, *rest, tuning)
+
+    tunings = dict.fromkeys((table, *CANDIDATES))
+    return {"decode_attention": Search({tuning: program(tuning) for tuning in tunings}, table)}
 
 
 def work(case: Case, direction: str) -> Work:

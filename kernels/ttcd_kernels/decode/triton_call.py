@@ -36,12 +36,8 @@ def unsupported(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | N
     group = q.shape[1] // k_cache.shape[2]
     if group > _LARGEST_GROUP:
         return f"{group} query heads per kv head are more than {_LARGEST_GROUP}"
-    if not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype.name not in _DTYPES:
-        return (
-            f"q, k_cache, v_cache are {q.dtype.name}, {k_cache.dtype.name}, {v_cache.dtype.name}: "
-            f"they must be of one dtype out of {', '.join(_DTYPES)}"
-        )
-    return launch.unavailable()
+    arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    return launch.unfit_dtypes(_DTYPES, **arrays) or launch.unavailable()
 
 
 def decode(

@@ -25,6 +25,15 @@ TABLE: dict[tuple[int, int], Tuning] = {
 }
 HEAD_DIMS = (32, 64, 128)
 
+# What `ttcd_kernels.tune` tries beside the table's.
+CANDIDATES = tuple(
+    Tuning(block_n, num_warps, num_stages, num_programs)
+    for block_n in (32, 64, 128)
+    for num_warps in (2, 4, 8)
+    for num_stages in (2, 3, 4)
+    for num_programs in (132, 264, 528)
+)
+
 
 def tuning_for(capability: int, head_dim: int, itemsize: int) -> Tuning:
     """The table's row for the newest listed GPU that is no newer than `capability`; for operands of

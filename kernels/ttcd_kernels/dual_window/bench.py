@@ -1,12 +1,14 @@
 """Dual-window attention and what it is measured against: its own forms, two single-window calls,
 and, on a GPU, cuDNN and (where it is installed) tokamax."""
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from ttcd_kernels import launch
 from ttcd_kernels.dual_window import cudnn, lse, mosaic_call, triton_call
 from ttcd_kernels.dual_window.api import (
     Implementation,
@@ -14,9 +16,19 @@ from ttcd_kernels.dual_window.api import (
     window_attention,
 )
 from ttcd_kernels.dual_window.shapes import SHAPES, Case
-from ttcd_kernels.measure import Work
+from ttcd_kernels.dual_window.tuning import CANDIDATES, Tile, tuning_for
+from ttcd_kernels.measure import Search, Work
 
-__all__ = ["BASELINE", "PEERS", "SHAPES", "operand_shapes", "programs", "reference_bytes", "work"]
+__all__ = [
+    "BASELINE",
+    "PEERS",
+    "SHAPES",
+    "operand_shapes",
+    "programs",
+    "reference_bytes",
+    "searches",
+    "work",
+]
 
 BASELINE = "xla"  # ratios are times over this one's
 PEERS = ("cudnn", "tokamax")  # names of what is not ours begin so: they may refuse a shape
@@ -56,6 +68,30 @@ def work(case: Case, direction: str) -> Work:
 def reference_bytes(case: Case) -> int:
     """Size of one full [B, N, T, T] score matrix in float32."""
     return 4 * case.batch * case.num_heads * case.length**2
+
+
+def searches(case: Case) -> dict[str, Search]:
+    """Per kernel: the tiles to try, and a program with each."""
+    capability = launch.capability()
+    assert capability is not None
+    table = tuning_for(capability, case.head_dim)
+    windows = case.teacher_window or case.length, case.student_window
+
+    def program(kernel: str, tile: Tile) -> Callable[..., Any]:
+        tuning = dataclasses.replace(table, **{kernel: tile})
+
+        def attend(q, k, v):
+            scale = case.head_dim**-0.5
+            return triton_call.dual_window(q, k, v, None, *windows, scale, tuning)[:2]
+
+        return _forward(attend) if kernel == "forward" else _gradient(attend)
+
+    found = {}
+    for field in dataclasses.fields(table):
+        tiles = dict.fromkeys((getattr(table, field.name), *CANDIDATES))
+        programs = {tile: program(field.name, tile) for tile in tiles}
+        found[field.name] = Search(programs, getattr(table, field.name))
+    return found
 
 
 def _implementations(case: Case) -> dict[str, Callable[..., Any]]:

@@ -18,12 +18,10 @@ def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids=None) -> s
     """Why cuDNN cannot take these arrays on this machine; None if it can."""
     if segment_ids is not None:
         return "documents (segment_ids) are not supported"
-    if not q.dtype == k.dtype == v.dtype or q.dtype.name not in ("bfloat16", "float16"):
-        names = ", ".join(x.dtype.name for x in (q, k, v))
-        return f"q, k, v are {names}: they must be of one dtype out of bfloat16, float16"
+    reason = launch.unfit_dtypes(("bfloat16", "float16"), q=q, k=k, v=v) or launch.unavailable()
     found = launch.capability()
-    if found is None or found < min(_MAX_HEAD_DIM):
-        return launch.unavailable()
+    if reason is not None or found is None:
+        return reason
     widest = _MAX_HEAD_DIM[max(known for known in _MAX_HEAD_DIM if known <= found)]
     if q.shape[-1] % 8 or q.shape[-1] > widest:
         return f"head dim {q.shape[-1]} is not a multiple of 8 up to {widest}"

@@ -36,12 +36,7 @@ def unsupported(
         return "documents (segment_ids) are not supported"
     if q.shape[-1] not in MOSAIC_TILES:
         return f"head dim {q.shape[-1]} is not one of {', '.join(map(str, MOSAIC_TILES))}"
-    if not q.dtype == k.dtype == v.dtype or q.dtype.name not in _DTYPES:
-        return (
-            f"q, k, v are {q.dtype.name}, {k.dtype.name}, {v.dtype.name}: they must be of one "
-            f"dtype out of {', '.join(_DTYPES)}"
-        )
-    reason = launch.unavailable()
+    reason = launch.unfit_dtypes(_DTYPES, q=q, k=k, v=v) or launch.unavailable()
     if reason is not None:
         return reason
     if launch.capability() != CAPABILITY:

@@ -32,12 +32,7 @@ def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> str | None
     """Why the kernels cannot take these arrays on this machine; None if they can."""
     if q.shape[-1] not in HEAD_DIMS:
         return f"head dim {q.shape[-1]} is not one of {', '.join(map(str, HEAD_DIMS))}"
-    if not q.dtype == k.dtype == v.dtype or q.dtype.name not in _DTYPES:
-        return (
-            f"q, k, v are {q.dtype.name}, {k.dtype.name}, {v.dtype.name}: they must be of one "
-            f"dtype out of {', '.join(_DTYPES)}"
-        )
-    return launch.unavailable()
+    return launch.unfit_dtypes(_DTYPES, q=q, k=k, v=v) or launch.unavailable()
 
 
 def dual_window(

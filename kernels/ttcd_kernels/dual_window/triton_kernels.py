@@ -53,6 +53,14 @@ def _is_visible(distance, min_distance, max_distance):
 
 
 @triton.jit
+def _place(tile, head, batch, T, N, H: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A tile's query rows, and the offsets of their numbers [BLOCK_M, H] in [B, T, N, H]."""
+    row = tl.arange(0, BLOCK_M)
+    base = (tl.cast(batch, tl.int64) * T + tile * BLOCK_M) * N * H + head * H
+    return tile * BLOCK_M + row, base + row[:, None] * (N * H) + tl.arange(0, H)[None, :]
+
+
+@triton.jit
 def _load_rows(base, start, stride, S, BLOCK: tl.constexpr, H: tl.constexpr, CHECKS: tl.constexpr):
     """Rows start .. start + BLOCK - 1 of one head [BLOCK, H]; zeros behind the last of S."""
     row = tl.arange(0, BLOCK)
@@ -149,13 +157,9 @@ def dual_window_forward(
 ):
     """Grid (query tiles, N, B): both outputs and both log-sum-exps of one tile of one head."""
     tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_row = row < T
-    position = row + (S - T)
+    row, at = _place(tile, head, batch, T, N, H, BLOCK_M)
+    is_row, position = row < T, row + (S - T)
     first, last = tile * BLOCK_M + (S - T), tl.minimum(tile * BLOCK_M + BLOCK_M, T) - 1 + (S - T)
-
-    row_base = (tl.cast(batch, tl.int64) * T + tile * BLOCK_M) * N * H + head * H
-    at = row_base + tl.arange(0, BLOCK_M)[:, None] * (N * H) + tl.arange(0, H)[None, :]
     q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
     key_base = tl.cast(batch, tl.int64) * S * K * H + head // (N // K) * H
     ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
@@ -221,13 +225,9 @@ def dual_window_backward_q(
     """Grid (query tiles, N, B): dq of one tile of one head. d_out, lse and delta: [2, ...], near
     first."""
     tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_row = row < T
-    position = row + (S - T)
+    row, at = _place(tile, head, batch, T, N, H, BLOCK_M)
+    is_row, position = row < T, row + (S - T)
     first, last = tile * BLOCK_M + (S - T), tl.minimum(tile * BLOCK_M + BLOCK_M, T) - 1 + (S - T)
-
-    row_base = (tl.cast(batch, tl.int64) * T + tile * BLOCK_M) * N * H + head * H
-    at = row_base + tl.arange(0, BLOCK_M)[:, None] * (N * H) + tl.arange(0, H)[None, :]
     q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
     key_base = tl.cast(batch, tl.int64) * S * K * H + head // (N // K) * H
     ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
@@ -323,10 +323,8 @@ def dual_window_backward_kv(
         is_far = place >= num_near
         band = tl.where(is_far, 1, 0)
         tile = tl.where(is_far, far_first + place - num_near, near_first + place)
-        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row, at = _place(tile, head, batch, T, N, H, BLOCK_M)
         is_row = row < T
-        row_base = (tl.cast(batch, tl.int64) * T + tile * BLOCK_M) * N * H + head * H
-        at = row_base + tl.arange(0, BLOCK_M)[:, None] * (N * H) + tl.arange(0, H)[None, :]
         q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
         plane = tl.cast(band * B, tl.int64) * T * N * H
         d_out = tl.load(d_out_ptr + plane + at, mask=is_row[:, None], other=0.0)

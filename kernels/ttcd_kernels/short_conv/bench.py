@@ -1,19 +1,31 @@
 """The convolved residual and what it is measured against: its composition in XLA and, on a GPU, two
 stock convolutions and a subtraction."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ttcd_kernels.measure import Work
+from ttcd_kernels import launch
+from ttcd_kernels.measure import Search, Work
 from ttcd_kernels.normalize import l2_normalize
 from ttcd_kernels.short_conv import triton_call
 from ttcd_kernels.short_conv.api import Implementation, short_conv_residual
 from ttcd_kernels.short_conv.shapes import SHAPES, Case
+from ttcd_kernels.short_conv.tuning import CANDIDATES, Tile, tuning_for
 
-__all__ = ["BASELINE", "PEERS", "SHAPES", "operand_shapes", "programs", "reference_bytes", "work"]
+__all__ = [
+    "BASELINE",
+    "PEERS",
+    "SHAPES",
+    "operand_shapes",
+    "programs",
+    "reference_bytes",
+    "searches",
+    "work",
+]
 
 BASELINE = "xla"  # ratios are times over this one's
 PEERS = ("lax.conv",)  # names of what is not ours begin so: they may refuse a shape
@@ -52,6 +64,30 @@ def work(case: Case, direction: str) -> Work:
 def reference_bytes(case: Case) -> int:
     """Both sums in float32, with one tap's moved rows each."""
     return 4 * 4 * operand_shapes(case)[0].size
+
+
+def searches(case: Case) -> dict[str, Search]:
+    """Per kernel: the tiles to try, and a program with each."""
+    capability = launch.capability()
+    assert capability is not None
+    table = tuning_for(capability)
+
+    def program(kernel: str, tile: Tile) -> Callable[..., Any]:
+        tuning = dataclasses.replace(table, **{kernel: tile})
+
+        def convolve(z_teacher, z_student, teacher_taps, student_taps):
+            operands = z_teacher, z_student, teacher_taps, student_taps, None
+            facts = case.is_causal, case.normalizes_keys, 1.0
+            return triton_call.short_conv_residual(*operands, *facts, tuning)
+
+        return _forward(convolve) if kernel == "forward" else _gradient(convolve)
+
+    found = {}
+    for kernel, candidates in CANDIDATES.items():
+        tiles = dict.fromkeys((getattr(table, kernel), *candidates))
+        programs = {tile: program(kernel, tile) for tile in tiles}
+        found[kernel] = Search(programs, getattr(table, kernel))
+    return found
 
 
 def _implementations(case: Case) -> dict[str, Callable[..., Any]]:

@@ -44,11 +44,9 @@ def unsupported(
     z_teacher: _Operand, z_student: _Operand, teacher_taps: _Operand, student_taps: _Operand
 ) -> str | None:
     """Why the kernels cannot take these arrays on this machine; None if they can."""
-    if z_teacher.dtype != z_student.dtype or z_teacher.dtype.name not in _DTYPES:
-        return (
-            f"z_teacher and z_student are {z_teacher.dtype.name} and {z_student.dtype.name}: they "
-            f"must be of one dtype out of {', '.join(_DTYPES)}"
-        )
+    reason = launch.unfit_dtypes(_DTYPES, z_teacher=z_teacher, z_student=z_student)
+    if reason is not None:
+        return reason
     if not {teacher_taps.dtype.name, student_taps.dtype.name} <= set(_DTYPES):
         return (
             f"taps are {teacher_taps.dtype.name} and {student_taps.dtype.name}: they must be of "

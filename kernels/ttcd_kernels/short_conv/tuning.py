@@ -32,6 +32,23 @@ TABLE: dict[int, Tuning] = {
 }
 
 
+# What `ttcd_kernels.tune` tries for each kernel beside the table's.
+CANDIDATES = {
+    "forward": tuple(
+        Tile(block_l, block_f, num_warps)
+        for block_l in (4, 8, 16)
+        for block_f in (128, 256, 512)
+        for num_warps in (2, 4)
+    ),
+    "backward": tuple(
+        Tile(block_l, block_f, num_warps)
+        for block_l in (64, 128, 256)
+        for block_f in (128, 256, 512)
+        for num_warps in (2, 4)
+    ),
+}
+
+
 def tuning_for(capability: int) -> Tuning:
     """The table's row for the newest listed GPU that is no newer than `capability`."""
     return TABLE[max(listed for listed in TABLE if listed <= capability)]

@@ -1,5 +1,6 @@
 """Runs cases of dual-window attention through Triton's interpreter, which needs a process of its
-own: `python interpreted.py '[{"T": 40, ...}, ...]'` prints a JSON line of relative errors each.
+own: `python interpreted_dual_window.py '[{"T": 40, ...}, ...]'` prints a JSON line of relative
+errors each.
 
 Every case is compared with `reference` in float64 on the same (rounded) operands.
 """
@@ -13,6 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import jax
 import jax.numpy as jnp
 import numpy as np
+from interpreting import relative_error
 from ttcd_kernels.dual_window import reference, triton_call
 from ttcd_kernels.dual_window.api import dual_window_attention_with_lse
 from ttcd_kernels.dual_window.tuning import Tile, Tuning
@@ -82,10 +84,7 @@ def errors(case):
 
     expected, pull = jax.vjp(definition, *wide[:3])
     expected = *expected, *pull(tuple(wide[3:]))
-    return {
-        name: float(jnp.abs(x - y).max() / jnp.abs(y).max())
-        for name, x, y in zip(NAMES, found, expected, strict=True)
-    }
+    return {name: relative_error(x, y) for name, x, y in zip(NAMES, found, expected, strict=True)}
 
 
 if __name__ == "__main__":

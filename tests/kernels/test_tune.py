@@ -1,0 +1,94 @@
+"""The search for tiles, with stand-ins for the kernels: it needs a GPU to be of use."""
+
+import json
+
+import jax
+import pytest
+from ttcd_kernels import launch, tune
+from ttcd_kernels.bench import OPS
+from ttcd_kernels.decode import triton_call as decode_call
+from ttcd_kernels.decode import xla as decode_xla
+from ttcd_kernels.dual_window import triton_call as dual_window_call
+from ttcd_kernels.dual_window import xla as dual_window_xla
+from ttcd_kernels.short_conv import triton_call as short_conv_call
+from ttcd_kernels.short_conv import xla as short_conv_xla
+
+KERNELS = {
+    "dual_window": ["forward", "backward_q", "backward_kv"],
+    "decode": ["decode_attention"],
+    "short_conv": ["forward", "backward"],
+}
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """The tiles that programs were made with; every second one is too large to compile."""
+    seen = []
+
+    def stand_in(function):
+        def call(*operands):
+            *operands, tile = operands
+            seen.append(tile)
+            if len(seen) % 2 == 0:
+                raise RuntimeError("out of resources: shared memory")
+            return function(*operands)
+
+        return call
+
+    monkeypatch.setattr(launch, "unavailable", lambda: None)
+    monkeypatch.setattr(launch, "capability", lambda: 90)
+    monkeypatch.setattr(dual_window_call, "dual_window", stand_in(dual_window_xla.dual_window))
+    monkeypatch.setattr(decode_call, "decode", stand_in(decode_xla.decode))
+    convolve = stand_in(short_conv_xla.short_conv_residual)
+    monkeypatch.setattr(short_conv_call, "short_conv_residual", convolve)
+    return seen
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_each_kernel_is_tried_with_every_tile_and_sorted_by_time(op, tiles, monkeypatch):
+    case = OPS[op].SHAPES["parity"][0]._replace(dtype="float32", rounds=1)
+    searches = OPS[op].searches(case)
+    assert list(searches) == KERNELS[op]
+    for search in searches.values():
+        assert search.table in search.programs
+    # The table's and one more.
+    few = {
+        name: search._replace(programs=dict(list(search.programs.items())[:2]))
+        for name, search in searches.items()
+    }
+    monkeypatch.setattr(OPS[op], "searches", lambda case: few)
+    rows = tune.tuned(OPS[op], case)
+    assert [row.kernel for row in rows] == [name for name in KERNELS[op] for _ in range(2)]
+    assert len(tiles) == 2 * len(few)
+    assert len({str(tile) for tile in tiles}) == 1 + len(few)  # the table's, and one a kernel
+    for ran, refused in zip(rows[::2], rows[1::2], strict=True):
+        assert (ran.ratio, ran.note) == (1, "the table's")
+        assert ran.seconds > 0
+        assert refused.seconds is None
+        assert refused.note == "failed: RuntimeError: out of resources: shared memory"
+
+
+def test_the_command_writes_what_it_prints(tiles, tmp_path, monkeypatch, capsys):
+    cases = OPS["dual_window"].SHAPES
+    monkeypatch.setitem(cases, "tiny", (cases["parity"][0]._replace(dtype="float32", rounds=1),))
+    searches = OPS["dual_window"].searches
+
+    def first(case):
+        search = searches(case)["forward"]
+        return {"forward": search._replace(programs=dict(list(search.programs.items())[:1]))}
+
+    monkeypatch.setattr(OPS["dual_window"], "searches", first)
+    file = tmp_path / "tune.json"
+    tune.main(["--shapes", "tiny", "--json", str(file)])
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["kernel"], row["ratio"]) == ("forward", 1)
+    assert row["tile"] in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no case 'none' in tiny"):
+        tune.main(["--shapes", "tiny", "--case", "none"])
+
+
+def test_without_a_gpu_there_is_nothing_to_tune():
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(SystemExit, match="nothing to tune: there is no GPU"):
+        tune.main([])
