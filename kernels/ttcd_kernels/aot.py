@@ -41,11 +41,23 @@ def compile_kernels(
 ) -> tuple[list[Compiled], list[str]]:
     """(the kernels that calling `function` on a GPU of this capability compiles, the names of the
     kernels that its lowered program launches, in order). `operands` may be shapes."""
-    with launch.compiling_for(capability), _without_gpu() as sources:
+    sources, launched = _lower(function, operands, capability)
+    return [_assemble(source, capability) for source in sources], launched
+
+
+def launched_kernels(function: Callable[..., Any], *operands: Any, capability: int) -> list[str]:
+    """The names alone, without compiling a kernel further than its parse."""
+    return _lower(function, operands, capability, compiles=False)[1]
+
+
+def _lower(
+    function: Callable[..., Any], operands: Any, capability: int, *, compiles: bool = True
+) -> tuple[list["_Source"], list[str]]:
+    with launch.compiling_for(capability), _without_gpu(compiles) as sources:
         traced = jax.jit(function).trace(*operands)
         module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
     assert module is not None
-    return [_assemble(source, capability) for source in sources], _launched(module.operation)
+    return sources, _launched(module.operation)
 
 
 class _Source(NamedTuple):
@@ -71,9 +83,9 @@ class _Call:
 
 
 @contextlib.contextmanager
-def _without_gpu() -> Iterator[list[_Source]]:
-    """The kernels that jax-triton compiles inside, as far as PTX. Its partner from JAX's CUDA
-    plugin, which need not be installed, is stood in for."""
+def _without_gpu(compiles: bool) -> Iterator[list[_Source]]:
+    """The kernels that jax-triton compiles inside, as far as PTX, if at all. Its partner from JAX's
+    CUDA plugin, which need not be installed, is stood in for."""
     sources: list[_Source] = []
 
     def kernel(*facts: Any) -> _Source:
@@ -93,13 +105,20 @@ def _without_gpu() -> Iterator[list[_Source]]:
         create_array_parameter=lambda *_: None,
         create_scalar_parameter=lambda *_: None,
     )
-    real = library.triton_kernel_call_lib
+
+    def name_only(ttir: Any, *_: Any) -> Any:
+        (name,) = re.findall(r"tt\.func public @(\w+)", str(ttir))
+        return library.CompilationResult("", name, 0, None, None)
+
+    real = library.triton_kernel_call_lib, library.compile_ttir_inplace
     library._COMPILED_KERNEL_CACHE.clear()
     library.triton_kernel_call_lib = stand_in
+    if not compiles:
+        library.compile_ttir_inplace = name_only
     try:
         yield sources
     finally:
-        library.triton_kernel_call_lib = real
+        library.triton_kernel_call_lib, library.compile_ttir_inplace = real
         library._COMPILED_KERNEL_CACHE.clear()
 
 

@@ -46,8 +46,8 @@ TABLE: dict[tuple[int, int], Tuning] = {
         backward_kv=Tile(32, 64, 4, 2),
     ),
     (80, 64): Tuning(
-        forward=Tile(128, 64, 8, 3),
-        backward_q=Tile(64, 64, 8, 2),
+        forward=Tile(128, 32, 8, 3),
+        backward_q=Tile(128, 32, 8, 2),
         backward_kv=Tile(32, 64, 4, 2),
     ),
     (80, 32): Tuning(
