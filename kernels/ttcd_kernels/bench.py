@@ -1,18 +1,19 @@
 """Measures the kernels and their peers: tables on stdout, JSON with device, versions and clocks.
 
-    python -m ttcd_kernels.bench [--op dual_window] [--shapes tiny|cpu|paper] [--json FILE]
+    python -m ttcd_kernels.bench [--op dual_window ...] [--shapes tiny|cpu|paper] [--case NAME ...]
+                                 [--json FILE]
 
-First every implementation is compared with the definition in float64 (`parity`: small odd shapes),
-then timed. Times are medians of rounds in which all implementations take turns; memory is what the
-compiler reports; the floor is the time the least arithmetic and the least traffic would take at
-this device's own ceilings. `tiny` takes seconds, `cpu` some minutes on two cores, `paper` wants a
-GPU.
+All ops unless told. First every implementation is compared with the definition in float64
+(`parity`: small odd shapes), then timed. Times are medians of rounds in which all implementations
+take turns; memory is what the compiler reports; the floor is the time that the least arithmetic and
+the least traffic would take at this device's own ceilings. `tiny` takes a minute or two, `cpu` some
+more on two cores, `paper` wants a GPU.
 """
 
 import argparse
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,32 +50,40 @@ class Row(NamedTuple):
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
-    op = OPS[options.op]
     environment = measure.environment()
     print(" ".join(f"{key}={value}" for key, value in environment.items()), flush=True)
-    compared = [row for case in op.SHAPES["parity"] for row in parity.compare(op, case)]
-    print(parity.table(compared), flush=True)
     ceilings = measure.ceilings()
     flops, rate = (measure.tera(value) for value in ceilings)
     print(f"ceilings of this device: {flops} Tflop/s, {rate} TB/s", flush=True)
-    rows = [row for case in op.SHAPES[options.shapes] for row in measured(op, case, ceilings)]
-    print(table(rows))
-    if options.json is not None:
-        _write(options, environment, ceilings, compared, rows)
-    failed = [row for row in (*compared, *rows) if row.note.startswith(measure.FAILED)]
-    ours = [row.implementation for row in failed if not row.implementation.startswith(op.PEERS)]
-    if ours:
-        raise SystemExit(f"failed: {', '.join(dict.fromkeys(ours))}; the notes above say why")
+    report: dict[str, Any] = {"environment": environment, "ceilings": ceilings._asdict()}
+    report["ops"], failed = {}, {}
+    for name in options.op:
+        op = OPS[name]
+        cases = [x for x in op.SHAPES[options.shapes] if not options.case or x.name in options.case]
+        compared = [row for case in op.SHAPES["parity"] for row in parity.compare(op, case)]
+        print(f"\n{name}\n{parity.table(compared)}", flush=True)
+        entry = {"shapes": [case._asdict() for case in cases], "rows": []}
+        entry["parity"] = [row._asdict() for row in compared]
+        report["ops"][name] = entry
+        failed |= _failed(op, compared)
+        for case in cases:
+            rows = measured(op, case, ceilings)
+            print(f"\n{table(rows)}", flush=True)
+            entry["rows"] += [row._asdict() for row in rows]
+            failed |= _failed(op, rows)
+            if options.json is not None:  # after every case: a long run may be cut off
+                options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}; the notes above say why")
 
 
-def _write(options: argparse.Namespace, environment, ceilings, compared, rows) -> None:
-    op = OPS[options.op]
-    report: dict[str, Any] = {"op": options.op, "environment": environment}
-    report["shapes"] = [case._asdict() for case in op.SHAPES[options.shapes]]
-    report["ceilings"] = ceilings._asdict()
-    report["parity"] = [row._asdict() for row in compared]
-    report["rows"] = [row._asdict() for row in rows]
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
+def _failed(op: Any, rows: Sequence[parity.Parity | Row]) -> dict[str, None]:
+    """Which of our own implementations refused."""
+    return {
+        row.implementation: None
+        for row in rows
+        if row.note.startswith(measure.FAILED) and not row.implementation.startswith(op.PEERS)
+    }
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -83,10 +92,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         description="Parity, time and memory of the kernels and their peers.",
         allow_abbrev=False,
     )
-    parser.add_argument("--op", choices=OPS, default="dual_window", help="what to measure")
+    parser.add_argument("--op", choices=OPS, nargs="+", default=list(OPS), help="what to measure")
     parser.add_argument("--shapes", choices=SETS, default="tiny", help="which set of shapes")
-    parser.add_argument("--json", type=Path, help="file for the report")
+    parser.add_argument("--case", nargs="+", default=[], help="names out of the set; default: all")
+    parser.add_argument("--json", type=Path, help="file for the report, written after every case")
     options = parser.parse_args(arguments)
+    known = [case.name for op in options.op for case in OPS[op].SHAPES[options.shapes]]
+    for name in options.case:
+        if name not in known:
+            parser.error(f"--case: no {name!r} in {options.shapes}; it has {', '.join(known)}")
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"--json: no folder {options.json.parent}; create it first")
     return options

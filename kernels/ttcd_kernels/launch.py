@@ -72,7 +72,12 @@ def launch(
     **constants: Any,
 ) -> list[jax.Array]:
     """Results of `kernel(*args, *results, **constants)` on `grid`. A float argument is np.float32:
-    a Python float would be 64 bit in the kernel."""
+    a Python float would be 64 bit in the kernel.
+
+    Raises:
+        TypeError: the kernel has other parameters.
+    """
+    _check_arguments(kernel, len(args) + len(out_shape), constants)
     if interpreter.is_on():
         return interpreter.launch(kernel, *args, out_shape=out_shape, grid=grid, **constants)
     import jax_triton
@@ -88,3 +93,17 @@ def launch(
         compute_capability=_CAPABILITY.get(),
         **constants,
     )
+
+
+def _check_arguments(kernel: Any, num_positional: int, constants: dict[str, Any]) -> None:
+    """By name and number, of which jax-triton says neither."""
+    names = list(kernel.arg_names)
+    unknown = [name for name in constants if name not in names]
+    if unknown:
+        raise TypeError(f"{kernel.__name__} has no parameter {unknown[0]}: {', '.join(names)}")
+    positional = [name for name in names if name not in constants]
+    if len(positional) != num_positional:
+        raise TypeError(
+            f"{kernel.__name__} takes {len(positional)} arguments and results beside "
+            f"{', '.join(constants)}, not {num_positional}: {', '.join(positional)}"
+        )

@@ -41,9 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
     environment = measure.environment()
     print(" ".join(f"{key}={value}" for key, value in environment.items()), flush=True)
     known = {case.name: case for case in op.SHAPES[options.shapes]}
-    missing = [name for name in options.case if name not in known]
-    if missing:
-        raise SystemExit(f"no case {missing[0]!r} in {options.shapes}: {', '.join(known)}")
+    for name in options.case:
+        if name not in known:
+            raise SystemExit(f"--case: no {name!r} in {options.shapes}; it has {', '.join(known)}")
     rows = []
     for name in options.case or known:
         found = tuned(op, known[name])

@@ -7,6 +7,8 @@ from ttcd_kernels import bench, measure
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.dual_window.shapes import SHAPES, Case
 
+TINY = ["--op", "dual_window", "--shapes", "tiny"]
+
 
 @pytest.fixture
 def few(monkeypatch):
@@ -18,9 +20,10 @@ def few(monkeypatch):
 
 def test_the_report_names_machine_shapes_and_every_measurement(few, tmp_path, capsys):
     file = tmp_path / "report.json"
-    bench.main(["--shapes", "tiny", "--json", str(file)])
+    bench.main([*TINY, "--json", str(file)])
     report = json.loads(file.read_text())
     assert {"device", "jax", "jaxlib", "commit"} <= report["environment"].keys()
+    report |= report["ops"]["dual_window"]
     assert [shape["name"] for shape in report["shapes"]] == [case.name for case in SHAPES["tiny"]]
     rows = report["rows"]
     assert len(rows) == len(SHAPES["tiny"]) * 2 * 4
@@ -60,15 +63,15 @@ def test_what_refuses_a_shape_is_noted_and_the_rest_measured(few, monkeypatch, t
     monkeypatch.setattr(dual_window, "programs", two_and_a_peer)
     file, note = tmp_path / "report.json", "failed: NotImplementedError: head dim 8 is too small"
     with pytest.raises(SystemExit, match="failed: peer; the notes above say why"):
-        bench.main(["--shapes", "tiny", "--json", str(file)])
-    report = json.loads(file.read_text())
+        bench.main([*TINY, "--json", str(file)])
+    report = json.loads(file.read_text())["ops"]["dual_window"]
     peers = [row for row in report["rows"] if row["implementation"] == "peer"]
     assert [row["note"] for row in peers] == [note] * 2
     assert all(row["seconds"] > 0 for row in report["rows"] if row not in peers)
     compared = [row for row in report["parity"] if row["implementation"] == "peer"]
     assert [row["note"] for row in compared] == [note] * 2
     monkeypatch.setattr(dual_window, "PEERS", ("peer",))
-    bench.main(["--shapes", "tiny"])
+    bench.main(TINY)
 
 
 def test_programs_take_turns():
@@ -79,7 +82,9 @@ def test_programs_take_turns():
     assert turns == ["a", "b"] * 3  # the warm-up, then two rounds
 
 
-@pytest.mark.parametrize("arguments", [["--op", "none"], ["--shapes", "huge"], ["--json", "/no/x"]])
+@pytest.mark.parametrize(
+    "arguments", [["--op", "none"], ["--shapes", "huge"], ["--json", "/no/x"], ["--case", "x"]]
+)
 def test_wrong_arguments_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as leaving:
         bench.main(arguments)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from interpreting import assert_all_below, errors_of
 from ttcd_kernels import dual_window_attention, launch
+from ttcd_kernels.aot import launched_kernels
 from ttcd_kernels.dual_window.aot import compile_gradient
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, TABLE, tuning_for
 
@@ -64,8 +65,9 @@ def test_machine_code_spills_nothing_in_the_forward(capability, head_dim):
         assert kernel.tensor_core_instructions > 0
 
 
-def test_documents_compile_too():
-    (forward, *backward), _ = compile_gradient(90, 64, has_segments=True)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_documents_compile_too(capability):
+    (forward, *backward), _ = compile_gradient(capability, 64, has_segments=True)
     assert forward.spill_bytes == 0
     assert max(kernel.spill_bytes for kernel in backward) <= 64
 
@@ -95,3 +97,29 @@ def test_what_the_kernel_cannot_take_is_refused_before_launch():
     if jax.default_backend() != "gpu":
         with pytest.raises(ValueError, match=r"no GPU: the backend is cpu; use 'auto' or 'xla'"):
             _attend()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"BLOCK_X": 3}, "dual_window_forward has no parameter BLOCK_X: q_ptr, "),
+        ({"BLOCK_M": None}, "takes 16 arguments and results beside H, .*, not 15: q_ptr, "),
+    ],
+)
+def test_a_launch_names_the_parameter_that_is_wrong(change, message, monkeypatch):
+    real = launch.launch
+
+    def changed(kernel, *args, **keywords):
+        keywords = {name: value for name, value in (keywords | change).items() if value is not None}
+        return real(kernel, *args, **keywords)
+
+    monkeypatch.setattr(launch, "launch", changed)
+    q = jax.ShapeDtypeStruct((1, 64, 2, 32), jnp.bfloat16)
+    with pytest.raises(TypeError, match=message):
+        launched_kernels(_attend_to_itself, q, capability=90)
+
+
+def _attend_to_itself(q):
+    return dual_window_attention(
+        q, q, q, teacher_window=16, student_window=8, implementation="triton"
+    )
