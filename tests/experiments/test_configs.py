@@ -15,6 +15,28 @@ RUNS = sorted(
     if "experiments.launch" in path.read_text()
 )
 
+# The published from-scratch recipes and their ablations: they want the user's tokenizer.
+RECIPES = [name for name in RUNS if name.endswith(("_340m.gin", "_760m.gin")) or "ablation" in name]
+WITHOUT_FILES = ["TokenizerConfig.kind='byte'", "TokenizerConfig.path=None"]
+# As published, or derived from what is: dim, heads, mlp_dim, rows of a batch, billions of tokens.
+PUBLISHED_SIZES = {"340m": (1024, 16, 2816, 16, 20), "760m": (1536, 24, 4096, 32, 40)}
+PUBLISHED_PARAMS = {
+    "swa_340m": 440_714_240,
+    "full_340m": 440_714_240,
+    "ipttt_340m": 444_929_024,
+    "ipttcd_340m": 445_025_280,
+    "deltanet_340m": 441_403_904,
+    "gated_deltanet_340m": 466_963_712,
+    "lact_340m": 450_747_872,
+    "swa_760m": 878_126_592,
+    "full_760m": 878_126_592,
+    "ipttt_760m": 887_594_496,
+    "ipttcd_760m": 887_733_760,
+    "deltanet_760m": 879_455_232,
+    "gated_deltanet_760m": 936_964_224,
+    "lact_760m": 897_895_392,
+}
+
 
 @pytest.fixture(scope="module")
 def other_run(tmp_path_factory):
@@ -28,6 +50,7 @@ def other_run(tmp_path_factory):
 @pytest.mark.parametrize("name", RUNS)
 def test_every_config_builds_and_has_the_parameters_its_header_states(name, other_run, tmp_path):
     params = [f"START='{other_run}'"] if "start_from" in (CONFIG_DIR / name).read_text() else []
+    params += WITHOUT_FILES if name in RECIPES else []
     inherit = build.inherited_model(RunDirectory(tmp_path))
     config = load_config(RunConfig, name, params, config_dir=CONFIG_DIR, inherit=inherit)
     build.check(config)
@@ -39,6 +62,54 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
     assert stated, "the header states the number of parameters"
     count = float(stated[1]) * {"K": 1e3, "M": 1e6}[stated[2]]
     assert abs(plan.num_params(config) / count - 1) < 0.01
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_the_published_size_and_budget(name):
+    config = load_config(RunConfig, name, WITHOUT_FILES, config_dir=CONFIG_DIR)
+    size = "760m" if "760m" in name else "340m"
+    dim, num_heads, mlp_dim, rows, billions = PUBLISHED_SIZES[size]
+    model = config.model
+    assert (model.dim, model.num_heads, model.mlp_dim) == (dim, num_heads, mlp_dim)
+    assert (model.num_layers, model.vocab_size, model.has_tied_head) == (24, 129_280, True)
+    assert model.rope.base == 1e6
+    expected = PUBLISHED_PARAMS.get(name.removesuffix(".gin"))
+    if expected is not None:
+        assert plan.num_params(config) == expected
+    assert (config.data.seq_len, config.batch_size) == (32_768, rows)
+    tokens = config.steps * config.batch_size * config.data.seq_len
+    assert abs(tokens / (billions * 1e9) - 1) < 0.01
+    header = (CONFIG_DIR / name).read_text()
+    assert f"tokens: {billions}B     batch: {rows * 32_768:,} tokens" in header
+    optimizer = config.optimizer
+    assert (optimizer.kind, optimizer.weight_decay, optimizer.clip_norm) == ("muon", 0.1, 1.0)
+    assert (optimizer.schedule.peak, optimizer.schedule.warmup) == (3e-3, 500)
+
+
+def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
+    assert {f"{name}.gin" for name in PUBLISHED_PARAMS} <= set(RUNS)
+    base = load_config(RunConfig, "ipttcd_340m.gin", WITHOUT_FILES, config_dir=CONFIG_DIR)
+    assert (base.model.window, base.model.student_window) == (2048, 1024)
+    assert base.model.fast_layers == (0, 6, 12, 18)
+    assert (base.model.memory.chunk_size, base.model.memory.eta) == (1024, 0.3)
+    changes = {}
+    for name in (name for name in RECIPES if "ablation" in name):
+        config = load_config(RunConfig, name, WITHOUT_FILES, config_dir=CONFIG_DIR)
+        assert config.replace(model=base.model) == base
+        memory, model = config.model.memory, config.model
+        convs = memory.has_teacher_conv, memory.has_student_conv, memory.has_proj
+        changes[name.split("/")[1]] = (convs, len(model.fast_layers), memory.chunk_size)
+    all_on = (True, True, True)
+    assert changes == {
+        "conv.gin": ((True, True, False), 4, 1024),
+        "proj.gin": ((False, False, True), 4, 1024),
+        "neither.gin": ((False, False, False), 4, 1024),
+        "1_layer.gin": (all_on, 1, 1024),
+        "2_layers.gin": (all_on, 2, 1024),
+        "8_layers.gin": (all_on, 8, 1024),
+        "chunk_512.gin": (all_on, 4, 512),
+        "chunk_2048.gin": (all_on, 4, 2048),
+    }
 
 
 FILES = sorted(str(path.relative_to(CONFIG_DIR)) for path in CONFIG_DIR.rglob("*.gin"))
