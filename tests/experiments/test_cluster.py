@@ -1,0 +1,170 @@
+"""The files that start a run on a cluster: their shape, and what the commands in them do."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ttcd_jax.sharding.distributed import detect
+from ttcd_jax.train.watchdog import PEER_LOST
+
+ROOT = Path(__file__).parents[2]
+SBATCH = ROOT / "experiments/cluster/slurm.sbatch"
+SBATCH_OPTIONS = {
+    *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "mem", "time"),
+    *("signal", "requeue", "open-mode", "output"),
+}
+RESUME_ME, KILLED = 75, 137
+STUB = """#!/usr/bin/env bash
+echo "$(basename "$0")" "$@" >>"$CALLS"
+[[ $(basename "$0") == srun ]] && exit "$STATUS"
+"""
+
+
+@pytest.fixture
+def sbatch(tmp_path):
+    """Runs the script beside an srun that ends with a status; returns (status, its calls)."""
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).write_text(STUB)
+        (tmp_path / name).chmod(0o755)
+
+    def run(*arguments, srun_status=0, **environment):
+        environment |= {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "CALLS": str(tmp_path / "calls"),
+            "STATUS": str(srun_status),
+            "SLURM_CPUS_PER_TASK": "64",
+            "SLURM_JOB_ID": "5",
+        }
+        result = subprocess.run(["bash", SBATCH, *arguments], env=environment, timeout=60)
+        return result.returncode, (tmp_path / "calls").read_text().splitlines()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def jobset():
+    return yaml.safe_load((ROOT / "experiments/cluster/jobset.yaml").read_text())
+
+
+@pytest.fixture
+def pod(jobset):
+    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+def _launch_flags(command):
+    """(gin, run_dir, distributed) of a command line, as `experiments.launch` reads it."""
+    assert command[:3] == ["python", "-m", "experiments.launch"]
+    program = (
+        "import sys; from experiments import launch; flags = launch.FLAGS; flags(sys.argv);"
+        "print(flags.gin, flags.run_dir, flags.distributed)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, *command[3:]], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return tuple(result.stdout.split())
+
+
+def test_slurm_starts_the_launch_on_every_node(sbatch):
+    status, (call,) = sbatch("--gin=ipttcd_760m.gin", "--run_dir=runs/a")
+    assert status == 0
+    srun, cpus, python, *rest = call.split()
+    assert (srun, cpus) == ("srun", "--cpus-per-task=64")
+    assert python == ".venv/bin/python"
+    flags = _launch_flags(["python", *rest])
+    assert flags == ("ipttcd_760m.gin", "runs/a", "slurm")
+
+
+def test_slurm_options_exist_and_send_the_signal_to_the_processes():
+    options = re.findall(r"^#SBATCH (.*)$", SBATCH.read_text(), re.MULTILINE)
+    values = dict(re.fullmatch(r"--([a-z-]+)(?:=(\S+))?", option).groups() for option in options)
+    assert values.keys() <= SBATCH_OPTIONS
+    assert values["ntasks-per-node"] == "1"
+    assert re.fullmatch(r"TERM@\d+", values["signal"])  # with B: the shell alone would get it
+    assert "requeue" in values
+
+
+@pytest.mark.parametrize(
+    ("status", "restarts", "is_requeued"),
+    [
+        (0, 0, False),
+        (1, 0, False),
+        (2, 0, False),
+        (5, 0, False),
+        (RESUME_ME, 0, True),
+        (RESUME_ME, 99, True),
+        (PEER_LOST, 9, True),
+        (PEER_LOST, 10, False),
+        (KILLED, 0, True),
+        (KILLED, 10, False),
+    ],
+)
+def test_slurm_requeues_what_goes_on_from_its_checkpoint(sbatch, status, restarts, is_requeued):
+    seen, calls = sbatch(srun_status=status, SLURM_RESTART_COUNT=str(restarts))
+    assert seen == status
+    assert calls[1:] == (["scontrol requeue 5"] if is_requeued else [])
+
+
+def test_a_jobset_is_one_indexed_job_with_a_pod_per_process(jobset, pod):
+    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    assert jobset["kind"] == "JobSet"
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert replicated["replicas"] == 1
+    assert job["completionMode"] == "Indexed"
+    assert job["parallelism"] == job["completions"]
+    (container,) = pod["containers"]
+    assert str(job["completions"]) in [entry.get("value") for entry in container["env"]]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    _, run_dir, distributed = _launch_flags(container["command"] + container["args"])
+    assert any(run_dir.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
+    assert distributed == "jobset"
+
+
+def test_a_jobsets_pods_find_their_coordinator(jobset, pod):
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    name = jobset["metadata"]["name"]
+    annotations = {
+        "jobset.sigs.k8s.io/jobset-name": name,
+        "jobset.sigs.k8s.io/replicatedjob-name": replicated["name"],
+    }
+    (container,) = pod["containers"]
+    environ = {"JOB_COMPLETION_INDEX": "3"}  # Kubernetes sets it in pods of an indexed Job
+    for entry in container["env"]:
+        path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+        annotation = re.fullmatch(r"metadata\.annotations\['(.*)'\]", path)
+        environ[entry["name"]] = annotations[annotation[1]] if annotation else entry["value"]
+    processes = detect("auto", environ)
+    assert processes is not None
+    host, port = processes.address
+    assert host == f"{name}-{replicated['name']}-0-0.{name}"
+    assert [entry["containerPort"] for entry in container["ports"]] == [port]
+    assert processes.process_id == 3
+    assert processes.num_processes == replicated["template"]["spec"]["completions"]
+
+
+def test_a_jobset_restarts_without_limit_after_a_signal_only(jobset, pod):
+    policy = jobset["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] > 0
+    (rule,) = policy["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert job["backoffLimit"] == 0
+    exit_rule, disruption = job["podFailurePolicy"]["rules"]
+    assert exit_rule["action"] == disruption["action"] == "FailJob"
+    assert exit_rule["onExitCodes"] == {
+        "containerName": pod["containers"][0]["name"],
+        "operator": "In",
+        "values": [RESUME_ME],
+    }
+    assert disruption["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    # A pod failure policy needs both: no restart of a container, and time to save.
+    assert pod["restartPolicy"] == "Never"
+    assert pod["terminationGracePeriodSeconds"] >= 60

@@ -1,0 +1,124 @@
+"""The end of a process whose peers are lost: soon, with one line and a status of its own.
+
+A collective waits for a lost process for ever, and so do JAX's exit handlers. Where process 0 is
+the lost one, JAX itself ends the others at once, by SIGABRT.
+"""
+
+import collections
+import contextlib
+import faulthandler
+import math
+import os
+import re
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import NoReturn, Self
+
+from ttcd_jax.errors import UserError
+
+PEER_LOST = 7
+
+_MEDIAN_OF = 32  # steps
+# What gloo, the coordination service and NCCL say.
+_LOST = re.compile(
+    r"Gloo .* failed|coordination ?service|remote process exited|NCCL .* unhandled system error",
+    re.IGNORECASE,
+)
+
+
+class Watchdog:
+    """Ends this process with `PEER_LOST`, running no exit handlers, when a peer is lost: when an
+    exception of a collective leaves the block, or when no step was done for `factor` median steps,
+    and `minimum_seconds` at least; then it prints the stacks of all threads.
+
+        with Watchdog(jax.process_count()) as watchdog:
+            ...
+            watchdog.beat(step)
+
+    The second beat arms it, for the first step compiles. Any other exception is raised as it is;
+    peers that erred alike are leaving too, and the exit handlers have `exit_seconds` to meet them.
+    A process alone has no peers to lose: then nothing of this happens.
+    """
+
+    def __init__(
+        self,
+        num_processes: int,
+        *,
+        minimum_seconds: float = 60.0,
+        factor: float = 20.0,
+        exit_seconds: float = 10.0,
+    ) -> None:
+        self._has_peers = num_processes > 1
+        self._minimum, self._factor, self._exit = minimum_seconds, factor, exit_seconds
+        self._durations = collections.deque[float](maxlen=_MEDIAN_OF)
+        self._step, self._last, self._deadline = 0, math.nan, math.inf
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> Self:
+        if self._has_peers:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._is_over.set()
+        if not self._has_peers or not isinstance(error, Exception):
+            return
+        if is_peer_lost(error):
+            leave(f"another process was lost ({error})")
+        status = error.exit_code if isinstance(error, UserError) else 1
+        exit_timer = threading.Timer(self._exit, os._exit, [status])
+        exit_timer.daemon = True
+        exit_timer.start()
+
+    def beat(self, step: int) -> None:
+        """Step `step` is done."""
+        now = time.monotonic()
+        if not math.isnan(self._last):
+            self._durations.append(now - self._last)
+        self._step = step
+        self._await_beat(now)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what takes as long as it takes: a checkpoint, an evaluation."""
+        self._deadline = math.inf
+        yield
+        if not math.isnan(self._last):
+            self._await_beat(time.monotonic())
+
+    def _await_beat(self, now: float) -> None:
+        self._last = now
+        if self._durations:
+            median = statistics.median(self._durations)
+            self._deadline = now + max(self._minimum, self._factor * median)
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(min(1.0, self._minimum / 10)):
+            now = time.monotonic()
+            if now > self._deadline:
+                faulthandler.dump_traceback()
+                leave(
+                    f"no step for {now - self._last:.0f} s after step {self._step}: another "
+                    "process is lost or hangs"
+                )
+
+
+def is_peer_lost(error: BaseException | None) -> bool:
+    """Whether `error`, or what caused it, is how a collective or a barrier ends without a peer."""
+    while error is not None:
+        if _LOST.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def leave(reason: str) -> NoReturn:
+    """Ends the process with `PEER_LOST` and one line, without exit handlers."""
+    line = " ".join(reason.split())
+    print(f"error: {line}; restart the job, it goes on from its last checkpoint", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(PEER_LOST)
