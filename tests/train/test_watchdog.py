@@ -144,7 +144,10 @@ def test_a_lost_peer_is_recognised_also_as_a_cause(error):
         ValueError("dot_general requires contracting dimensions to have the same shape"),
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"),
         CheckpointError("checkpoint step 24 is damaged"),
-        jax.errors.JaxRuntimeError("INTERNAL: NCCL operation failed: invalid usage"),
+        jax.errors.JaxRuntimeError(
+            "INTERNAL: NCCL operation ncclCommInitRank(&comm, nranks, id, rank) failed: unhandled "
+            "system error (run with NCCL_DEBUG=INFO for details)"
+        ),
     ],
 )
 def test_other_errors_are_no_lost_peer(error):

@@ -22,9 +22,11 @@ from ttcd_jax.errors import UserError
 PEER_LOST = 7
 
 _MEDIAN_OF = 32  # steps
-# What gloo, the coordination service and NCCL say.
+# What gloo, the coordination service and NCCL say. While NCCL still connects, a system error tells
+# of the machine's settings.
 _LOST = re.compile(
-    r"Gloo .* failed|coordination ?service|remote process exited|NCCL .* unhandled system error",
+    r"Gloo .* failed|coordination ?service|remote process exited"
+    r"|NCCL operation (?!ncclCommInit).*unhandled system error",
     re.IGNORECASE,
 )
 
