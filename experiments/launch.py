@@ -2,12 +2,18 @@
 run.
 
     python -m experiments.launch --gin=quickstart.gin [--param='RunConfig.steps=20' ...]
-                                 [--run_dir=DIR] [--dry_run]
+                                 [--run_dir=DIR] [--dry_run] [--distributed=slurm]
+                                 [--profile=START:STOP] [--compile_cache=DIR]
 
 A stop by SIGTERM or Ctrl-C finishes the step, saves, and leaves with status 75: run the same
-command to go on. A second Ctrl-C leaves at once.
+command to go on, on as many devices as you like. A second Ctrl-C leaves at once. SIGUSR2 traces the
+next three steps. Of several processes the first speaks and writes; when one is lost the others
+leave with status 7.
 """
 
+import contextlib
+import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -23,17 +29,39 @@ flags.DEFINE_string("run_dir", None, "The run directory; default: runs/<name of 
 flags.DEFINE_bool(
     "dry_run", False, "Print parameters, memory and FLOPs; allocate and write nothing."
 )
+flags.DEFINE_string(
+    "distributed",
+    "none",
+    "How several processes find each other: none, auto, slurm, openmpi, jobset, or "
+    "HOST:PORT,NUM_PROCESSES,PROCESS_ID.",
+)
+flags.DEFINE_string(
+    "profile", None, "Trace from START to STOP steps done, as START:STOP, into RUN_DIR/profile."
+)
+flags.DEFINE_string(
+    "compile_cache",
+    None,
+    "Where compiled programs are kept, empty: nowhere; default: JAX_COMPILATION_CACHE_DIR, else "
+    "~/.cache/ttcd_jax.",
+)
 
 CONFIG_DIR = Path(__file__).parent / "configs"
 RESUME_ME = 75  # EX_TEMPFAIL
 
 
 def main(argv: list[str]) -> None:
+    import jax
+
     from experiments import build, plan
     from experiments.gin_loading import load_config
     from experiments.run_config import RunConfig
+    from ttcd_jax.sharding.mesh import build_mesh
+    from ttcd_jax.train.compilation import keep_programs
+    from ttcd_jax.train.profile import step_window
     from ttcd_jax.train.run_directory import RunDirectory
+    from ttcd_jax.train.watchdog import Watchdog
 
+    keep_programs(FLAGS.compile_cache)
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / Path(FLAGS.gin).stem)
     config = load_config(
         RunConfig,
@@ -43,76 +71,117 @@ def main(argv: list[str]) -> None:
         inherit=build.inherited_model(run_dir),
     )
     build.check(config)
+    window = step_window(FLAGS.profile, config.steps) if FLAGS.profile else range(0)
     if not run_dir.is_claimed:
         build.check_start(config)
     if FLAGS.dry_run:
         plan.print_plan(config)
         return
-    with run_dir.lock():
-        status = _train(config, run_dir)
-    sys.exit(status)
+    _connect()
+    mesh = build_mesh(config.mesh)
+    is_first = jax.process_index() == 0
+    with (
+        Watchdog(jax.process_count()) as watchdog,
+        run_dir.lock() if is_first else contextlib.nullcontext(),
+        jax.set_mesh(mesh),
+    ):
+        status = _train(config, run_dir, window, mesh, watchdog)
+    sys.exit(status)  # outside the block: all processes meet on their way out
 
 
-def _train(config, run_dir) -> int:
-    """Trains to the end or to a stop; returns the exit status."""
+def _connect() -> None:
+    """Joins the other processes of the job, if there are any."""
+    from ttcd_jax.sharding.distributed import detect, initialize
+
+    processes = detect(FLAGS.distributed, os.environ)
+    if processes is not None:
+        initialize(processes)
+
+
+def _train(config, run_dir, window: range, mesh, watchdog) -> int:
+    """Trains to the end or to a stop, tracing the steps of `window`; returns the exit status."""
     from experiments import build, reporting
     from ttcd_jax.train.checkpoint import Checkpoints
-    from ttcd_jax.train.loop import StateCallback, train
+    from ttcd_jax.train.compilation import compiled_once
+    from ttcd_jax.train.loop import MetricCallback, StateCallback, train
+    from ttcd_jax.train.profile import profiled
 
-    batches, manifest = build.build_data(config)
-    run_dir.claim(config.to_dict(), _source(), manifest)
+    place = build.placement(config, mesh)
+    batches = _claim(config, run_dir, place.rows)
     stop = _StopSignal()
     checkpoints = Checkpoints(run_dir.checkpoints, keep=config.keep_checkpoints)
+
+    def save(step, state):
+        with watchdog.paused():
+            checkpoints.save(step, state, {"steps": config.steps})
+
     try:
-        start, state = _initial_state(config, checkpoints)
+        start, state = _initial_state(config, checkpoints, mesh)
         if start >= config.steps:
-            print(f"{run_dir.path} is complete at step {start}: nothing to train")
+            _say(f"{run_dir.path} is complete at step {start}: nothing to train")
             return 0
-        print(f"run directory {run_dir.path}", flush=True)
-        with reporting.Reporter(config, run_dir.path, start) as reporter:
-            save = StateCallback(
-                config.checkpoint_every,
-                lambda step, state: checkpoints.save(step, state, {"steps": config.steps}),
-            )
+        _say(f"run directory {run_dir.path}")
+        with (
+            reporting.reporter(config, run_dir.path, start) as callbacks,
+            compiled_once(build.build_step(config, mesh), start) as step,
+            profiled(step, run_dir.path / "profile", start=start, window=window) as step,
+        ):
+            beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
             _, done = train(
                 state,
-                build.build_step(config),
+                step,
                 batches,
                 start=start,
                 steps=config.steps,
-                on_metrics=reporter.callbacks(),
-                on_state=[save],
-                is_stopping=lambda: stop.is_set,
+                place=place,
+                on_metrics=[*callbacks, beat],
+                on_state=[StateCallback(config.checkpoint_every, save)],
+                is_stopping=stop.is_set,
             )
     finally:
-        checkpoints.close()
+        with watchdog.paused():
+            checkpoints.close()
     if done < config.steps:
-        print(
-            f"stopped by {stop.name} at step {done}, checkpoint saved; run the same command to "
-            "go on",
-            flush=True,
+        _say(
+            f"stopped by {stop.name} at step {done}, checkpoint saved; run the same command to go "
+            f"on: {shlex.join(['python', '-m', 'experiments.launch', *sys.argv[1:]])}"
         )
         return RESUME_ME
-    print(f"trained {done} steps; checkpoints in {run_dir.checkpoints}", flush=True)
+    _say(f"trained {done} steps; checkpoints in {run_dir.checkpoints}")
     return 0
 
 
-def _initial_state(config, checkpoints):
+def _claim(config, run_dir, rows):
+    """The batches, once the run directory is ours for this configuration and these data."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    from experiments import build
+    from experiments.run_config import LAYOUT
+
+    batches, manifest = build.build_data(config, rows)
+    if jax.process_index() == 0:
+        run_dir.claim(config.to_dict(), _source(), manifest, LAYOUT)
+    multihost_utils.sync_global_devices("the run directory is claimed")
+    return batches
+
+
+def _initial_state(config, checkpoints, mesh):
     """(steps done, state): from the newest intact checkpoint if there is one, else from the run
     that the configuration names, else from the seed."""
     from experiments import build
     from ttcd_jax.train.state import TrainState
 
     if checkpoints.steps():
-        start, restored, _ = checkpoints.restore(build.abstract_state(config))
-        print(f"resumed at step {start}", flush=True)
+        start, restored, _ = checkpoints.restore(build.abstract_state(config, mesh))
+        _say(f"resumed at step {start}")
         return start, TrainState(**restored)
     if config.start_from is None:
-        return 0, build.fresh_state(config)
-    step, state = build.started_state(config)
+        return 0, build.fresh_state(config, mesh)
+    step, state = build.started_state(config, mesh)
     # From here on this directory alone decides: the other run may go on, or go away.
     checkpoints.save(0, dict(state), {"steps": config.steps})
-    print(f"starts from step {step} of {config.start_from}", flush=True)
+    _say(f"starts from step {step} of {config.start_from}")
     return 0, state
 
 
@@ -124,19 +193,45 @@ def _source() -> str:
     return text + "".join(f"# --param {param}\n" for param in FLAGS.param)
 
 
+def _say(line: str) -> None:
+    """Prints a line, if this is the first process."""
+    import jax
+
+    if jax.process_index() == 0:
+        print(line, flush=True)
+
+
 class _StopSignal:
-    """SIGTERM or SIGINT seen; a second one ends the process at once."""
+    """SIGTERM or SIGINT seen; a second one ends the process at once.
+
+    Several processes agree on a step: JAX hears SIGTERM, of whichever process, and tells them all;
+    a handler of ours would hide it.
+    """
 
     def __init__(self) -> None:
-        self.is_set, self.name = False, ""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
+        import jax
+
+        self.name = ""
+        self._is_alone = jax.process_count() == 1
+        if self._is_alone:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._note)
+        else:
+            signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
+
+    def is_set(self, step: int) -> bool:
+        """Whether to stop behind `step`, the same in all processes."""
+        from jax.experimental import multihost_utils
+
+        if not self._is_alone and multihost_utils.reached_preemption_sync_point(step):
+            self.name = signal.SIGTERM.name
+        return bool(self.name)
 
     def _note(self, number: int, frame) -> None:
-        if self.is_set:
+        if self.name:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.is_set, self.name = True, signal.Signals(number).name
+        self.name = signal.Signals(number).name
 
 
 if __name__ == "__main__":

@@ -3,18 +3,18 @@
 import math
 
 import jax
+from flax import nnx
 
 from experiments import build
 from experiments.run_config import RunConfig
+from ttcd_jax.sharding.mesh import build_mesh
 from ttcd_jax.train.flops import training_flops_per_token
+from ttcd_jax.train.state import abstract_model
 
 
 def num_params(config: RunConfig) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(_params(config)))
-
-
-def _params(config: RunConfig):
-    return build.abstract_state(config)["params"]
+    params = nnx.state(abstract_model(config.model), nnx.Param)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def _num_bytes(tree) -> int:
@@ -24,8 +24,12 @@ def _num_bytes(tree) -> int:
 def print_plan(config: RunConfig) -> None:
     """Parameters, memory per device by what holds it, FLOPs per token. Compiles the real step for
     this machine's device; activations on another device may differ."""
-    state, length = build.abstract_state(config), config.data.seq_len
-    memory = build.build_step(config).lower(state, build.abstract_batch(config)).compile()
+    mesh = build_mesh(config.mesh)
+    build.placement(config, mesh)
+    state, length = build.abstract_state(config, mesh), config.data.seq_len
+    batch = build.abstract_batch(config, mesh)
+    with jax.set_mesh(mesh):
+        memory = build.build_step(config, mesh).lower(state, batch).compile()
     sizes = memory.memory_analysis()
     tokens = config.batch_size * length
     rows = [

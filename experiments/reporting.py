@@ -1,5 +1,7 @@
 """What a training run tells: metric files, TensorBoard and the live line, fed by one callback."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -9,6 +11,16 @@ from experiments.run_config import RunConfig
 from ttcd_jax.train.flops import peak_flops, training_flops_per_token
 from ttcd_jax.train.loop import HostMetrics, MetricCallback
 from ttcd_jax.train.metrics import MetricFiles, ProgressLine, Throughput, flat_metrics
+
+
+@contextlib.contextmanager
+def reporter(config: RunConfig, directory: Path, start: int) -> Iterator[list[MetricCallback]]:
+    """The callbacks that report a run: of several processes the first one's, of the others none."""
+    if jax.process_index():
+        yield []
+        return
+    with Reporter(config, directory, start) as reporter:
+        yield reporter.callbacks()
 
 
 class Reporter:

@@ -6,8 +6,12 @@ from ttcd_jax.config import Config
 from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.loss import DEFAULT_ROWS
 from ttcd_jax.train.optimizer import OptimizerConfig
+
+# The fields that say where and in which parts a step is computed, not what it computes.
+LAYOUT = ("mesh", "accumulation_steps", "loss_rows")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,6 +19,7 @@ class RunConfig(Config):
     """`batch_size` rows per step, computed in `accumulation_steps` parts one after another.
     `loss_rows`: rows of logits that exist at once. `start_from`: a run directory whose newest
     parameters this run starts from, with a fresh optimizer; `model`, unless bound, is that run's.
+    A run may go on with another `LAYOUT` than it was started with.
     """
 
     model: TransformerConfig
@@ -29,6 +34,7 @@ class RunConfig(Config):
     keep_checkpoints: int = 3
     loss_rows: int = DEFAULT_ROWS
     start_from: str | None = None
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
     def validate(self) -> None:
         for name in (

@@ -23,11 +23,13 @@ MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 60, 150
 # Who may import whom, within the project.
 LOW = ("ttcd_jax.config", "ttcd_jax.errors", "ttcd_jax.axes", "ttcd_jax.precision")
 TTT = ("ttcd_jax.ttt", "ttcd_kernels")
-LAYERS = (*TTT, "ttcd_jax.layers")
+SHARDING = (*TTT, "ttcd_jax.sharding")
+LAYERS = (*SHARDING, "ttcd_jax.layers")
 MODELS = (*LAYERS, "ttcd_jax.models")
 MAY_IMPORT = {
     "kernels": ("ttcd_kernels",),
     "ttcd_jax/ttt": TTT,
+    "ttcd_jax/sharding": SHARDING,
     "ttcd_jax/layers": LAYERS,
     "ttcd_jax/models": MODELS,
     "ttcd_jax/data": ("ttcd_jax.data",),

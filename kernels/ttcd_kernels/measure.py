@@ -116,10 +116,10 @@ def temp_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of a run: arguments, results and temporaries."""
+    """Bytes of a run: arguments, results (what is donated counts once) and temporaries."""
     memory = _memory(compiled)
     sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
-    return sum(sizes)
+    return sum(sizes) - memory.alias_size_in_bytes
 
 
 def _memory(compiled: jax.stages.Compiled):

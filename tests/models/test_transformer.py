@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from checks import (
     assert_same,
     dot_operand_types,
     randomize,
+    temporary_bytes,
     traced,
     value_and_gradients,
 )
@@ -102,22 +105,56 @@ def scanned():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"scans_layers": False}, {"remat": "block"}, {"remat": "dots"}], ids=str
+    "changes",
+    [{"scans_layers": False}, {"remat": "block"}, {"remat": "dots"}, {"remat": "offload"}],
+    ids=str,
 )
 def test_unrolled_and_recomputed_models_equal_the_scanned_one(changes, scanned, float64):
     """Hidden states, statistics in layer order, and all gradients."""
     assert_close(_gradients(**changes), scanned)
 
 
-def _count(config, name):
-    """Equations of one kind in the gradient of a model's loss; abstract."""
+def _gradient_of_loss(config):
+    """(gradient of a model's loss, abstract arguments)"""
     graph, params = nnx.split(_abstract(config))
 
     def loss(params, tokens):
         return next_token_loss(nnx.merge(graph, params), tokens)
 
-    tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
-    return sum(eqn.primitive.name == name for eqn in traced(jax.grad(loss), params, tokens))
+    return jax.grad(loss), (params, jax.ShapeDtypeStruct((2, 16), jnp.int32))
+
+
+def _count(config, name):
+    """Equations of one kind in the gradient of a model's loss; abstract."""
+    gradient, args = _gradient_of_loss(config)
+    return sum(eqn.primitive.name == name for eqn in traced(gradient, *args))
+
+
+@pytest.mark.parametrize(("remat", "place"), [("block", "float32"), ("offload", "float32<host>")])
+def test_the_backward_keeps_one_stream_per_unit_and_no_other_activation(remat, place):
+    gradient, args = _gradient_of_loss(_config(precision=Precision(), remat=remat))
+    scans = [eqn for eqn in traced(gradient, *args) if eqn.primitive.name == "scan"]
+    kept = [
+        str(var.aval) for eqn in scans for var in eqn.outvars if var.aval.shape[1:] == (2, 16, 8)
+    ]
+    assert kept == [f"{place}[2,2,16,8]"]
+
+
+def test_on_a_gpu_the_offloaded_stream_waits_in_pinned_host_memory():
+    config = _config(precision=Precision(), remat="offload", attention_implementation="xla")
+    gradient, args = _gradient_of_loss(config)
+    lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    places = re.findall(r'_xla_buffer_placement = "(\w+)"', lowered)
+    assert sorted(places) == ["device", "pinned_host"]
+
+
+def test_recomputed_blocks_save_memory_also_outside_a_loop():
+    def temp_bytes(remat):
+        config = _config(method="swa", precision=Precision(), scans_layers=False, remat=remat)
+        gradient, (params, _) = _gradient_of_loss(config)
+        return temporary_bytes(gradient, params, jax.ShapeDtypeStruct((2, 512), jnp.int32))
+
+    assert temp_bytes("block") < 0.7 * temp_bytes("none")
 
 
 def _products(num_layers, fast_layers, **changes):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checks import temporary_bytes
 
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
@@ -65,6 +66,19 @@ def test_accumulated_gradients_equal_the_whole_batch():
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_accumulation_keeps_one_copy_of_the_gradients(remat):
+    model = MODEL.replace(method="swa", dim=32, mlp_dim=128, num_layers=12, remat=remat)
+    state = jax.eval_shape(lambda: init_state(model, optax.sgd(1.0), 0))
+
+    def temp_bytes(parts):  # of one row each
+        step = make_train_step(model, optax.sgd(1.0), _rate, accumulation_steps=parts, loss_rows=16)
+        return temporary_bytes(step, state, {name: x[:parts] for name, x in _batch().items()})
+
+    gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state["params"]))
+    assert temp_bytes(4) < temp_bytes(1) + 0.3 * gradients
+
+
 def test_the_loss_falls_and_metrics_name_the_fast_layer():
     state, step = _step()
     losses = []
@@ -122,7 +136,7 @@ def test_the_loop_reports_every_step_once_and_stops_when_asked():
         steps=9,
         on_metrics=[MetricCallback(2, lambda step, metrics: seen.append(step))],
         on_state=[StateCallback(4, lambda step, state: saved.append(step))],
-        is_stopping=lambda: len(seen) == 2,
+        is_stopping=lambda step: len(seen) == 2,
     )
     assert (done, seen, saved) == (7, [4, 6], [4, 7])
 

@@ -7,7 +7,7 @@ import pytest
 from checks import assert_close, assert_same, draw
 
 from ttcd_jax.ttt.chunking import memory_mask
-from ttcd_jax.ttt.running import ideal_memory, renormalized_memory
+from ttcd_jax.ttt.running import ideal_memory, read_running, renormalized_memory
 from ttcd_jax.ttt.scan import MemoryRule
 
 B, L, F, D = 2, 3, 6, 5
@@ -21,6 +21,16 @@ def _operands(num_chunks, batch=B):
 
 def _rule(**changes) -> MemoryRule:
     return MemoryRule(**({"eta": 0.3, "state_dtype": jnp.float64} | changes))
+
+
+def _read(memory, mask):
+    """(y, what was written over eta)."""
+    y, end = read_running(memory, mask)
+    return y, memory.written(end)
+
+
+def _renormalised(rule, z, keys, errors, w_base, mask, group_chunks):
+    return _read(renormalized_memory(rule, z, keys, errors, w_base, mask, group_chunks), mask)
 
 
 def _renormalised_loop(eta, length, z, keys, errors, w_base, group_chunks):
@@ -44,7 +54,7 @@ def _renormalised_loop(eta, length, z, keys, errors, w_base, group_chunks):
 def test_renormalised_memory_follows_its_loop(group_chunks, float64):
     z, keys, errors, w_base = _operands(5)
     mask = memory_mask(None, 14, L)
-    run = jax.jit(partial(renormalized_memory, _rule(), mask=mask, group_chunks=group_chunks))
+    run = jax.jit(partial(_renormalised, _rule(), mask=mask, group_chunks=group_chunks))
     y, state = run(z, keys, errors, w_base)
     for row in range(B):
         arrays = (np.asarray(x) for x in (z[row], keys[row], errors[row], w_base))
@@ -62,7 +72,7 @@ def test_renormalised_documents_of_a_row_equal_rows_of_their_own(float64):
     @jax.jit
     def run(z, keys, errors):
         def memory(part, ids, length):
-            return renormalized_memory(
+            return _renormalised(
                 _rule(),
                 *(x[:, part] for x in (z, keys, errors)),
                 w_base,
@@ -78,15 +88,14 @@ def test_renormalised_documents_of_a_row_equal_rows_of_their_own(float64):
 
 def test_renormalised_memory_that_learns_nothing_is_the_base(float64):
     z, keys, errors, w_base = _operands(3)
-    y, state = renormalized_memory(
-        _rule(eta=0.0), z, keys, errors, w_base, memory_mask(None, 9, L), 2
-    )
+    y, state = _renormalised(_rule(eta=0.0), z, keys, errors, w_base, memory_mask(None, 9, L), 2)
     assert_close(y, z @ w_base)
     assert_close(state, jnp.zeros_like(state), 1e-12)
 
 
 def _ideal(z_teacher, z_student, w_base, mask, eta=0.3):
-    return ideal_memory(z_teacher, z_student, w_base, mask, eta=eta, state_dtype=jnp.float64)
+    memory = ideal_memory(z_teacher, z_student, w_base, mask, eta=eta, state_dtype=jnp.float64)
+    return _read(memory, mask)
 
 
 def _distillation_loss(weight, running, z_teacher, z_student):

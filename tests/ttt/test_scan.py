@@ -10,8 +10,8 @@ from checks import assert_close, assert_same, draw, temporary_bytes, traced
 from ttcd_jax.ttt.chunking import memory_mask
 from ttcd_jax.ttt.scan import (
     MemoryRule,
-    _segmented_sum,
     apply_memory,
+    segmented_sum,
 )
 from ttcd_jax.ttt.update import newton_schulz
 
@@ -136,7 +136,7 @@ def test_a_row_in_two_halves_equals_the_whole_row(float64):
     assert_close(*both(z, keys, errors))
 
 
-def test_segmented_sum_is_associative(float64):
+def testsegmented_sum_is_associative(float64):
     rng = np.random.default_rng(0)
     for flags in np.ndindex(2, 2, 2):
         runs = [
@@ -144,8 +144,8 @@ def test_segmented_sum_is_associative(float64):
             for flag in flags
         ]
         a, b, c = runs
-        left = _segmented_sum(_segmented_sum(a, b), c)
-        right = _segmented_sum(a, _segmented_sum(b, c))
+        left = segmented_sum(segmented_sum(a, b), c)
+        right = segmented_sum(a, segmented_sum(b, c))
         assert_close(left[1], right[1])
         assert bool(left[0]) == bool(right[0]) == any(flags)
 

@@ -1,7 +1,7 @@
 """Batches as a pure function of (seed, step): nothing to save, exact on any number of processes."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -14,9 +14,9 @@ class Batches:
     """Batches of a random-access source of rows (dicts of arrays of one shape).
 
     Row r of step s is number s * batch_size + r of an endless sequence that passes once over the
-    source per epoch, shuffled anew each time by `seed` (or in the order of the source). A process
-    takes its contiguous part of each batch, so the parts of all processes concatenate to the batch
-    of one. Raises `UserError` for a batch that does not divide, or a seed outside 32 bits.
+    source per epoch, shuffled anew each time by `seed` (or in the order of the source). `rows` are
+    those of each batch that are made here, by default all: processes that make different rows make
+    one batch together. Raises `UserError` for an empty batch or source, or a seed outside 32 bits.
     """
 
     def __init__(
@@ -25,34 +25,27 @@ class Batches:
         *,
         batch_size: int,
         seed: int,
-        process_index: int = 0,
-        process_count: int = 1,
+        rows: Sequence[int] | None = None,
         is_shuffled: bool = True,
     ) -> None:
-        assert 0 <= process_index < process_count, (process_index, process_count)
-        if batch_size < 1 or batch_size % process_count:
-            raise UserError(
-                f"batch_size {batch_size} is not a positive multiple of {process_count} processes; "
-                "change batch_size or the number of processes"
-            )
+        if batch_size < 1:
+            raise UserError(f"batch_size {batch_size} must be at least 1")
         if not 0 <= seed < 2**32:
             raise UserError(f"data seed {seed} is outside 0..{2**32 - 1}; choose another")
         if len(source) == 0:
             raise UserError("the data source has no rows; give it at least one")
-        rows = grain.MapDataset.source(source)
+        data = grain.MapDataset.source(source)
         if is_shuffled:
-            rows = rows.seed(seed).shuffle()
+            data = data.seed(seed).shuffle()
         # grain types rows as optional, for datasets with filters; there are none here.
-        self._rows: Any = rows.repeat(None)
+        self._data: Any = data.repeat(None)
         self._batch_size = batch_size
-        self._local_size = batch_size // process_count
-        self._offset = process_index * self._local_size
+        self._rows = range(batch_size) if rows is None else rows
 
     def at(self, step: int) -> dict[str, np.ndarray]:
-        """This process's part of the batch of `step`: fields [batch_size / process_count, ...]."""
+        """The rows of the batch of `step`: fields [len(rows), ...]."""
         assert step >= 0, step
-        first = step * self._batch_size + self._offset
-        rows = [self._rows[first + i] for i in range(self._local_size)]
+        rows = [self._data[step * self._batch_size + row] for row in self._rows]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def iterate(

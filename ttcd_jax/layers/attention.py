@@ -16,6 +16,7 @@ from ttcd_jax.layers.linear import linear, normal_param
 from ttcd_jax.layers.norm import rms_norm
 from ttcd_jax.layers.rope import RopeConfig, rotate
 from ttcd_jax.precision import Precision
+from ttcd_jax.sharding.attention import over_parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,15 +99,29 @@ class Attention(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         q, k, v = self.project(h, positions)
-        out = window_attention(
+        return self.project_out(attend(self.config, q, k, v, segment_ids))
+
+
+def attend(
+    config: AttentionConfig,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"] | None,
+) -> Float[Array, "B T N H"]:
+    """Attention under the configuration's one window."""
+
+    def window(q, k, v, segment_ids):
+        return window_attention(
             q,
             k,
             v,
-            window=self.config.window,
+            window=config.window,
             segment_ids=segment_ids,
-            implementation=self.config.implementation,
+            implementation=config.implementation,
         )
-        return self.project_out(out)
+
+    return over_parts(window, q, k, v, segment_ids, config.window, num_outputs=1)
 
 
 def row_positions(tokens_or_hidden: jax.Array) -> Int[Array, "B T"]:

@@ -22,7 +22,9 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.layers.linear import linear, normal_param
 from ttcd_jax.layers.norm import rms_norm
 from ttcd_jax.precision import Precision
-from ttcd_jax.ttt.delta_rule import delta_rule, l2_normalize_inside
+from ttcd_jax.sharding.attention import convolved_row
+from ttcd_jax.sharding.recurrent import delta_rule
+from ttcd_jax.ttt.delta_rule import l2_normalize_inside
 from ttcd_jax.ttt.product import product
 
 # q and k [B, T, N * H], v [B, T, N * X].
@@ -112,7 +114,7 @@ class DeltaSublayer(nnx.Module):
         """What the memory answers to q; q and k are normalised per head."""
         config = self.config
         q, k, v = (x.reshape(*x.shape[:2], config.num_heads, -1) for x in channels)
-        o, _ = delta_rule(
+        return delta_rule(
             l2_normalize_inside(q),
             l2_normalize_inside(k),
             v,
@@ -122,7 +124,6 @@ class DeltaSublayer(nnx.Module):
             chunk_size=config.rule.chunk_size,
             state_dtype=config.precision.state_dtype,
         )
-        return o
 
     def _per_head(self, h, weight: nnx.Param) -> Float[Array, "B T N"]:
         """h W for the argument of a gate, in float32 or better: gates multiply over many tokens."""
@@ -166,10 +167,14 @@ class DeltaNet(DeltaSublayer):
 
     def _convolved(self, h, segment_ids) -> Channels:
         """silu(conv(q, k, v)): the row is one chunk of the convolution."""
-        ids = None if segment_ids is None else segment_ids[:, None]
+
+        def convolve(x, taps, segment_ids):
+            ids = None if segment_ids is None else segment_ids[:, None]
+            return short_conv(x[:, None], taps, is_causal=True, segment_ids=ids)[:, 0]
+
         taps = (self.query_conv, self.key_conv, self.value_conv)
         q, k, v = (
-            jax.nn.silu(short_conv(x[:, None], w[...], is_causal=True, segment_ids=ids)[:, 0])
+            jax.nn.silu(convolved_row(convolve, x, w[...], segment_ids))
             for x, w in zip(self._project(h), taps, strict=True)
         )
         return q, k, v

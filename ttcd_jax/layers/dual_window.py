@@ -9,6 +9,7 @@ from ttcd_kernels import dual_window_attention
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.layers.attention import Attention, AttentionConfig
+from ttcd_jax.sharding.attention import over_parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,14 +46,19 @@ class DualWindowAttention(Attention):
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        config = self.config
+
+        def windows(q, k, v, segment_ids):
+            return dual_window_attention(
+                q,
+                k,
+                v,
+                teacher_window=config.window,
+                student_window=self.student_window,
+                segment_ids=segment_ids,
+                implementation=config.implementation,
+            )
+
         q, k, v = self.project(h, positions)
-        teacher, student = dual_window_attention(
-            q,
-            k,
-            v,
-            teacher_window=self.config.window,
-            student_window=self.student_window,
-            segment_ids=segment_ids,
-            implementation=self.config.implementation,
-        )
+        teacher, student = over_parts(windows, q, k, v, segment_ids, config.window, num_outputs=2)
         return self.project_out(teacher), self.project_out(student)

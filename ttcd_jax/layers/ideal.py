@@ -12,6 +12,7 @@ from flax import nnx
 from ttcd_jax.config import Config
 from ttcd_jax.layers.memory import InPlaceConfig, MemoryMLP, Remembered
 from ttcd_jax.layers.mlp import MLPConfig
+from ttcd_jax.sharding.recurrent import running_memory
 from ttcd_jax.ttt.chunking import to_chunks
 from ttcd_jax.ttt.running import ideal_memory
 
@@ -37,14 +38,14 @@ class IdealMLP(MemoryMLP):
     def __init__(self, config: IdealConfig, *, rngs: nnx.Rngs):
         super().__init__(config.mlp, config.memory, rngs=rngs)
 
-    def _remember(self, x, t, segments, mask) -> Remembered:
-        z_teacher, z_student = (to_chunks(self.features(h), self.memory.chunk_size) for h in (x, t))
-        y, state = ideal_memory(
-            z_teacher,
-            z_student,
-            self.down[...].astype(z_teacher.dtype),
-            mask,
-            eta=self.memory.eta,
-            state_dtype=self.config.precision.state_dtype,
-        )
-        return Remembered(y, state)
+    def _remember(self, x, t, segments, segment_ids) -> Remembered:
+        memory, dtype = self.memory, self.config.precision.state_dtype
+        features = tuple(to_chunks(self.features(h), memory.chunk_size) for h in (x, t))
+
+        def make(features, w_base, mask):
+            z, z_student = features
+            return ideal_memory(z, z_student, w_base, mask, eta=memory.eta, state_dtype=dtype)
+
+        w_base = self.down[...].astype(features[0].dtype)
+        row = segment_ids, x.shape[1], memory.chunk_size
+        return Remembered(*running_memory(make, features, w_base, *row))

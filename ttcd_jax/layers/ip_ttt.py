@@ -19,9 +19,9 @@ from ttcd_kernels.short_conv.xla import short_conv
 from ttcd_jax.config import Config
 from ttcd_jax.layers.memory import ConvInit, FastWeightConfig, MemoryMLP, ProjInit, Remembered
 from ttcd_jax.layers.mlp import MLPConfig
+from ttcd_jax.sharding.memory import apply_memory
 from ttcd_jax.ttt.chunking import chunk_segments, to_chunks
 from ttcd_jax.ttt.product import weight_product
-from ttcd_jax.ttt.scan import apply_memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class IPTTTMLP(MemoryMLP):
         if memory.has_activation_conv:
             self.activation_conv = self._init_conv(memory, memory.conv_init, rngs, "mlp")
 
-    def _remember(self, x, targets, segments, mask) -> Remembered:
+    def _remember(self, x, targets, segments, segment_ids) -> Remembered:
         memory = self.memory
         h = self._activations(x, segments)
         v = to_chunks(targets.astype(h.dtype), memory.chunk_size)
@@ -70,8 +70,8 @@ class IPTTTMLP(MemoryMLP):
         if memory.has_proj:
             v = weight_product(v, self.proj[...].astype(v.dtype))
         rule = memory.rule(self.config.precision)
-        y, state = apply_memory(rule, h, h, v, self.down[...].astype(h.dtype), mask)
-        return Remembered(y, state)
+        w_base = self.down[...].astype(h.dtype)
+        return Remembered(*apply_memory(rule, h, h, v, w_base, segment_ids, x.shape[1]))
 
     def keys(
         self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None

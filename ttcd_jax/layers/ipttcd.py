@@ -28,9 +28,10 @@ from ttcd_jax.layers.memory import (
     identity_taps,
 )
 from ttcd_jax.layers.mlp import MLPConfig
+from ttcd_jax.sharding.memory import apply_memory
+from ttcd_jax.sharding.recurrent import running_memory
 from ttcd_jax.ttt.chunking import chunk_segments, to_chunks
 from ttcd_jax.ttt.running import renormalized_memory
-from ttcd_jax.ttt.scan import apply_memory
 from ttcd_jax.ttt.update import chunk_errors
 
 
@@ -105,7 +106,7 @@ class IPTTCDMLP(MemoryMLP):
         if memory.has_student_conv:
             self.student_conv = self._init_conv(memory, memory.student_conv_init, rngs, "mlp")
 
-    def _remember(self, x, t, segments, mask) -> Remembered:
+    def _remember(self, x, t, segments, segment_ids) -> Remembered:
         memory = self.memory
         z, z_student = (to_chunks(self.features(h), memory.chunk_size) for h in (x, t))
         # Read through the student's features, they are needed as they are.
@@ -125,7 +126,8 @@ class IPTTCDMLP(MemoryMLP):
             normalizes=memory.normalizes_errors,
             zero_slope=memory.zero_slope,
         )
-        return Remembered(*self._read(z_out, keys, errors, w_base, mask), beta)
+        row = segment_ids, x.shape[1]
+        return Remembered(*self._read(z_out, keys, errors, w_base, *row), beta)
 
     def keys(
         self, t: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None
@@ -159,9 +161,22 @@ class IPTTCDMLP(MemoryMLP):
             return None
         return jax.nn.sigmoid(jnp.einsum("BTD,D->BT", t, self.rate[...].astype(t.dtype)))
 
-    def _read(self, z_out, keys, errors, w_base, mask):
+    def _read(self, z_out, keys, errors, w_base, segment_ids, length):
         memory = self.memory
         rule = memory.rule(self.config.precision, orthogonalizes=memory.orthogonalizes_updates)
-        if memory.renorm_chunks is None:
-            return apply_memory(rule, z_out, keys, errors, w_base, mask)
-        return renormalized_memory(rule, z_out, keys, errors, w_base, mask, memory.renorm_chunks)
+        group = memory.renorm_chunks
+        if group is None:
+            return apply_memory(rule, z_out, keys, errors, w_base, segment_ids, length)
+
+        def make(chunks, w_base, mask):
+            z, keys, errors = chunks
+            return renormalized_memory(rule, z, keys, errors, w_base, mask, group)
+
+        return running_memory(
+            make,
+            (z_out, keys, errors),
+            w_base,
+            segment_ids,
+            length,
+            memory.chunk_size,
+        )

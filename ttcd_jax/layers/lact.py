@@ -15,17 +15,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from ttcd_kernels import window_attention
 
 from ttcd_jax.axes import param
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
-from ttcd_jax.layers.attention import AttentionConfig
+from ttcd_jax.layers.attention import AttentionConfig, attend
 from ttcd_jax.layers.linear import linear, normal_param
 from ttcd_jax.layers.norm import rms_norm
 from ttcd_jax.layers.rope import rotate
-from ttcd_jax.ttt.chunking import from_chunks, memory_mask, to_chunks
-from ttcd_jax.ttt.fast_swiglu import FastInputs, FastRule, FastWeights, fast_swiglu, unit
+from ttcd_jax.sharding.recurrent import lact_memory
+from ttcd_jax.ttt.chunking import from_chunks, to_chunks
+from ttcd_jax.ttt.fast_swiglu import FastInputs, FastRule, FastWeights, unit
 from ttcd_jax.ttt.product import product
 
 NORM_EPS = 1e-5
@@ -163,13 +163,12 @@ class LaCT(nnx.Module):
         config, dtype = self.config.attention, self.config.attention.precision.compute_dtype
         q, k, v = self._project(h)
         heads = (*h.shape[:2], config.num_heads, config.head_dim)
-        seen = window_attention(
+        seen = attend(
+            config,
             rotate(q.reshape(heads), positions, config.rope),
             rotate(k.reshape(heads), positions, config.rope),
             v.reshape(heads),
-            window=config.window,
-            segment_ids=segment_ids,
-            implementation=config.implementation,
+            segment_ids,
         )
         remembered = self._remember(h, q, k, v, positions, segment_ids)
         return linear(seen.reshape(h.shape) + remembered, self.out[...], dtype)
@@ -204,9 +203,9 @@ class LaCT(nnx.Module):
             state_dtype=precision.state_dtype,
         )
         documents = segment_ids if memory.resets_at_document else None
-        mask = memory_mask(documents, h.shape[1], memory.chunk_size)
+        length = h.shape[1]
         chunks = jax.tree.map(lambda x: to_chunks(x, memory.chunk_size), tokens)
-        fast = from_chunks(fast_swiglu(rule, self._start(), chunks, mask), h.shape[1])
+        fast = from_chunks(lact_memory(rule, self._start(), chunks, documents, length), length)
         fast = rms_norm(fast, self.fast_norm[...], NORM_EPS)
         if memory.has_scale:
             scale = jax.nn.silu(self._gate(h, self.scale, self.scale_bias))

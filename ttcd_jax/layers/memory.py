@@ -15,7 +15,7 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.layers.linear import normal_param
 from ttcd_jax.layers.mlp import MLPConfig, SwiGLU
 from ttcd_jax.precision import Precision
-from ttcd_jax.ttt.chunking import MemoryMask, chunk_segments, from_chunks, memory_mask
+from ttcd_jax.ttt.chunking import chunk_segments, from_chunks
 from ttcd_jax.ttt.scan import Form, MemoryRule
 
 ConvInit = Literal["zeros", "identity", "normal"]
@@ -87,25 +87,23 @@ class MemoryStats(NamedTuple):
 
 
 def memory_stats(
-    state: Float[Array, "B F D"],
+    size: Float[Array, " B"],
     w_base: Float[Array, "F D"],
     eta: float,
     beta: Float[Array, "B T"] | None = None,
 ) -> MemoryStats:
-    """What stands in the memory at the end of the row; `state` is the sum without eta."""
-    state = jax.lax.stop_gradient(state).astype(jnp.float32)
+    """What stands in the memory at the end of the row; `size` is |S|_F, of the sum without eta."""
     base = jax.lax.stop_gradient(w_base).astype(jnp.float32)
-    size = jnp.linalg.norm(state, axis=(-2, -1)).mean()
     gate = jnp.ones(()) if beta is None else jax.lax.stop_gradient(beta).mean()
-    return MemoryStats(abs(eta) * size / jnp.linalg.norm(base), gate.astype(jnp.float32))
+    return MemoryStats(abs(eta) * size.mean() / jnp.linalg.norm(base), gate.astype(jnp.float32))
 
 
 class Remembered(NamedTuple):
-    """What a memory gives for a row: y in chunks, the sum of what was written (without eta), and
-    the token rate if there is one."""
+    """What a memory gives for a row: y in chunks, the Frobenius norm of the sum of what was written
+    (without eta, and without gradient), and the token rate if there is one."""
 
     y: Float[Array, "B C L D"]
-    state: Float[Array, "B F D"]
+    size: Float[Array, " B"]
     beta: Float[Array, "B T"] | None = None
 
 
@@ -136,9 +134,8 @@ class MemoryMLP(SwiGLU):
         if not memory.resets_at_document:
             segment_ids = None
         segments = chunk_segments(segment_ids, memory.chunk_size)
-        mask = memory_mask(segment_ids, length, memory.chunk_size)
-        y, state, beta = self._remember(x, t, segments, mask)
-        stats = memory_stats(state, self.down[...], memory.eta, beta)
+        y, size, beta = self._remember(x, t, segments, segment_ids)
+        stats = memory_stats(size, self.down[...], memory.eta, beta)
         return from_chunks(y, length), stats
 
     def _remember(
@@ -146,7 +143,7 @@ class MemoryMLP(SwiGLU):
         x: Float[Array, "B T D"],
         t: Float[Array, "B T D"],
         segments: Int[Array, "B C L"] | None,
-        mask: MemoryMask,
+        segment_ids: Int[Array, "B T"] | None,
     ) -> Remembered:
         raise AssertionError(f"{type(self).__name__} defines its own _remember")
 

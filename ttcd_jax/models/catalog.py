@@ -28,7 +28,7 @@ from ttcd_jax.models.block import (
 )
 from ttcd_jax.precision import Precision
 
-Remat = Literal["none", "block", "dots"]
+Remat = Literal["none", "block", "dots", "offload"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

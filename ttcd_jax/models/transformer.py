@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
@@ -14,6 +15,8 @@ from ttcd_jax.layers.memory import MemoryStats
 from ttcd_jax.layers.norm import rms_norm
 from ttcd_jax.models.block import BlockConfig, build_block
 from ttcd_jax.models.catalog import Remat, TransformerConfig, block_configs
+from ttcd_jax.sharding.rules import constrain, gathered, is_distributed, never_saves_gathered
+from ttcd_jax.sharding.vocabulary import lookup
 
 
 class Run(NamedTuple):
@@ -118,7 +121,11 @@ class Transformer(nnx.Module):
 
     def head_weight(self) -> Float[Array, "V D"]:
         """The output matrix: the embedding itself when the head is tied."""
-        return self.embedding[...] if self.config.has_tied_head else self.head[...]
+        return self._gathered(self.embedding if self.config.has_tied_head else self.head)
+
+    def _gathered(self, weight: nnx.Param) -> jax.Array:
+        dtype = self.config.precision.compute_dtype
+        return gathered(weight[...], weight.get_metadata("axes"), dtype)
 
     def forward(
         self,
@@ -136,7 +143,7 @@ class Transformer(nnx.Module):
 
     def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """What the head reads of h."""
-        return rms_norm(h, self.final_norm[...], self.config.norm_eps)
+        return rms_norm(h, self._gathered(self.final_norm), self.config.norm_eps)
 
     def residual(
         self,
@@ -146,7 +153,8 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
         """(residual stream behind the last block, statistics), for heads of other shapes."""
         positions = row_positions(tokens) if positions is None else positions
-        embeddings = self.embedding[...].astype(self.config.precision.compute_dtype)[tokens]
+        dtype = self.config.precision.compute_dtype
+        embeddings = lookup(self._gathered(self.embedding).astype(dtype), tokens)
         h, row = embeddings, (positions, segment_ids, embeddings)
         stats = []
         for index, run in enumerate(self.plan):
@@ -158,12 +166,23 @@ class Transformer(nnx.Module):
     def _run(self, unit: _Unit, run: Run, h, row: tuple):
         """(h, statistics of the fast layers in order) after all repeats of a unit."""
         graph, params = nnx.split(unit)
+        dtype = self.config.precision.compute_dtype
+
+        def whole(weight: nnx.Variable) -> nnx.Variable:
+            _, *axes = weight.get_metadata("axes")  # the first, `layers`, is scanned over
+            return weight.replace(gathered(weight[...], axes, dtype))
 
         def body(h, layer_params):
-            return nnx.merge(graph, layer_params).forward(h, *row)
+            h = checkpoint_name(h, _BOUNDARY)
+            layer_params = jax.tree.map(
+                whole, layer_params, is_leaf=lambda node: isinstance(node, nnx.Variable)
+            )
+            h, stats = nnx.merge(graph, layer_params).forward(h, *row)
+            return constrain(h, "batch", "length", None), stats
 
-        body = _with_remat(body, self.config.remat)
-        if self.config.scans_layers and run.repeats > 1:
+        is_scanned = self.config.scans_layers and run.repeats > 1
+        body = _with_remat(body, self.config.remat, is_scanned)
+        if is_scanned:
             h, stats = jax.lax.scan(body, h, params)
             rows = [jax.tree.map(lambda x, i=i: x[i], stats) for i in range(run.repeats)]
         else:
@@ -174,11 +193,26 @@ class Transformer(nnx.Module):
         return h, [block_stats for stats in rows for block_stats in stats]
 
 
-def _with_remat(body, remat: Remat):
-    if remat == "none":
+_BOUNDARY = "residual stream"  # what enters a unit of blocks
+_POLICIES = {
+    "block": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_BOUNDARY],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+def _with_remat(body, remat: Remat, is_scanned: bool):
+    """Outside a loop XLA would find forward and recomputation equal, and keep the forward's. On a
+    mesh "none" still exchanges the parameters anew: kept whole, they would undo `fsdp`."""
+    if remat == "none" and not is_distributed():
         return body
-    policies = {"block": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-    return jax.checkpoint(body, policy=policies[remat], prevent_cse=False)
+    policy = never_saves_gathered if remat == "none" else _POLICIES[remat]
+    return jax.checkpoint(body, policy=policy, prevent_cse=not is_scanned)
 
 
 def _join(stats: list[MemoryStats]) -> MemoryStats | None:

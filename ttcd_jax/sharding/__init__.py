@@ -1,0 +1,1 @@
+"""Devices, which of them holds what, and what those that share a row tell each other."""

@@ -9,7 +9,7 @@ import numpy as np
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.errors import NonFiniteError
 from ttcd_jax.train.state import TrainState
-from ttcd_jax.train.step import Metrics, TrainStep
+from ttcd_jax.train.step import Batch, Metrics, TrainStep
 
 HostMetrics = dict[str, np.ndarray]
 
@@ -36,14 +36,15 @@ def train(
     *,
     start: int,
     steps: int,
+    place: Callable[[dict[str, np.ndarray]], Batch] = jax.device_put,
     on_metrics: Sequence[MetricCallback] = (),
     on_state: Sequence[StateCallback] = (),
-    is_stopping: Callable[[], bool] = lambda: False,
+    is_stopping: Callable[[int], bool] = lambda step: False,
 ) -> tuple[TrainState, int]:
-    """(state, steps done) after steps `start` to `steps`, or earlier if `is_stopping`.
+    """(state, steps done) after steps `start` to `steps`, or earlier if `is_stopping` (steps done).
 
-    Metrics are fetched while the next step runs. Raises `NonFiniteError` with the metric and step;
-    no state callback sees a state of such a step.
+    `place` puts a batch on the devices. Metrics are fetched while the next step runs. Raises
+    `NonFiniteError` with the metric and step; no state callback sees a state of such a step.
     """
     done, pending = start, None
 
@@ -55,14 +56,14 @@ def train(
                 callback.call(number, host)
 
     for step, batch in batches.iterate(start, steps - start):
-        batch = jax.device_put(batch)
+        placed = place(batch)
         with jax.transfer_guard("disallow"):
-            state, metrics = train_step(state, batch)
+            state, metrics = train_step(state, placed)
         done = step + 1
         if pending is not None:
             report(*pending)
         pending = (done, metrics)
-        is_last = done == steps or is_stopping()
+        is_last = done == steps or is_stopping(done)
         due = [callback for callback in on_state if is_last or done % callback.every == 0]
         if due:
             report(*pending)

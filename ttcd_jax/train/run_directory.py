@@ -29,7 +29,7 @@ from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.checkpoint import Checkpoints
-from ttcd_jax.train.state import abstract_model, with_params
+from ttcd_jax.train.state import abstract_model, params_shardings, placed_as, with_params
 
 TOKENIZER = "tokenizer.json"
 IMPORTED = "imported"  # the type of data of a run that was imported
@@ -54,8 +54,15 @@ class RunDirectory:
         """The resolved configuration as JSON. Raises `UserError` when there is none."""
         return self._read("config.json")
 
-    def claim(self, config: dict[str, Any], source: str, data: dict[str, Any]) -> None:
-        """Writes the files of a new run, or checks that an old one is the same run.
+    def claim(
+        self,
+        config: dict[str, Any],
+        source: str,
+        data: dict[str, Any],
+        layout: tuple[str, ...] = (),
+    ) -> None:
+        """Writes the files of a new run, or checks that an old one is the same run. The fields
+        `layout` may differ: they say where it is computed, not what.
 
         Raises `UserError` naming the fields that differ, `DataError` when the data changed.
         """
@@ -70,7 +77,11 @@ class RunDirectory:
             self._write_json("environment.json", _environment())
             self._write_json("config.json", config)
             return
-        differing = _differences(self.read_config(), config)
+        old, new = (
+            {name: value for name, value in fields.items() if name not in layout}
+            for fields in (self.read_config(), config)
+        )
+        differing = _differences(old, new)
         if differing:
             shown = ", ".join(differing[:_SHOWN])
             more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
@@ -154,12 +165,16 @@ def load_params(
     step: int | None = None,
     model_changes: dict[str, Any] | None = None,
 ) -> LoadedParams:
-    """What `load_run` makes its model of; the same arguments and errors."""
+    """What `load_run` makes its model of; the same arguments and errors. On the mesh in use
+    (`jax.set_mesh`) if there is one, else on the first device."""
     directory = RunDirectory(run_dir)
     config = model_config(directory).replace(**(model_changes or {}))
     if not directory.checkpoints.is_dir():
         raise CheckpointError(f"{directory.path} holds no checkpoint yet: train it first")
     params = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
+    mesh = jax.sharding.get_mesh()
+    if not mesh.empty:
+        params = placed_as(params, params_shardings(config, mesh))
     checkpoints = Checkpoints(directory.checkpoints, is_read_only=True)
     with contextlib.closing(checkpoints):
         step, params, _ = checkpoints.restore_params(params, step)

@@ -1,14 +1,17 @@
 """The training state: a dict of arrays, made from a configuration and a seed, nothing else."""
 
+import functools
 from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.sharding.rules import shardings
 
 
 class TrainState(TypedDict):
@@ -33,6 +36,38 @@ def logical_axes(config: TransformerConfig) -> dict[str, Any]:
         is_leaf=lambda node: isinstance(node, nnx.Variable),
     )
     return nnx.to_pure_dict(names)
+
+
+def params_shardings(config: TransformerConfig, mesh: Mesh) -> dict[str, Any]:
+    """Where every parameter lies on `mesh`. Raises `UserError` for a dimension that does not divide
+    among its devices."""
+    params = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
+    return shardings(mesh, logical_axes(config), params)
+
+
+def state_shardings(
+    config: TransformerConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> dict[str, Any]:
+    """Where the training state lies, in a like dict: what the optimizer keeps of a parameter lies
+    with it, all else on every device."""
+    params = params_shardings(config, mesh)
+    state = jax.eval_shape(functools.partial(init_state, config, optimizer, 0))
+    whole = NamedSharding(mesh, PartitionSpec())
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, place: place,
+        state["opt_state"],
+        params,
+        transform_non_params=lambda _: whole,
+    )
+    return {"params": params, "opt_state": opt_state, "step": whole}
+
+
+def placed_as(arrays: Any, places: Any) -> Any:
+    """A tree of `jax.ShapeDtypeStruct`s with the shardings of a like tree."""
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays, places
+    )
 
 
 def with_params(config: TransformerConfig, params: dict[str, Any]) -> Transformer:

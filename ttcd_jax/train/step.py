@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.sharding.rules import constrain
 from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.optimizer import global_norm
-from ttcd_jax.train.state import TrainState, with_params
+from ttcd_jax.train.state import TrainState, logical_axes, with_params
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -40,19 +41,11 @@ def make_train_step(
         return summed_loss(hidden, head, batch["targets"], batch["loss_mask"], loss_rows), stats
 
     def gradients(params: Any, batch: Batch) -> tuple[jax.Array, Any, Any]:
-        def add_part(total, part):
-            (loss, stats), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, part)
-            loss_total, grad_total = total
-            return (loss_total + loss, jax.tree.map(jnp.add, grad_total, grads)), stats
-
         if accumulation_steps == 1:
             (loss, stats), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, batch)
             return loss, grads, stats
-        parts = jax.tree.map(lambda x: x.reshape(accumulation_steps, -1, *x.shape[1:]), batch)
-        first = jax.eval_shape(lambda p, b: loss_sum(p, b)[0], params, batch)
-        zero = (jnp.zeros((), first.dtype), jax.tree.map(jnp.zeros_like, params))
-        (loss, grads), stats = jax.lax.scan(add_part, zero, parts)
-        return loss, grads, jax.tree.map(lambda x: x.mean(0), stats)
+        parts = _in_parts(batch, accumulation_steps)
+        return _accumulated_gradients(loss_sum, params, logical_axes(config), parts)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         count = jnp.maximum(batch["loss_mask"].sum(), 1)
@@ -76,3 +69,33 @@ def make_train_step(
         return TrainState(params=params, opt_state=opt_state, step=state["step"] + 1), metrics
 
     return train_step
+
+
+def _in_parts(batch: Batch, count: int) -> Batch:
+    """[B, ...] -> [count, B / count, ...]. Every part takes its rows from all over the batch, so
+    that a batch sharded by rows stays where it is."""
+
+    def split(x: jax.Array) -> jax.Array:
+        parts = jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
+        return constrain(parts, None, "batch", "length")
+
+    return jax.tree.map(split, batch)
+
+
+def _accumulated_gradients(
+    loss_sum, params: Any, axes: Any, parts: Batch
+) -> tuple[jax.Array, Any, Any]:
+    """(loss, gradients, mean statistics) of all parts. A part's backward adds what it finds, layer
+    by layer, into the one copy of the gradients, which lies as the parameters do."""
+    total = jax.tree.map(
+        lambda x, names: jax.new_ref(constrain(jnp.zeros_like(x), *names)), params, axes
+    )
+
+    def add_part(_, part):
+        loss, pull, stats = jax.vjp(lambda x: loss_sum(x, part), params, has_aux=True)
+        pull.with_refs(total)(jnp.ones_like(loss))
+        return None, (loss, stats)
+
+    _, (losses, stats) = jax.lax.scan(add_part, None, parts)
+    grads = jax.tree.map(jax.freeze, total)
+    return losses.sum(), grads, jax.tree.map(lambda x: x.mean(0), stats)

@@ -40,9 +40,16 @@ class MemoryMask(NamedTuple):
     resets: Bool[Array, "B C"] | None
 
 
-def memory_mask(segment_ids: Int[Array, "B T"] | None, length: int, chunk_size: int) -> MemoryMask:
+def memory_mask(
+    segment_ids: Int[Array, "B T"] | None,
+    length: int,
+    chunk_size: int,
+    previous_segment: Int[Array, " B"] | None = None,
+) -> MemoryMask:
     """The mask of a row of `length` tokens; every document of a row has a `segment_ids` value of
-    its own. Without them the row is one document and only padding is masked."""
+    its own. Without them the row is one document and only padding is masked. `previous_segment`:
+    the segment in front of the row, which the initial state belongs to; default: the row's
+    first."""
     is_ragged = length % chunk_size != 0
     real = to_chunks(jnp.ones((1, length), bool), chunk_size) if is_ragged else None
     if segment_ids is None:
@@ -51,7 +58,8 @@ def memory_mask(segment_ids: Int[Array, "B T"] | None, length: int, chunk_size: 
     ids = jnp.pad(segment_ids, ((0, 0), (0, pad)), mode="edge")
     ids = ids.reshape(ids.shape[0], -1, chunk_size)
     last = ids[:, :, -1]
-    previous = jnp.concatenate([ids[:, :1, 0], last[:, :-1]], axis=1)
+    first = ids[:, 0, 0] if previous_segment is None else previous_segment
+    previous = jnp.concatenate([first[:, None], last[:, :-1]], axis=1)
     writes = ids == last[:, :, None]
     return MemoryMask(
         writes if real is None else writes & real, ids == previous[:, :, None], last != previous

@@ -17,6 +17,7 @@ Documents need no masks: the first token of a document forgets everything.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import jax
@@ -49,26 +50,65 @@ def delta_rule(
     log_decay: Float[Array, "B T N"] | None = None,
     initial_state: Float[Array, "B N H X"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    previous_segment: Int[Array, " B"] | None = None,
     chunk_size: int,
     state_dtype: DTypeLike,
+    carried: Callable[["Transition"], Float[Array, "B N H X"]] | None = None,
 ) -> tuple[Float[Array, "B T N X"], Float[Array, "B N H X"]]:
     """(o in the dtype of v, state after the row) for any T, chunk by chunk.
 
     `log_decay` is g <= 0, finite. Every document of a row is contiguous and has a `segment_ids`
-    value of its own; it starts from zero, but the row's first one from `initial_state`, and the
-    state after the row is the last one's. Products take operands in the dtype of v and accumulate
-    in float32 or better, as gates and the triangular solve do; the state stands in `state_dtype`.
-    Differentiable in all floating arguments through both results. The backward keeps one state per
-    chunk and recomputes what stands inside.
+    value of its own; it starts from zero, but the row's first one (`previous_segment`, if given)
+    from `initial_state`, and the state after the row is the last one's. `carried` gives the
+    initial state instead, from what the row will do to it. Products take operands in the dtype of v
+    and accumulate in float32 or better, as gates and the triangular solve do; the state stands in
+    `state_dtype`. Differentiable in all floating arguments through both results. The backward keeps
+    one state per chunk and recomputes what stands inside.
     """
     length, wide = q.shape[1], jnp.promote_types(state_dtype, jnp.float32)
-    log_decay = _forgetting(log_decay, segment_ids, wide)
+    log_decay = _forgetting(log_decay, segment_ids, previous_segment, wide)
     arrange = functools.partial(_to_head_chunks, chunk_size=min(chunk_size, length))
     solve = jax.checkpoint(functools.partial(_solve, wide=wide))
     chunks = solve(*jax.tree.map(arrange, (q, k, v, beta, log_decay)))
     start = _start(initial_state, k, v, state_dtype)
+    if carried is not None:
+        start = carried(_transition(chunks, start))
     state, o = jax.lax.scan(jax.checkpoint(_advance, prevent_cse=False), start, chunks)
     return from_chunks(jnp.moveaxis(o, (0, 2), (1, 3)), length), state
+
+
+class Transition(NamedTuple):
+    """What a part of a row does to the state in front of it: S -> keeps S + adds. Such maps compose
+    associatively."""
+
+    keeps: Float[Array, "B N H H"]
+    adds: Float[Array, "B N H X"]
+
+
+def compose(first: Transition, then: Transition) -> Transition:
+    """`first`, then `then`."""
+    apply = functools.partial(jnp.einsum, "BNHK,BNKX->BNHX", then.keeps, precision="highest")
+    return Transition(apply(first.keeps), apply(first.adds) + then.adds)
+
+
+def unchanged(transition: Transition) -> Transition:
+    """The map that leaves the state as it is, in the shapes of `transition`."""
+    identity = jnp.eye(transition.keeps.shape[-1], dtype=transition.keeps.dtype)
+    return Transition(
+        jnp.broadcast_to(identity, transition.keeps.shape), jnp.zeros_like(transition.adds)
+    )
+
+
+def _transition(chunks: "_Chunk", zero: jax.Array) -> Transition:
+    """All chunks together: the state they make of zero, and of the identity when nothing is
+    written."""
+    blank = unchanged(Transition(jnp.zeros((*zero.shape[:-1], zero.shape[-2]), zero.dtype), zero))
+
+    def advance(state: Transition, chunk: _Chunk) -> tuple[Transition, None]:
+        homogeneous = chunk._replace(writes=jnp.zeros((), chunk.writes.dtype))
+        return Transition(_behind(state.keeps, homogeneous), _behind(state.adds, chunk)), None
+
+    return jax.lax.scan(jax.checkpoint(advance, prevent_cse=False), blank, chunks)[0]
 
 
 def delta_rule_recurrent(
@@ -85,7 +125,7 @@ def delta_rule_recurrent(
     """`delta_rule` by its definition, one token after the other, in float32 or better throughout.
     The oracle of the tests."""
     wide = jnp.promote_types(state_dtype, jnp.float32)
-    log_decay = _forgetting(log_decay, segment_ids, wide)
+    log_decay = _forgetting(log_decay, segment_ids, None, wide)
     decay = jnp.ones_like(beta) if log_decay is None else jnp.exp(log_decay)
     scale = q.shape[-1] ** -0.5
 
@@ -107,13 +147,14 @@ def _start(initial_state, k, v, dtype) -> jax.Array:
     return jnp.zeros((k.shape[0], *k.shape[2:], v.shape[-1]), dtype)
 
 
-def _forgetting(log_decay, segment_ids, dtype) -> jax.Array | None:
+def _forgetting(log_decay, segment_ids, previous_segment, dtype) -> jax.Array | None:
     """g [B, T, N or 1], `FORGET_ALL` where a document but the row's first begins; None: 0."""
     log_decay = None if log_decay is None else log_decay.astype(dtype)
     if segment_ids is None:
         return log_decay
-    begins = segment_ids[:, 1:] != segment_ids[:, :-1]
-    begins = jnp.pad(begins, ((0, 0), (1, 0)))[..., None]
+    first = segment_ids[:, 0] if previous_segment is None else previous_segment
+    before = jnp.concatenate([first[:, None], segment_ids[:, :-1]], axis=1)
+    begins = (segment_ids != before)[..., None]
     decay_inside = jnp.zeros((), dtype) if log_decay is None else log_decay
     return jnp.where(begins, jnp.asarray(FORGET_ALL, dtype), decay_inside)
 
@@ -229,10 +270,21 @@ def _decays(log_decay: jax.Array | None, size: int, dtype) -> tuple[jax.Array, j
 def _advance(state: jax.Array, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
     """(state behind the chunk, o [B, N, L, X])."""
     narrow, wide = chunk.scores.dtype, chunk.writes.dtype
-    before = state.astype(narrow)
-    u = chunk.writes - product("BNLH,BNHX->BNLX", chunk.erases, before, wide)
-    u = u.astype(narrow)
-    o = product("BNLH,BNHX->BNLX", chunk.queries, before, wide)
+    u = _written(state, chunk)
+    o = product("BNLH,BNHX->BNLX", chunk.queries, state.astype(narrow), wide)
     o = o + product("BNLS,BNSX->BNLX", chunk.scores, u, wide)
-    after = chunk.kept * state + product("BNLH,BNLX->BNHX", chunk.keys, u, wide)
-    return after.astype(state.dtype), o.astype(narrow)
+    return _behind(state, chunk, u), o.astype(narrow)
+
+
+def _written(state: jax.Array, chunk: _Chunk) -> jax.Array:
+    """u [B, N, L, X]."""
+    narrow, wide = chunk.scores.dtype, chunk.writes.dtype
+    erased = product("BNLH,BNHX->BNLX", chunk.erases, state.astype(narrow), wide)
+    return (chunk.writes - erased).astype(narrow)
+
+
+def _behind(state: jax.Array, chunk: _Chunk, u: jax.Array | None = None) -> jax.Array:
+    """The state behind a chunk."""
+    u = _written(state, chunk) if u is None else u
+    added = product("BNLH,BNLX->BNHX", chunk.keys, u, chunk.writes.dtype)
+    return (chunk.kept * state + added).astype(state.dtype)

@@ -69,7 +69,7 @@ class _Chunk(NamedTuple):
     resets: Bool[Array, " B"] | None
 
 
-class _State(NamedTuple):
+class FastState(NamedTuple):
     """The memory between two chunks."""
 
     weights: FastWeights  # what chunks use
@@ -98,24 +98,41 @@ def fast_swiglu(
     where the last document is a new one, the weights return to `start` (and the momentum to zero)
     before it writes.
     """
+    begin = fresh_state(rule, start, inputs)
+    earlier = jax.tree.map(lambda x: x[:, :-1], (inputs, mask))
+    state, y = continued_swiglu(rule, start, earlier[0], earlier[1], begin)
+    chunk = jax.tree.map(lambda x: x[-1], _chunks_first(inputs, mask))
+    y_last = _read(rule, begin, state, chunk).transpose(0, 2, 1, 3)
+    return jnp.concatenate([y, y_last[:, None]], axis=1)
+
+
+def continued_swiglu(
+    rule: FastRule, start: FastWeights, inputs: FastInputs, mask: MemoryMask, state: FastState
+) -> tuple[FastState, Float[Array, "B C L N H"]]:
+    """(the memory behind the row, f(q)) of a row that finds `state` in front of it and whose every
+    chunk is written, the last one too."""
+    begin = fresh_state(rule, start, inputs)
+    sizes = jax.tree.map(lambda w: length(w[0], -2), begin.weights)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def one_chunk(state: FastState, chunk: _Chunk):
+        return _write(rule, begin, sizes, state, chunk), _read(rule, begin, state, chunk)
+
+    state, y = jax.lax.scan(one_chunk, state, _chunks_first(inputs, mask))
+    return state, y.transpose(1, 0, 3, 2, 4)
+
+
+def fresh_state(rule: FastRule, start: FastWeights, inputs: FastInputs) -> FastState:
+    """The memory in front of a document, for every row of `inputs`."""
     batch = inputs.q.shape[0]
-    start = jax.tree.map(lambda w: w.astype(rule.state_dtype), start)
-    sizes = jax.tree.map(lambda w: length(w, -2), start)
-    weights = jax.tree.map(lambda w: jnp.broadcast_to(w, (batch, *w.shape)), start)
-    begin = _State(
+    weights = jax.tree.map(
+        lambda w: jnp.broadcast_to(w.astype(rule.state_dtype), (batch, *w.shape)), start
+    )
+    return FastState(
         weights,
         weights if rule.keeps_raw else None,
         None if inputs.momentum is None else jax.tree.map(jnp.zeros_like, weights),
     )
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def one_chunk(state: _State, chunk: _Chunk):
-        return _write(rule, begin, sizes, state, chunk), _read(rule, begin, state, chunk)
-
-    chunks = _chunks_first(inputs, mask)
-    state, earlier = jax.lax.scan(one_chunk, begin, jax.tree.map(lambda x: x[:-1], chunks))
-    last = _read(rule, begin, state, jax.tree.map(lambda x: x[-1], chunks))
-    return jnp.concatenate([earlier, last[None]]).transpose(1, 0, 3, 2, 4)
 
 
 def _chunks_first(inputs: FastInputs, mask: MemoryMask) -> _Chunk:
@@ -124,7 +141,7 @@ def _chunks_first(inputs: FastInputs, mask: MemoryMask) -> _Chunk:
     return _Chunk(*heads_first, *jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), mask))
 
 
-def _read(rule: FastRule, begin: _State, state: _State, chunk: _Chunk) -> jax.Array:
+def _read(rule: FastRule, begin: FastState, state: FastState, chunk: _Chunk) -> jax.Array:
     """f(q) [B, N, L, H] of one chunk."""
     y = _apply(rule, state.weights, chunk.q)
     if chunk.reads is None:
@@ -141,8 +158,8 @@ def _apply(rule: FastRule, weights: FastWeights, q: jax.Array) -> jax.Array:
 
 
 def _write(
-    rule: FastRule, begin: _State, sizes: FastWeights, state: _State, chunk: _Chunk
-) -> _State:
+    rule: FastRule, begin: FastState, sizes: FastWeights, state: FastState, chunk: _Chunk
+) -> FastState:
     """The state behind one chunk; `sizes` are the column norms of the start."""
     if chunk.resets is not None:
         is_new = chunk.resets[:, None, None, None]
@@ -157,7 +174,7 @@ def _write(
         step = jax.tree.map(newton_schulz, step)
     raw = jax.tree.map(jnp.add, state.weights if state.raw is None else state.raw, step)
     weights = jax.tree.map(lambda w, size: unit(w, -2) * size, raw, sizes)
-    return _State(weights, raw if rule.keeps_raw else None, previous)
+    return FastState(weights, raw if rule.keeps_raw else None, previous)
 
 
 def _step(rule: FastRule, weights: FastWeights, chunk: _Chunk) -> FastWeights:

@@ -68,10 +68,16 @@ def _weight_product_backward(saved, d_out):
     x, kernel = saved
     d_x = jnp.einsum("...Z,XZ->...X", d_out, kernel)
     batch = tuple(range(x.ndim - 1))
-    over_batch = ((batch, batch), ((), ()))
-    if x.shape[-1] <= d_out.shape[-1]:
-        return d_x, jax.lax.dot_general(x, d_out, over_batch)
-    return d_x, jax.lax.dot_general(d_out, x, over_batch).T
+    # Accumulated wide until the sums of all devices are one: a mesh adds what stands here.
+    over_batch = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=((batch, batch), ((), ())),
+        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+    )
+    # XLA's CPU backend has no product of 16-bit operands that puts a float32 transpose out.
+    is_first = x.shape[-1] <= d_out.shape[-1] or jnp.finfo(x.dtype).bits == 16
+    d_kernel = over_batch(x, d_out) if is_first else over_batch(d_out, x).T
+    return d_x, d_kernel.astype(kernel.dtype)
 
 
 _weight_product.defvjp(_weight_product_forward, _weight_product_backward)

@@ -2,7 +2,7 @@
 weight. One step per chunk, recomputed in the backward."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,23 @@ from ttcd_jax.ttt.scan import MemoryRule
 from ttcd_jax.ttt.update import chunk_delta
 
 
+class RunningMemory(NamedTuple):
+    """A memory as a loop over chunks. State leaves carry the batch axis first."""
+
+    write: Callable[[Any, Any], Any]  # (state, operands of a chunk [B, ...]) -> state
+    weight: Callable[[Any], jax.Array]  # W [B, F, D] of a state
+    start: Any  # the state in front of a document
+    operands: Any  # [B, C, ...]
+    z: Float[Array, "B C L F"]  # what is read through W
+    w_base: Float[Array, "F D"]
+    eta: float
+
+    def written(self, end: Any) -> Float[Array, "B F D"]:
+        """(W - W_base) / eta of a state."""
+        weight = self.weight(end)
+        return (weight - self.w_base.astype(weight.dtype)) / (self.eta or 1.0)
+
+
 def ideal_memory(
     z_teacher: Float[Array, "B C L F"],
     z_student: Float[Array, "B C L F"],
@@ -24,8 +41,8 @@ def ideal_memory(
     *,
     eta: float,
     state_dtype: DTypeLike,
-) -> tuple[Float[Array, "B C L D"], Float[Array, "B F D"]]:
-    """(y, (W_end - W_base) / eta): gradient descent on the distillation loss, one step per chunk.
+) -> RunningMemory:
+    """Gradient descent on the distillation loss, one step per chunk.
 
     The paper's eq. inplace_update_sw, in [F, D] layout. With L_CD(W), the mean over a chunk of
     |stopgrad(z_teacher W_i) - z_student W|^2 / 2, chunk i is read through W_i and writes
@@ -51,8 +68,7 @@ def ideal_memory(
     operands = (z_teacher, z_student, jnp.broadcast_to(writes, z_student.shape[:3]))
     base = w_base.astype(state_dtype)
     start = jnp.broadcast_to(base, (z_student.shape[0], *base.shape))
-    y, end = _run(write, lambda weight: weight, start, operands, z_teacher, w_base, mask)
-    return y, (end - base) / (eta or 1.0)
+    return RunningMemory(write, lambda weight: weight, start, operands, z_teacher, w_base, eta)
 
 
 def renormalized_memory(
@@ -63,8 +79,8 @@ def renormalized_memory(
     w_base: Float[Array, "F D"],
     mask: MemoryMask,
     group_chunks: int,
-) -> tuple[Float[Array, "B C L D"], Float[Array, "B F D"]]:
-    """(y, (W_end - W_base) / eta): the memory whose Frobenius norm is held at that of W_base.
+) -> RunningMemory:
+    """The memory whose Frobenius norm is held at that of W_base.
 
     Inside a group of `group_chunks` chunks W_i = R(B_g + eta * sum_{j<i in group} delta_w_j), and
     the group ends with B_{g+1} = R(the same with all its chunks); R(M) = M |W_base|_F / max(|M|_F,
@@ -93,37 +109,33 @@ def renormalized_memory(
     group_start = jnp.broadcast_to(base, (z.shape[0], *base.shape))
     start = (group_start, jnp.zeros_like(group_start), jnp.zeros(z.shape[0], jnp.int32))
     operands = (masked(errors, mask.writes), keys)
-    y, end = _run(write, weight, start, operands, z, w_base, mask)
-    return y, (weight(end) - base) / (rule.eta or 1.0)
+    return RunningMemory(write, weight, start, operands, z, w_base, rule.eta)
 
 
-def _run(
-    write: Callable[[Any, Any], Any],
-    weight: Callable[[Any], jax.Array],
-    start: Any,
-    operands: Any,
-    z: jax.Array,
-    w_base: jax.Array,
-    mask: MemoryMask,
-) -> tuple[jax.Array, Any]:
-    """(y [B, C, L, D], last state): chunk after chunk, `z` read through `weight(state)`, then
-    `write(state, operands of the chunk)`. State leaves carry the batch axis first; tokens that may
-    not read the state read W_base."""
+def read_running(
+    memory: RunningMemory, mask: MemoryMask, state: Any = None
+) -> tuple[Float[Array, "B C L D"], Any]:
+    """(y, the state behind the row): chunk after chunk, z is read through W, then the chunk is
+    written. Tokens that may not read the state read W_base. `state`: what stands in front of the
+    row, default `memory.start`."""
 
     def one_chunk(state, chunk):
         z, reads, resets, operands = chunk
-        matrix = weight(state)
+        matrix = memory.weight(state)
         y = product("BLF,BFD->BLD", z, matrix.astype(z.dtype), matrix.dtype)
         if reads is not None:
-            y = jnp.where(reads[..., None], y, product("BLF,FD->BLD", z, w_base, matrix.dtype))
+            base = product("BLF,FD->BLD", z, memory.w_base, matrix.dtype)
+            y = jnp.where(reads[..., None], y, base)
         if resets is not None:
             state = jax.tree.map(
                 lambda new, old: jnp.where(resets.reshape(-1, *[1] * (old.ndim - 1)), new, old),
-                start,
+                memory.start,
                 state,
             )
-        return write(state, operands), y.astype(z.dtype)
+        return memory.write(state, operands), y.astype(z.dtype)
 
-    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (z, mask.reads, mask.resets, operands))
+    rows = (memory.z, mask.reads, mask.resets, memory.operands)
+    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), rows)
+    start = memory.start if state is None else state
     end, y = jax.lax.scan(jax.checkpoint(one_chunk), start, chunks)
     return jnp.moveaxis(y, 0, 1), end

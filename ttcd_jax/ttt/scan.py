@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from ttcd_jax.ttt.chunking import MemoryMask, masked
 from ttcd_jax.ttt.product import product
@@ -66,8 +66,7 @@ def apply_memory(
     errors = masked(errors, mask.writes)
     if initial_state is None:
         initial_state = jnp.zeros((z.shape[0], z.shape[-1], w_base.shape[-1]), rule.state_dtype)
-    _, C, L, F = z.shape
-    form = cheapest_form(rule, C * L, F, w_base.shape[-1]) if rule.form == "auto" else rule.form
+    form = chosen_form(rule, z.shape[1] * z.shape[2], *w_base.shape)
     if form == "attention":
         return _attention_form(rule, z, keys, errors, w_base, mask, initial_state)
     operands = _Operands(z, keys, errors, mask.reads, mask.resets)
@@ -76,6 +75,11 @@ def apply_memory(
         y, state = _read_block(rule, w_base, initial_state, _chunks_first(operands))
         return jnp.moveaxis(y, 0, 1), state
     return _blocked(rule, operands, w_base, initial_state)
+
+
+def chosen_form(rule: MemoryRule, length: int, hidden_dim: int, dim: int) -> Form:
+    """The form that a row of T = `length` is read in."""
+    return cheapest_form(rule, length, hidden_dim, dim) if rule.form == "auto" else rule.form
 
 
 def cheapest_form(
@@ -120,7 +124,7 @@ def _from_blocks(x: jax.Array, num_chunks: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(-1, *x.shape[2:])[:num_chunks], 0, 1)
 
 
-def _segmented_sum(left, right):
+def segmented_sum(left, right):
     """(was reset, sum) of two neighbouring runs: what stands left of a reset is forgotten.
     Associative."""
     left_reset, left_sum = left
@@ -129,15 +133,42 @@ def _segmented_sum(left, right):
     return left_reset | right_reset, kept + right_sum
 
 
+def _segmented_sums(elements, *, reverse: bool = False):
+    """The associative scan of `segmented_sum`. Recomputed in a backward: it meets arrays of size
+    zero on its way, and Shardy (jax 0.11.2) crashes when one is kept across a sharded region."""
+    scan = functools.partial(jax.lax.associative_scan, segmented_sum, reverse=reverse)
+    return jax.checkpoint(scan, prevent_cse=False)(elements)
+
+
 def _states(delta: jax.Array, resets: jax.Array | None, carry: jax.Array):
     """States in front of each chunk [G, B, F, D], and the one after the last, from delta_w [G, B,
     F, D]."""
     if resets is None:
         after = jax.lax.associative_scan(jnp.add, delta) + carry
     else:
-        was_reset, total = jax.lax.associative_scan(_segmented_sum, (resets, delta))
+        was_reset, total = _segmented_sums((resets, delta))
         after = total + jnp.where(was_reset[..., None, None], 0, carry)
     return jnp.concatenate([carry[None], after[:-1]]), after[-1]
+
+
+def row_total(
+    rule: MemoryRule,
+    keys: Float[Array, "B C L F"],
+    errors: Float[Array, "B C L D"],
+    mask: MemoryMask,
+) -> tuple[Bool[Array, " B"], Float[Array, "B F D"]]:
+    """(whether the row drops the state in front of it, the sum of what it writes behind its last
+    reset): an element of `segmented_sum`."""
+    errors = masked(errors, mask.writes)
+    if mask.resets is None:
+        was_reset = jnp.zeros(len(keys), bool)
+    else:
+        was_reset = mask.resets.any(1)
+        later = jax.lax.cumsum(mask.resets.astype(jnp.int32), axis=1, reverse=True) - mask.resets
+        errors = masked(errors, jnp.broadcast_to((later == 0)[..., None], errors.shape[:3]))
+    if rule.orthogonalizes:
+        return was_reset, _delta(rule, errors, keys).sum(1)
+    return was_reset, _product(rule, "BCLF,BCLD->BFD", keys, errors)
 
 
 def _delta(rule: MemoryRule, errors, keys):
@@ -235,9 +266,7 @@ def _write_cotangent(rule: MemoryRule, carry, block: _Operands, dy):
     if block.resets is None:
         d_before = jax.lax.associative_scan(jnp.add, outer, reverse=True) + d_after
     else:
-        was_reset, total = jax.lax.associative_scan(
-            _segmented_sum, (block.resets, outer), reverse=True
-        )
+        was_reset, total = _segmented_sums((block.resets, outer), reverse=True)
         d_before = total + jnp.where(was_reset[..., None, None], 0, d_after)
     d_delta = jnp.concatenate([d_before[1:], d_after[None]])
     _, pull = jax.vjp(functools.partial(_delta, rule), block.errors, block.keys)

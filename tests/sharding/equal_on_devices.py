@@ -1,0 +1,109 @@
+"""One method on several meshes of eight fake devices: loss, statistics and every gradient beside
+those of one device. A script: `python equal_on_devices.py METHOD FILE MESH...`, a mesh as 1x2x2x2
+(data x fsdp x seq x tensor); writes the largest relative differences as JSON."""
+
+import functools
+import json
+import math
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from ttcd_jax.layers.delta_net import DeltaRuleConfig
+from ttcd_jax.layers.ideal import IdealMemoryConfig
+from ttcd_jax.layers.ip_ttt import TargetMemoryConfig
+from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.layers.lact import LaCTMemoryConfig
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.precision import Precision
+from ttcd_jax.sharding.batch import Placement
+from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh
+from ttcd_jax.train.loss import summed_loss
+from ttcd_jax.train.state import params_shardings, with_params
+
+B, T, L, V = 8, 64, 4, 32
+
+
+def config(method: str) -> TransformerConfig:
+    """A window of 21 tokens: longer than the part of a row on one of four devices."""
+    starts = {"proj_init": "normal", "chunk_size": L, "block_chunks": 2}
+    return TransformerConfig(
+        vocab_size=V,
+        dim=16,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=4 if method == "lact" else 2,
+        mlp_dim=32,
+        method=method,
+        window=None if method == "full" else 21,
+        student_window=6,
+        fast_layers=(0, 2),
+        memory=MemoryConfig(teacher_conv_init="normal", form="blocked", **starts),
+        target_memory=TargetMemoryConfig(conv_init="normal", **starts),
+        ideal_memory=IdealMemoryConfig(chunk_size=L),
+        lact=LaCTMemoryConfig(chunk_size=L, low_rank=2),
+        delta=DeltaRuleConfig(chunk_size=L, num_taps=3),
+        init_std=0.2,
+        precision=Precision(param="float64", compute="float64", state="float64"),
+    )
+
+
+def batch() -> dict[str, np.ndarray]:
+    """Several documents to a row; they begin anywhere, at the edge of a device's part too."""
+    rng = np.random.default_rng(0)
+    segment_ids = np.sort(rng.integers(0, 4, (B, T)), axis=1)
+    segment_ids[0] = np.arange(T) // (T // 4)
+    fields = {
+        "tokens": rng.integers(0, V, (B, T)),
+        "targets": rng.integers(0, V, (B, T)),
+        "segment_ids": segment_ids,
+        "positions": np.broadcast_to(np.arange(T), (B, T)),
+    }
+    fields = {name: field.astype(np.int32) for name, field in fields.items()}
+    return fields | {"loss_mask": rng.random((B, T)) < 0.9}
+
+
+def loss(model_config, params, row):
+    model = with_params(model_config, params)
+    hidden, stats = model.forward(row["tokens"], row["segment_ids"], row["positions"])
+    total = summed_loss(hidden, model.head_weight(), row["targets"], row["loss_mask"], 16)
+    return total, stats
+
+
+def results(model_config, mesh):
+    params = nnx.to_pure_dict(nnx.state(Transformer(model_config, rngs=nnx.Rngs(0)), nnx.Param))
+    run = jax.jit(jax.value_and_grad(functools.partial(loss, model_config), has_aux=True))
+    if mesh is None:
+        return jax.device_get(run(params, batch()))
+    place = Placement(mesh, batch_size=B, length=T)
+    rows = {name: field[list(place.rows)] for name, field in batch().items()}
+    params = jax.device_put(params, params_shardings(model_config, mesh))
+    with jax.set_mesh(mesh):
+        return jax.device_get(run(params, place(rows)))
+
+
+def difference(expected: np.ndarray, found: np.ndarray) -> float:
+    size = np.abs(expected).max()
+    return float(np.abs(expected - found).max() / (size or 1))
+
+
+def main(method: str, output: str, *meshes: str) -> None:
+    model_config = config(method)
+    expected = jax.tree.leaves(results(model_config, None))
+    worst = {}
+    for name in meshes:
+        sizes = [int(size) for size in name.split("x")]
+        devices = jax.devices()[: math.prod(sizes)]
+        mesh = build_mesh(MeshConfig(**dict(zip(AXES, sizes, strict=True))), devices)
+        found = jax.tree.leaves(results(model_config, mesh))
+        worst[name] = max(map(difference, expected, found))
+    Path(output).write_text(json.dumps(worst))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    main(*sys.argv[1:])

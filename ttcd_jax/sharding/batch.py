@@ -1,0 +1,50 @@
+"""Batches on a mesh: which rows a process makes, and how they become one array of all processes."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.sharding.rules import BATCH, LENGTH, spec
+
+
+class Placement:
+    """Fields [batch_size, length] of a batch, cut along rows and positions of `mesh`.
+
+    `rows`, in ascending order, are those that this process's devices hold a part of: all that it
+    has to make. Raises `UserError` when rows or positions do not divide among the devices.
+    """
+
+    def __init__(self, mesh: Mesh, *, batch_size: int, length: int) -> None:
+        for name, size, axes in (("batch_size", batch_size, BATCH), ("seq_len", length, LENGTH)):
+            parts = int(np.prod([mesh.shape[axis] for axis in axes]))
+            if size % parts:
+                raise UserError(
+                    f"{name} {size} does not divide among the {parts} devices of mesh axes "
+                    f"{' x '.join(axes)}: change {name} or MeshConfig"
+                )
+        self._shape = (batch_size, length)
+        self._sharding = NamedSharding(mesh, spec(("batch", "length"), mesh))
+        own = self._sharding.addressable_devices_indices_map(self._shape).values()
+        indices = (range(batch_size)[index[0]] for index in own if index is not None)
+        self.rows = tuple(sorted({row for rows in indices for row in rows}))
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """The global arrays of a batch whose fields hold this process's `rows`."""
+        place = {row: index for index, row in enumerate(self.rows)}
+
+        def array(field: np.ndarray) -> jax.Array:
+            def part(index: Any) -> np.ndarray:
+                rows = range(self._shape[0])[index[0]]
+                return field[place[rows[0]] : place[rows[-1]] + 1, index[1]]
+
+            return jax.make_array_from_callback(self._shape, self._sharding, part)
+
+        return {name: array(field) for name, field in batch.items()}
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())

@@ -1,0 +1,106 @@
+"""The device mesh: four axes, sized by a configuration, over whatever devices there are.
+
+    data     copies of the model, each with its own rows; the only axis that may cross slices
+    fsdp     rows as well, and the parameters cut along `embed`
+    seq      positions of a row (`ttcd_jax.sharding.sequence`); parameters are cut along it too
+    tensor   heads, MLP features and words
+
+The last axes lie closest together: `tensor` and `seq` want the fast links inside a node.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from ttcd_jax.config import Config
+from ttcd_jax.errors import UserError
+
+AXES = ("data", "fsdp", "seq", "tensor")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig(Config):
+    """Devices along each axis; one axis may be -1, which takes what the others leave. `slices`:
+    groups of devices (slices of a pod, or hosts) joined by a slower network, over which only `data`
+    goes."""
+
+    data: int = 1
+    fsdp: int = -1
+    seq: int = 1
+    tensor: int = 1
+    slices: int = 1
+
+    def validate(self) -> None:
+        for name in AXES:
+            size = getattr(self, name)
+            if size < 1 and size != -1:
+                raise UserError(f"MeshConfig.{name} {size} must be at least 1, or -1 for the rest")
+        if self.slices < 1:
+            raise UserError(f"MeshConfig.slices {self.slices} must be at least 1")
+        open_axes = [name for name in AXES if getattr(self, name) == -1]
+        if len(open_axes) > 1:
+            raise UserError(
+                f"MeshConfig: {' and '.join(open_axes)} are -1, and only one axis can take the rest"
+            )
+
+    def sizes(self, num_devices: int) -> dict[str, int]:
+        """Devices along each axis of a mesh of `num_devices`. Raises `UserError` when they do not
+        multiply to that number, or `slices` does not divide `data`."""
+        sizes = {name: getattr(self, name) for name in AXES}
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size != -1)
+        rest = [name for name, size in sizes.items() if size == -1]
+        if num_devices % fixed or (not rest and fixed != num_devices):
+            raise UserError(
+                f"the mesh wants {product} = {fixed} devices{' or a multiple' if rest else ''}, "
+                f"and there are {num_devices}: change MeshConfig, or set one axis to -1"
+            )
+        if rest:
+            sizes[rest[0]] = num_devices // fixed
+        if sizes["data"] % self.slices:
+            raise UserError(
+                f"MeshConfig.slices {self.slices} does not divide data {sizes['data']}: only data "
+                "goes over the slow network"
+            )
+        return sizes
+
+
+def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh over `devices` (default: all of the job). Raises `UserError` as `sizes` does, and
+    when the devices do not come in `slices` groups."""
+    devices = jax.devices() if devices is None else devices
+    sizes = config.sizes(len(devices))
+    shape = tuple(sizes[name] for name in AXES)
+    if config.slices == 1:
+        array = mesh_utils.create_device_mesh(shape, devices)
+    else:
+        array = _over_slices(config.slices, shape, devices)
+    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _over_slices(slices: int, shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+    """`data` outermost over the slices, everything else inside one."""
+    groups = {
+        "slices": {device.slice_index for device in devices if hasattr(device, "slice_index")},
+        "hosts": {device.process_index for device in devices},
+    }
+    kind = next((kind for kind, found in groups.items() if len(found) == slices), None)
+    if kind is None:
+        raise UserError(
+            f"MeshConfig.slices is {slices}, and the devices come in "
+            f"{len(groups['slices'])} slices and {len(groups['hosts'])} hosts"
+        )
+    inside = (shape[0] // slices, *shape[1:])
+    return mesh_utils.create_hybrid_device_mesh(
+        inside,
+        (slices, *(1,) * (len(shape) - 1)),
+        devices,
+        process_is_granule=kind == "hosts",
+        allow_split_physical_axes=True,
+    )

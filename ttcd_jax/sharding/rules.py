@@ -1,0 +1,154 @@
+"""Logical axes on mesh axes: the only table, for parameters and activations alike.
+
+Layers name their dimensions (`ttcd_jax.axes`); this table says which mesh axes cut each of them. To
+shard a model otherwise, change the table.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.sharding.mesh import AXES
+
+Names = Sequence[str | None]
+
+# The axes along which rows and positions lie: every device of them computes with whole weights.
+BATCH, LENGTH = ("data", "fsdp"), ("seq",)
+
+RULES: dict[str, tuple[str, ...]] = {
+    # Of parameters. Named with nothing behind it: always whole.
+    "embed": ("fsdp", "seq"),
+    "embed_out": (),
+    "mlp": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "vocab": ("tensor",),
+    "taps": (),
+    "fast_heads": (),
+    "fast_mlp": (),
+    "rank": (),
+    "layers": (),
+    # Of activations. The model dimension of an activation is always whole: None.
+    "batch": BATCH,
+    "length": LENGTH,
+}
+
+
+def spec(names: Names, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """How an array with these logical axes lies on `mesh`; None is a dimension that stays whole.
+
+    Mesh axes of another name, and those that a surrounding `shard_map` already cut, are left alone.
+    Raises `KeyError` for a logical axis that the table lacks.
+    """
+    free = _free_axes(mesh)
+    parts = []
+    for name in names:
+        axes = tuple(axis for axis in (RULES[name] if name is not None else ()) if axis in free)
+        parts.append(axes if len(axes) > 1 else axes[0] if axes else None)
+    return PartitionSpec(*parts)
+
+
+def _free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """Sizes of our mesh axes that the compiler partitions."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return {name: mesh.shape[name] for name in AXES if kinds.get(name) == AxisType.Auto}
+
+
+def axis_size(name: str) -> int:
+    """Devices along a mesh axis of the mesh in use; 1 without one."""
+    return _free_axes(jax.sharding.get_abstract_mesh()).get(name, 1)
+
+
+def is_distributed() -> bool:
+    """Whether the mesh in use has more than one device along an axis of ours."""
+    return any(axis_size(name) > 1 for name in AXES)
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """x, laid out as its logical axes ask; x itself when no mesh is in use."""
+    if not is_distributed():
+        return x
+    where = spec(names, jax.sharding.get_abstract_mesh())
+    return jax.lax.with_sharding_constraint(x, where)
+
+
+def sharded(
+    function: Callable[..., Any], inputs: Sequence[Any], outputs: Any
+) -> Callable[..., Any]:
+    """`function` run by every device on its own part of the arrays, whose logical axes `inputs` and
+    `outputs` name (None for an argument that is None). Mesh axes have their names inside
+    (`jax.lax.psum(x, "tensor")`); what no axis cuts is whole on every device."""
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def specs(tree: Any) -> Any:
+        is_names = isinstance(tree, tuple) and all(isinstance(x, str | None) for x in tree)
+        return spec(tree, mesh) if is_names else tuple(map(specs, tree))
+
+    in_specs = tuple(PartitionSpec() if names is None else specs(tuple(names)) for names in inputs)
+    return jax.shard_map(function, in_specs=in_specs, out_specs=specs(outputs), check_vma=False)
+
+
+# What remat never keeps: it is exchanged again instead.
+GATHERED = "gathered"
+
+
+def gathered(x: jax.Array, names: Names, dtype: DTypeLike) -> jax.Array:
+    """A stored parameter as computations take it, whole along `embed`; matrices rounded to `dtype`.
+
+    The devices of `fsdp` and `seq` hold parts of it and exchange them here, in the narrow dtype;
+    its gradient, in x's dtype, goes back to the same parts. Without a mesh it is x itself.
+    """
+    if not is_distributed():
+        return x
+    is_matrix = sum(name != "layers" for name in names) > 1
+    if is_matrix and not {"taps", "rank", "fast_mlp"} & {*names}:
+        return _whole_along_embed(x.astype(dtype), names).astype(x.dtype)
+    return _whole_along_embed(x, names)
+
+
+def _whole_along_embed(x: jax.Array, names: Names) -> jax.Array:
+    whole = tuple(None if name == "embed" else name for name in names)
+
+    def exchange(x: jax.Array) -> jax.Array:
+        return checkpoint_name(constrain(x, *whole), GATHERED)
+
+    gather = jax.custom_vjp(exchange)
+    gather.defvjp(lambda x: (exchange(x), None), lambda _, dx: (constrain(dx, *names),))
+    return gather(x)
+
+
+def never_saves_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """A remat policy: everything is kept but what `gathered` exchanged."""
+    is_gathered = primitive.name == "name" and parameters["name"] == GATHERED
+    return not is_gathered and primitive.name != "sharding_constraint"
+
+
+def shardings(mesh: Mesh, axes: Any, arrays: Any) -> Any:
+    """A `NamedSharding` for every array of a tree, by the axis names in the like tree `axes`.
+
+    Raises `UserError` where a dimension does not divide among its devices, with both numbers.
+    """
+
+    def place(path: Any, names: Names, array: Any) -> NamedSharding:
+        for name, size in zip(names, array.shape, strict=True):
+            cuts = RULES[name] if name is not None else ()
+            parts = 1
+            for axis in cuts:
+                parts *= mesh.shape[axis]
+            if size % parts:
+                raise UserError(
+                    f"{jax.tree_util.keystr(path, simple=True, separator='/')} {array.shape}: its "
+                    f"axis {name!r} of {size} does not divide among {parts} devices "
+                    f"({' x '.join(cuts)}): change MeshConfig or the size"
+                )
+        return NamedSharding(mesh, spec(names, mesh))
+
+    return jax.tree_util.tree_map_with_path(
+        place, axes, arrays, is_leaf=lambda node: isinstance(node, tuple)
+    )

@@ -1,0 +1,58 @@
+"""Compiled programs: where they are kept between runs, and a warning when a step is compiled
+again."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from absl import logging
+
+from ttcd_jax.train.state import TrainState
+from ttcd_jax.train.step import Batch, Metrics, TrainStep
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def keep_programs(directory: str | None) -> None:
+    """Compiled programs are kept in `directory`, "" for nowhere. None stands for what
+    JAX_COMPILATION_CACHE_DIR says, else for `ttcd_jax` in the user's cache folder."""
+    if directory is None and "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return  # jax has read it
+    if directory is None:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        directory = str(Path(caches) / "ttcd_jax")
+    jax.config.update("jax_compilation_cache_dir", directory or None)
+
+
+@contextlib.contextmanager
+def compiled_once(step: TrainStep, start: int) -> Iterator[TrainStep]:
+    """`step`, a jitted function whose first call takes step `start`. Every compilation but its
+    first is logged as a warning with the step at which it happened."""
+    name = f"jit({step.__name__})"
+    done, compilations = start, 0
+
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        nonlocal compilations
+        if event == _COMPILED and kwargs["fun_name"] == name:
+            compilations += 1
+            if compilations > 1:
+                logging.warning(
+                    "step %d was compiled anew, in %.1f s: its state or its batch has another "
+                    "shape, dtype or sharding than before",
+                    done + 1,
+                    duration_secs,
+                )
+
+    def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        nonlocal done
+        result = step(state, batch)
+        done += 1
+        return result
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield counted
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
