@@ -14,8 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from experiments.run_config import RunConfig
 from ttcd_jax.data.pipeline import Batches
-from ttcd_jax.data.sources import build_source, vocab_size
-from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.data.sources import build_source, is_shuffled, vocab_size
 from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.sharding.batch import Placement, replicated
@@ -103,7 +102,7 @@ def build_data(config: RunConfig, rows: Sequence[int]) -> tuple[Batches, dict[st
         batch_size=config.batch_size,
         seed=config.seed,
         rows=rows,
-        is_shuffled=not isinstance(config.data, RecallConfig),
+        is_shuffled=is_shuffled(config.data),
     )
     return batches, manifest
 

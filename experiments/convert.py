@@ -16,17 +16,16 @@ imported comes out again bit for bit, unless --dtype says otherwise.
 import contextlib
 import json
 import math
-import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from experiments import cli
+from experiments.output import appearing, check_unused
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 
 FLAGS = flags.FLAGS
@@ -66,7 +65,7 @@ def _import(source: Path, run_dir: Path) -> None:
     from ttcd_jax.train.checkpoint import Checkpoints
     from ttcd_jax.train.run_directory import IMPORTED, TOKENIZER, RunDirectory
 
-    _check_unused(run_dir)
+    check_unused(run_dir)
     tokenizer = _chosen_tokenizer(source)
     params, config, facts = import_reference(source)
     data: dict[str, Any] = {"type": IMPORTED, "seq_len": _length(facts)}
@@ -74,7 +73,7 @@ def _import(source: Path, run_dir: Path) -> None:
         _check_vocabulary(tokenizer, config.vocab_size)
         kept = {} if tokenizer.path is None else {"path": TOKENIZER}
         data["tokenizer"] = tokenizer.replace(**kept).to_dict()
-    with _appearing(run_dir) as unfinished:
+    with appearing(run_dir) as unfinished:
         if tokenizer is not None and tokenizer.path is not None:
             shutil.copyfile(tokenizer.path, unfinished / TOKENIZER)
         directory = RunDirectory(unfinished)
@@ -137,44 +136,20 @@ def _export(run_dir: Path, folder: Path) -> None:
     from ttcd_jax.interop.weight_files import write_safetensors
     from ttcd_jax.train.run_directory import TOKENIZER, RunDirectory, load_params
 
-    _check_unused(folder)
+    check_unused(folder)
     directory = RunDirectory(run_dir)
     facts = directory.read_import()
     if facts is not None and not all(name in facts for name in _FACTS):
         raise CheckpointError(f"{run_dir}/import.json is damaged: import the checkpoint again")
     params, config, step = load_params(run_dir, FLAGS.step)
     tensors, text = export_reference(params, config, facts, FLAGS.dtype)
-    with _appearing(folder) as unfinished:
+    with appearing(folder) as unfinished:
         write_safetensors(unfinished, tensors)
         (unfinished / CONFIG).write_bytes(text.encode())
         if (directory.path / TOKENIZER).is_file():
             shutil.copyfile(directory.path / TOKENIZER, unfinished / TOKENIZER)
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
     print(f"{len(tensors)} tensors, {count:,} numbers of step {step} in {folder.absolute()}")
-
-
-def _check_unused(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path} exists and is not an empty folder: choose another")
-
-
-@contextlib.contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` when all went well and is gone when not."""
-    path = path.absolute()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.parent / f".{path.name}.{os.getpid()}"
-        unfinished.mkdir()
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
-    try:
-        yield unfinished
-        unfinished.replace(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 if __name__ == "__main__":

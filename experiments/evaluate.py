@@ -30,8 +30,6 @@ _RECALL_SEED = 1_000_003  # rows no training seed of a few digits can have seen
 
 
 def main(argv: list[str]) -> None:
-    import numpy as np
-
     from ttcd_jax.eval import results
     from ttcd_jax.eval.report import format_table
     from ttcd_jax.eval.scorer import score_rows
@@ -40,8 +38,6 @@ def main(argv: list[str]) -> None:
     source = RunDirectory(FLAGS.run_dir).read_config()
     run = load_run(FLAGS.run_dir, FLAGS.step)
     rows = _text_rows(source, run) if FLAGS.task == "ppl" else _recall_rows(source)
-    chosen = np.linspace(0, len(rows["tokens"]) - 1, min(FLAGS.max_rows, len(rows["tokens"])))
-    rows = {name: value[chosen.astype(int)] for name, value in rows.items()}
     series = {}
     for label, changes in _variants(run.config).items():
         model = load_run(FLAGS.run_dir, run.step, changes).model if changes else run.model
@@ -79,12 +75,28 @@ def _variants(config) -> dict[str, dict[str, Any]]:
 
 
 def _text_rows(source: dict[str, Any], run):
-    from ttcd_jax.data.corpus import CorpusConfig, load_documents
-    from ttcd_jax.data.packing import document_rows
+    import grain
+
+    from ttcd_jax.data.packing import DocumentRows
     from ttcd_jax.data.tokenizer import check_tokens
+
+    seq_len = FLAGS.seq_len or source["data"]["seq_len"]
+    parts = [DocumentRows(records, seq_len=seq_len) for records in _text_records(source, run)]
+    whole = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
+    rows = _stacked(whole)
+    check_tokens(rows["targets"], run.config.vocab_size)
+    return rows
+
+
+def _text_records(source: dict[str, Any], run):
+    """The documents to measure: those of --text, or the run's validation split."""
+    from ttcd_jax.data.corpus import CorpusConfig, load_documents
+    from ttcd_jax.data.packing import encode_documents
+    from ttcd_jax.data.sources import RecordsConfig, TextConfig, held_out
     from ttcd_jax.train.run_directory import IMPORTED
 
-    if run.tokenizer is None and source["data"]["type"] == IMPORTED:
+    kind = source["data"]["type"]
+    if run.tokenizer is None and kind == IMPORTED:
         raise UserError(
             f"{FLAGS.run_dir} was imported without a tokenizer: import it again with "
             "--tokenizer=FILE.json or --tokenizer=byte"
@@ -92,28 +104,29 @@ def _text_rows(source: dict[str, Any], run):
     if run.tokenizer is None:
         raise UserError(f"{FLAGS.run_dir} was trained on synthetic data: use --task=recall")
     if FLAGS.text is not None:
-        corpus, split = CorpusConfig(kind="text", path=FLAGS.text, validation_percent=0), "train"
-    elif source["data"]["type"] == IMPORTED:
+        corpus = CorpusConfig(kind="text", path=FLAGS.text, validation_percent=0)
+        return [encode_documents(load_documents(corpus, "train"), run.tokenizer)]
+    if kind == IMPORTED:
         raise UserError(f"{FLAGS.run_dir} was imported and has no corpus: pass --text=PATH")
-    else:
-        corpus, split = CorpusConfig.from_dict(source["data"]["corpus"]), "validation"
-    documents = load_documents(corpus, split)
-    seq_len = FLAGS.seq_len or source["data"]["seq_len"]
-    rows = document_rows(documents, run.tokenizer, seq_len=seq_len)
-    check_tokens(rows["targets"], run.config.vocab_size)
-    return rows
+    classes = {cls.__name__: cls for cls in (TextConfig, RecordsConfig)}
+    return held_out(classes[kind].from_dict(source["data"]))
 
 
 def _recall_rows(source: dict[str, Any]):
-    import numpy as np
-
     from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
 
     if source["data"]["type"] != "RecallConfig":
         raise UserError(f"{FLAGS.run_dir} was not trained on recall data: use --task=ppl")
     config = RecallConfig.from_dict(source["data"])
-    rows = RecallRows(config, seed=_RECALL_SEED, num_rows=FLAGS.max_rows)
-    made = [rows[i] for i in range(FLAGS.max_rows)]
+    return _stacked(RecallRows(config, seed=_RECALL_SEED, num_rows=FLAGS.max_rows))
+
+
+def _stacked(rows):
+    """--max_rows of a source, spread over it: fields [rows, T]."""
+    import numpy as np
+
+    chosen = np.linspace(0, len(rows) - 1, min(FLAGS.max_rows, len(rows))).astype(int)
+    made = [rows[int(i)] for i in chosen]
     return {name: np.stack([row[name] for row in made]) for name in made[0]}
 
 

@@ -1,10 +1,11 @@
+import hashlib
 import pathlib
 import sysconfig
 
 import pytest
 
-from ttcd_jax.data import corpus
-from ttcd_jax.data.corpus import CorpusConfig, Document, load_documents
+from ttcd_jax.data.corpus import CorpusConfig, load_documents, manifest, stream_documents
+from ttcd_jax.data.documents import Document
 from ttcd_jax.errors import DataError, UserError
 
 
@@ -43,7 +44,7 @@ def test_stdlib_takes_whole_modules_and_splits_them(stdlib):
     assert set(_names(train)) | set(_names(validation)) == expected
     assert set(_names(train)).isdisjoint(_names(validation))
     assert _names(train) == sorted(_names(train))
-    assert all(text == (stdlib / name).read_bytes() for name, text in train)
+    assert all(d.text == (stdlib / d.name).read_bytes() for d in train)
 
 
 def test_split_depends_on_the_name_alone(stdlib):
@@ -149,16 +150,50 @@ def test_fingerprint_follows_names_and_contents():
         documents[::-1],
         documents[:1],
     ]
-    prints = {corpus.fingerprint(changed) for changed in [documents, *changes]}
+    prints = {_fingerprint(changed) for changed in [documents, *changes]}
     assert len(prints) == len(changes) + 1
-    assert corpus.fingerprint(list(documents)) == corpus.fingerprint(documents)
+    assert _fingerprint(list(documents)) == _fingerprint(documents)
+
+
+def _fingerprint(documents):
+    return manifest(CorpusConfig(), documents)["sha256"]
 
 
 def test_manifest():
     documents = [Document("a", b"bc"), Document("d", b"e")]
-    assert corpus.manifest(CorpusConfig(), documents) == {
+    assert manifest(CorpusConfig(), documents) == {
         "kind": "stdlib",
         "num_documents": 2,
         "num_bytes": 3,
-        "sha256": corpus.fingerprint(documents),
+        "sha256": hashlib.sha256(_with_lengths(b"a", b"bc", b"d", b"e")).hexdigest(),
     }
+
+
+def _with_lengths(*parts):
+    return b"".join(len(part).to_bytes(8) + part for part in parts)
+
+
+def test_streamed_documents_are_those_of_both_splits(tmp_path):
+    config = _folder(tmp_path, {f"{i}.txt": "x" * i for i in range(40)})
+    config = config.replace(validation_percent=30)
+    streamed = list(stream_documents(config))
+    assert [d.name for _, d in streamed] == sorted(f"{i}.txt" for i in range(1, 40))
+    for split in ("train", "validation"):
+        assert [d for s, d in streamed if s == split] == load_documents(config, split)
+
+
+def test_one_file_of_many_documents_is_split_by_their_names(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(f'{{"body": "{i}"}}\n' for i in range(60)))
+    config = CorpusConfig(kind="text", path=str(path), field="body", validation_percent=30)
+    train, validation = (load_documents(config, s) for s in ("train", "validation"))
+    assert 5 <= len(validation) <= 30
+    everything = {Document(f"corpus.jsonl:{i}", b"%d" % i) for i in range(60)}
+    assert {*train, *validation} == everything
+    assert len(train) + len(validation) == 60
+
+
+def test_nothing_is_held_out_of_a_file_without_a_last_line_break(tmp_path):
+    (tmp_path / "book.txt").write_text("one line\nand half a")
+    config = CorpusConfig(kind="text", path=str(tmp_path / "book.txt"), validation_percent=0)
+    assert [d.text for d in load_documents(config, "train")] == [b"one line\nand half a"]

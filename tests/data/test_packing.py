@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from ttcd_jax.data.corpus import Document
-from ttcd_jax.data.packing import PackedRows, document_rows
+from ttcd_jax.data.documents import Document
+from ttcd_jax.data.packing import DocumentRows, PackedRows, encode_documents
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError
 
@@ -13,7 +13,18 @@ SEQ_LEN = 16
 
 @pytest.fixture
 def rows():
-    return PackedRows(DOCUMENTS, TOKENIZER, seq_len=SEQ_LEN, seed=3)
+    return _packed(DOCUMENTS, seq_len=SEQ_LEN, seed=3)
+
+
+def _packed(documents, tokenizer=TOKENIZER, **options):
+    return PackedRows(encode_documents(documents, tokenizer), **options)
+
+
+def _stream(rows):
+    """Every token of the documents in the order of the rows, those behind the last row included."""
+    records = rows.records
+    parts = [records.read(d, 0, records.sizes[d]).tolist() for d in rows.order]
+    return [token for part in parts for token in part]
 
 
 def _documents_of(stream):
@@ -32,20 +43,21 @@ def _documents_of(stream):
 
 
 def test_stream_is_the_documents_permuted(rows):
-    texts = _documents_of(rows.stream.tolist())
+    texts = _documents_of(_stream(rows))
     assert sorted(texts) == sorted(document.text for document in DOCUMENTS)
     assert texts != [document.text for document in DOCUMENTS]
-    other = PackedRows(DOCUMENTS, TOKENIZER, seq_len=SEQ_LEN, seed=4)
-    assert texts != _documents_of(other.stream.tolist())
-    assert rows.stream.dtype == np.uint16
+    other = _packed(DOCUMENTS, seq_len=SEQ_LEN, seed=4)
+    assert texts != _documents_of(_stream(other))
+    assert rows.records.shards[0].dtype == np.uint16
 
 
 def test_rows_tile_the_stream(rows):
-    assert len(rows) == (rows.stream.size - 1) // SEQ_LEN
+    stream = _stream(rows)
+    assert len(rows) == (len(stream) - 1) // SEQ_LEN
     tokens = np.concatenate([rows[r]["tokens"] for r in range(len(rows))])
     targets = np.concatenate([rows[r]["targets"] for r in range(len(rows))])
-    np.testing.assert_array_equal(tokens, rows.stream[: tokens.size])
-    np.testing.assert_array_equal(targets, rows.stream[1 : tokens.size + 1])
+    np.testing.assert_array_equal(tokens, stream[: tokens.size])
+    np.testing.assert_array_equal(targets, stream[1 : tokens.size + 1])
     with pytest.raises(IndexError):
         rows[len(rows)]
     with pytest.raises(IndexError):
@@ -75,20 +87,20 @@ def test_field_shapes_and_types(rows):
 def test_mask_knows_documents_where_bos_and_eos_are_one_token():
     tokenizer = ByteTokenizer()
     tokenizer.bos_id = tokenizer.eos_id
-    rows = PackedRows([Document("a", b"ab"), Document("b", b"cd")], tokenizer, seq_len=7, seed=0)
+    rows = _packed([Document("a", b"ab"), Document("b", b"cd")], tokenizer, seq_len=7, seed=0)
     assert rows[0]["loss_mask"].tolist() == [True, True, True, False, True, True, True]
     assert rows[0]["segment_ids"].tolist() == [1, 1, 1, 1, 2, 2, 2]
 
 
 def test_stream_of_exactly_one_row():
-    rows = PackedRows([Document("a", b"abc")], TOKENIZER, seq_len=4, seed=0)
+    rows = _packed([Document("a", b"abc")], seq_len=4, seed=0)
     assert len(rows) == 1
     assert rows[0]["targets"].tolist() == [97, 98, 99, TOKENIZER.eos_id]
 
 
 def test_last_row_without_a_target_is_dropped():
-    rows = PackedRows([Document("a", b"abcdef")], TOKENIZER, seq_len=4, seed=0)
-    assert rows.stream.size == 8
+    rows = _packed([Document("a", b"abcdef")], seq_len=4, seed=0)
+    assert rows.starts[-1] == 8
     assert len(rows) == 1
 
 
@@ -96,12 +108,13 @@ def test_last_row_without_a_target_is_dropped():
 def test_corpus_shorter_than_a_row(documents):
     num_tokens = sum(len(document.text) + 2 for document in documents)
     with pytest.raises(DataError, match=rf"has {num_tokens} tokens and a row takes 6 \(seq_len 5"):
-        PackedRows(documents, TOKENIZER, seq_len=5, seed=0)
+        _packed(documents, seq_len=5, seed=0)
 
 
 def test_documents_apart():
     documents = [Document("long", b"abcdefgh"), Document("short", b"xy"), Document("bare", b"z")]
-    rows = document_rows(documents, TOKENIZER, seq_len=6, min_tokens=4)
+    source = DocumentRows(encode_documents(documents, TOKENIZER), seq_len=6, min_tokens=4)
+    rows = {name: np.stack([row[name] for row in source]) for name in source[0]}
     bos, eos = TOKENIZER.bos_id, TOKENIZER.eos_id
     first, second, short = [bos, *b"abcde"], [*b"fgh", eos, eos, eos], [bos, *b"xy", eos, eos, eos]
     assert rows["tokens"].tolist() == [first, second, short]
@@ -109,12 +122,27 @@ def test_documents_apart():
     assert rows["segment_ids"].tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
     assert rows["positions"].tolist() == [list(range(6)), [0, 1, 2, 0, 0, 0], [0, 1, 2, 0, 0, 0]]
     np.testing.assert_array_equal(rows["loss_mask"], rows["segment_ids"] == 1)
-    packed = PackedRows(documents, TOKENIZER, seq_len=6, seed=0)[0]
+    with pytest.raises(IndexError):
+        source[len(source)]
+    packed = _packed(documents, seq_len=6, seed=0)[0]
     assert {name: value.dtype for name, value in rows.items()} == {
         name: value.dtype for name, value in packed.items()
     }
 
 
 def test_no_document_long_enough():
+    records = encode_documents([Document("a", b"abc")], TOKENIZER)
     with pytest.raises(DataError, match=r"none of 1 documents has 9 tokens \(longest: 5\)"):
-        document_rows([Document("a", b"abc")], TOKENIZER, seq_len=6, min_tokens=9)
+        DocumentRows(records, seq_len=6, min_tokens=9)
+
+
+def test_documents_that_come_tokenized_are_framed_once():
+    bos, eos = TOKENIZER.bos_id, TOKENIZER.eos_id
+    framings = [[65, 66], [bos, 65, 66], [65, 66, eos], [bos, 65, 66, eos]]
+    for dtype in (np.uint64, np.int32):
+        documents = [Document("a", b"", np.array(ids, dtype)) for ids in framings]
+        records = encode_documents(documents, TOKENIZER)
+        assert records.shards[0].tolist() == [bos, 65, 66, eos] * len(framings)
+    foreign = Document("shard:7", b"", np.array([65, 258], np.uint32))
+    with pytest.raises(DataError, match="shard:7: token 258 at position 1 is outside"):
+        encode_documents([foreign], TOKENIZER)

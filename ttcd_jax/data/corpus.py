@@ -1,15 +1,18 @@
-"""Documents to train on: the Python standard library's own source, or text files of the user."""
+"""Documents to train on: the Python standard library's own source, or files of the user."""
 
 import dataclasses
 import hashlib
 import pathlib
 import sysconfig
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from ttcd_jax.config import Config
+from ttcd_jax.data.documents import Document, holds_many, read_documents
 from ttcd_jax.errors import DataError, UserError
 
 Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
 
 # Installed packages and test suites differ between installations of one Python release.
 LEFT_OUT_OF_STDLIB = frozenset(
@@ -17,25 +20,20 @@ LEFT_OUT_OF_STDLIB = frozenset(
 )
 
 
-class Document(NamedTuple):
-    """One text with the name it is known by: its path relative to the corpus."""
-
-    name: str
-    text: bytes
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorpusConfig(Config):
     """Which documents, and which of them are held out.
 
-    `path` (kind "text") is a file, whose last `validation_percent` are held out, or a folder. The
-    `train/` and `validation/` inside a folder are its splits; without them a document is held out
-    by the hash of its name. `max_bytes` keeps a sample of whole training documents.
+    `path` (kind "text") is a file of plain text, whose last `validation_percent` are held out, a
+    file of many documents, whose text is in `field`, or a folder of either. The `train/` and
+    `validation/` inside a folder are its splits; without them a document is held out by the hash
+    of its name. `max_bytes` keeps a sample of whole training documents.
     """
 
     kind: Literal["stdlib", "text"] = "stdlib"
     path: str | None = None
     glob: str = "**/*.txt"
+    field: str = "text"
     validation_percent: int = 5
     max_bytes: int | None = None
 
@@ -57,92 +55,132 @@ class CorpusConfig(Config):
             raise UserError(f"CorpusConfig.max_bytes is {self.max_bytes}; give 1 or more, or None")
 
 
-def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
-    """The non-empty documents of one split, sorted by name.
+class Census:
+    """Number, bytes and digest of the documents that it is shown."""
 
-    Raises `DataError` when the path is missing, nothing matches, or every document is empty.
+    def __init__(self) -> None:
+        self._num_documents = self._num_bytes = 0
+        self._digest = hashlib.sha256()
+
+    def add(self, document: Document) -> None:
+        self._num_documents += 1
+        self._num_bytes += len(document.content)
+        for part in (document.name.encode(), document.content):
+            self._digest.update(len(part).to_bytes(8))  # so that no two lists run into one
+            self._digest.update(part)
+
+    def summary(self) -> dict[str, Any]:
+        """Ready for JSON; `sha256` covers names and contents, in their order."""
+        return {
+            "num_documents": self._num_documents,
+            "num_bytes": self._num_bytes,
+            "sha256": self._digest.hexdigest(),
+        }
+
+
+def stream_documents(
+    config: CorpusConfig, splits: tuple[Split, ...] = SPLITS
+) -> Iterator[tuple[Split, Document]]:
+    """The documents that are not empty, each with its split, file by file in the order of names.
+
+    Files of `splits` alone are read, where a file belongs to one split. `max_bytes` is not applied.
+    Raises `DataError` when the path is missing, nothing matches, or a file cannot be read.
     """
     if config.path is None:
-        documents = _held_out_by_name(_stdlib_documents(), config, split)
-        where = sysconfig.get_paths()["stdlib"]
+        documents = _held_out_by_name(_stdlib_documents(), config)
     else:
-        documents = _text_documents(pathlib.Path(config.path), config, split)
-        where = config.path
-    documents = [document for document in documents if document.text]
+        documents = _user_documents(pathlib.Path(config.path), config, splits)
+    return (labelled for labelled in documents if labelled[1].content)
+
+
+def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
+    """The documents of one split, as `stream_documents` gives them, or the sample of `max_bytes`.
+
+    Raises `DataError` also when there is none.
+    """
+    documents = [document for s, document in stream_documents(config, (split,)) if s == split]
     if not documents:
-        raise DataError(
-            f"the {split} split of {where} is empty (validation_percent="
-            f"{config.validation_percent}); add text, or give a folder with train/ and validation/"
-        )
+        raise empty_split(config, split)
     if split == "train" and config.max_bytes is not None:
         return _sample(documents, config.max_bytes)
     return documents
 
 
-def fingerprint(documents: list[Document]) -> str:
-    """sha256 over the names and contents of `documents`, in their order."""
-    digest = hashlib.sha256()
-    for name, text in documents:
-        for part in (name.encode(), text):
-            digest.update(len(part).to_bytes(8))  # so that no two lists run into the same bytes
-            digest.update(part)
-    return digest.hexdigest()
+def empty_split(config: CorpusConfig, split: Split) -> DataError:
+    """The error of a split without a document."""
+    where = sysconfig.get_paths()["stdlib"] if config.path is None else config.path
+    return DataError(
+        f"the {split} split of {where} is empty (validation_percent="
+        f"{config.validation_percent}); add text, or give a folder with train/ and validation/"
+    )
 
 
 def manifest(config: CorpusConfig, documents: list[Document]) -> dict[str, Any]:
     """What a run directory records of its documents, ready for JSON."""
-    return {
-        "kind": config.kind,
-        "num_documents": len(documents),
-        "num_bytes": sum(len(document.text) for document in documents),
-        "sha256": fingerprint(documents),
-    }
+    census = Census()
+    for document in documents:
+        census.add(document)
+    return {"kind": config.kind} | census.summary()
 
 
-def _stdlib_documents() -> list[Document]:
+def _stdlib_documents() -> Iterator[Document]:
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    return [d for d in _read_folder(root, "**/*.py", LEFT_OUT_OF_STDLIB) if _is_utf8(d.text)]
+    for name, path in _files(root, "**/*.py").items():
+        if LEFT_OUT_OF_STDLIB.isdisjoint(path.relative_to(root).parts):
+            text = path.read_bytes()
+            if _is_utf8(text):
+                yield Document(name, text)
 
 
-def _text_documents(path: pathlib.Path, config: CorpusConfig, split: Split) -> list[Document]:
-    if path.is_file():
-        return [_part_of_file(path, config.validation_percent, split)]
-    if not path.is_dir():
+def _user_documents(
+    path: pathlib.Path, config: CorpusConfig, splits: tuple[Split, ...]
+) -> Iterator[tuple[Split, Document]]:
+    if not path.exists():
         raise DataError(f"no file or folder at {path}; set CorpusConfig.path")
-    has_splits = (path / "train").is_dir() and (path / "validation").is_dir()
-    folder = path / split if has_splits else path
-    documents = _read_folder(folder, config.glob)
-    if not documents:
+    if not path.is_dir():
+        if holds_many(path):
+            documents = read_documents(path, path.name, config.field)
+            yield from _held_out_by_name(documents, config)
+        else:
+            yield from _parts_of_file(path, config)
+    elif all((path / split).is_dir() for split in SPLITS):
+        for split in splits:
+            for document in _folder_documents(path / split, config):
+                yield split, document
+    else:
+        yield from _held_out_by_name(_folder_documents(path, config), config)
+
+
+def _folder_documents(folder: pathlib.Path, config: CorpusConfig) -> Iterator[Document]:
+    files = _files(folder, config.glob)
+    if not files:
         raise DataError(f"no file under {folder} matches {config.glob!r}; set CorpusConfig.glob")
-    return documents if has_splits else _held_out_by_name(documents, config, split)
+    for name, path in files.items():
+        yield from read_documents(path, name, config.field)
 
 
-def _read_folder(
-    folder: pathlib.Path, glob: str, left_out: frozenset[str] = frozenset()
-) -> list[Document]:
-    names = {
-        path.relative_to(folder).as_posix(): path
-        for path in folder.glob(glob)
-        if path.is_file() and left_out.isdisjoint(path.relative_to(folder).parts)
-    }
-    return [Document(name, names[name].read_bytes()) for name in sorted(names)]
+def _files(folder: pathlib.Path, glob: str) -> dict[str, pathlib.Path]:
+    """Files by their relative name, sorted."""
+    files = {p.relative_to(folder).as_posix(): p for p in folder.glob(glob) if p.is_file()}
+    return dict(sorted(files.items()))
 
 
-def _part_of_file(path: pathlib.Path, validation_percent: int, split: Split) -> Document:
-    text = path.read_bytes()
-    # A cut after a line keeps characters of several bytes whole.
-    cut = text.rfind(b"\n", 0, len(text) * (100 - validation_percent) // 100) + 1
-    return Document(path.name, text[:cut] if split == "train" else text[cut:])
+def _parts_of_file(path: pathlib.Path, config: CorpusConfig) -> Iterator[tuple[Split, Document]]:
+    for document in read_documents(path, path.name, config.field):
+        text = document.text
+        cut = len(text) * (100 - config.validation_percent) // 100
+        if cut < len(text):  # after a line, which keeps characters of several bytes whole
+            cut = text.rfind(b"\n", 0, cut) + 1
+        yield "train", Document(path.name, text[:cut])
+        yield "validation", Document(path.name, text[cut:])
 
 
 def _held_out_by_name(
-    documents: list[Document], config: CorpusConfig, split: Split
-) -> list[Document]:
-    return [
-        document
-        for document in documents
-        if (_hash(document) % 100 < config.validation_percent) == (split == "validation")
-    ]
+    documents: Iterator[Document], config: CorpusConfig
+) -> Iterator[tuple[Split, Document]]:
+    for document in documents:
+        is_held_out = _hash(document) % 100 < config.validation_percent
+        yield "validation" if is_held_out else "train", document
 
 
 def _hash(document: Document) -> int:

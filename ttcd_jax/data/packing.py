@@ -11,15 +11,39 @@ A document becomes bos + tokens + eos. A row is a dict of arrays [T]:
 
 import numpy as np
 
-from ttcd_jax.data.corpus import Document
-from ttcd_jax.data.tokenizer import Tokenizer
+from ttcd_jax.data.documents import Document
+from ttcd_jax.data.records import TokenRecords, token_dtype
+from ttcd_jax.data.tokenizer import Tokenizer, check_tokens
 from ttcd_jax.errors import DataError
 
 Row = dict[str, np.ndarray]
 
 
+def encode_documents(documents: list[Document], tokenizer: Tokenizer) -> TokenRecords:
+    """The documents as token records in memory. Raises `DataError` naming a document that is not
+    UTF-8 (a `tokenizer.json` reads text) or comes with ids that the tokenizer does not have."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    parts = [_encode(document, tokenizer).astype(dtype) for document in documents]
+    return TokenRecords(
+        [np.concatenate([np.empty(0, dtype), *parts])],
+        np.cumsum([0, *(part.size for part in parts)]),
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+    )
+
+
 def _encode(document: Document, tokenizer: Tokenizer) -> np.ndarray:
-    return np.concatenate([[tokenizer.bos_id], tokenizer.encode(document.text), [tokenizer.eos_id]])
+    bos, eos, ids = [tokenizer.bos_id], [tokenizer.eos_id], document.tokens
+    try:
+        if ids is None:
+            ids = tokenizer.encode(document.text)
+        else:
+            check_tokens(ids, tokenizer.vocab_size)
+            bos = [] if ids[:1].tolist() == bos else bos
+            eos = [] if ids[-1:].tolist() == eos else eos
+    except DataError as error:
+        raise DataError(f"{document.name}: {error}") from error
+    return np.concatenate([np.array(bos, np.int64), ids.astype(np.int64), np.array(eos, np.int64)])
 
 
 class PackedRows:
@@ -27,78 +51,90 @@ class PackedRows:
 
     Row r reads the stream at [r*T, r*T + T], T + 1 tokens of which the last is only a target; what
     does not fill a row is dropped. `loss_mask` is False where the target opens another document.
-    `stream` [tokens] and `starts` [documents] hold the tokens and where each document begins.
-    Raises `DataError` when the stream does not fill one row.
+    Kept in memory: `order` [documents], which document comes where, and `starts` [documents + 1],
+    where it begins in the stream. Raises `DataError` when the stream does not fill one row.
     """
 
-    def __init__(
-        self, documents: list[Document], tokenizer: Tokenizer, *, seq_len: int, seed: int
-    ) -> None:
-        dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
-        order = np.random.default_rng(seed).permutation(len(documents))
-        parts = [_encode(documents[i], tokenizer).astype(dtype) for i in order]
-        sizes = np.array([part.size for part in parts], np.int64)
-        self.seq_len = seq_len
-        self.starts = np.cumsum(sizes) - sizes
-        if sizes.sum() < seq_len + 1:
+    def __init__(self, records: TokenRecords, *, seq_len: int, seed: int) -> None:
+        self.records, self.seq_len = records, seq_len
+        self.order = np.random.default_rng(seed).permutation(len(records))
+        self.starts = np.zeros(len(records) + 1, np.int64)
+        np.cumsum(records.sizes[self.order], out=self.starts[1:])
+        if self.starts[-1] < seq_len + 1:
             raise DataError(
-                f"the corpus has {sizes.sum()} tokens and a row takes {seq_len + 1} "
+                f"{records.where} has {self.starts[-1]} tokens and a row takes {seq_len + 1} "
                 f"(seq_len {seq_len} and a target); add text or lower seq_len"
             )
-        self.stream = np.concatenate(parts)
 
     def __len__(self) -> int:
-        return (self.stream.size - 1) // self.seq_len
+        return int(self.starts[-1] - 1) // self.seq_len
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        start = index * self.seq_len
-        places = np.arange(start, start + self.seq_len + 1)
-        tokens = self.stream[start : places[-1] + 1].astype(np.int32)
-        document = np.searchsorted(self.starts, places, side="right") - 1
-        begin = np.maximum(self.starts[document], start)
+        start = int(index) * self.seq_len
+        stop = start + self.seq_len + 1
+        first, last = np.searchsorted(self.starts, [start, stop - 1], side="right") - 1
+        origins = self.starts[first : last + 1]
+        begins = np.maximum(origins, start)
+        ends = np.minimum(self.starts[first + 1 : last + 2], stop)
+        parts = [
+            self.records.read(document, begin, end)
+            for document, begin, end in zip(
+                self.order[first : last + 1], begins - origins, ends - origins, strict=True
+            )
+        ]
+        tokens = np.concatenate(parts).astype(np.int32)
+        segments = np.repeat(np.arange(1, len(parts) + 1, dtype=np.int32), ends - begins)
+        positions = np.arange(start, stop) - np.repeat(begins, ends - begins)
         return {
             "tokens": tokens[:-1],
             "targets": tokens[1:],
-            "segment_ids": (document - document[0] + 1)[:-1].astype(np.int32),
-            "positions": (places - begin)[:-1].astype(np.int32),
-            "loss_mask": document[1:] == document[:-1],
+            "segment_ids": segments[:-1],
+            "positions": positions[:-1].astype(np.int32),
+            "loss_mask": segments[1:] == segments[:-1],
         }
 
 
-def document_rows(
-    documents: list[Document], tokenizer: Tokenizer, *, seq_len: int, min_tokens: int = 2
-) -> Row:
-    """Every document cut into consecutive rows of its own, each target once: arrays [rows, T].
+class DocumentRows:
+    """Every document cut into rows of its own, each target once: a random-access source.
 
     A position in a row is the length of the context its prediction could use. The last row of a
     document is padded with the eos id in segment 0, outside the loss. Documents shorter than
     `min_tokens` (bos and eos included) are left out; `DataError` when none is left.
     """
-    encoded = [_encode(document, tokenizer) for document in documents]
-    kept = [ids for ids in encoded if ids.size >= min_tokens]
-    if not kept:
-        longest = max((ids.size for ids in encoded), default=0)
-        raise DataError(
-            f"none of {len(documents)} documents has {min_tokens} tokens (longest: {longest}); "
-            "lower min_tokens or add longer documents"
-        )
-    pieces = [
-        ids[start : start + seq_len + 1]
-        for ids in kept
-        for start in range(0, ids.size - 1, seq_len)
-    ]
-    padded = np.full((len(pieces), seq_len + 1), tokenizer.eos_id, np.int32)
-    for row, ids in zip(padded, pieces, strict=True):
-        row[: ids.size] = ids
-    num_inputs = np.array([ids.size - 1 for ids in pieces])
-    places = np.arange(seq_len, dtype=np.int32)
-    is_real = places < num_inputs[:, None]
-    return {
-        "tokens": padded[:, :-1],
-        "targets": padded[:, 1:],
-        "segment_ids": is_real.astype(np.int32),
-        "positions": np.where(is_real, places, 0),
-        "loss_mask": is_real,
-    }
+
+    def __init__(self, records: TokenRecords, *, seq_len: int, min_tokens: int = 2) -> None:
+        self.records, self.seq_len = records, seq_len
+        sizes = records.sizes
+        self._kept = np.flatnonzero(sizes >= min_tokens)
+        if not self._kept.size:
+            raise DataError(
+                f"none of {len(records)} documents has {min_tokens} tokens (longest: "
+                f"{sizes.max(initial=0)}); lower min_tokens or add longer documents"
+            )
+        self._sizes = sizes[self._kept]
+        self._ends = np.cumsum(-(-(self._sizes - 1) // seq_len))  # rows up to each document's last
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        place = np.searchsorted(self._ends, index, side="right")
+        size = self._sizes[place]
+        num_rows = -(-(size - 1) // self.seq_len)
+        start = int(index - self._ends[place] + num_rows) * self.seq_len
+        ids = self.records.read(self._kept[place], start, min(start + self.seq_len + 1, size))
+        padded = np.full(self.seq_len + 1, self.records.eos_id, np.int32)
+        padded[: ids.size] = ids
+        places = np.arange(self.seq_len, dtype=np.int32)
+        is_real = places < ids.size - 1
+        return {
+            "tokens": padded[:-1],
+            "targets": padded[1:],
+            "segment_ids": is_real.astype(np.int32),
+            "positions": np.where(is_real, places, 0),
+            "loss_mask": is_real,
+        }

@@ -7,12 +7,14 @@ import grain
 
 from ttcd_jax.config import Config
 from ttcd_jax.data.corpus import CorpusConfig, load_documents, manifest
-from ttcd_jax.data.packing import PackedRows
+from ttcd_jax.data.mixture import MixedRows, RecordsConfig
+from ttcd_jax.data.packing import PackedRows, encode_documents
+from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
 from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import UserError
 
-_SYNTHETIC_ROWS = 2**31 - 1  # never repeats in practice
+_ENDLESS = 2**31 - 1  # rows: more than any run takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,14 +30,21 @@ class TextConfig(Config):
             raise UserError(f"TextConfig.seq_len {self.seq_len} must be at least 2")
 
 
-DataConfig = TextConfig | RecallConfig
+DataConfig = TextConfig | RecordsConfig | RecallConfig
 
 
 def vocab_size(config: DataConfig) -> int:
     """Token ids of this data are below it."""
     if isinstance(config, RecallConfig):
         return config.vocab_size
+    if isinstance(config, RecordsConfig):
+        return config.manifests()[0]["vocab_size"]
     return build_tokenizer(config.tokenizer).vocab_size
+
+
+def is_shuffled(config: DataConfig) -> bool:
+    """Whether the rows of `build_source` come in an order to shuffle; others are drawn already."""
+    return isinstance(config, TextConfig)
 
 
 def build_source(
@@ -43,9 +52,26 @@ def build_source(
 ) -> tuple[grain.sources.RandomAccessDataSource, dict[str, Any]]:
     """(rows of the training split, manifest). Equal manifests mean equal data."""
     if isinstance(config, RecallConfig):
-        rows = RecallRows(config, seed=seed, num_rows=_SYNTHETIC_ROWS)
+        rows = RecallRows(config, seed=seed, num_rows=_ENDLESS)
         return rows, {"kind": "recall", "seed": seed}
+    if isinstance(config, RecordsConfig):
+        manifests = config.manifests()
+        rows = MixedRows(config, seed=seed, num_rows=_ENDLESS)
+        return rows, {
+            "kind": "records",
+            "num_rows": rows.num_distinct,
+            "sha256": [manifest["sha256"] for manifest in manifests],
+        }
     documents = load_documents(config.corpus, "train")
     tokenizer = build_tokenizer(config.tokenizer)
-    rows = PackedRows(documents, tokenizer, seq_len=config.seq_len, seed=seed)
+    records = encode_documents(documents, tokenizer)
+    rows = PackedRows(records, seq_len=config.seq_len, seed=seed)
     return rows, manifest(config.corpus, documents) | {"num_rows": len(rows)}
+
+
+def held_out(config: TextConfig | RecordsConfig) -> list[TokenRecords]:
+    """The validation split: one entry, or one for each folder of records that has one."""
+    if isinstance(config, TextConfig):
+        documents = load_documents(config.corpus, "validation")
+        return [encode_documents(documents, build_tokenizer(config.tokenizer))]
+    return config.open("validation")

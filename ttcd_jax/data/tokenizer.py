@@ -5,12 +5,13 @@ import functools
 import json
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import tokenizers
 from numpy.typing import ArrayLike
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ttcd_jax.config import Config
 from ttcd_jax.errors import DataError, UserError
@@ -92,14 +93,7 @@ class JsonTokenizer:
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """Ids [T] int32, without specials. Raises `DataError` for bytes that are not UTF-8."""
-        if isinstance(text, bytes):
-            try:
-                text = text.decode()
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"text is not UTF-8 at byte {error.start} of {len(text)}; convert it, or use "
-                    "the byte tokenizer"
-                ) from error
+        text = _decoded(text) if isinstance(text, bytes) else text
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -147,6 +141,42 @@ def _read_json(path: str) -> dict[str, Any]:
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that `config` describes."""
     return ByteTokenizer() if config.path is None else JsonTokenizer(config.path)
+
+
+def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> str:
+    """A `tokenizer.json` of byte-level BPE: every byte, the pairs that `texts` hold most often, a
+    bos and an eos, `vocab_size` tokens in all (fewer, where the texts hold fewer pairs).
+
+    Texts are taken one at a time. Raises `DataError` for one that is not UTF-8.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    specials = [BOS_NAMES[0], EOS_NAMES[0]]
+    if vocab_size < len(alphabet) + len(specials):
+        raise UserError(
+            f"a vocabulary of {vocab_size} does not hold all {len(alphabet)} bytes, bos and eos: "
+            f"take {len(alphabet) + len(specials)} or more"
+        )
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(map(_decoded, texts), trainer)
+    return tokenizer.to_str(pretty=True)
+
+
+def _decoded(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"text is not UTF-8 at byte {error.start} of {len(text)}; convert it, or use the byte "
+            "tokenizer"
+        ) from error
 
 
 def check_tokens(ids: ArrayLike, vocab_size: int) -> None:

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from ttcd_jax.data.mixture import RecordsConfig
+from ttcd_jax.data.records import records_tokenizer
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.models.catalog import TransformerConfig
@@ -221,9 +223,12 @@ def load_run(
 def _tokenizer(directory: RunDirectory) -> Tokenizer | None:
     """The tokenizer of the run's data; one that lies in the directory goes before its path."""
     data = directory.read_config()["data"]
-    if "tokenizer" not in data:
+    if data["type"] == RecordsConfig.__name__:
+        config = records_tokenizer(Path(data["paths"][0]))
+    elif "tokenizer" in data:
+        config = TokenizerConfig.from_dict(data["tokenizer"])
+    else:
         return None
-    config = TokenizerConfig.from_dict(data["tokenizer"])
     own = directory.path / TOKENIZER
     if config.kind == "json" and own.is_file():
         config = config.replace(path=str(own))

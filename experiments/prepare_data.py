@@ -1,0 +1,147 @@
+"""Makes token records out of raw text, for runs on RecordsConfig (configs/data/records.gin).
+
+    python -m experiments.prepare_data --input=PATH --tokenizer=FILE.json|byte --output=FOLDER
+                                       [--glob=PATTERN] [--field=text] [--validation_percent=5]
+                                       [--processes=N]
+    python -m experiments.prepare_data --input=PATH --train_tokenizer=VOCAB_SIZE --output=FILE.json
+    python -m experiments.prepare_data --verify=FOLDER
+
+PATH is a text file, or a folder of .txt (one document each), .jsonl, .jsonl.zst, .parquet or MDS
+shards with their index.json. `train/` and `validation/` inside it are its splits, if they are
+there. .zst and .parquet need zstandard and pyarrow (pip install 'ttcd-jax[data]').
+
+FOLDER appears when it is complete, and is the same for any number of processes. A killed command
+leaves a hidden folder beside it, which can be deleted. --verify reads every file of a FOLDER.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from experiments import cli
+from experiments.output import appearing, check_unused
+from ttcd_jax.errors import UserError
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("input", None, "A file or a folder of documents.")
+flags.DEFINE_string("output", None, "The folder to make; with --train_tokenizer the file.")
+flags.DEFINE_string("tokenizer", None, "byte, or the path of a tokenizer.json.")
+flags.DEFINE_integer("train_tokenizer", None, "Make a tokenizer of so many tokens.")
+flags.DEFINE_string("verify", None, "A folder of records whose digests to check.")
+flags.DEFINE_string("glob", None, "Files of a folder; default: all of the one kind it holds.")
+flags.DEFINE_string("field", "text", "Key or column of the text; an MDS one may hold token ids.")
+flags.DEFINE_integer("validation_percent", 5, "Documents held out, unless the input has splits.")
+flags.DEFINE_integer("processes", None, "Default: one for each core.", lower_bound=1)
+
+_TERMINATED = 128 + signal.SIGTERM
+_PROGRESS_SECONDS = 10.0
+
+
+def main(argv: list[str]) -> None:
+    actions = {"tokenizer": _prepare, "train_tokenizer": _train_tokenizer, "verify": _verify}
+    chosen = [name for name in actions if FLAGS[name].present]
+    if len(chosen) != 1:
+        raise UserError(f"pass one of --{', --'.join(actions)} ({len(chosen)} are given)")
+    needed = [] if chosen == ["verify"] else ["input", "output"]
+    for name in needed:
+        if not FLAGS[name].present:
+            raise UserError(f"--{chosen[0]} also needs --{name}")
+    # What was begun is then cleared away, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    actions[chosen[0]]()
+
+
+def _prepare() -> None:
+    from ttcd_jax.data.preparation import prepare_records
+    from ttcd_jax.data.tokenizer import TokenizerConfig
+
+    folder = Path(FLAGS.output)
+    check_unused(folder)
+    path = None if FLAGS.tokenizer == "byte" else FLAGS.tokenizer
+    tokenizer = TokenizerConfig(kind="byte" if path is None else "json", path=path)
+    progress = _Progress()
+    with appearing(folder) as unfinished:
+        manifest = prepare_records(
+            _corpus(),
+            tokenizer,
+            unfinished,
+            num_processes=FLAGS.processes or len(os.sched_getaffinity(0)),
+            on_progress=progress.add,
+        )
+    progress.show()
+    _print_facts(folder, manifest)
+
+
+def _corpus():
+    from ttcd_jax.data.corpus import CorpusConfig
+    from ttcd_jax.data.documents import readable_glob
+
+    path = Path(FLAGS.input)
+    if not path.exists():
+        raise UserError(f"no file or folder at --input={path}")
+    corpus = CorpusConfig(
+        kind="text",
+        path=FLAGS.input,
+        field=FLAGS.field,
+        validation_percent=FLAGS.validation_percent,
+    )
+    return corpus.replace(glob=FLAGS.glob or readable_glob(path)) if path.is_dir() else corpus
+
+
+class _Progress:
+    """A line on stderr now and then."""
+
+    def __init__(self) -> None:
+        self._start = self._shown = time.monotonic()
+        self._num_tokens = 0
+
+    def add(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        if time.monotonic() - self._shown > _PROGRESS_SECONDS:
+            self.show()
+
+    def show(self) -> None:
+        self._shown = time.monotonic()
+        rate = self._num_tokens / (self._shown - self._start)
+        print(f"{self._num_tokens:,} tokens, {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
+
+
+def _train_tokenizer() -> None:
+    from ttcd_jax.data.corpus import stream_documents
+    from ttcd_jax.data.tokenizer import JsonTokenizer, train_tokenizer
+
+    path = Path(FLAGS.output)
+    if path.exists():
+        raise UserError(f"{path} exists: choose another --output")
+    documents = (d for split, d in stream_documents(_corpus(), ("train",)) if split == "train")
+    source = train_tokenizer((document.text for document in documents), FLAGS.train_tokenizer)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(source, encoding="utf-8")
+    unfinished.replace(path)
+    print(f"{JsonTokenizer(str(path)).vocab_size:,} tokens in {path.absolute()}")
+
+
+def _verify() -> None:
+    from ttcd_jax.data.records import verify_records
+
+    _print_facts(Path(FLAGS.verify), verify_records(Path(FLAGS.verify)))
+
+
+def _print_facts(folder: Path, manifest: dict[str, Any]) -> None:
+    for split, facts in manifest["splits"].items():
+        text = facts["text"]
+        print(
+            f"{split}: {facts['num_documents']:,} documents, {text['num_bytes']:,} bytes, "
+            f"{facts['num_tokens']:,} tokens in {len(facts['shards'])} shards"
+        )
+    print(f"{manifest['vocab_size']:,} words; sha256 {manifest['sha256']}")
+    print(f"token records in {folder.absolute()}")
+
+
+if __name__ == "__main__":
+    cli.run(main)

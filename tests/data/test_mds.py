@@ -1,0 +1,167 @@
+"""The format is written here by hand, from its description."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from ttcd_jax.data.documents import read_documents
+from ttcd_jax.data.mds import read_column
+from ttcd_jax.errors import DataError
+
+TEXTS = ["one", "", "größe 日本", "x" * 300]
+IDS = [[1, 2, 3], [70000], list(range(300)), [5] * 70000]
+
+
+def _array(ids, dtype):
+    width = 0 if len(ids) < 2**8 else 1 if len(ids) < 2**16 else 2
+    head = struct.pack("<B" + "BHI"[width], 1 << 2 | width, len(ids))
+    return head + np.array(ids, dtype).tobytes()
+
+
+COLUMNS = {
+    "ids": ("ndarray:uint32", None, [_array(ids, "<u4") for ids in IDS]),
+    "number": ("int", 8, [struct.pack("<q", i) for i in range(4)]),
+    "pair": ("ndarray:int64:2", 16, [struct.pack("<qq", i, -i) for i in range(4)]),
+    "raw": ("bytes", None, [b"\xff" * i for i in range(4)]),
+    "text": ("str", None, [text.encode() for text in TEXTS]),
+}
+
+
+def _shard(columns):
+    samples = []
+    for i in range(4):
+        values = [values[i] for _, _, values in columns.values()]
+        sizes = [len(values[k]) for k, (_, size, _) in enumerate(columns.values()) if not size]
+        samples.append(struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(values))
+    config = b'{"some": "json"}'
+    start = 4 + 4 * (len(samples) + 1) + len(config)
+    offsets = np.cumsum([start, *map(len, samples)]).astype("<u4").tobytes()
+    return struct.pack("<I", len(samples)) + offsets + config + b"".join(samples)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes two shards and their index; options replace parts of an index entry."""
+
+    def write(columns=COLUMNS, pack=None, **changes):
+        data = _shard(columns)
+        entries = []
+        for number in range(2):
+            name = f"shard.0000{number}.mds"
+            entry = {
+                "format": "mds",
+                "version": 2,
+                "samples": 4,
+                "column_names": list(columns),
+                "column_encodings": [encoding for encoding, _, _ in columns.values()],
+                "column_sizes": [size for _, size, _ in columns.values()],
+                "compression": None,
+                "raw_data": {"basename": name, "bytes": len(data), "hashes": {}},
+                "zip_data": None,
+            }
+            if pack is None:
+                (tmp_path / name).write_bytes(data)
+            else:
+                (tmp_path / f"{name}.zstd").write_bytes(pack(data))
+                entry["compression"] = "zstd:7"
+                entry["zip_data"] = {"basename": f"{name}.zstd", "bytes": 0, "hashes": {}}
+            entries.append(entry | changes)
+        (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
+        return tmp_path / "index.json"
+
+    return write
+
+
+def test_text_and_bytes(write):
+    assert list(read_column(write(), "text")) == [text.encode() for text in TEXTS] * 2
+    assert list(read_column(write(), "raw")) == [b"", b"\xff", b"\xff\xff", b"\xff\xff\xff"] * 2
+
+
+def test_token_ids(write):
+    assert [ids.tolist() for ids in read_column(write(), "ids")] == IDS * 2
+    pairs = [ids.tolist() for ids in read_column(write(), "pair")]
+    assert pairs == [[0, 0], [1, -1], [2, -2], [3, -3]] * 2
+
+
+def test_documents_of_a_folder(write):
+    documents = list(read_documents(write(), "books/index.json", "text"))
+    assert [d.name for d in documents] == [f"books/index.json:{i}" for i in range(8)]
+    assert documents[2].text.decode() == TEXTS[2]
+    tokenized = list(read_documents(write(), "books/index.json", "ids"))
+    assert [d.tokens.tolist() for d in tokenized] == IDS * 2
+    assert {d.text for d in tokenized} == {b""}
+
+
+def test_compressed_shards(write):
+    zstandard = pytest.importorskip("zstandard")
+    index = write(pack=zstandard.compress)
+    assert len(list(read_column(index, "text"))) == 8
+    with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd holds 3 bytes, its index says"):
+        list(read_column(write(pack=lambda data: zstandard.compress(b"xyz")), "text"))
+    with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd ends in the middle"):
+        list(read_column(write(pack=lambda data: zstandard.compress(data)[:-1]), "text"))
+
+
+@pytest.mark.parametrize(
+    ("column", "changes", "message"),
+    [
+        ("body", {}, "no column 'body', only ids, number, pair, raw, text"),
+        ("number", {}, "column 'number' of .* has encoding 'int'"),
+        ("text", {"version": 1}, "only MDS version 2"),
+        ("text", {"format": "json"}, "only MDS version 2"),
+        ("text", {"column_sizes": [None]}, "columns without a name, an encoding or a size"),
+        ("text", {"column_encodings": ["pkl", "int", "int", "bytes", "str"]}, "pickled columns"),
+        ("text", {"samples": 5}, "does not hold the 5 samples"),
+        ("text", {"samples": -1}, "does not hold the -1 samples"),
+        ("text", {"raw_data": {"basename": "../x.mds", "bytes": 1}}, r"lists '\.\./x\.mds'"),
+        ("text", {"raw_data": {"basename": "..", "bytes": 1}}, r"lists '\.\.'"),
+        ("text", {"zip_data": {"basename": "/etc/x"}}, "lists '/etc/x', outside its folder"),
+        ("text", {"raw_data": {"basename": "gone.mds", "bytes": 1}}, "gone.mds has no bytes"),
+        ("text", {"raw_data": {"basename": "shard.00000.mds", "bytes": 1}}, "its index says 1"),
+        ("text", {"raw_data": None}, "no index of MDS shards"),
+        ("text", {"column_names": 3}, "no index of MDS shards"),
+    ],
+)
+def test_what_an_index_may_not_say(write, column, changes, message):
+    with pytest.raises(DataError, match=message):
+        list(read_column(write(**changes), column))
+
+
+def test_other_compressions_are_refused(write):
+    index = write(pack=lambda data: data, compression="br")
+    with pytest.raises(DataError, match="has compression 'br'; only zstd is read"):
+        list(read_column(index, "text"))
+
+
+def test_arrays_of_several_axes_are_refused(write):
+    columns = COLUMNS | {"ids": ("ndarray:uint32", None, [b"\x08\x01\x01" + bytes(4)] * 4)}
+    with pytest.raises(DataError, match="sample 0 holds no one-dimensional array of uint32"):
+        list(read_column(write(columns), "ids"))
+
+
+def _refusal(index, column):
+    try:
+        list(read_column(index, column))
+    except DataError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("column", "num_refused"), [("ids", 38), ("text", 36)])
+def test_damage_is_refused_or_reads_as_other_values(write, column, num_refused):
+    """Every byte of the header, and of the sizes and the first array of the first sample."""
+    index = write()
+    path = index.parent / "shard.00000.mds"
+    intact = path.read_bytes()
+    first = struct.unpack_from("<I", intact, 4)[0]
+    messages = []
+    for place in [*range(24), *range(first, first + 14)]:
+        path.write_bytes(intact[:place] + bytes([intact[place] ^ 0xFF]) + intact[place + 1 :])
+        messages.append(_refusal(index, column))
+    refused = [message for message in messages if message is not None]
+    assert len(refused) == num_refused
+    assert all(str(path) in message for message in refused)
+    path.write_bytes(intact[:-1])
+    assert f"{len(intact) - 1} bytes, its index says {len(intact)}" in _refusal(index, column)

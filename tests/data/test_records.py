@@ -1,0 +1,326 @@
+import hashlib
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from ttcd_jax.data.corpus import CorpusConfig
+from ttcd_jax.data.mixture import MixedRows, RecordsConfig
+from ttcd_jax.data.packing import DocumentRows
+from ttcd_jax.data.pipeline import Batches
+from ttcd_jax.data.preparation import prepare_records
+from ttcd_jax.data.records import (
+    open_records,
+    read_manifest,
+    records_tokenizer,
+    sealed,
+    verify_records,
+)
+from ttcd_jax.data.sources import (
+    TextConfig,
+    build_source,
+    held_out,
+    is_shuffled,
+    vocab_size,
+)
+from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
+from ttcd_jax.errors import DataError, UserError
+
+BYTES = TokenizerConfig()
+SEQ_LEN = 32
+SHARD_TOKENS = 400
+HUGE = "größe 日本 🧮\n" * 100  # longer than a shard, and than a row
+
+
+def _write(folder, texts):
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+    return CorpusConfig(kind="text", path=str(folder), validation_percent=20)
+
+
+def _prepared(corpus, folder, **options):
+    folder.mkdir()
+    return prepare_records(corpus, BYTES, folder, shard_tokens=SHARD_TOKENS, **options)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    texts = {f"{i:03}": chr(97 + i % 26) * (1 + 7 * i % 90) for i in range(100)}
+    texts |= {"050": HUGE, "060": "", "061": "\x00"}
+    return _write(tmp_path_factory.mktemp("corpus") / "text", texts)
+
+
+@pytest.fixture(scope="module")
+def folder(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared") / "records"
+    _prepared(corpus, folder)
+    return folder
+
+
+def _batches(config, seed=3, batch_size=4, **options):
+    source, _ = build_source(config, seed=seed)
+    shuffled = is_shuffled(config)
+    return Batches(source, batch_size=batch_size, seed=seed, is_shuffled=shuffled, **options)
+
+
+def _assert_equal(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name])
+        assert a[name].dtype == b[name].dtype
+
+
+def test_batches_are_those_of_the_text(corpus, folder):
+    text = TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN)
+    records = RecordsConfig(paths=(str(folder),), seq_len=SEQ_LEN)
+    assert vocab_size(records) == vocab_size(text)
+    ours, theirs = _batches(records), _batches(text)
+    num_rows = build_source(text, seed=3)[1]["num_rows"]
+    assert build_source(records, seed=3)[1]["num_rows"] == num_rows
+    for step in (*range(8), num_rows, 10**6):  # far beyond one pass over the corpus
+        _assert_equal(ours.at(step), theirs.at(step))
+
+
+@pytest.mark.parametrize("process_count", [2, 4])
+def test_processes_concatenate_to_one(folder, process_count):
+    config = RecordsConfig(paths=(str(folder),), seq_len=SEQ_LEN)
+    parts = [
+        _batches(config, process_index=p, process_count=process_count) for p in range(process_count)
+    ]
+    for step in (0, 12345):
+        together = np.concatenate([part.at(step)["tokens"] for part in parts])
+        np.testing.assert_array_equal(together, _batches(config).at(step)["tokens"])
+
+
+def test_held_out_documents_are_those_of_the_text(corpus, folder):
+    text = TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN)
+    records = RecordsConfig(paths=(str(folder), str(folder)), seq_len=SEQ_LEN)
+    (expected,) = held_out(text)
+    for actual in held_out(records):
+        ours, theirs = (DocumentRows(r, seq_len=SEQ_LEN) for r in (actual, expected))
+        assert len(ours) == len(theirs) > 0
+        for a, b in zip(ours, theirs, strict=True):
+            _assert_equal(a, b)
+
+
+def test_documents_lie_whole_in_shards(folder):
+    facts = verify_records(folder)["splits"]["train"]
+    records = open_records(folder, "train")
+    assert len(facts["shards"]) == len(records.shards) > 3
+    sizes = [shard.size for shard in records.shards]
+    huge = len(HUGE.encode()) + 2
+    assert max(sizes) == huge > SHARD_TOKENS
+    assert sum(size > SHARD_TOKENS for size in sizes) == 1
+    assert set(np.cumsum(sizes)) <= set(records.starts.tolist())
+    assert records.shards[0].dtype == np.uint16
+    for document, size in enumerate(records.sizes):
+        ids = records.read(document, 0, size)
+        assert (ids[0], ids[-1]) == (ByteTokenizer.bos_id, ByteTokenizer.eos_id)
+        assert (ids[1:-1] < 256).all()
+
+
+def test_a_batch_of_documents_ends_no_shard(corpus, tmp_path, monkeypatch):
+    """The files do not depend on how documents travel to the tokenizer."""
+    monkeypatch.setattr("ttcd_jax.data.preparation._BATCH_BYTES", 1)
+    assert _prepared(corpus, tmp_path / "one")["files"] == _files(corpus, tmp_path / "again", 500)
+
+
+def _files(corpus, folder, batch_bytes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ttcd_jax.data.preparation._BATCH_BYTES", batch_bytes)
+        return _prepared(corpus, folder)["files"]
+
+
+def test_large_vocabularies_take_four_bytes(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "vocab_size", 2**16 + 1)
+    monkeypatch.setattr(ByteTokenizer, "eos_id", 2**16)
+    manifest = _prepared(corpus, tmp_path / "records")
+    records = open_records(tmp_path / "records", "train")
+    assert manifest["dtype"] == "uint32"
+    assert records.read(0, 0, int(records.sizes[0]))[-1] == 2**16
+
+
+def test_the_manifest_tells_text_and_tokenizer(corpus, folder):
+    manifest = read_manifest(folder)
+    _, of_text = build_source(TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN), seed=0)
+    text = manifest["splits"]["train"]["text"]
+    assert text == {name: of_text[name] for name in text}
+    assert manifest["splits"]["train"]["num_documents"] == text["num_documents"]
+    assert records_tokenizer(folder) == BYTES
+    for name, facts in manifest["files"].items():
+        data = (folder / name).read_bytes()
+        assert facts == {"num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+@pytest.mark.parametrize("weights", [(8, 2), (0.5, 0.5), (1, 30)])
+def test_weights_are_shares_of_rows(tmp_path, weights):
+    paths = []
+    for name, length in (("a", 3000), ("b", 400)):
+        corpus = _write(tmp_path / f"{name}.text", {name: name * length})
+        _prepared(corpus.replace(validation_percent=0), tmp_path / name)
+        paths.append(str(tmp_path / name))
+    config = RecordsConfig(paths=tuple(paths), weights=weights, seq_len=SEQ_LEN)
+    rows = MixedRows(config, seed=0, num_rows=10**9)
+    num_drawn = 310
+    of_a = [ord("a") in rows[i]["tokens"] for i in range(num_drawn)]
+    share = weights[0] / sum(weights)
+    for stop in (31, 155, num_drawn):
+        assert abs(sum(of_a[:stop]) - share * stop) <= 1
+    assert rows.num_distinct == 3001 // SEQ_LEN + 401 // SEQ_LEN
+
+
+def test_a_folder_is_passed_over_before_a_row_of_it_comes_again(tmp_path, folder):
+    corpus = _write(tmp_path / "text", {"a": "".join(map(str, range(300)))})
+    _prepared(corpus.replace(validation_percent=0), tmp_path / "records")
+    config = RecordsConfig(paths=(str(folder), str(tmp_path / "records")), seq_len=SEQ_LEN)
+    num_rows = 791 // SEQ_LEN
+
+    def drawn(seed, start):
+        """Rows of the second folder, from index `start` on."""
+        rows = MixedRows(config, seed=seed, num_rows=10**9)
+        found = (rows[start + i]["tokens"] for i in range(2 * rows.num_distinct))
+        return [t.tobytes() for t in found if ((t >= 48) & (t < 58)).sum() > 20][:num_rows]
+
+    first = drawn(5, 0)
+    assert len(set(first)) == num_rows
+    assert drawn(5, 10**8) == drawn(5, 10**8) != first
+    assert drawn(6, 0) != first
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_the_data_of_a_run_are_pinned_by_the_digest(copy, corpus, tmp_path):
+    config = RecordsConfig(paths=(str(copy),), seq_len=SEQ_LEN)
+    before = build_source(config, seed=0)[1]
+    shutil.rmtree(copy)
+    _prepared(corpus, copy)
+    assert build_source(config, seed=0)[1] == before
+    shutil.rmtree(copy)
+    changed = _write(tmp_path / "changed", {"a": "something else " * 9})
+    _prepared(changed.replace(validation_percent=0), copy)
+    assert build_source(config, seed=0)[1] != before
+
+
+TOKENS = "train.00000.tokens.bin"
+
+
+@pytest.mark.parametrize("name", [TOKENS, "train.starts.bin"])
+@pytest.mark.parametrize("cut", [-1, -8])
+def test_a_file_of_another_size_is_named(copy, name, cut):
+    data = (copy / name).read_bytes()
+    (copy / name).write_bytes(data[:cut])
+    with pytest.raises(
+        DataError,
+        match=rf"copy/{name} has {len(data) + cut} bytes instead of {len(data)}; copy it again",
+    ):
+        open_records(copy, "train")
+    (copy / name).unlink()
+    with pytest.raises(DataError, match=f"copy/{name} is missing"):
+        open_records(copy, "train")
+    open_records(copy, "validation")
+
+
+def test_a_changed_file_is_found_by_its_digest(copy):
+    data = bytearray((copy / TOKENS).read_bytes())
+    data[20] ^= 1
+    (copy / TOKENS).write_bytes(data)
+    open_records(copy, "train")
+    with pytest.raises(DataError, match=f"the content of .*{TOKENS} was changed"):
+        verify_records(copy)
+
+
+def test_a_token_outside_the_vocabulary_is_an_error_where_it_is_read(copy):
+    data = np.fromfile(copy / TOKENS, "<u2")
+    data[5] = 258
+    data.tofile(copy / TOKENS)
+    records = open_records(copy, "train")
+    document = int(np.searchsorted(records.starts, 5, side="right")) - 1
+    offset = int(5 - records.starts[document])
+    records.read(document, 0, offset)
+    message = rf"copy \(train\), document {document}: token 258 is outside the vocabulary of 258"
+    with pytest.raises(DataError, match=message):
+        records.read(document, offset, offset + 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda starts: starts[::-1],
+        lambda starts: starts + np.uint64(1),
+        lambda starts: np.concatenate([starts[:1], starts[2:3], starts[1:2], starts[3:]]),
+        lambda starts: np.concatenate([starts[:3], starts[3:-1] - np.uint64(1), starts[-1:]]),
+    ],
+)
+def test_starts_that_do_not_fit_are_refused(copy, change):
+    starts = np.fromfile(copy / "train.starts.bin", "<u8")
+    change(starts).tofile(copy / "train.starts.bin")
+    with pytest.raises(DataError, match=r"train\.starts\.bin does not fit its shards"):
+        open_records(copy, "train")
+
+
+def test_a_damaged_manifest_is_refused(copy):
+    path = copy / "manifest.json"
+    intact = path.read_text()
+    manifest = json.loads(intact)
+    path.write_text(intact.replace('"vocab_size": 258', '"vocab_size": 999'))
+    with pytest.raises(DataError, match=r"manifest\.json was changed"):
+        read_manifest(copy)
+    path.write_text(intact[:-9])
+    with pytest.raises(DataError, match=r"manifest\.json is not JSON"):
+        read_manifest(copy)
+    del manifest["sha256"]
+    path.write_text(json.dumps(sealed(manifest | {"format": "of tomorrow"})))
+    with pytest.raises(DataError, match="describes no 'ttcd_jax token records 1'"):
+        read_manifest(copy)
+    path.unlink()
+    with pytest.raises(DataError, match="holds no token records"):
+        read_manifest(copy)
+
+
+def test_folders_of_two_tokenizers_do_not_mix(copy, folder):
+    manifest = json.loads((copy / "manifest.json").read_text())
+    del manifest["sha256"]
+    (copy / "manifest.json").write_text(json.dumps(sealed(manifest | {"tokenizer": "ab12"})))
+    config = RecordsConfig(paths=(str(folder), str(copy)), seq_len=SEQ_LEN)
+    with pytest.raises(DataError, match=r"copy was made by another tokenizer \(ab12\)"):
+        vocab_size(config)
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"the content of .*tokenizer\.json was changed"):
+        records_tokenizer(copy)
+
+
+def test_a_split_that_is_not_there(tmp_path, folder):
+    corpus = _write(tmp_path / "text", {"a": "abc " * 99}).replace(validation_percent=0)
+    _prepared(corpus, tmp_path / "records")
+    config = RecordsConfig(paths=(str(tmp_path / "records"),), seq_len=SEQ_LEN)
+    with pytest.raises(DataError, match="has no validation split: prepare it with"):
+        held_out(config)
+    assert len(held_out(config.replace(paths=(*config.paths, str(folder))))) == 1
+    with pytest.raises(DataError, match=r"records \(train\) has 398 tokens and a row takes 1001"):
+        build_source(config.replace(seq_len=1000), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"paths": ()}, "names no folder"),
+        ({"weights": (1.0, 2.0)}, r"weights \(1\.0, 2\.0\) are 2 numbers for 1 paths"),
+        ({"weights": (0.0,)}, "must be above 0"),
+        ({"weights": (float("nan"),)}, "must be above 0"),
+        ({"seq_len": 1}, "seq_len 1 must be at least 2"),
+    ],
+)
+def test_config_errors(fields, message):
+    with pytest.raises(UserError, match=message):
+        RecordsConfig(**({"paths": ("x",), "seq_len": 8} | fields))
+
+
+def test_config_survives_json():
+    config = RecordsConfig(paths=("a", "b"), weights=(8, 2), seq_len=8)
+    assert RecordsConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

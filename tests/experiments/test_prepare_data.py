@@ -1,0 +1,237 @@
+"""The command end to end: text in, records out, a run trained and evaluated on them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ttcd_jax.data.records import open_records, read_manifest
+from ttcd_jax.data.tokenizer import JsonTokenizer
+from ttcd_jax.train.run_directory import load_run
+
+ROOT = Path(__file__).parents[2]
+TINY = """
+RunConfig.data = @RecordsConfig()
+RunConfig.optimizer = @OptimizerConfig()
+RunConfig.steps = 3
+RunConfig.batch_size = 2
+RunConfig.log_every = 1
+RecordsConfig.seq_len = 16
+TransformerConfig.vocab_size = 300
+TransformerConfig.dim = 8
+TransformerConfig.num_layers = 1
+TransformerConfig.num_heads = 2
+TransformerConfig.mlp_dim = 8
+TransformerConfig.window = 8
+TransformerConfig.method = 'swa'
+OptimizerConfig.schedule = @ScheduleConfig()
+ScheduleConfig.peak = 1e-2
+ScheduleConfig.warmup = 1
+"""
+
+
+def _command(module, *arguments):
+    return [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)]
+
+
+def _run(module, *arguments, status=0):
+    result = subprocess.run(
+        _command(module, *arguments),
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == status, result.stderr
+    if status:
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+        return result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for name, source in (("a", "argparse"), ("b", "json.decoder"), ("c", "string")):
+        path = Path(__import__(source, fromlist=["x"]).__file__)
+        (folder / f"{name}.txt").write_bytes(path.read_bytes())
+    for i in range(20):
+        (folder / f"{i:02}.txt").write_text(f"größe {i} 日本\n" * i)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text):
+    path = text.parent / f"{text.name}.json"
+    out = _run("prepare_data", f"--input={text}", "--train_tokenizer=300", f"--output={path}")
+    assert f"300 tokens in {path}" in out
+    return path
+
+
+@pytest.fixture(scope="module")
+def records(text, tokenizer):
+    folder = text.parent / f"{text.name}.records"
+    _prepare(text, tokenizer, folder, 2)
+    return folder
+
+
+def _prepare(text, tokenizer, folder, processes):
+    return _run(
+        "prepare_data",
+        f"--input={text}",
+        f"--tokenizer={tokenizer}",
+        f"--output={folder}",
+        "--validation_percent=20",
+        f"--processes={processes}",
+    )
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_files_are_the_same_for_every_number_of_processes(
+    text, tokenizer, records, tmp_path, processes
+):
+    out = _prepare(text, tokenizer, tmp_path / "records", processes)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "records").iterdir()} == {
+        p.name: p.read_bytes() for p in records.iterdir()
+    }
+    facts = read_manifest(records)["splits"]["train"]
+    assert f"train: {facts['num_documents']} documents" in out
+    assert os.listdir(tmp_path) == ["records"]
+
+
+def test_records_are_the_text(text, tokenizer, records):
+    found = []
+    encoder = JsonTokenizer(str(tokenizer))
+    for split in ("train", "validation"):
+        documents = open_records(records, split)
+        found += [
+            encoder.decode(documents.read(d, 0, size)) for d, size in enumerate(documents.sizes)
+        ]
+    texts = [path.read_text() for path in text.iterdir()]
+    assert sorted(found) == sorted(text for text in texts if text)
+
+
+def test_a_run_trains_is_pinned_and_evaluated(text, tokenizer, records, tmp_path):
+    gin = tmp_path / "tiny.gin"
+    gin.write_text(TINY)
+    here = tmp_path / "here"
+    here.symlink_to(records)
+    launch = ("launch", f"--gin={gin}", f"--param=RecordsConfig.paths=('{here}',)")
+    run_dir = tmp_path / "run"
+    assert "trained 3 steps" in _run(*launch, f"--run_dir={run_dir}")
+    manifest = json.loads((run_dir / "data.json").read_text())
+    assert manifest["sha256"] == [read_manifest(records)["sha256"]]
+    out = _run("evaluate", f"--run_dir={run_dir}", "--task=ppl", "--max_rows=8")
+    assert "bits per byte" in out
+    assert load_run(run_dir).tokenizer.vocab_size == 300
+    other = tmp_path / "other"
+    _run("prepare_data", f"--input={text}", f"--tokenizer={tokenizer}", f"--output={other}")
+    here.unlink()
+    here.symlink_to(other)
+    message = _run(*launch, f"--run_dir={run_dir}", status=3)
+    assert "the training data changed" in message
+
+
+def test_nothing_is_overwritten(text, tokenizer, records):
+    before = (records / "manifest.json").read_bytes()
+    arguments = (f"--input={text}", f"--output={records}")
+    assert f"{records} exists" in _run("prepare_data", "--tokenizer=byte", *arguments, status=2)
+    assert (records / "manifest.json").read_bytes() == before
+    arguments = (f"--input={text}", f"--output={tokenizer}")
+    message = _run("prepare_data", "--train_tokenizer=300", *arguments, status=2)
+    assert f"{tokenizer} exists" in message
+
+
+def test_a_killed_command_leaves_nothing_that_looks_complete(tmp_path):
+    source = tmp_path / "corpus.jsonl"
+    os.mkfifo(source)  # the command waits for the rest of it
+    output = tmp_path / "records"
+    arguments = (f"--input={source}", "--tokenizer=byte", f"--output={output}", "--processes=2")
+    process = subprocess.Popen(_command("prepare_data", *arguments), cwd=ROOT)
+    with source.open("w") as pipe:
+        for _ in range(1200):
+            pipe.write(json.dumps({"text": "x" * 10_000}) + "\n")
+        pipe.flush()
+        _wait(lambda: list(tmp_path.glob(".records.*/train.*.tokens.bin")))
+        children = _children(process.pid)
+        assert len(children) >= 2
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not output.exists()
+    _wait(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in children))
+    source.unlink()
+    source.write_text("".join(json.dumps({"text": "y" * i}) + "\n" for i in range(90)))
+    assert "train: " in _run("prepare_data", *arguments)
+    assert "train: " in _run("prepare_data", f"--verify={output}")
+
+
+def _wait(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_a_stopped_command_clears_up(tmp_path):
+    source = tmp_path / "corpus.jsonl"
+    os.mkfifo(source)
+    arguments = (f"--input={source}", "--tokenizer=byte", f"--output={tmp_path / 'records'}")
+    process = subprocess.Popen(_command("prepare_data", *arguments), cwd=ROOT)
+    with source.open("w"):
+        _wait(lambda: list(tmp_path.glob(".records.*")))
+        process.terminate()
+        assert process.wait(60) == 143
+    assert os.listdir(tmp_path) == ["corpus.jsonl"]
+
+
+def test_a_document_that_cannot_be_tokenized_is_named(text, tokenizer, tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"gr\xf6\xdfe")
+    output = tmp_path / "records"
+    arguments = (f"--input={tmp_path}", f"--tokenizer={tokenizer}", f"--output={output}")
+    message = _run("prepare_data", *arguments, "--validation_percent=0", status=3)
+    assert "latin.txt: text is not UTF-8 at byte 2 of 5" in message
+    assert os.listdir(tmp_path) == ["latin.txt"]
+
+
+def test_damage_is_named(records, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in records.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    tokens = copy / "validation.00000.tokens.bin"
+    ids = np.fromfile(tokens, "<u2")
+    ids[3] += 1
+    ids.tofile(tokens)
+    message = _run("prepare_data", f"--verify={copy}", status=3)
+    assert f"the content of {tokens} was changed" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ((), 2, "pass one of --tokenizer, --train_tokenizer, --verify (0 are given)"),
+        (("--tokenizer=byte", "--verify=x"), 2, "(2 are given)"),
+        (("--tokenizer=byte", "--input=x"), 2, "--tokenizer also needs --output"),
+        (("--tokenizer=byte", "--input=/absent", "--output=x"), 2, "no file or folder at --input"),
+        (("--train_tokenizer=100", "--input={text}", "--output=x"), 2, "take 258 or more"),
+        (("--tokenizer=/absent.json", "--input={text}", "--output=x"), 3, "no tokenizer file"),
+        (("--verify=/absent",), 3, "/absent holds no token records"),
+    ],
+)
+def test_errors(text, tmp_path, arguments, status, message):
+    given = [argument.format(text=text) for argument in arguments]
+    given = [a.replace("--output=x", f"--output={tmp_path / 'x'}") for a in given]
+    assert message in _run("prepare_data", *given, status=status)
+    assert os.listdir(tmp_path) == []

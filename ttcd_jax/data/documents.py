@@ -1,0 +1,141 @@
+"""Documents out of files: plain text, one each; JSON lines, Parquet and MDS folders, many each."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ttcd_jax.data.compressed import decompressed, import_for
+from ttcd_jax.data.mds import INDEX, read_column
+from ttcd_jax.errors import DataError, UserError
+
+_PARQUET_ROWS = 256  # rows in memory at once
+
+
+class Document(NamedTuple):
+    """One text with the name it is known by: its path relative to the corpus, and behind a colon
+    its number in a file of many. One that comes tokenized has `tokens` [T] and no text."""
+
+    name: str
+    text: bytes
+    tokens: np.ndarray | None = None
+
+    @property
+    def content(self) -> bytes:
+        """What tells the document from others of its name."""
+        return self.text if self.tokens is None else self.tokens.tobytes()
+
+
+def read_documents(path: Path, name: str, field: str) -> Iterator[Document]:
+    """The documents of one file, in its order, one in memory at a time (a shard of an MDS folder).
+
+    `field` is the key or column of the text in a file of many; there null counts as no text.
+    Raises `DataError` naming the file, and the line, row or sample, for what cannot be read.
+    """
+    try:
+        read = _reader(path)
+        if read is None:
+            yield Document(name, path.read_bytes())
+            return
+        for number, value in enumerate(read(path, field)):
+            if isinstance(value, bytes):
+                yield Document(f"{name}:{number}", value)
+            else:
+                yield Document(f"{name}:{number}", b"", value)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def holds_many(path: Path) -> bool:
+    """Whether a file of this name holds documents by the line, row or sample."""
+    return _reader(path) is not None
+
+
+def readable_glob(folder: Path) -> str:
+    """The pattern that matches the files of documents below `folder`, all of one kind.
+
+    Raises `UserError` when there is no such file, or there are several kinds.
+    """
+    kinds = ("*.txt", *_READERS)
+    found = [f"**/{kind}" for kind in kinds if any(map(Path.is_file, folder.rglob(kind)))]
+    if not found:
+        raise UserError(f"no file below {folder} matches {', '.join(kinds)}; pass --glob")
+    if len(found) > 1:
+        raise UserError(
+            f"{folder} holds documents of several kinds: choose one by --glob ({', '.join(found)})"
+        )
+    return found[0]
+
+
+def _json_lines(path: Path, field: str) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from _texts_of_lines(file, path, field)
+
+
+def _compressed_json_lines(path: Path, field: str) -> Iterator[bytes]:
+    return _texts_of_lines(_lines(decompressed(path)), path, field)
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+    yield rest
+
+
+def _texts_of_lines(lines: Iterable[bytes], path: Path, field: str) -> Iterator[bytes]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where} is not JSON ({error}); mend or remove it") from error
+        if not isinstance(record, dict) or field not in record:
+            keys = ", ".join(record) if isinstance(record, dict) else "none"
+            raise DataError(f"{where} has no field {field!r}; pass --field (there: {keys})")
+        yield _text(where, field, record[field])
+
+
+def _parquet(path: Path, field: str) -> Iterator[bytes]:
+    pyarrow, parquet = import_for(path, "pyarrow"), import_for(path, "pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                raise DataError(
+                    f"{path} has no column {field!r}; pass --field (there: {', '.join(names)})"
+                )
+            row = 0
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    yield _text(f"{path}, row {row}", field, value)
+                    row += 1
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is no intact Parquet file ({error}); copy it again") from error
+
+
+def _text(where: str, field: str, value: Any) -> bytes:
+    if value is not None and not isinstance(value, str):
+        kind = type(value).__name__
+        raise DataError(f"{where}: {field!r} is no text but {kind}; pass another --field")
+    try:
+        return (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: {field!r} is no Unicode text ({error}); mend it") from error
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[bytes | np.ndarray]]] = {
+    "*.jsonl": _json_lines,
+    "*.jsonl.zst": _compressed_json_lines,
+    "*.parquet": _parquet,
+    INDEX: read_column,
+}
+
+
+def _reader(path: Path) -> Callable[[Path, str], Iterator[bytes | np.ndarray]] | None:
+    return next((read for kind, read in _READERS.items() if path.match(kind)), None)

@@ -1,0 +1,169 @@
+"""One column of an MDS folder (MosaicML Streaming): `index.json` and the shards it lists.
+
+    shard    u32 n | u32 offsets [n + 1] into the file | configuration as JSON | n samples
+    sample   u32 size of each column without a fixed one | the columns, in the order of their names
+    ndarray  u8 4 * axes + log2(bytes of a length) | length of each axis | values
+
+All numbers are little-endian. Nothing is unpickled, and a shard lies in the folder of its index.
+"""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ttcd_jax.data.compressed import decompressed
+from ttcd_jax.errors import DataError
+
+INDEX = "index.json"
+
+_ARRAY = re.compile(r"ndarray:(u?int(?:8|16|32|64))(?::(\d+))?")
+
+
+class _Shard(NamedTuple):
+    """`sizes`: bytes of each column, 0 where every sample tells."""
+
+    raw: str
+    num_bytes: int
+    compressed: str | None
+    compression: str | None
+    num_samples: int
+    names: list[str]
+    encodings: list[str]
+    sizes: list[int]
+
+
+def read_column(index: Path, column: str) -> Iterator[bytes | np.ndarray]:
+    """The values of `column`, sample by sample: bytes (encodings `str` and `bytes`), or integers
+    [T] (`ndarray:uint32` and its like). One shard at a time is in memory.
+
+    Raises `DataError` for an index or a shard that is damaged, for a column that is not there or
+    of another encoding, for pickled columns and for a shard outside the folder.
+    """
+    for shard in _shards(index):
+        place = _place(index, shard, column)
+        path, data = _content(index.parent, shard)
+        for number, sample in enumerate(_samples(path, data, shard)):
+            where = f"{path}, sample {number}"
+            value = _value(where, sample, shard, place)
+            array = _ARRAY.fullmatch(shard.encodings[place])
+            yield value.tobytes() if array is None else _integers(where, value, array)
+
+
+def _shards(index: Path) -> list[_Shard]:
+    try:
+        entries = json.loads(index.read_bytes())["shards"]
+        formats = {(entry["format"], entry["version"]) for entry in entries}
+        shards = [_shard(entry) for entry in entries]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{index} is no index of MDS shards ({error!r}); write it again") from error
+    if formats - {("mds", 2)}:
+        raise DataError(f"{index} lists shards of format {formats}; only MDS version 2 is read")
+    return shards
+
+
+def _shard(entry: dict[str, Any]) -> _Shard:
+    packed = entry["zip_data"]
+    return _Shard(
+        str(entry["raw_data"]["basename"]),
+        int(entry["raw_data"]["bytes"]),
+        None if packed is None else str(packed["basename"]),
+        entry["compression"],
+        int(entry["samples"]),
+        [str(name) for name in entry["column_names"]],
+        [str(encoding) for encoding in entry["column_encodings"]],
+        [int(size or 0) for size in entry["column_sizes"]],
+    )
+
+
+def _place(index: Path, shard: _Shard, column: str) -> int:
+    """Which of the columns it is, all of them checked."""
+    if not len(shard.names) == len(shard.encodings) == len(shard.sizes):
+        raise DataError(
+            f"{index} has columns without a name, an encoding or a size: write it again"
+        )
+    if any(encoding.split(":")[0] == "pkl" for encoding in shard.encodings):
+        raise DataError(
+            f"{index} has pickled columns, which can run code: write it again without 'pkl'"
+        )
+    if column not in shard.names:
+        raise DataError(
+            f"{index} has no column {column!r}, only {', '.join(shard.names)}: name one by --field"
+        )
+    encoding = shard.encodings[shard.names.index(column)]
+    if encoding not in ("str", "bytes") and not _ARRAY.fullmatch(encoding):
+        raise DataError(
+            f"column {column!r} of {index} has encoding {encoding!r}; read are str, bytes and "
+            "one-dimensional ndarray:uint32 (or another integer): name another column by --field"
+        )
+    return shard.names.index(column)
+
+
+def _content(folder: Path, shard: _Shard) -> tuple[Path, np.ndarray]:
+    for name in filter(None, (shard.raw, shard.compressed)):
+        if Path(name).name != name or name == "..":
+            raise DataError(f"{folder / INDEX} lists {name!r}, outside its folder: do not use it")
+    path = folder / shard.raw
+    if path.is_file() or shard.compressed is None:
+        if not path.is_file() or path.stat().st_size != shard.num_bytes:
+            size = path.stat().st_size if path.is_file() else "no"
+            raise DataError(
+                f"{path} has {size} bytes, its index says {shard.num_bytes}: copy it again"
+            )
+        return path, np.memmap(path, np.uint8, "r") if shard.num_bytes else np.empty(0, np.uint8)
+    path = folder / shard.compressed
+    if (shard.compression or "").split(":")[0] != "zstd":
+        raise DataError(
+            f"{path} has compression {shard.compression!r}; only zstd is read: decompress it"
+        )
+    if not path.is_file():
+        raise DataError(f"no shard at {path}: copy it again")
+    data = np.frombuffer(b"".join(decompressed(path)), np.uint8)
+    if data.size != shard.num_bytes:
+        raise DataError(
+            f"{path} holds {data.size} bytes, its index says {shard.num_bytes}: copy it again"
+        )
+    return path, data
+
+
+def _samples(path: Path, data: np.ndarray, shard: _Shard) -> Iterator[np.ndarray]:
+    end = 4 + 4 * (shard.num_samples + 1)
+    header = data[: 4 * (len(data[:end]) // 4)].view("<u4").astype(np.int64)
+    if header.size < 2 or header[0] != shard.num_samples or end > data.size:
+        raise DataError(f"{path} does not hold the {shard.num_samples} samples of its index")
+    offsets = header[1:]
+    if offsets[0] < end or offsets[-1] != data.size or np.any(np.diff(offsets) < 0):
+        raise DataError(f"{path} is damaged, its samples do not follow each other: copy it again")
+    for start, stop in itertools.pairwise(offsets):
+        yield data[start:stop]
+
+
+def _value(where: str, sample: np.ndarray, shard: _Shard, place: int) -> np.ndarray:
+    num_variable = sum(not size for size in shard.sizes)
+    head = sample[: 4 * num_variable]
+    if head.size == 4 * num_variable:
+        told = iter(head.view("<u4").tolist())
+        sizes = [size or next(told) for size in shard.sizes]
+        start = head.size + sum(sizes[:place])
+        if head.size + sum(sizes) == sample.size:
+            return sample[start : start + sizes[place]]
+    raise DataError(f"{where} is damaged, its columns do not fill it: copy the shard again")
+
+
+def _integers(where: str, value: np.ndarray, array: re.Match[str]) -> np.ndarray:
+    dtype = np.dtype(array[1]).newbyteorder("<")
+    if array[2] is not None:
+        lengths, values = [int(array[2])], value
+    else:
+        num_axes, width = divmod(int(value[0]) if value.size else 0, 4)
+        head = value[1 : 1 + (num_axes << width)]
+        lengths = head.view(f"<u{1 << width}").tolist() if head.size == num_axes << width else []
+        values = value[1 + head.size :]
+    if len(lengths) != 1 or math.prod(lengths) * dtype.itemsize != values.size:
+        raise DataError(f"{where} holds no one-dimensional array of {array[1]}: write it as one")
+    return values.view(dtype)

@@ -1,0 +1,170 @@
+"""Token records: documents as token ids, in memory or mapped from a folder, read at any place.
+
+A folder of records holds
+
+    manifest.json                  facts, sizes and sha256 of all files, and its own sha256
+    tokenizer.json                 the tokenizer that made them, unless it is the byte tokenizer
+    <split>.00000.tokens.bin, ...  uint16 or uint32: documents as bos + tokens + eos, end to end
+    <split>.starts.bin             uint64 [documents + 1]: where each begins in the shards joined,
+                                   and the end
+
+in little-endian numbers. A document lies in one shard.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttcd_jax.data.corpus import Split
+from ttcd_jax.data.tokenizer import TokenizerConfig
+from ttcd_jax.errors import DataError
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+FORMAT = "ttcd_jax token records 1"
+
+_AGAIN = "copy it again, or prepare it anew (experiments.prepare_data)"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smaller of uint16 and uint32 that holds every id."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+class TokenRecords:
+    """Documents of tokens: `shards` of ids [tokens], end to end, and `starts` [documents + 1]
+    int64, where each begins, and the end. `where` names them in errors."""
+
+    def __init__(
+        self,
+        shards: Sequence[np.ndarray],
+        starts: np.ndarray,
+        *,
+        vocab_size: int,
+        eos_id: int,
+        where: str = "the corpus",
+    ) -> None:
+        self.shards, self.starts = shards, starts
+        self.vocab_size, self.eos_id, self.where = vocab_size, eos_id, where
+        self._ends = np.cumsum([shard.size for shard in shards])
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Tokens of each document, bos and eos included, int64 [documents]."""
+        return np.diff(self.starts)
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Ids [stop - start] of a document from its token `start` on. Raises `DataError` for an id
+        that the vocabulary does not have."""
+        first = self.starts[document]
+        shard = np.searchsorted(self._ends, first, side="right")
+        offset = first - self._ends[shard] + self.shards[shard].size
+        ids = self.shards[shard][offset + start : offset + stop]
+        if ids.max(initial=0) >= self.vocab_size:
+            raise DataError(
+                f"{self.where}, document {document}: token {ids.max()} is outside the vocabulary "
+                f"of {self.vocab_size} tokens; {_AGAIN}"
+            )
+        return ids
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a folder of records says of itself. Raises `DataError` unless it is whole."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DataError(
+            f"{folder} holds no token records (no {MANIFEST}); make them by "
+            "python -m experiments.prepare_data"
+        )
+    try:
+        manifest = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON ({error}); {_AGAIN}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DataError(f"{path} describes no {FORMAT!r}; {_AGAIN}")
+    if manifest != sealed({name: manifest[name] for name in manifest if name != "sha256"}):
+        raise DataError(f"{path} was changed; {_AGAIN}")
+    return manifest
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """`manifest` with the sha256 of itself."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return manifest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def open_records(folder: Path, split: Split) -> TokenRecords:
+    """The records of one split, mapped. Raises `DataError` for a split that is not there, and for a
+    file that is missing or whose size or starts do not fit (`verify_records` reads everything)."""
+    manifest = read_manifest(folder)
+    if split not in manifest["splits"]:
+        raise DataError(
+            f"{folder} has no {split} split: prepare it with --validation_percent above 0, or from "
+            "a folder with train/ and validation/"
+        )
+    facts = manifest["splits"][split]
+    for name in (facts["starts"], *facts["shards"]):
+        _check_size(folder / name, manifest["files"][name]["num_bytes"])
+    dtype = token_dtype(manifest["vocab_size"])
+    shards = [_mapped(folder / name, dtype) for name in facts["shards"]]
+    starts = _mapped(folder / facts["starts"], np.dtype("<i8"))  # no count of tokens reaches 2^63
+    ends = np.cumsum([shard.size for shard in shards])
+    is_sound = starts[0] == 0 and starts[-1] == ends[-1] and np.all(starts[:-1] < starts[1:])
+    if not is_sound or np.any(starts[np.searchsorted(starts, ends)] != ends):
+        raise DataError(f"{folder / facts['starts']} does not fit its shards; {_AGAIN}")
+    return TokenRecords(
+        shards,
+        starts,
+        vocab_size=manifest["vocab_size"],
+        eos_id=manifest["eos_id"],
+        where=f"{folder} ({split})",
+    )
+
+
+def records_tokenizer(folder: Path) -> TokenizerConfig:
+    """The tokenizer that made the records. Raises `DataError` when its file is another."""
+    manifest = read_manifest(folder)
+    if manifest["tokenizer"] == "byte":
+        return TokenizerConfig(kind="byte")
+    _check_digest(folder / TOKENIZER, manifest["tokenizer"])
+    return TokenizerConfig(kind="json", path=str(folder / TOKENIZER))
+
+
+def verify_records(folder: Path) -> dict[str, Any]:
+    """The manifest, after reading every file: sizes, digests, starts. Raises `DataError` naming the
+    first file that is not as it was written."""
+    manifest = read_manifest(folder)
+    for name, facts in manifest["files"].items():
+        _check_size(folder / name, facts["num_bytes"])
+        _check_digest(folder / name, facts["sha256"])
+    for split in manifest["splits"]:
+        open_records(folder, split)
+    records_tokenizer(folder)
+    return manifest
+
+
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    # As a plain array: numpy keeps books for every slice of a memmap.
+    return np.asarray(np.memmap(path, dtype, "r"))
+
+
+def _check_size(path: Path, num_bytes: int) -> None:
+    if not path.is_file():
+        raise DataError(f"{path} is missing; {_AGAIN}")
+    if path.stat().st_size != num_bytes:
+        raise DataError(f"{path} has {path.stat().st_size} bytes instead of {num_bytes}; {_AGAIN}")
+
+
+def _check_digest(path: Path, sha256: str) -> None:
+    if not path.is_file():
+        raise DataError(f"{path} is missing; {_AGAIN}")
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+            raise DataError(f"the content of {path} was changed; {_AGAIN}")
