@@ -22,7 +22,7 @@ from ttcd_jax.data.corpus import SPLITS, Census, CorpusConfig, Split, empty_spli
 from ttcd_jax.data.documents import Document
 from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.records import FORMAT, MANIFEST, TOKENIZER, TokenRecords, sealed, token_dtype
-from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
+from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import UserError
 
 SHARD_TOKENS = 2**28
@@ -110,9 +110,9 @@ def _encoded(
     batches: Iterator[Batch], config: TokenizerConfig, num_processes: int
 ) -> Iterator[tuple[Split, TokenRecords]]:
     """The batches as records, in their order."""
-    encode = functools.partial(_encode, config)
     if num_processes == 1:
-        yield from map(encode, batches)
+        tokenizer = build_tokenizer(config)
+        yield from (_encode(tokenizer, batch) for batch in batches)
         return
     pool = concurrent.futures.ProcessPoolExecutor(
         num_processes, multiprocessing.get_context("spawn"), _end_with_parent
@@ -120,7 +120,7 @@ def _encoded(
     try:
         pending = collections.deque()
         for batch in batches:  # the pool itself would read the whole corpus ahead
-            pending.append(pool.submit(encode, batch))
+            pending.append(pool.submit(_encode_in_pool, config, batch))
             if len(pending) > _BATCHES_AHEAD * num_processes:
                 yield pending.popleft().result()
         while pending:
@@ -137,9 +137,13 @@ def _encoded(
 _tokenizer_of = functools.cache(build_tokenizer)
 
 
-def _encode(config: TokenizerConfig, batch: Batch) -> tuple[Split, TokenRecords]:
+def _encode_in_pool(config: TokenizerConfig, batch: Batch) -> tuple[Split, TokenRecords]:
+    return _encode(_tokenizer_of(config), batch)
+
+
+def _encode(tokenizer: Tokenizer, batch: Batch) -> tuple[Split, TokenRecords]:
     split, documents = batch
-    return split, encode_documents(documents, _tokenizer_of(config))
+    return split, encode_documents(documents, tokenizer)
 
 
 def _end_with_parent() -> None:
