@@ -55,7 +55,7 @@ def load_config[C: Config](
     """
     classes = reachable_classes(root)
     from_file = read_file(find_gin_file(gin_file, config_dir), config_dir)
-    from_params = read_params(params)
+    from_params = read_params(params, config_dir)
     bindings = from_file | from_params
     replaced = [from_file[key] for key in from_params if key in from_file]
     _check_names([*replaced, *bindings.values()], classes)

@@ -93,16 +93,18 @@ def read_file(path: Path, config_dir: Path) -> dict[Key, Binding]:
     return _read(path.resolve(), config_dir.resolve(), ())
 
 
-def read_params(params: Sequence[str]) -> dict[Key, Binding]:
-    """The bindings given on the command line; of two for one key the last wins."""
+def read_params(params: Sequence[str], config_dir: Path) -> dict[Key, Binding]:
+    """The bindings given on the command line, and those of fragments that it includes; of two for
+    one key the last wins."""
     bindings: dict[Key, Binding] = {}
     for param in params:
         where = f"--param {param}"
         for statement, _ in _parse(param, lambda _, where=where: where):
-            if isinstance(
-                statement, config_parser.IncludeStatement | config_parser.ImportStatement
-            ):
+            if isinstance(statement, config_parser.ImportStatement):
                 raise UserError(f"{where}: only bindings (Class.field=value) can be given here")
+            if isinstance(statement, config_parser.IncludeStatement):
+                bindings |= read_file(_fragment(statement.filename, config_dir, where), config_dir)
+                continue
             bindings |= {binding.key: binding for binding in _bindings(statement, where)}
     return bindings
 

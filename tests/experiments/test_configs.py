@@ -6,6 +6,7 @@ import pytest
 from experiments import build, plan
 from experiments.gin_loading import load_config
 from experiments.run_config import RunConfig
+from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.train.run_directory import RunDirectory
 
 CONFIG_DIR = Path(__file__).parents[2] / "experiments" / "configs"
@@ -110,6 +111,12 @@ def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
         "chunk_512.gin": (all_on, 4, 512),
         "chunk_2048.gin": (all_on, 4, 2048),
     }
+
+
+def test_a_recipe_takes_token_records():
+    params = ["include 'data/records.gin'", "RECORDS=('a', 'b')", "RecordsConfig.weights=(8, 2)"]
+    config = load_config(RunConfig, "ipttcd_760m.gin", params, config_dir=CONFIG_DIR)
+    assert config.data == RecordsConfig(paths=("a", "b"), weights=(8, 2), seq_len=32_768)
 
 
 FILES = sorted(str(path.relative_to(CONFIG_DIR)) for path in CONFIG_DIR.rglob("*.gin"))

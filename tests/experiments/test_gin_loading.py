@@ -319,7 +319,7 @@ def test_a_mistake_inside_a_fragment_names_the_fragment(refusal):
         ("RecallConfig.num_pairs=2", "RecallConfig.num_pairs has no effect"),
         ("TreeConfig.steps", "--param TreeConfig.steps: Couldn't parse statement"),
         ("import os", "--param import os: only bindings"),
-        ("include 'run.gin'", "only bindings (Class.field=value) can be given here"),
+        ("include 'absent.gin'", "--param include 'absent.gin': no file 'absent.gin' to include"),
     ],
 )
 def test_parameters_are_checked(refusal, param, expected):
