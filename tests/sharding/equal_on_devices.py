@@ -31,17 +31,19 @@ B, T, L, V = 8, 64, 4, 32
 def config(method: str) -> TransformerConfig:
     """A window of 21 tokens: longer than the part of a row on one of four devices."""
     starts = {"proj_init": "normal", "chunk_size": L, "block_chunks": 2}
+    # Scanned: one pair of a fast and a plain block, or fast blocks alone.
+    num_layers, fast_layers = (4, (0, 2)) if method == "ipttcd" else (2, (0, 1))
     return TransformerConfig(
         vocab_size=V,
         dim=16,
-        num_layers=4,
+        num_layers=num_layers,
         num_heads=4,
         num_kv_heads=4 if method == "lact" else 2,
         mlp_dim=32,
         method=method,
         window=None if method == "full" else 21,
         student_window=6,
-        fast_layers=(0, 2),
+        fast_layers=fast_layers,
         memory=MemoryConfig(teacher_conv_init="normal", form="blocked", **starts),
         target_memory=TargetMemoryConfig(conv_init="normal", **starts),
         ideal_memory=IdealMemoryConfig(chunk_size=L),
@@ -74,8 +76,17 @@ def loss(model_config, params, row):
     return total, stats
 
 
+@functools.cache
+def start(model_config):
+    def create():
+        model = Transformer(model_config, rngs=nnx.Rngs(0))
+        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+    return jax.jit(create)()
+
+
 def results(model_config, mesh):
-    params = nnx.to_pure_dict(nnx.state(Transformer(model_config, rngs=nnx.Rngs(0)), nnx.Param))
+    params = start(model_config)
     run = jax.jit(jax.value_and_grad(functools.partial(loss, model_config), has_aux=True))
     if mesh is None:
         return jax.device_get(run(params, batch()))

@@ -13,7 +13,7 @@ from ttcd_jax.models.catalog import METHODS
 SCRIPT = Path(__file__).with_name("equal_on_devices.py")
 # data x fsdp x seq x tensor. Two parts of a row lie on each device, and a window on three.
 EVERYWHERE = "1x1x4x2"
-MESHES = {"ipttcd": ("8x1x1x1", "1x8x1x1", "1x1x8x1", "1x2x2x2", EVERYWHERE)}
+MESHES = {"ipttcd": ("1x8x1x1", "1x1x8x1", "2x1x2x2", EVERYWHERE)}
 # Float64; what the memory holds is measured in float32.
 TOLERANCE = 1e-6
 
