@@ -1,0 +1,125 @@
+"""The README's way from raw text to a pod, every line of it in a small form."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SECTION = "## From raw text to a pod"
+SMALL_MODEL = [
+    "RunConfig.steps=1000000",
+    "RunConfig.log_every=1",
+    "RecordsConfig.seq_len=64",
+    "TransformerConfig.vocab_size=512",
+    "TransformerConfig.dim=64",
+    "TransformerConfig.num_layers=2",
+    "TransformerConfig.num_heads=2",
+    "TransformerConfig.mlp_dim=64",
+    "TransformerConfig.fast_layers=(0,)",
+    "TransformerConfig.window=24",
+    "TransformerConfig.student_window=8",
+    "MemoryConfig.chunk_size=16",
+]
+# Runs the script as SLURM does, a process for every four nodes; SLURM's srun, beside it, starts the
+# processes and stops one of them when two more steps are done.
+SBATCH = """#!/usr/bin/env bash
+nodes=${1#--nodes=}
+shift
+SLURM_NNODES=$((nodes / 4)) exec bash "$@"
+"""
+SRUN = """#!{python}
+import json, os, pathlib, signal, subprocess, sys, time
+
+command = [word for word in sys.argv[1:] if not word.startswith("--cpus-per-task")]
+count = int(os.environ["SLURM_NNODES"])
+metrics = pathlib.Path("runs/pod/metrics.jsonl")
+
+def lines():
+    return metrics.read_text().count("\\n") if metrics.exists() else 0
+
+before = lines()
+slurm = {{"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": str(count)}}
+processes = [
+    subprocess.Popen(command, env=os.environ | slurm | {{"SLURM_PROCID": str(number)}})
+    for number in range(count)
+]
+while lines() < before + 2 and all(process.poll() is None for process in processes):
+    time.sleep(0.1)
+processes[-1].send_signal(signal.SIGTERM)
+sys.exit(max(process.wait() for process in processes))
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder in which the README's commands find what they find in the repository."""
+    for name in (".venv", "experiments"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "bin").mkdir()
+    stubs = {"sbatch": SBATCH, "srun": SRUN.format(python=sys.executable), "scontrol": "#!/bin/sh"}
+    for name, text in stubs.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    texts = tmp_path / "FOLDER"
+    texts.mkdir()
+    for number in range(60):
+        (texts / f"{number}.txt").write_text(f"Line {number} of a text, and another.\n" * 40)
+    return tmp_path
+
+
+def _commands():
+    section = (ROOT / "README.md").read_text().split(SECTION)[1]
+    lines = re.search(r"```sh\n(.*?)```", section, re.DOTALL)[1].splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def _small(command):
+    command = command.replace("--train_tokenizer=32000", "--train_tokenizer=512")
+    if "--gin=" in command:
+        command += "".join(f' --param="{binding}"' for binding in SMALL_MODEL)
+    return command
+
+
+def _run(command, place):
+    environment = os.environ | {
+        "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
+        "XDG_CACHE_HOME": str(place / "cache"),
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_JOB_ID": str(os.getpid()),
+    }
+    if "--topology" in command:
+        del environment["XLA_FLAGS"]
+    return subprocess.run(
+        _small(command),
+        shell=True,
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.timeout(600)
+def test_the_way_from_raw_text_to_a_pod(place):
+    commands = _commands()
+    assert len(commands) == 6
+    for command in commands:
+        result = _run(command, place)
+        expected = 75 if command.startswith("sbatch") else 0
+        assert result.returncode == expected, (command, result.stdout, result.stderr)
+        if "--dry_run" in command:
+            assert "64 x H100" in result.stdout
+        if "--nodes=4" in command:
+            assert re.search(r"resumed at step [1-9]", result.stdout)
+    metrics = (place / "runs/pod/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+    assert json.loads(next((place / "runs/pod/eval/ppl").glob("*.json")).read_text())["step"]
