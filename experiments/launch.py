@@ -2,7 +2,8 @@
 run.
 
     python -m experiments.launch --gin=quickstart.gin [--param='RunConfig.steps=20' ...]
-                                 [--run_dir=DIR] [--dry_run] [--distributed=slurm]
+                                 [--run_dir=DIR] [--dry_run [--topology=h100x64]]
+                                 [--distributed=slurm]
                                  [--profile=START:STOP] [--compile_cache=DIR]
 
 A stop by SIGTERM or Ctrl-C finishes the step, saves, and leaves with status 75: run the same
@@ -30,6 +31,9 @@ flags.DEFINE_bool(
     "dry_run", False, "Print parameters, memory and FLOPs; allocate and write nothing."
 )
 flags.DEFINE_string(
+    "topology", None, "Devices that --dry_run plans for, as in h100x64; default: this machine's."
+)
+flags.DEFINE_string(
     "distributed",
     "none",
     "How several processes find each other: none, auto, slurm, openmpi, jobset, or "
@@ -55,12 +59,16 @@ def main(argv: list[str]) -> None:
     from experiments import build, plan
     from experiments.gin_loading import load_config
     from experiments.run_config import RunConfig
+    from ttcd_jax.errors import UserError
     from ttcd_jax.sharding.mesh import build_mesh
     from ttcd_jax.train.compilation import keep_programs
     from ttcd_jax.train.profile import step_window
     from ttcd_jax.train.run_directory import RunDirectory
     from ttcd_jax.train.watchdog import Watchdog
 
+    hardware = None if FLAGS.topology is None else plan.use_topology(FLAGS.topology)
+    if hardware is not None and not FLAGS.dry_run:
+        raise UserError("--topology describes the devices of a plan: it goes with --dry_run")
     keep_programs(FLAGS.compile_cache)
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / Path(FLAGS.gin).stem)
     config = load_config(
@@ -70,12 +78,13 @@ def main(argv: list[str]) -> None:
         config_dir=CONFIG_DIR,
         inherit=build.inherited_model(run_dir),
     )
-    build.check(config)
+    if hardware is None:  # else the files it names lie elsewhere
+        build.check(config)
     window = step_window(FLAGS.profile, config.steps) if FLAGS.profile else range(0)
     if not run_dir.is_claimed:
         build.check_start(config)
     if FLAGS.dry_run:
-        plan.print_plan(config)
+        plan.print_plan(config, hardware)
         return
     _connect()
     mesh = build_mesh(config.mesh)

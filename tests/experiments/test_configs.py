@@ -50,8 +50,8 @@ def other_run(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_config_builds_and_has_the_parameters_its_header_states(name, other_run, tmp_path):
-    params = [f"START='{other_run}'"] if "start_from" in (CONFIG_DIR / name).read_text() else []
-    params += WITHOUT_FILES if name in RECIPES else []
+    params = [f"START='{other_run}'"] if "%START" in (CONFIG_DIR / name).read_text() else []
+    params += WITHOUT_FILES if name in (*RECIPES, "ipttcd_8b.gin") else []
     inherit = build.inherited_model(RunDirectory(tmp_path))
     config = load_config(RunConfig, name, params, config_dir=CONFIG_DIR, inherit=inherit)
     build.check(config)
@@ -59,9 +59,9 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
     assert RunConfig.from_dict(config.to_dict()) == config
     header = (CONFIG_DIR / name).read_text()
     assert f"--gin={name}" in header
-    stated = re.search(r"parameters: ([\d.]+)([KM])", header)
+    stated = re.search(r"parameters: ([\d.]+)([KMB])", header)
     assert stated, "the header states the number of parameters"
-    count = float(stated[1]) * {"K": 1e3, "M": 1e6}[stated[2]]
+    count = float(stated[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[stated[2]]
     assert abs(plan.num_params(config) / count - 1) < 0.01
 
 
@@ -111,6 +111,14 @@ def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
         "chunk_512.gin": (all_on, 4, 512),
         "chunk_2048.gin": (all_on, 4, 2048),
     }
+
+
+def test_the_8b_model_is_the_base_model_and_its_memories():
+    config = load_config(RunConfig, "ipttcd_8b.gin", WITHOUT_FILES, config_dir=CONFIG_DIR)
+    model = config.model
+    # Of a fast layer: P, the rate's vector, two convolutions.
+    memory = model.dim**2 + model.dim + 2 * model.memory.num_taps * model.mlp_dim
+    assert plan.num_params(config) == 8_190_735_360 + len(model.fast_layers) * memory  # Qwen3-8B's
 
 
 def test_a_recipe_takes_token_records():

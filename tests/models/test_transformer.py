@@ -131,13 +131,13 @@ def _count(config, name):
 
 
 @pytest.mark.parametrize(("remat", "place"), [("block", "float32"), ("offload", "float32<host>")])
-def test_the_backward_keeps_one_stream_per_unit_and_no_other_activation(remat, place):
+def test_the_backward_keeps_one_stream_per_block_and_no_other_activation(remat, place):
     gradient, args = _gradient_of_loss(_config(precision=Precision(), remat=remat))
     scans = [eqn for eqn in traced(gradient, *args) if eqn.primitive.name == "scan"]
     kept = [
         str(var.aval) for eqn in scans for var in eqn.outvars if var.aval.shape[1:] == (2, 16, 8)
     ]
-    assert kept == [f"{place}[2,2,16,8]"]
+    assert kept == [f"{place}[2,2,16,8]"] * 2  # the unit is two blocks
 
 
 def test_on_a_gpu_the_offloaded_stream_waits_in_pinned_host_memory():
@@ -145,7 +145,7 @@ def test_on_a_gpu_the_offloaded_stream_waits_in_pinned_host_memory():
     gradient, args = _gradient_of_loss(config)
     lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     places = re.findall(r'_xla_buffer_placement = "(\w+)"', lowered)
-    assert sorted(places) == ["device", "pinned_host"]
+    assert sorted(places) == ["device", "device", "pinned_host", "pinned_host"]
 
 
 def test_recomputed_blocks_save_memory_also_outside_a_loop():

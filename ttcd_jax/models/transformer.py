@@ -13,7 +13,7 @@ from ttcd_jax.layers.attention import row_positions
 from ttcd_jax.layers.linear import normal_param
 from ttcd_jax.layers.memory import MemoryStats
 from ttcd_jax.layers.norm import rms_norm
-from ttcd_jax.models.block import BlockConfig, build_block
+from ttcd_jax.models.block import Block, BlockConfig, build_block
 from ttcd_jax.models.catalog import Remat, TransformerConfig, block_configs
 from ttcd_jax.sharding.rules import constrain, gathered, is_distributed, never_saves_gathered
 from ttcd_jax.sharding.vocabulary import lookup
@@ -70,13 +70,8 @@ class _Unit(nnx.Module):
         for index, config in enumerate(blocks):
             setattr(self, f"block_{index}", build_block(config, rngs=rngs))
 
-    def forward(self, h, *row) -> tuple[jax.Array, tuple[MemoryStats, ...]]:
-        stats = []
-        for index in range(self.num_blocks):
-            h, block_stats = getattr(self, f"block_{index}").forward(h, *row)
-            if block_stats is not None:
-                stats.append(block_stats)
-        return h, tuple(stats)
+    def blocks(self) -> list[Block]:
+        return [getattr(self, f"block_{index}") for index in range(self.num_blocks)]
 
 
 def _stacked(run: Run, rngs: nnx.Rngs) -> _Unit:
@@ -166,22 +161,15 @@ class Transformer(nnx.Module):
     def _run(self, unit: _Unit, run: Run, h, row: tuple):
         """(h, statistics of the fast layers in order) after all repeats of a unit."""
         graph, params = nnx.split(unit)
-        dtype = self.config.precision.compute_dtype
-
-        def whole(weight: nnx.Variable) -> nnx.Variable:
-            _, *axes = weight.get_metadata("axes")  # the first, `layers`, is scanned over
-            return weight.replace(gathered(weight[...], axes, dtype))
+        is_scanned = self.config.scans_layers and run.repeats > 1
 
         def body(h, layer_params):
-            h = checkpoint_name(h, _BOUNDARY)
-            layer_params = jax.tree.map(
-                whole, layer_params, is_leaf=lambda node: isinstance(node, nnx.Variable)
-            )
-            h, stats = nnx.merge(graph, layer_params).forward(h, *row)
-            return constrain(h, "batch", "length", None), stats
+            stats = []
+            for block in nnx.merge(graph, layer_params).blocks():
+                h, block_stats = self._apply(block, h, row, is_scanned)
+                stats.extend([] if block_stats is None else [block_stats])
+            return h, stats
 
-        is_scanned = self.config.scans_layers and run.repeats > 1
-        body = _with_remat(body, self.config.remat, is_scanned)
         if is_scanned:
             h, stats = jax.lax.scan(body, h, params)
             rows = [jax.tree.map(lambda x, i=i: x[i], stats) for i in range(run.repeats)]
@@ -192,8 +180,25 @@ class Transformer(nnx.Module):
                 rows.append(stats)
         return h, [block_stats for stats in rows for block_stats in stats]
 
+    def _apply(self, block: Block, h, row: tuple, is_scanned: bool):
+        """(h, statistics or None) behind one block: what remat recomputes."""
+        graph, params = nnx.split(block)
+        dtype = self.config.precision.compute_dtype
 
-_BOUNDARY = "residual stream"  # what enters a unit of blocks
+        def whole(weight: nnx.Variable) -> nnx.Variable:
+            _, *axes = weight.get_metadata("axes")  # the first, `layers`, is scanned over
+            return weight.replace(gathered(weight[...], axes, dtype))
+
+        def forward(h, params):
+            h = checkpoint_name(h, _BOUNDARY)
+            params = jax.tree.map(whole, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+            h, stats = nnx.merge(graph, params).forward(h, *row)
+            return constrain(h, "batch", "length", None), stats
+
+        return _with_remat(forward, self.config.remat, is_scanned)(h, params)
+
+
+_BOUNDARY = "residual stream"  # what enters a block
 _POLICIES = {
     "block": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -206,13 +211,13 @@ _POLICIES = {
 }
 
 
-def _with_remat(body, remat: Remat, is_scanned: bool):
+def _with_remat(forward, remat: Remat, is_scanned: bool):
     """Outside a loop XLA would find forward and recomputation equal, and keep the forward's. On a
     mesh "none" still exchanges the parameters anew: kept whole, they would undo `fsdp`."""
     if remat == "none" and not is_distributed():
-        return body
+        return forward
     policy = never_saves_gathered if remat == "none" else _POLICIES[remat]
-    return jax.checkpoint(body, policy=policy, prevent_cse=not is_scanned)
+    return jax.checkpoint(forward, policy=policy, prevent_cse=not is_scanned)
 
 
 def _join(stats: list[MemoryStats]) -> MemoryStats | None:

@@ -17,9 +17,7 @@ from ttcd_jax.layers.lact import LaCTConfig
 from ttcd_jax.layers.mlp import MLPConfig
 from ttcd_jax.models.block import BlockConfig, HybridBlockConfig
 from ttcd_jax.models.catalog import TransformerConfig, block_configs
-
-# Dense bfloat16 peak in FLOP/s by a part of the device's name, from the vendors' data sheets.
-_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+from ttcd_jax.train.hardware import data_sheet
 
 
 def forward_flops(config: TransformerConfig, length: int) -> float:
@@ -117,4 +115,5 @@ def _mlp_flops(mlp: MLPConfig | IPTTCDConfig | IdealConfig | IPTTTConfig, length
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak bfloat16 FLOP/s of a known accelerator, else None."""
-    return next((peak for name, peak in _PEAK.items() if name in device_kind), None)
+    device = data_sheet(device_kind)
+    return None if device is None else device.peak_flops

@@ -55,10 +55,11 @@ def state_shardings(
     whole = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda _, place: place,
+        lambda leaf, place: leaf if isinstance(leaf, optax.MaskedNode) else place,
         state["opt_state"],
         params,
         transform_non_params=lambda _: whole,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
     return {"params": params, "opt_state": opt_state, "step": whole}
 

@@ -1,0 +1,38 @@
+import pytest
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.train.flops import peak_flops
+from ttcd_jax.train.hardware import HARDWARE, parse_topology
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "count"), [("h100x64", "H100", 64), ("A100x4", "A100", 4)]
+)
+def test_a_topology_is_a_device_and_their_number(text, name, count):
+    assert parse_topology(text) == (HARDWARE[name], count)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h10x8", "did you mean 'h100'.*known: a100, h100, h200, b200"),
+        ("h100", "as in 'h100x64'"),
+        ("h100x0", "as in 'h100x64'"),
+        ("64xh100", "as in 'h100x64'"),
+        ("h100x12", "12 devices do not fill nodes of 8"),
+    ],
+)
+def test_a_topology_that_is_none_is_told_what_one_is(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_topology(text)
+
+
+def test_the_name_a_device_gives_itself_finds_its_data_sheet():
+    assert peak_flops("NVIDIA H100 80GB HBM3") == HARDWARE["H100"].peak_flops == 989e12
+    assert peak_flops("NVIDIA GB200") == HARDWARE["B200"].peak_flops
+    assert peak_flops("cpu") is None
+
+
+def test_bandwidths_fall_with_distance():
+    for device in HARDWARE.values():
+        assert device.memory_bandwidth > device.link_bandwidth > device.network_bandwidth
