@@ -2,10 +2,12 @@
 
     python -m experiments.evaluate --run_dir=DIR --task=ppl [--text=PATH] [--seq_len=N] [--step=N]
     python -m experiments.evaluate --run_dir=DIR --task=recall
+                                   [--mesh=data=2,seq=2] [--distributed=slurm]
 
 ppl: perplexity and bits per byte by the length of the context, on the held-out part of the run's
 corpus, or on any text file or folder. recall: accuracy by distance of a run on the recall data. A
-method with a memory is measured with its fast weights on and off (eta = 0).
+method with a memory is measured with its fast weights on and off (eta = 0). All devices take part;
+of several processes the first speaks and writes.
 """
 
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli
+from experiments import cli, processes
 from ttcd_jax.errors import UserError
 
 FLAGS = flags.FLAGS
@@ -24,18 +26,45 @@ flags.DEFINE_string("text", None, "ppl: a text file or a folder of .txt instead 
 flags.DEFINE_integer("seq_len", None, "ppl: tokens per row; default: as in training.")
 flags.DEFINE_integer("max_rows", 512, "Rows to measure, spread over the data.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 16, "Rows at a time.", lower_bound=1)
+flags.DEFINE_list("mesh", [], "Devices along mesh axes, as data=2,seq=2; fsdp takes the rest.")
 flags.DEFINE_string("label", None, "Name of this run in tables and pictures; default: its method.")
 
 _RECALL_SEED = 1_000_003  # rows no training seed of a few digits can have seen
 
 
 def main(argv: list[str]) -> None:
-    from ttcd_jax.eval import results
-    from ttcd_jax.eval.report import format_table
-    from ttcd_jax.eval.scorer import score_rows
-    from ttcd_jax.train.run_directory import RunDirectory, load_run
+    import jax
+
+    from ttcd_jax.sharding.mesh import build_mesh
+    from ttcd_jax.train.run_directory import RunDirectory
+    from ttcd_jax.train.watchdog import Watchdog
 
     source = RunDirectory(FLAGS.run_dir).read_config()
+    mesh_config = _mesh_config()
+    processes.connect()
+    with Watchdog(jax.process_count()), jax.set_mesh(build_mesh(mesh_config)):
+        result = _evaluated(source)
+        if jax.process_index() == 0:
+            _write(result)
+
+
+def _mesh_config():
+    from ttcd_jax.sharding.mesh import MeshConfig
+
+    sizes = {}
+    for item in FLAGS.mesh:
+        axis, _, size = item.partition("=")
+        if not size.isdecimal():
+            raise UserError(f"--mesh is AXIS=DEVICES,... as in data=2,seq=2, and has {item!r}")
+        sizes[axis] = int(size)
+    return MeshConfig.from_dict(MeshConfig().to_dict() | sizes)
+
+
+def _evaluated(source: dict[str, Any]) -> dict[str, Any]:
+    """What is written: facts of the run, and the measures of every variant of its model."""
+    from ttcd_jax.eval.scorer import score_rows
+    from ttcd_jax.train.run_directory import load_run
+
     run = load_run(FLAGS.run_dir, FLAGS.step)
     rows = _text_rows(source, run) if FLAGS.task == "ppl" else _recall_rows(source)
     series = {}
@@ -57,9 +86,16 @@ def main(argv: list[str]) -> None:
     }
     if FLAGS.task == "recall":
         result["chance"] = 1 / source["data"]["num_values"]
+    return result
+
+
+def _write(result: dict[str, Any]) -> None:
+    from ttcd_jax.eval import results
+    from ttcd_jax.eval.report import format_table
+
     folder = Path(FLAGS.run_dir) / "eval" / FLAGS.task
     results.write_results(folder, result)
-    print(f"{result['title']} (step {run.step}, {result['rows']} rows)")
+    print(f"{result['title']} (step {result['step']}, {result['rows']} rows)")
     print(format_table(results.table(result)))
     print(f"written to {folder}")
 

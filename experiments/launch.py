@@ -3,17 +3,16 @@ run.
 
     python -m experiments.launch --gin=quickstart.gin [--param='RunConfig.steps=20' ...]
                                  [--run_dir=DIR] [--dry_run [--topology=h100x64]]
-                                 [--distributed=slurm]
+                                 [--distributed=slurm] [--hang_seconds=60]
                                  [--profile=START:STOP] [--compile_cache=DIR]
 
 A stop by SIGTERM or Ctrl-C finishes the step, saves, and leaves with status 75: run the same
 command to go on, on as many devices as you like. A second Ctrl-C leaves at once. SIGUSR2 traces the
-next three steps. Of several processes the first speaks and writes; when one is lost the others
-leave with status 7.
+next three steps. Of several processes the first speaks and writes; when one is lost, or hangs, the
+others leave with status 7.
 """
 
 import contextlib
-import os
 import shlex
 import signal
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import cli
+from experiments import cli, processes
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("gin", None, "A file in experiments/configs/, or a path.", required=True)
@@ -33,11 +32,12 @@ flags.DEFINE_bool(
 flags.DEFINE_string(
     "topology", None, "Devices that --dry_run plans for, as in h100x64; default: this machine's."
 )
-flags.DEFINE_string(
-    "distributed",
-    "none",
-    "How several processes find each other: none, auto, slurm, openmpi, jobset, or "
-    "HOST:PORT,NUM_PROCESSES,PROCESS_ID.",
+flags.DEFINE_float(
+    "hang_seconds",
+    60.0,
+    "Of several processes: how long a step may take at least, and 20 times the median step, before "
+    "one counts as lost.",
+    lower_bound=1.0,
 )
 flags.DEFINE_string(
     "profile", None, "Trace from START to STOP steps done, as START:STOP, into RUN_DIR/profile."
@@ -86,25 +86,16 @@ def main(argv: list[str]) -> None:
     if FLAGS.dry_run:
         plan.print_plan(config, hardware)
         return
-    _connect()
+    processes.connect()
     mesh = build_mesh(config.mesh)
     is_first = jax.process_index() == 0
     with (
-        Watchdog(jax.process_count()) as watchdog,
+        Watchdog(jax.process_count(), minimum_seconds=FLAGS.hang_seconds) as watchdog,
         run_dir.lock() if is_first else contextlib.nullcontext(),
         jax.set_mesh(mesh),
     ):
         status = _train(config, run_dir, window, mesh, watchdog)
     sys.exit(status)  # outside the block: all processes meet on their way out
-
-
-def _connect() -> None:
-    """Joins the other processes of the job, if there are any."""
-    from ttcd_jax.sharding.distributed import detect, initialize
-
-    processes = detect(FLAGS.distributed, os.environ)
-    if processes is not None:
-        initialize(processes)
 
 
 def _train(config, run_dir, window: range, mesh, watchdog) -> int:
@@ -127,9 +118,9 @@ def _train(config, run_dir, window: range, mesh, watchdog) -> int:
     try:
         start, state = _initial_state(config, checkpoints, mesh)
         if start >= config.steps:
-            _say(f"{run_dir.path} is complete at step {start}: nothing to train")
+            processes.say(f"{run_dir.path} is complete at step {start}: nothing to train")
             return 0
-        _say(f"run directory {run_dir.path}")
+        processes.say(f"run directory {run_dir.path}")
         with (
             reporting.reporter(config, run_dir.path, start) as callbacks,
             compiled_once(build.build_step(config, mesh), start) as step,
@@ -147,16 +138,19 @@ def _train(config, run_dir, window: range, mesh, watchdog) -> int:
                 on_state=[StateCallback(config.checkpoint_every, save)],
                 is_stopping=stop.is_set,
             )
+    except (ValueError, RuntimeError) as error:
+        watchdog.leave_if_lost(error)  # the writer would wait for the lost process
+        raise
     finally:
         with watchdog.paused():
             checkpoints.close()
     if done < config.steps:
-        _say(
+        processes.say(
             f"stopped by {stop.name} at step {done}, checkpoint saved; run the same command to go "
             f"on: {shlex.join(['python', '-m', 'experiments.launch', *sys.argv[1:]])}"
         )
         return RESUME_ME
-    _say(f"trained {done} steps; checkpoints in {run_dir.checkpoints}")
+    processes.say(f"trained {done} steps; checkpoints in {run_dir.checkpoints}")
     return 0
 
 
@@ -178,19 +172,21 @@ def _claim(config, run_dir, rows):
 def _initial_state(config, checkpoints, mesh):
     """(steps done, state): from the newest intact checkpoint if there is one, else from the run
     that the configuration names, else from the seed."""
+    from jax.experimental import multihost_utils
+
     from experiments import build
     from ttcd_jax.train.state import TrainState
 
-    if checkpoints.steps():
+    if multihost_utils.broadcast_one_to_all(bool(checkpoints.steps())):
         start, restored, _ = checkpoints.restore(build.abstract_state(config, mesh))
-        _say(f"resumed at step {start}")
+        processes.say(f"resumed at step {start}")
         return start, TrainState(**restored)
     if config.start_from is None:
         return 0, build.fresh_state(config, mesh)
     step, state = build.started_state(config, mesh)
     # From here on this directory alone decides: the other run may go on, or go away.
     checkpoints.save(0, dict(state), {"steps": config.steps})
-    _say(f"starts from step {step} of {config.start_from}")
+    processes.say(f"starts from step {step} of {config.start_from}")
     return 0, state
 
 
@@ -200,14 +196,6 @@ def _source() -> str:
 
     text = find_gin_file(FLAGS.gin, CONFIG_DIR).read_text(encoding="utf-8")
     return text + "".join(f"# --param {param}\n" for param in FLAGS.param)
-
-
-def _say(line: str) -> None:
-    """Prints a line, if this is the first process."""
-    import jax
-
-    if jax.process_index() == 0:
-        print(line, flush=True)
 
 
 class _StopSignal:

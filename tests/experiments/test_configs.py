@@ -1,12 +1,16 @@
+import math
 import re
 from pathlib import Path
 
+import jax
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from experiments import build, plan
 from experiments.gin_loading import load_config
 from experiments.run_config import RunConfig
 from ttcd_jax.data.mixture import RecordsConfig
+from ttcd_jax.sharding.mesh import AXES, MeshConfig
 from ttcd_jax.train.run_directory import RunDirectory
 
 CONFIG_DIR = Path(__file__).parents[2] / "experiments" / "configs"
@@ -18,7 +22,15 @@ RUNS = sorted(
 
 # The published from-scratch recipes and their ablations: they want the user's tokenizer.
 RECIPES = [name for name in RUNS if name.endswith(("_340m.gin", "_760m.gin")) or "ablation" in name]
-WITHOUT_FILES = ["TokenizerConfig.kind='byte'", "TokenizerConfig.path=None"]
+
+
+def without_files(name):
+    """Parameters with which a recipe needs no text of the user's."""
+    if name.startswith("pod/"):
+        return ["include 'data/stdlib_bytes.gin'", "TextConfig.seq_len=32768"]
+    return ["TokenizerConfig.kind='byte'", "TokenizerConfig.path=None"]
+
+
 # As published, or derived from what is: dim, heads, mlp_dim, rows of a batch, billions of tokens.
 PUBLISHED_SIZES = {"340m": (1024, 16, 2816, 16, 20), "760m": (1536, 24, 4096, 32, 40)}
 PUBLISHED_PARAMS = {
@@ -51,7 +63,7 @@ def other_run(tmp_path_factory):
 @pytest.mark.parametrize("name", RUNS)
 def test_every_config_builds_and_has_the_parameters_its_header_states(name, other_run, tmp_path):
     params = [f"START='{other_run}'"] if "%START" in (CONFIG_DIR / name).read_text() else []
-    params += WITHOUT_FILES if name in (*RECIPES, "ipttcd_8b.gin") else []
+    params += without_files(name) if name in (*RECIPES, "ipttcd_8b.gin") else []
     inherit = build.inherited_model(RunDirectory(tmp_path))
     config = load_config(RunConfig, name, params, config_dir=CONFIG_DIR, inherit=inherit)
     build.check(config)
@@ -66,8 +78,21 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_divides_among_devices(name):
+    config = load_config(RunConfig, name, without_files(name), config_dir=CONFIG_DIR)
+    mesh = AbstractMesh((1, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
+    state = build.abstract_state(config, mesh)
+    stored = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state)
+    )
+    # All but small vectors, and LaCT's fast weights, is in eight parts.
+    share = 1.2 if "lact" in name else 1.02
+    assert stored < share * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)) / 8
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_published_size_and_budget(name):
-    config = load_config(RunConfig, name, WITHOUT_FILES, config_dir=CONFIG_DIR)
+    config = load_config(RunConfig, name, without_files(name), config_dir=CONFIG_DIR)
     size = "760m" if "760m" in name else "340m"
     dim, num_heads, mlp_dim, rows, billions = PUBLISHED_SIZES[size]
     model = config.model
@@ -89,13 +114,13 @@ def test_a_recipe_has_the_published_size_and_budget(name):
 
 def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
     assert {f"{name}.gin" for name in PUBLISHED_PARAMS} <= set(RUNS)
-    base = load_config(RunConfig, "ipttcd_340m.gin", WITHOUT_FILES, config_dir=CONFIG_DIR)
+    base = load_config(RunConfig, "ipttcd_340m.gin", without_files(""), config_dir=CONFIG_DIR)
     assert (base.model.window, base.model.student_window) == (2048, 1024)
     assert base.model.fast_layers == (0, 6, 12, 18)
     assert (base.model.memory.chunk_size, base.model.memory.eta) == (1024, 0.3)
     changes = {}
     for name in (name for name in RECIPES if "ablation" in name):
-        config = load_config(RunConfig, name, WITHOUT_FILES, config_dir=CONFIG_DIR)
+        config = load_config(RunConfig, name, without_files(name), config_dir=CONFIG_DIR)
         assert config.replace(model=base.model) == base
         memory, model = config.model.memory, config.model
         convs = memory.has_teacher_conv, memory.has_student_conv, memory.has_proj
@@ -114,11 +139,19 @@ def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
 
 
 def test_the_8b_model_is_the_base_model_and_its_memories():
-    config = load_config(RunConfig, "ipttcd_8b.gin", WITHOUT_FILES, config_dir=CONFIG_DIR)
+    config = load_config(RunConfig, "ipttcd_8b.gin", without_files(""), config_dir=CONFIG_DIR)
     model = config.model
     # Of a fast layer: P, the rate's vector, two convolutions.
     memory = model.dim**2 + model.dim + 2 * model.memory.num_taps * model.mlp_dim
     assert plan.num_params(config) == 8_190_735_360 + len(model.fast_layers) * memory  # Qwen3-8B's
+
+
+def test_the_recipe_of_a_pod_is_the_paper_s_in_another_layout():
+    records = ["include 'data/records.gin'"]
+    paper = load_config(RunConfig, "ipttcd_760m.gin", records, config_dir=CONFIG_DIR).to_dict()
+    pod = load_config(RunConfig, "pod/ipttcd_760m.gin", [], config_dir=CONFIG_DIR).to_dict()
+    assert {name for name in pod if pod[name] != paper[name]} == {"mesh", "accumulation_steps"}
+    assert MeshConfig.from_dict(pod["mesh"]).sizes(64)["fsdp"] == 32
 
 
 def test_a_recipe_takes_token_records():

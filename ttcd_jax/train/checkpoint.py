@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from flax.traverse_util import unflatten_dict
@@ -222,7 +223,7 @@ class Checkpoints:
         get. Raises `CheckpointError` for damage and for a state of another model.
         """
         self.wait()
-        chosen, refused = self._newest_intact() if step is None else (self._named(step), [])
+        chosen, num_refused, refused = self._chosen(step)
         parts = _to_parts(jax.tree.map(_placed, abstract_state))
         with _reporting_read(chosen):
             metadata = self._manager.item_metadata(chosen)
@@ -233,7 +234,8 @@ class Checkpoints:
             restored = self._manager.restore(
                 chosen, args=ocp.args.Composite(**items, **{_META: ocp.args.JsonRestore()})
             )
-        self._set_aside(refused)
+        if num_refused and not self._is_read_only:
+            self._set_aside(refused)
         leaves = _merged({name: restored[name] for name in parts})
         ordered = [leaves[path] for path in _by_path(abstract_state)]
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), ordered)
@@ -288,6 +290,16 @@ class Checkpoints:
             f"checkpoint step {step} was not saved: {reason}; "
             f"last good step: {sealed[-1] if sealed else 'none'}"
         )
+
+    def _chosen(self, step: int | None) -> tuple[int, int, list[int]]:
+        """(step to restore, number of newer ones refused, these on the first process). It looks for
+        all: a job that still writes shows others something newer, and a digest is read once."""
+        chosen, refused = 0, []
+        if jax.process_index() == 0:
+            chosen, refused = self._newest_intact() if step is None else (self._named(step), [])
+        found = np.array([chosen, len(refused)])
+        chosen, num_refused = map(int, multihost_utils.broadcast_one_to_all(found))
+        return chosen, num_refused, refused
 
     def _named(self, step: int) -> int:
         """`step` itself, unless it is damaged or not there."""
@@ -347,9 +359,7 @@ class Checkpoints:
         )
 
     def _set_aside(self, refused: list[int]) -> None:
-        """Renames `refused` out of Orbax's sight, once every process has seen them."""
-        if self._is_read_only or not refused:
-            return
+        """Renames `refused` out of Orbax's sight, once every process has restored."""
         multihost_utils.sync_global_devices("checkpoints: refused")
         if jax.process_index() == 0:
             for step in refused:

@@ -68,12 +68,16 @@ class Watchdog:
         self._is_over.set()
         if not self._has_peers or not isinstance(error, Exception):
             return
-        if is_peer_lost(error):
-            leave(f"another process was lost ({error})")
+        self.leave_if_lost(error)
         status = error.exit_code if isinstance(error, UserError) else 1
         exit_timer = threading.Timer(self._exit, os._exit, [status])
         exit_timer.daemon = True
         exit_timer.start()
+
+    def leave_if_lost(self, error: Exception) -> None:
+        """Ends the process if `error` tells of a lost peer."""
+        if self._has_peers and is_peer_lost(error):
+            leave(f"another process was lost ({error})")
 
     def beat(self, step: int) -> None:
         """Step `step` is done."""

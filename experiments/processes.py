@@ -1,0 +1,30 @@
+"""The flag of commands that several processes run as one."""
+
+import os
+
+from absl import flags
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string(
+    "distributed",
+    "none",
+    "How several processes find each other: none, auto, slurm, openmpi, jobset, or "
+    "HOST:PORT,NUM_PROCESSES,PROCESS_ID.",
+)
+
+
+def connect() -> None:
+    """Joins the other processes of the job, if there are any. Before JAX's first array."""
+    from ttcd_jax.sharding.distributed import detect, initialize
+
+    processes = detect(FLAGS.distributed, os.environ)
+    if processes is not None:
+        initialize(processes)
+
+
+def say(line: str) -> None:
+    """Prints a line, if this is the first process."""
+    import jax
+
+    if jax.process_index() == 0:
+        print(line, flush=True)

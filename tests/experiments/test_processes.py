@@ -1,0 +1,244 @@
+"""The launch and the evaluation on several processes: what they compute, and how they end."""
+
+import fcntl
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.launch import RESUME_ME
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.train.metrics import read_metrics
+from ttcd_jax.train.watchdog import PEER_LOST
+
+ROOT = Path(__file__).parents[2]
+TINY = """
+include 'data/text_bytes.gin'
+CorpusConfig.path = '{text}'
+TextConfig.seq_len = 16
+RunConfig.optimizer = @OptimizerConfig()
+RunConfig.mesh = @MeshConfig()
+RunConfig.steps = 32
+RunConfig.batch_size = 4
+RunConfig.log_every = 1
+RunConfig.checkpoint_every = 4
+RunConfig.keep_checkpoints = 10
+MeshConfig.data = 2
+MeshConfig.seq = 2
+TransformerConfig.vocab_size = 258
+TransformerConfig.dim = 8
+TransformerConfig.num_layers = 1
+TransformerConfig.num_heads = 2
+TransformerConfig.mlp_dim = 8
+TransformerConfig.window = 8
+TransformerConfig.student_window = 4
+TransformerConfig.fast_layers = (0,)
+TransformerConfig.memory = @MemoryConfig()
+MemoryConfig.chunk_size = 4
+OptimizerConfig.schedule = @ScheduleConfig()
+ScheduleConfig.peak = 1e-2
+ScheduleConfig.warmup = 2
+"""
+TOLERANCE = 1e-5
+# Process 0 takes with it what coordinates the others, and JAX then aborts them.
+LOST_FIRST = (PEER_LOST, -signal.SIGABRT)
+
+
+@pytest.fixture(scope="module")
+def gin_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gin")
+    words, rng = ("memory", "window", "teacher", "student", "chunk"), random.Random(0)
+    lines = [" ".join(rng.choices(words, k=10)) for _ in range(100)]
+    (folder / "words.txt").write_text("\n".join(lines))
+    path = folder / "tiny.gin"
+    path.write_text(TINY.format(text=folder / "words.txt"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts the processes of one job: `start(module, [arguments of each], devices=of each)`. What
+    is left of them is ended in the end."""
+    cache, started = str(tmp_path_factory.mktemp("cache")), []
+
+    def start(module, arguments, devices):
+        with socket.create_server(("localhost", 0)) as server:
+            port = server.getsockname()[1]
+        environment = os.environ | {
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0 "
+            f"--xla_force_host_platform_device_count={devices}",
+        }
+        job = []
+        for number, own in enumerate(arguments):
+            if len(arguments) > 1:
+                own = [*own, f"--distributed=localhost:{port},{len(arguments)},{number}"]
+            command = [sys.executable, "-m", f"experiments.{module}", *map(str, own)]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            job.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
+        started.extend(job)
+        return job
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def launch(start, gin_file):
+    def launch(run_dir, *parameters, num_processes=2, devices=2):
+        arguments = [f"--gin={gin_file}", f"--run_dir={run_dir}", "--hang_seconds=5"]
+        arguments += [f"--param={parameter}" for parameter in parameters]
+        return start("launch", [arguments] * num_processes, devices)
+
+    return launch
+
+
+def _end(process, *statuses, timeout=200):
+    """(stdout, last line of stderr) of a process that ends with 0, or with one of `statuses`."""
+    stdout, stderr = process.communicate(timeout=timeout)
+    assert process.returncode in (statuses or (0,)), (process.returncode, stdout, stderr)
+    return stdout, stderr.rstrip().rpartition("\n")[2]
+
+
+def _losses(run_dir):
+    records = read_metrics(run_dir / "metrics.jsonl")
+    return np.array([(r["step"], r["loss"], r["grad_norm"]) for r in records])
+
+
+def _wait(is_true, job):
+    deadline = time.monotonic() + 200
+    while not is_true():
+        assert all(process.poll() is None for process in job), _end(job[0])
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def _wait_for_step(run_dir, step, job):
+    _wait(lambda: (steps := _losses(run_dir)).size and steps[-1, 0] >= step, job)
+
+
+@pytest.fixture(scope="module")
+def whole(launch, tmp_path_factory):
+    """An uninterrupted run of two processes with two devices each."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    outputs = [_end(process)[0] for process in launch(run_dir)]
+    return run_dir, outputs
+
+
+def test_processes_train_what_one_trains(whole, launch, tmp_path):
+    run_dir, _ = whole
+    (alone,) = launch(tmp_path / "run", num_processes=1, devices=4)
+    _end(alone)
+    np.testing.assert_allclose(_losses(run_dir), _losses(tmp_path / "run"), rtol=TOLERANCE)
+
+
+def test_the_first_process_speaks_and_all_write_one_checkpoint(whole):
+    run_dir, (first, second) = whole
+    assert "trained 32 steps" in first
+    assert [line for line in second.splitlines() if "[Gloo]" not in line] == []
+    assert sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir()) == [
+        *range(4, 33, 4)
+    ]
+    written = {path.name for path in (run_dir / "checkpoints" / "32" / "params").glob("ocdbt.*")}
+    assert written == {"ocdbt.process_0", "ocdbt.process_1"}
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "devices", "mesh"),
+    [
+        (1, 2, ["MeshConfig.data=1", "MeshConfig.seq=1"]),
+        (4, 1, ["MeshConfig.data=1", "MeshConfig.seq=4"]),
+    ],
+)
+def test_other_processes_and_another_mesh_go_on(
+    whole, launch, tmp_path, num_processes, devices, mesh
+):
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole[0], run_dir)
+    for path in (run_dir / "checkpoints").iterdir():
+        if int(path.name) > 24:
+            shutil.rmtree(path)
+    job = launch(run_dir, *mesh, num_processes=num_processes, devices=devices)
+    outputs = [_end(process)[0] for process in job]
+    assert "resumed at step 24\n" in outputs[0]
+    np.testing.assert_allclose(_losses(run_dir), _losses(whole[0]), rtol=TOLERANCE)
+
+
+def test_the_same_command_goes_on_after_every_end(whole, launch, tmp_path):
+    """All killed in a save; one killed; one stopped; SIGTERM to one: in the end the losses are
+    those of the run that nothing interrupted, to the last bit."""
+    run_dir = tmp_path / "run"
+    job = launch(run_dir)
+    _wait(lambda: [*(run_dir / "checkpoints").glob("8.orbax-checkpoint-tmp*")], job)
+    for process in job:
+        process.kill()
+
+    job = launch(run_dir)
+    _wait_for_step(run_dir, 9, job)
+    job[1].kill()
+    output, line = _end(job[0], PEER_LOST)
+    assert re.search(r"resumed at step [48]\n", output)
+    # A device may hear of the loss while its neighbour waits for it: then the watchdog tells.
+    assert re.match("error: (another process was lost|no step for)", line)
+
+    job = launch(run_dir)
+    _wait_for_step(run_dir, 13, job)
+    job[1].send_signal(signal.SIGSTOP)
+    assert _end(job[0], PEER_LOST)[1].startswith("error: no step for ")
+    job[1].kill()
+
+    job = launch(run_dir)
+    _wait_for_step(run_dir, 18, job)
+    job[1].send_signal(signal.SIGTERM)
+    outputs = [_end(process, RESUME_ME)[0] for process in job]
+    stopped = re.search(r"stopped by SIGTERM at step (\d+), checkpoint saved; run", outputs[0])
+    assert stopped
+
+    job = launch(run_dir)
+    outputs = [_end(process)[0] for process in job]
+    assert f"resumed at step {stopped[1]}\n" in outputs[0]
+    np.testing.assert_array_equal(_losses(run_dir), _losses(whole[0]))
+
+
+def test_a_directory_in_use_is_refused_by_all(launch, tmp_path):
+    with (tmp_path / "lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        first, second = launch(tmp_path)
+        assert "is in use by" in _end(first, UserError.exit_code)[1]
+        _end(second, *LOST_FIRST, timeout=60)
+
+
+def test_data_that_one_process_lacks_end_all(start, gin_file, tmp_path):
+    arguments = [f"--gin={gin_file}", f"--run_dir={tmp_path / 'run'}"]
+    missing = "--param=CorpusConfig.path='/nowhere.txt'"
+    first, second = start("launch", [arguments, [*arguments, missing]], 2)
+    assert "/nowhere.txt" in _end(second, DataError.exit_code)[1]
+    assert "another process was lost" in _end(first, PEER_LOST, timeout=60)[1]
+
+
+def test_evaluation_on_any_devices_is_that_of_one(whole, start):
+    run_dir, _ = whole
+    arguments = [f"--run_dir={run_dir}", "--task=ppl", "--max_rows=10", "--batch_size=4"]
+    sizes = {1: [arguments], 4: [arguments], 2: [[*arguments, "--mesh=seq=2"]] * 2}
+    found = []
+    for devices, every in sizes.items():
+        outputs = [_end(process)[0] for process in start("evaluate", every, devices)]
+        assert ["written to" in output for output in outputs] == [True, False][: len(every)]
+        result = json.loads((run_dir / "eval" / "ppl" / "results.json").read_text())
+        found.append({name: rows[-1]["perplexity"] for name, rows in result["series"].items()})
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=TOLERANCE)

@@ -1,0 +1,45 @@
+"""Which rows of a batch a process makes, told by the devices it has on the mesh."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ttcd_jax.data.pipeline import Batches
+from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
+from ttcd_jax.sharding.batch import Placement
+from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
+
+B, T, PROCESSES = 8, 16, 4
+
+
+class _Device:
+    """As much of a device as a placement looks at, as `process` sees it: two for each process."""
+
+    platform, device_kind = "cpu", "none"
+
+    def __init__(self, number: int, process: int):
+        self.id, self.process_index = number, number // 2
+        self.client = SimpleNamespace(process_index=lambda: process)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"fsdp": 8}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ({"data": 2, "seq": 2}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        # Processes whose devices hold parts of the same rows make them each.
+        ({"data": 2, "tensor": 4}, [(0, 1, 2, 3)] * 2 + [(4, 5, 6, 7)] * 2),
+        ({"seq": 8}, [tuple(range(B))] * PROCESSES),
+    ],
+)
+def test_processes_make_the_rows_of_their_devices(sizes, expected):
+    source = RecallRows(RecallConfig(num_slots=9, num_keys=4, num_values=4), seed=0, num_rows=3 * B)
+    for process, own in enumerate(expected):
+        devices = [_Device(number, process) for number in range(2 * PROCESSES)]
+        mesh = build_mesh(MeshConfig(**sizes), devices)
+        rows = Placement(mesh, batch_size=B, length=T).rows
+        assert rows == own
+        batches = Batches(source, batch_size=B, seed=0, rows=rows, is_shuffled=False)
+        expected_rows = [source[B + row]["tokens"] for row in own]
+        np.testing.assert_array_equal(batches.at(1)["tokens"], expected_rows)

@@ -1,0 +1,51 @@
+"""What a training step on eight fake devices sends along `seq`, at two lengths. A script:
+`python traffic_of_a_step.py METHOD FILE` writes [{kind: bytes per step}, ...] as JSON."""
+
+import collections
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from equal_on_devices import B, config
+from jax.sharding import NamedSharding
+
+from ttcd_jax.precision import Precision
+from ttcd_jax.sharding.batch import replicated
+from ttcd_jax.sharding.collectives import collectives, compile_partitioned
+from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
+from ttcd_jax.sharding.rules import spec
+from ttcd_jax.train.state import init_state, placed_as, state_shardings
+from ttcd_jax.train.step import make_train_step
+
+LENGTHS = (256, 512)
+
+
+def traffic(method: str, length: int) -> dict[str, int]:
+    model = config(method).replace(precision=Precision())
+    mesh = build_mesh(MeshConfig(fsdp=1, seq=8))
+    optimizer = optax.adam(1e-3)
+    places = state_shardings(model, optimizer, mesh)
+    state = placed_as(jax.eval_shape(lambda: init_state(model, optimizer, 0)), places)
+    place = NamedSharding(mesh, spec(("batch", "length"), mesh))
+    kinds = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), "int32")
+    batch = {
+        name: jax.ShapeDtypeStruct((B, length), kind, sharding=place)
+        for name, kind in (kinds | {"loss_mask": "bool"}).items()
+    }
+    step = make_train_step(model, optimizer, lambda _: jnp.asarray(1e-3), loss_rows=16)
+    run = jax.jit(step, donate_argnums=0, out_shardings=(places, replicated(mesh)))
+    with jax.set_mesh(mesh):
+        _, text = compile_partitioned(run.lower(state, batch))
+    total = collections.Counter[str]()
+    for collective in collectives(text, mesh.shape):
+        assert collective.axes == ("seq",)
+        total[collective.kind] += collective.num_bytes * collective.count
+    return total
+
+
+if __name__ == "__main__":
+    method, output = sys.argv[1:]
+    Path(output).write_text(json.dumps([traffic(method, length) for length in LENGTHS]))
