@@ -117,7 +117,9 @@ def test_the_way_from_raw_text_to_a_pod(place):
         expected = 75 if command.startswith("sbatch") else 0
         assert result.returncode == expected, (command, result.stdout, result.stderr)
         if "--dry_run" in command:
-            assert "64 x H100" in result.stdout
+            assert "64 x H100: data 1 x fsdp 32 x seq 2 x tensor 1" in result.stdout
+            for name in ("memory: gradients", "fits", "sent: all-gather along fsdp x seq", "MFU"):
+                assert f"\n{name}" in result.stdout
         if "--nodes=4" in command:
             assert re.search(r"resumed at step [1-9]", result.stdout)
     metrics = (place / "runs/pod/metrics.jsonl").read_text().splitlines()
