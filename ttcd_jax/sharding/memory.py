@@ -55,9 +55,9 @@ def apply_memory(
     rule = rule._replace(form=form)
 
     def on_part(z, keys, errors, w_base, segment_ids):
-        size = z.shape[1] * chunk_size if sequence.num_parts() > 1 else length
-        mask = part_mask(segment_ids, size, chunk_size)
-        start = _state_in_front(rule, keys, errors, mask)
+        mask = part_mask(segment_ids, length // sequence.num_parts(), chunk_size)
+        has_left = sequence.num_parts() > 1
+        start = _state_in_front(rule, keys, errors, mask) if has_left else None
         y, state = scan.apply_memory(rule, z, keys, errors, w_base, mask, start)
         square = jnp.sum(_observed(state) ** 2, axis=(-2, -1))
         square = jax.lax.psum(jnp.where(sequence.is_last(), square, 0), sequence.SEQ)

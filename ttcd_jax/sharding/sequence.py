@@ -65,8 +65,9 @@ def left_segment(segment_ids: Int[Array, "B T"]) -> Int[Array, " B"]:
 def exclusive_prefix(element: Any, combine: Callable[[Any, Any], Any], neutral: Any) -> Any:
     """combine of the elements of all devices to the left, in order; `neutral` on the first.
 
-    log-step: the elements move one to the right, then partial results twice as far each time, so a
-    device sends 1 + ceil(log2(n - 1)) elements, never more than the n - 1 of an all-gather.
+    In logarithmic steps: the elements move one to the right, then partial results twice as far each
+    time, so a device sends 1 + ceil(log2(n - 1)) elements, never more than the n - 1 of an
+    all-gather.
     """
     index, parts = jax.lax.axis_index(SEQ), num_parts()
 

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.sharding.batch import replicated
 from ttcd_jax.sharding.rules import shardings
 
 
@@ -52,7 +53,7 @@ def state_shardings(
     with it, all else on every device."""
     params = params_shardings(config, mesh)
     state = jax.eval_shape(functools.partial(init_state, config, optimizer, 0))
-    whole = NamedSharding(mesh, PartitionSpec())
+    whole = replicated(mesh)
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
         lambda leaf, place: leaf if isinstance(leaf, optax.MaskedNode) else place,
