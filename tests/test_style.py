@@ -33,8 +33,12 @@ MAY_IMPORT = {
     "ttcd_jax/layers": LAYERS,
     "ttcd_jax/models": MODELS,
     "ttcd_jax/data": ("ttcd_jax.data",),
+    "ttcd_jax/inference": (*MODELS, "ttcd_jax.data", "ttcd_jax.train", "ttcd_jax.inference"),
     "ttcd_jax/train": (*MODELS, "ttcd_jax.data", "ttcd_jax.train"),
-    "ttcd_jax/eval": (*MODELS, "ttcd_jax.data", "ttcd_jax.train", "ttcd_jax.eval"),
+    "ttcd_jax/eval": (
+        *MODELS,
+        *("ttcd_jax.data", "ttcd_jax.train", "ttcd_jax.inference", "ttcd_jax.eval"),
+    ),
     "ttcd_jax/interop": (
         *MODELS,
         *("ttcd_jax.data", "ttcd_jax.train", "ttcd_jax.eval", "ttcd_jax.interop"),

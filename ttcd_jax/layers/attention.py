@@ -12,9 +12,11 @@ from ttcd_kernels.dual_window.api import Implementation
 from ttcd_jax.axes import param
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
+from ttcd_jax.layers.cache import KVCache, cached_attention, empty_cache
 from ttcd_jax.layers.linear import linear, normal_param
 from ttcd_jax.layers.norm import rms_norm
 from ttcd_jax.layers.rope import RopeConfig, rotate
+from ttcd_jax.layers.stream import Piece
 from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.attention import over_parts
 
@@ -101,6 +103,18 @@ class Attention(nnx.Module):
         q, k, v = self.project(h, positions)
         return self.project_out(attend(self.config, q, k, v, segment_ids))
 
+    def start(self, batch_size: int, max_length: int | None) -> KVCache:
+        """What `extend` finds in front of a row; `max_length` bounds rows of full attention."""
+        return start_cache(self.config, batch_size, max_length)
+
+    def extend(
+        self, h: Float[Array, "B T D"], piece: Piece, cache: KVCache
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """The same for a piece of a row: (output, the cache behind it)."""
+        q, k, v = self.project(h, piece.positions(h.shape[1]))
+        heads, cache = attend_cached(self.config, q, k, v, piece, cache)
+        return self.project_out(heads), cache
+
 
 def attend(
     config: AttentionConfig,
@@ -122,6 +136,31 @@ def attend(
         )
 
     return over_parts(window, q, k, v, segment_ids, config.window, num_outputs=1)
+
+
+def start_cache(config: AttentionConfig, batch_size: int, max_length: int | None) -> KVCache:
+    """An empty cache of what the configuration's window reaches."""
+    slots = max_length if config.window is None else config.window
+    heads = config.num_kv_heads, config.head_dim
+    return empty_cache(batch_size, slots, *heads, config.precision.compute_dtype)
+
+
+def attend_cached(
+    config: AttentionConfig,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    piece: Piece,
+    cache: KVCache,
+) -> tuple[Float[Array, "B T N H"], KVCache]:
+    """`attend` for a piece of a row: (output, the cache behind it)."""
+    _, seen, cache = cached_attention(
+        *(q, k, v, piece, cache),
+        window=config.window,
+        student_window=config.window,
+        implementation=config.implementation,
+    )
+    return seen, cache
 
 
 def row_positions(tokens_or_hidden: jax.Array) -> Int[Array, "B T"]:

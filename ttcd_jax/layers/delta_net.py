@@ -9,6 +9,7 @@ the paper's hybrid baseline puts behind attention.
 
 import dataclasses
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,11 @@ from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.layers.linear import linear, normal_param
 from ttcd_jax.layers.norm import rms_norm
+from ttcd_jax.layers.stream import Piece, next_tail, real, with_tail
 from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.attention import convolved_row
 from ttcd_jax.sharding.recurrent import delta_rule
+from ttcd_jax.ttt.delta_rule import delta_rule as continued_delta_rule
 from ttcd_jax.ttt.delta_rule import l2_normalize_inside
 from ttcd_jax.ttt.product import product
 
@@ -75,6 +78,13 @@ class DeltaNetConfig(Config):
         return round(self.head_dim * self.rule.value_expansion)
 
 
+class DeltaState(NamedTuple):
+    """A delta rule in the middle of a row."""
+
+    memory: Float[Array, "B N H X"]
+    tail: Channels | None  # raw q, k, v that the convolutions look back at [B, R - 1, ...]
+
+
 class DeltaSublayer(nnx.Module):
     """h [B, T, D] -> [B, T, D]: q, k, v linear in h, beta = sigmoid(h W_rate), delta rule,
     output."""
@@ -99,6 +109,19 @@ class DeltaSublayer(nnx.Module):
         """`positions` are part of every mixer's call; the delta rule knows order without them."""
         return self._project_out(self._read(h, self._project(h), segment_ids))
 
+    def start(self, batch_size: int, max_length: int | None = None) -> DeltaState:
+        """What `extend` finds in front of a row; a state has no length to bound."""
+        config = self.config
+        heads = batch_size, config.num_heads, config.head_dim, config.value_head_dim
+        return DeltaState(jnp.zeros(heads, config.precision.state_dtype), None)
+
+    def extend(
+        self, h: Float[Array, "B T D"], piece: Piece, state: DeltaState
+    ) -> tuple[Float[Array, "B T D"], DeltaState]:
+        """The same for a piece of a row of one document: (output, the state behind it)."""
+        o, memory = self._read_piece(h, self._project(h), piece, state)
+        return self._project_out(o), DeltaState(memory, None)
+
     def _project(self, h) -> Channels:
         dtype = self.config.precision.compute_dtype
         q, k, v = (linear(h, w[...], dtype) for w in (self.query, self.key, self.value))
@@ -111,19 +134,36 @@ class DeltaSublayer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None,
         log_decay: Float[Array, "B T N"] | None = None,
     ) -> Float[Array, "B T N X"]:
-        """What the memory answers to q; q and k are normalised per head."""
-        config = self.config
-        q, k, v = (x.reshape(*x.shape[:2], config.num_heads, -1) for x in channels)
+        """What the memory answers to q."""
         return delta_rule(
-            l2_normalize_inside(q),
-            l2_normalize_inside(k),
-            v,
-            jax.nn.sigmoid(self._per_head(h, self.rate)),
+            *self._normalized(channels),
+            self._rates(h),
             log_decay=log_decay,
             segment_ids=segment_ids,
-            chunk_size=config.rule.chunk_size,
-            state_dtype=config.precision.state_dtype,
+            chunk_size=self.config.rule.chunk_size,
+            state_dtype=self.config.precision.state_dtype,
         )
+
+    def _read_piece(self, h, channels: Channels, piece: Piece, state: DeltaState, log_decay=None):
+        """(what the memory answers to q, the memory behind the piece). Padding neither writes nor
+        forgets."""
+        return continued_delta_rule(
+            *self._normalized(channels),
+            real(self._rates(h), piece),
+            log_decay=None if log_decay is None else real(log_decay, piece),
+            initial_state=state.memory,
+            chunk_size=self.config.rule.chunk_size,
+            state_dtype=self.config.precision.state_dtype,
+        )
+
+    def _normalized(self, channels: Channels) -> Channels:
+        """q, k, v [B, T, N, ...]; q and k of unit length per head."""
+        heads = self.config.num_heads
+        q, k, v = (x.reshape(*x.shape[:2], heads, -1) for x in channels)
+        return l2_normalize_inside(q), l2_normalize_inside(k), v
+
+    def _rates(self, h) -> Float[Array, "B T N"]:
+        return jax.nn.sigmoid(self._per_head(h, self.rate))
 
     def _per_head(self, h, weight: nnx.Param) -> Float[Array, "B T N"]:
         """h W for the argument of a gate, in float32 or better: gates multiply over many tokens."""
@@ -165,19 +205,56 @@ class DeltaNet(DeltaSublayer):
         o = self._read(h, self._convolved(h, segment_ids), segment_ids)
         return self._project_out(self._normed(o))
 
+    def start(self, batch_size: int, max_length: int | None = None) -> DeltaState:
+        """What `extend` finds in front of a row; a state has no length to bound."""
+        back, dtype = self.config.rule.num_taps - 1, self.config.precision.compute_dtype
+        if not back:
+            return super().start(batch_size)
+        q, k, v = (jnp.zeros((batch_size, back, w[...].shape[1]), dtype) for w in self._taps())
+        return super().start(batch_size)._replace(tail=(q, k, v))
+
+    def extend(
+        self, h: Float[Array, "B T D"], piece: Piece, state: DeltaState
+    ) -> tuple[Float[Array, "B T D"], DeltaState]:
+        """The same for a piece of a row of one document: (output, the state behind it)."""
+        channels, tail = self._convolved_piece(h, piece, state)
+        o, memory = self._read_piece(h, channels, piece, state)
+        return self._project_out(self._normed(o)), DeltaState(memory, tail)
+
     def _convolved(self, h, segment_ids) -> Channels:
-        """silu(conv(q, k, v)): the row is one chunk of the convolution."""
+        """silu(conv(q, k, v))."""
 
         def convolve(x, taps, segment_ids):
             ids = None if segment_ids is None else segment_ids[:, None]
-            return short_conv(x[:, None], taps, is_causal=True, segment_ids=ids)[:, 0]
+            return _convolved_row(x, taps, ids)
 
-        taps = (self.query_conv, self.key_conv, self.value_conv)
         q, k, v = (
             jax.nn.silu(convolved_row(convolve, x, w[...], segment_ids))
-            for x, w in zip(self._project(h), taps, strict=True)
+            for x, w in zip(self._project(h), self._taps(), strict=True)
         )
         return q, k, v
 
+    def _convolved_piece(self, h, piece: Piece, state: DeltaState) -> tuple[Channels, Any]:
+        """(silu(conv(q, k, v)), the tokens that the next piece's convolutions look back at)."""
+        new = self._project(h)
+        if state.tail is None:
+            around, tail = new, None
+        else:
+            around = jax.tree.map(with_tail, state.tail, new)
+            tail = jax.tree.map(lambda tail, x: next_tail(tail, x, piece), state.tail, new)
+        q, k, v = (
+            jax.nn.silu(_convolved_row(x, w[...], None)[:, -h.shape[1] :])
+            for x, w in zip(around, self._taps(), strict=True)
+        )
+        return (q, k, v), tail
+
+    def _taps(self) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
+        return self.query_conv, self.key_conv, self.value_conv
+
     def _normed(self, o: Float[Array, "B T N X"]) -> Float[Array, "B T N X"]:
         return rms_norm(o, self.head_norm[...], self.config.norm_eps)
+
+
+def _convolved_row(x, taps, segment_ids) -> Float[Array, "B T X"]:
+    """The causal convolution of a row, which is one chunk of it."""
+    return short_conv(x[:, None], taps, is_causal=True, segment_ids=segment_ids)[:, 0]

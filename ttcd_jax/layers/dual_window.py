@@ -9,6 +9,8 @@ from ttcd_kernels import dual_window_attention
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.layers.attention import Attention, AttentionConfig
+from ttcd_jax.layers.cache import KVCache, cached_attention
+from ttcd_jax.layers.stream import Piece
 from ttcd_jax.sharding.attention import over_parts
 
 
@@ -62,3 +64,16 @@ class DualWindowAttention(Attention):
         q, k, v = self.project(h, positions)
         teacher, student = over_parts(windows, q, k, v, segment_ids, config.window, num_outputs=2)
         return self.project_out(teacher), self.project_out(student)
+
+    def extend(
+        self, h: Float[Array, "B T D"], piece: Piece, cache: KVCache
+    ) -> tuple[tuple[Float[Array, "B T D"], Float[Array, "B T D"]], KVCache]:
+        """((teacher, student), the cache behind the piece)."""
+        q, k, v = self.project(h, piece.positions(h.shape[1]))
+        teacher, student, cache = cached_attention(
+            *(q, k, v, piece, cache),
+            window=self.config.window,
+            student_window=self.student_window,
+            implementation=self.config.implementation,
+        )
+        return (self.project_out(teacher), self.project_out(student)), cache

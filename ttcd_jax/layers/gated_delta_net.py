@@ -15,8 +15,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
-from ttcd_jax.layers.delta_net import DeltaNet, DeltaNetConfig
+from ttcd_jax.layers.delta_net import DeltaNet, DeltaNetConfig, DeltaState
 from ttcd_jax.layers.linear import linear, normal_param
+from ttcd_jax.layers.stream import Piece
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,17 @@ class GatedDeltaNet(DeltaNet):
     ) -> Float[Array, "B T D"]:
         """`positions` are part of every mixer's call; the delta rule knows order without them."""
         o = self._read(h, self._convolved(h, segment_ids), segment_ids, self.log_decay(h))
+        return self._gated(h, o)
+
+    def extend(
+        self, h: Float[Array, "B T D"], piece: Piece, state: DeltaState
+    ) -> tuple[Float[Array, "B T D"], DeltaState]:
+        """The same for a piece of a row of one document: (output, the state behind it)."""
+        channels, tail = self._convolved_piece(h, piece, state)
+        o, memory = self._read_piece(h, channels, piece, state, self.log_decay(h))
+        return self._gated(h, o), DeltaState(memory, tail)
+
+    def _gated(self, h, o) -> Float[Array, "B T D"]:
         gate = jax.nn.silu(linear(h, self.gate[...], self.config.precision.compute_dtype))
         return self._project_out(self._normed(o) * gate.reshape(o.shape))
 

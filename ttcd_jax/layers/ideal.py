@@ -7,6 +7,7 @@ chunks that no prefix sum replaces. It is what Proposition 1 speaks of.
 
 import dataclasses
 
+import jax.numpy as jnp
 from flax import nnx
 
 from ttcd_jax.config import Config
@@ -14,7 +15,7 @@ from ttcd_jax.layers.memory import InPlaceConfig, MemoryMLP, Remembered
 from ttcd_jax.layers.mlp import MLPConfig
 from ttcd_jax.sharding.recurrent import running_memory
 from ttcd_jax.ttt.chunking import to_chunks
-from ttcd_jax.ttt.running import ideal_memory
+from ttcd_jax.ttt.running import chunked_memory, ideal_memory, ideal_rule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,13 +40,30 @@ class IdealMLP(MemoryMLP):
         super().__init__(config.mlp, config.memory, rngs=rngs)
 
     def _remember(self, x, t, segments, segment_ids) -> Remembered:
-        memory, dtype = self.memory, self.config.precision.state_dtype
-        features = tuple(to_chunks(self.features(h), memory.chunk_size) for h in (x, t))
+        memory = self.memory
+        features = tuple(to_chunks(x, memory.chunk_size) for x in self._tokens(x, t))
+        w_base = self.down[...].astype(features[0].dtype)
+        row = segment_ids, x.shape[1], memory.chunk_size
+        dtype = self.config.precision.state_dtype
 
         def make(features, w_base, mask):
             z, z_student = features
             return ideal_memory(z, z_student, w_base, mask, eta=memory.eta, state_dtype=dtype)
 
-        w_base = self.down[...].astype(features[0].dtype)
-        row = segment_ids, x.shape[1], memory.chunk_size
         return Remembered(*running_memory(make, features, w_base, *row))
+
+    def _tokens(self, x, t):
+        return self.features(x), self.features(t)
+
+    def _operands(self, convolved):
+        return convolved[0], convolved
+
+    def _chunked(self, batch_size: int):
+        w_base = self.down[...].astype(self.config.precision.compute_dtype)
+        dtype = self.config.precision.state_dtype
+        rule = ideal_rule(w_base, eta=self.memory.eta, state_dtype=dtype)
+
+        def write(state, features):
+            return rule.write(state, (*features, jnp.ones(features[0].shape[:2], bool)))
+
+        return chunked_memory(rule)._replace(write=write), rule.start(batch_size)

@@ -12,14 +12,24 @@ what a chunk writes; a symmetric activation convolution would not be.
 import dataclasses
 from typing import Literal
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 from ttcd_kernels.short_conv.xla import short_conv
 
 from ttcd_jax.config import Config
-from ttcd_jax.layers.memory import ConvInit, FastWeightConfig, MemoryMLP, ProjInit, Remembered
+from ttcd_jax.layers.memory import (
+    ConvInit,
+    FastWeightConfig,
+    MemoryMLP,
+    ProjInit,
+    Remembered,
+    look_ahead,
+    reads_ahead,
+)
 from ttcd_jax.layers.mlp import MLPConfig
 from ttcd_jax.sharding.memory import apply_memory
+from ttcd_jax.ttt import scan
 from ttcd_jax.ttt.chunking import chunk_segments, to_chunks
 from ttcd_jax.ttt.product import weight_product
 
@@ -61,27 +71,59 @@ class IPTTTMLP(MemoryMLP):
             self.activation_conv = self._init_conv(memory, memory.conv_init, rngs, "mlp")
 
     def _remember(self, x, targets, segments, segment_ids) -> Remembered:
-        memory = self.memory
-        h = self._activations(x, segments)
-        v = to_chunks(targets.astype(h.dtype), memory.chunk_size)
-        causal = memory.is_conv_causal
-        if memory.has_target_conv:
-            v = short_conv(v, self.target_conv[...], is_causal=causal, segment_ids=segments)
-        if memory.has_proj:
-            v = weight_product(v, self.proj[...].astype(v.dtype))
-        rule = memory.rule(self.config.precision)
+        size = self.memory.chunk_size
+        tokens = tuple(to_chunks(x, size) for x in self._tokens(x, targets))
+        h, (keys, v) = self._operands(self._convolved(tokens, segments))
+        rule = self.memory.rule(self.config.precision)
         w_base = self.down[...].astype(h.dtype)
-        return Remembered(*apply_memory(rule, h, h, v, w_base, segment_ids, x.shape[1]))
+        return Remembered(*apply_memory(rule, h, keys, v, w_base, segment_ids, x.shape[1]))
+
+    def _tokens(self, x, targets):
+        h = self.features(x)
+        return h, targets.astype(h.dtype)
+
+    def _convolved(self, tokens, segments):
+        (h, v), causal = tokens, self.memory.is_conv_causal
+        if self.memory.has_activation_conv:
+            h = self._activation_convolved(h, segments)
+        if self.memory.has_target_conv:
+            v = short_conv(v, self.target_conv[...], is_causal=causal, segment_ids=segments)
+        return h, v
+
+    def _operands(self, convolved):
+        h, v = convolved
+        if self.memory.has_proj:
+            v = weight_product(v, self.proj[...].astype(v.dtype))
+        return h, (h, v)
+
+    def _chunked(self, batch_size: int):
+        precision = self.config.precision
+        w_base = self.down[...].astype(precision.compute_dtype)
+        start = jnp.zeros((batch_size, *w_base.shape), precision.state_dtype)
+        return scan.chunked_memory(self.memory.rule(precision), w_base), start
+
+    @property
+    def _look_back(self) -> int:
+        memory = self.memory
+        return memory.num_taps - 1 if memory.has_target_conv or memory.has_activation_conv else 0
+
+    @property
+    def _look_ahead(self) -> int:
+        return look_ahead(self.memory) if self.memory.has_target_conv else 0
+
+    def _check_causal(self) -> None:
+        if self.memory.has_activation_conv and look_ahead(self.memory):
+            raise reads_ahead("TargetMemoryConfig", "has_activation_conv")
 
     def keys(
         self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B C L F"]:
         """What `forward` writes under, padding included."""
-        return self._activations(x, chunk_segments(segment_ids, self.memory.chunk_size))
-
-    def _activations(self, x, segments):
         h = to_chunks(self.features(x), self.memory.chunk_size)
         if not self.memory.has_activation_conv:
             return h
+        return self._activation_convolved(h, chunk_segments(segment_ids, self.memory.chunk_size))
+
+    def _activation_convolved(self, h, segments):
         causal, taps = self.memory.is_conv_causal, self.activation_conv[...]
         return short_conv(h, taps, is_causal=causal, segment_ids=segments)

@@ -8,7 +8,7 @@ x is the teacher's normed hidden state, t the student's; W_base is the down proj
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,15 @@ from ttcd_jax.layers.memory import (
     MemoryMLP,
     Remembered,
     identity_taps,
+    look_ahead,
+    reads_ahead,
 )
 from ttcd_jax.layers.mlp import MLPConfig
 from ttcd_jax.sharding.memory import apply_memory
 from ttcd_jax.sharding.recurrent import running_memory
-from ttcd_jax.ttt.chunking import chunk_segments, to_chunks
-from ttcd_jax.ttt.running import renormalized_memory
+from ttcd_jax.ttt import scan
+from ttcd_jax.ttt.chunking import chunk_segments, from_chunks, to_chunks
+from ttcd_jax.ttt.running import chunked_memory, renormalized_memory, renormalized_rule
 from ttcd_jax.ttt.update import chunk_errors
 
 
@@ -87,6 +90,23 @@ class IPTTCDConfig(Config):
     memory: MemoryConfig = MemoryConfig()
 
 
+class _Tokens(NamedTuple):
+    """What a token brings by itself."""
+
+    z: jax.Array
+    z_student: jax.Array
+    beta: jax.Array | None
+
+
+class _Convolved(NamedTuple):
+    """The same behind the convolutions."""
+
+    z_out: jax.Array
+    keys: jax.Array
+    difference: jax.Array
+    beta: jax.Array | None
+
+
 class IPTTCDMLP(MemoryMLP):
     """(x, t) [B, T, D] -> y [B, T, D], any T: teacher and student. Parameters of SwiGLU plus P, b
     and the two convolutions."""
@@ -108,26 +128,70 @@ class IPTTCDMLP(MemoryMLP):
 
     def _remember(self, x, t, segments, segment_ids) -> Remembered:
         memory = self.memory
-        z, z_student = (to_chunks(self.features(h), memory.chunk_size) for h in (x, t))
+        tokens = jax.tree.map(lambda x: to_chunks(x, memory.chunk_size), self._tokens(x, t))
+        z_out, (keys, errors) = self._operands(self._convolved(tokens, segments))
+        row = segment_ids, x.shape[1]
+        beta = None if tokens.beta is None else from_chunks(tokens.beta, x.shape[1])
+        return Remembered(*self._read(z_out, keys, errors, *row), beta)
+
+    def _tokens(self, x, t) -> _Tokens:
+        beta = None
+        if self.memory.has_token_rate:
+            beta = jax.nn.sigmoid(jnp.einsum("BTD,D->BT", t, self.rate[...].astype(t.dtype)))
+        return _Tokens(self.features(x), self.features(t), beta)
+
+    def _convolved(self, tokens: _Tokens, segments) -> _Convolved:
+        memory = self.memory
         # Read through the student's features, they are needed as they are.
         normalizes = memory.normalizes_keys and memory.output != "student"
+        z, z_student, beta = tokens
         difference, z_target, keys = self._residual(z, z_student, segments, normalizes)
         z_out = {"teacher": z_target, "teacher_raw": z, "student": keys}[memory.output]
         if memory.normalizes_keys and not normalizes:
             keys = l2_normalize(keys, memory.zero_slope)
+        return _Convolved(z_out, keys, difference, beta)
 
-        w_base = self.down[...].astype(z.dtype)
-        beta = self._gate(t)
+    def _operands(self, convolved: _Convolved):
+        memory, dtype = self.memory, convolved.z_out.dtype
         errors = chunk_errors(
-            difference,
-            w_base,
-            beta=None if beta is None else to_chunks(beta, memory.chunk_size),
-            proj=self.proj[...].astype(z.dtype) if memory.has_proj else None,
+            convolved.difference,
+            self.down[...].astype(dtype),
+            beta=convolved.beta,
+            proj=self.proj[...].astype(dtype) if memory.has_proj else None,
             normalizes=memory.normalizes_errors,
             zero_slope=memory.zero_slope,
         )
-        row = segment_ids, x.shape[1]
-        return Remembered(*self._read(z_out, keys, errors, w_base, *row), beta)
+        return convolved.z_out, (convolved.keys, errors)
+
+    def _chunked(self, batch_size: int):
+        memory, precision = self.memory, self.config.precision
+        w_base = self.down[...].astype(precision.compute_dtype)
+        rule = memory.rule(precision, orthogonalizes=memory.orthogonalizes_updates)
+        if memory.renorm_chunks is None:
+            start = jnp.zeros((batch_size, *w_base.shape), rule.state_dtype)
+            return scan.chunked_memory(rule, w_base), start
+        running = renormalized_rule(rule, w_base, memory.renorm_chunks)
+        return chunked_memory(running), running.start(batch_size)
+
+    @property
+    def _look_back(self) -> int:
+        memory = self.memory
+        return memory.num_taps - 1 if memory.has_teacher_conv or memory.has_student_conv else 0
+
+    @property
+    def _look_ahead(self) -> int:
+        has_conv = self.memory.has_teacher_conv or self.memory.has_student_conv
+        return look_ahead(self.memory) if has_conv else 0
+
+    def _check_causal(self) -> None:
+        memory = self.memory
+        is_convolved = {
+            "teacher": memory.has_teacher_conv,
+            "teacher_raw": False,
+            "student": memory.has_student_conv,
+        }[memory.output]
+        if is_convolved and look_ahead(memory):
+            raise reads_ahead("MemoryConfig", f"output {memory.output!r}")
 
     def keys(
         self, t: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None
@@ -156,13 +220,8 @@ class IPTTCDMLP(MemoryMLP):
             segment_ids=segments,
         )
 
-    def _gate(self, t: Float[Array, "B T D"]) -> Float[Array, "B T"] | None:
-        if not self.memory.has_token_rate:
-            return None
-        return jax.nn.sigmoid(jnp.einsum("BTD,D->BT", t, self.rate[...].astype(t.dtype)))
-
-    def _read(self, z_out, keys, errors, w_base, segment_ids, length):
-        memory = self.memory
+    def _read(self, z_out, keys, errors, segment_ids, length):
+        memory, w_base = self.memory, self.down[...].astype(z_out.dtype)
         rule = memory.rule(self.config.precision, orthogonalizes=memory.orthogonalizes_updates)
         group = memory.renorm_chunks
         if group is None:

@@ -10,6 +10,7 @@ layout. Published as "Test-Time Training Done Right" (Zhang et al. 2025), its la
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,22 @@ from jaxtyping import Array, Float, Int
 from ttcd_jax.axes import param
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
-from ttcd_jax.layers.attention import AttentionConfig, attend
+from ttcd_jax.layers.attention import AttentionConfig, attend, attend_cached, start_cache
+from ttcd_jax.layers.cache import KVCache
 from ttcd_jax.layers.linear import linear, normal_param
 from ttcd_jax.layers.norm import rms_norm
 from ttcd_jax.layers.rope import rotate
+from ttcd_jax.layers.stream import Piece, Streamed, continued
 from ttcd_jax.sharding.recurrent import lact_memory
 from ttcd_jax.ttt.chunking import from_chunks, to_chunks
-from ttcd_jax.ttt.fast_swiglu import FastInputs, FastRule, FastWeights, unit
+from ttcd_jax.ttt.fast_swiglu import (
+    FastInputs,
+    FastRule,
+    FastWeights,
+    chunked_memory,
+    fresh_state,
+    unit,
+)
 from ttcd_jax.ttt.product import product
 
 NORM_EPS = 1e-5
@@ -107,6 +117,13 @@ class LaCTConfig(Config):
         return int(self.fast_width * self.memory.hidden_expansion)
 
 
+class LaCTState(NamedTuple):
+    """Attention and memory in the middle of a row."""
+
+    cache: KVCache
+    streamed: Streamed
+
+
 class LaCT(nnx.Module):
     """h [B, T, D] -> [B, T, D], any T. In a row of at most one chunk the memory learns nothing."""
 
@@ -160,18 +177,40 @@ class LaCT(nnx.Module):
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        config, dtype = self.config.attention, self.config.attention.precision.compute_dtype
         q, k, v = self._project(h)
-        heads = (*h.shape[:2], config.num_heads, config.head_dim)
-        seen = attend(
-            config,
-            rotate(q.reshape(heads), positions, config.rope),
-            rotate(k.reshape(heads), positions, config.rope),
-            v.reshape(heads),
-            segment_ids,
+        rotated = self._rotated(q, k, v, positions)
+        seen = attend(self.config.attention, *rotated, segment_ids)
+        memory, length = self.config.memory, h.shape[1]
+        tokens = self._fast_inputs(h, q, k, v, positions)
+        chunks = jax.tree.map(lambda x: to_chunks(x, memory.chunk_size), tokens)
+        documents = segment_ids if memory.resets_at_document else None
+        fast = lact_memory(self._rule(), self._start(), chunks, documents, length)
+        return self._joined(h, seen, from_chunks(fast, length))
+
+    def start(self, batch_size: int, max_length: int | None) -> LaCTState:
+        """What `extend` finds in front of a row; `max_length` bounds rows of full attention."""
+        config, size = self.config.attention, self.config.memory.chunk_size
+        h = jax.ShapeDtypeStruct((batch_size, size, config.dim), config.precision.compute_dtype)
+        positions = jax.ShapeDtypeStruct((batch_size, size), jnp.int32)
+        tokens = jax.eval_shape(
+            lambda h, positions: self._fast_inputs(h, *self._project(h), positions), h, positions
         )
-        remembered = self._remember(h, q, k, v, positions, segment_ids)
-        return linear(seen.reshape(h.shape) + remembered, self.out[...], dtype)
+        fresh = fresh_state(self._rule(), self._start(), tokens)
+        held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tokens)
+        return LaCTState(start_cache(config, batch_size, max_length), Streamed(fresh, held))
+
+    def extend(
+        self, h: Float[Array, "B T D"], piece: Piece, state: LaCTState
+    ) -> tuple[Float[Array, "B T D"], LaCTState]:
+        """The same for a piece of a row of one document: (output, the state behind it)."""
+        positions = piece.positions(h.shape[1])
+        q, k, v = self._project(h)
+        rotated = self._rotated(q, k, v, positions)
+        seen, cache = attend_cached(self.config.attention, *rotated, piece, state.cache)
+        tokens = self._fast_inputs(h, q, k, v, positions)
+        memory = chunked_memory(self._rule(), self._start())
+        fast, streamed = continued(memory, state.streamed, tokens.q, tokens, piece)
+        return self._joined(h, seen, fast), LaCTState(cache, streamed)
 
     def _project(self, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q, k, v [B, T, D] before any rotation."""
@@ -185,32 +224,42 @@ class LaCT(nnx.Module):
             k = rms_norm(k, self.key_norm[...], NORM_EPS)
         return q, k, v
 
-    def _remember(self, h, q, k, v, positions, segment_ids) -> Float[Array, "B T D"]:
-        """What the memory says, normed and scaled, beside the attention's heads."""
-        memory, precision = self.config.memory, self.config.attention.precision
-        tokens = FastInputs(
+    def _rotated(self, q, k, v, positions) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q, k, v [B, T, N, H] of the attention."""
+        config = self.config.attention
+        heads = (*q.shape[:2], config.num_heads, config.head_dim)
+        q, k = (rotate(x.reshape(heads), positions, config.rope) for x in (q, k))
+        return q, k, v.reshape(heads)
+
+    def _fast_inputs(self, h, q, k, v, positions) -> FastInputs:
+        """What the tokens bring to the memory, [B, T, ...]."""
+        momentum = None
+        if self.config.memory.has_momentum:
+            momentum = jax.nn.sigmoid(self._gate(h, self.momentum, self.momentum_bias))
+        return FastInputs(
             self._fast_feature(q, positions, 0),
             self._fast_feature(k, positions, 1),
             self._fast_value(v),
             rates=self._rates(h),
-            momentum=jax.nn.sigmoid(self._gate(h, self.momentum, self.momentum_bias))
-            if memory.has_momentum
-            else None,
+            momentum=momentum,
         )
-        rule = FastRule(
+
+    def _rule(self) -> FastRule:
+        memory = self.config.memory
+        return FastRule(
             orthogonalizes=memory.orthogonalizes_updates,
             keeps_raw=memory.keeps_raw_state,
-            state_dtype=precision.state_dtype,
+            state_dtype=self.config.attention.precision.state_dtype,
         )
-        documents = segment_ids if memory.resets_at_document else None
-        length = h.shape[1]
-        chunks = jax.tree.map(lambda x: to_chunks(x, memory.chunk_size), tokens)
-        fast = from_chunks(lact_memory(rule, self._start(), chunks, documents, length), length)
+
+    def _joined(self, h, seen, fast) -> Float[Array, "B T D"]:
+        """The output, from the attention's heads and what the memory says, normed and scaled."""
         fast = rms_norm(fast, self.fast_norm[...], NORM_EPS)
-        if memory.has_scale:
+        if self.config.memory.has_scale:
             scale = jax.nn.silu(self._gate(h, self.scale, self.scale_bias))
             fast = (fast * scale[..., None]).astype(fast.dtype)
-        return fast.reshape(h.shape)
+        both = seen.reshape(h.shape) + fast.reshape(h.shape)
+        return linear(both, self.out[...], self.config.attention.precision.compute_dtype)
 
     def _fast_feature(self, x: jax.Array, positions: jax.Array, which: int) -> jax.Array:
         """q (`which` 0) or k (1) as the memory takes it [B, T, N, H]; float32 until the end."""

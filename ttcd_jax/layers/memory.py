@@ -1,7 +1,8 @@
 """What every MLP that writes into its own down projection shares: switches, call, statistics."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+import functools
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,17 @@ from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.layers.linear import normal_param
 from ttcd_jax.layers.mlp import MLPConfig, SwiGLU
+from ttcd_jax.layers.stream import (
+    Piece,
+    Streamed,
+    continued,
+    inside_open_chunk,
+    next_tail,
+    real,
+    with_tail,
+)
 from ttcd_jax.precision import Precision
-from ttcd_jax.ttt.chunking import chunk_segments, from_chunks
+from ttcd_jax.ttt.chunking import ChunkedMemory, chunk_segments, from_chunks, to_chunks
 from ttcd_jax.ttt.scan import Form, MemoryRule
 
 ConvInit = Literal["zeros", "identity", "normal"]
@@ -107,9 +117,21 @@ class Remembered(NamedTuple):
     beta: Float[Array, "B T"] | None = None
 
 
+class MemoryState(NamedTuple):
+    """A memory in the middle of a row: what full chunks wrote, the operands of the open chunk, and
+    the tokens of it that a convolution will look back at (None without convolution)."""
+
+    streamed: Streamed
+    tail: Any | None
+
+
 class MemoryMLP(SwiGLU):
-    """(x, t) [B, T, D] -> y [B, T, D], any T: x is read through the memory in the down projection,
-    what t is and what is written the method's `_remember` says."""
+    """(x, t) [B, T, D] -> y [B, T, D], any T: x is read through the memory in the down projection.
+
+    What t is and what is written the method says, in four steps that a whole row and a piece of one
+    share: `_tokens` (of each token alone), `_convolved` (inside chunks), `_operands` (of read and
+    write), and then either `_remember`, for a row, or `_chunked`, chunk by chunk.
+    """
 
     def __init__(self, mlp: MLPConfig, memory: InPlaceConfig, *, rngs: nnx.Rngs):
         super().__init__(mlp, rngs=rngs)
@@ -146,6 +168,84 @@ class MemoryMLP(SwiGLU):
         segment_ids: Int[Array, "B T"] | None,
     ) -> Remembered:
         raise AssertionError(f"{type(self).__name__} defines its own _remember")
+
+    def start(self, batch_size: int) -> MemoryState:
+        """What `extend` finds in front of a row.
+
+        Raises `UserError` for a layer that reads tokens which are not there yet.
+        """
+        self._check_causal()
+        size, dtype = self.memory.chunk_size, self.config.precision.compute_dtype
+        x = jax.ShapeDtypeStruct((batch_size, size, self.config.dim), dtype)
+
+        def written(x):
+            tokens = self._tokens(x, x)
+            chunks = jax.tree.map(lambda x: x[:, None], tokens)
+            return tokens, self._operands(self._convolved(chunks, None))[1]
+
+        tokens, writes = jax.eval_shape(written, x)
+
+        def zeros(num_tokens: int, axis: int, x: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros((batch_size, num_tokens, *x.shape[axis + 1 :]), x.dtype)
+
+        held = jax.tree.map(functools.partial(zeros, size, 2), writes)
+        tail = None
+        if self._look_back:
+            tail = jax.tree.map(functools.partial(zeros, self._look_back, 1), tokens)
+        return MemoryState(Streamed(self._chunked(batch_size)[1], held), tail)
+
+    def extend(
+        self, x: Float[Array, "B T D"], t: Float[Array, "B T D"], piece: Piece, state: MemoryState
+    ) -> tuple[Float[Array, "B T D"], MemoryState]:
+        """`forward` for a piece of a row of one document: (y, the state behind it).
+
+        Read and write are those of a row: the convolutions see the tokens of their chunk in front
+        of the piece, and a chunk is written when its last token is there.
+        """
+        length, size = x.shape[1], self.memory.chunk_size
+        tokens = jax.tree.map(lambda x: real(x, piece), self._tokens(x, t))
+        lead = back = 0
+        if length > size:
+            chunks = jax.tree.map(lambda x: to_chunks(x, size), tokens)
+        else:
+            lead, back = self._look_ahead, self._look_back
+            around = tokens if state.tail is None else jax.tree.map(with_tail, state.tail, tokens)
+            chunks = jax.tree.map(lambda x: x[:, None], around)
+        # Only the places whose errors are new, or change by what the piece shows.
+        convolved = jax.tree.map(lambda x: x[:, :, back - lead :], self._convolved(chunks, None))
+        reads, writes = (
+            jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), operands)
+            for operands in self._operands(convolved)
+        )
+        memory, _ = self._chunked(x.shape[0])
+        y, streamed = continued(memory, state.streamed, reads[:, lead:], writes, piece)
+        if piece.is_plain is not None:
+            y = jnp.where(piece.is_plain[:, None, None], SwiGLU.__call__(self, x), y)
+        tail = state.tail
+        if tail is not None:
+            tail = jax.tree.map(lambda tail, x: next_tail(tail, x, piece), tail, tokens)
+            tail = jax.tree.map(lambda x: inside_open_chunk(x, piece, size), tail)
+        return y, MemoryState(streamed, tail)
+
+    _look_back = 0  # tokens in front of its own that a convolution reads
+    _look_ahead = 0  # tokens behind its own that it reads
+
+    def _check_causal(self) -> None:
+        """Raises `UserError` when y depends on later tokens."""
+
+    def _tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Any:
+        raise AssertionError(f"{type(self).__name__} defines its own _tokens")
+
+    def _convolved(self, tokens: Any, segments: Int[Array, "B C L"] | None) -> Any:
+        return tokens
+
+    def _operands(self, convolved: Any) -> tuple[Float[Array, "B C L F"], Any]:
+        """(what is read, what is written)."""
+        raise AssertionError(f"{type(self).__name__} defines its own _operands")
+
+    def _chunked(self, batch_size: int) -> tuple[ChunkedMemory, Any]:
+        """(the memory chunk by chunk, its state in front of a row)."""
+        raise AssertionError(f"{type(self).__name__} defines its own _chunked")
 
     def _init_proj(self, memory: FastWeightConfig, rngs: nnx.Rngs) -> nnx.Param:
         """P [D, D], which multiplies errors from the right."""
@@ -185,3 +285,16 @@ def identity_taps(
     """Taps that pass the current token through."""
     here = -1 if memory.is_conv_causal else memory.num_taps // 2
     return jnp.zeros((memory.num_taps, channels), dtype).at[here].set(1)
+
+
+def look_ahead(memory: FastWeightConfig) -> int:
+    """Tokens behind its own that a convolution reads."""
+    return 0 if memory.is_conv_causal else memory.num_taps - 1 - memory.num_taps // 2
+
+
+def reads_ahead(config: str, what: str) -> UserError:
+    """The error of a model that cannot go token by token."""
+    return UserError(
+        f"{config}.is_conv_causal=False with {what} reads features of tokens that are not there "
+        "yet: such a model cannot generate; train it with is_conv_causal=True"
+    )

@@ -2,6 +2,7 @@
 class."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -20,6 +21,7 @@ from ttcd_jax.layers.lact import LaCT, LaCTConfig
 from ttcd_jax.layers.memory import MemoryStats
 from ttcd_jax.layers.mlp import MLPConfig, SwiGLU
 from ttcd_jax.layers.norm import rms_norm
+from ttcd_jax.layers.stream import Piece
 
 # A mixer maps (h [B, T, D], positions, segment_ids) to [B, T, D].
 _MIXERS = {
@@ -59,6 +61,13 @@ class HybridBlockConfig(Config):
     norm_eps: float = 1e-6
 
 
+class BlockState(NamedTuple):
+    """A block in the middle of rows: what its sub-layers keep, None for one that keeps nothing."""
+
+    mixer: Any  # KVCache | DeltaState | LaCTState
+    memory: Any  # MemoryState | DeltaState | None
+
+
 class _Block(nnx.Module):
     """What every block has: two RMS norms, and a call that leaves the statistics out."""
 
@@ -90,6 +99,21 @@ class _Block(nnx.Module):
         """
         raise AssertionError(f"{type(self).__name__} defines its own forward")
 
+    def start(self, batch_size: int, max_length: int | None) -> BlockState:
+        """What `extend` finds in front of rows; `max_length` bounds those of full attention."""
+        raise AssertionError(f"{type(self).__name__} defines its own start")
+
+    def extend(
+        self,
+        h: Float[Array, "B T D"],
+        piece: Piece,
+        state: BlockState,
+        embeddings: Float[Array, "B T D"],
+    ) -> tuple[Float[Array, "B T D"], BlockState]:
+        """The same for a piece of rows of one document: (output, the state behind it). Piece after
+        piece, the outputs are those of `forward`, and without gradient."""
+        raise AssertionError(f"{type(self).__name__} defines its own extend")
+
     def _normed(self, h, weight: nnx.Param):
         return rms_norm(h, weight[...], self.config.norm_eps)
 
@@ -112,6 +136,16 @@ class PlainBlock(_Block):
         h = h + self.mixer(self._normed(h, self.mixer_norm), positions, segment_ids)
         return h + self.mlp(self._normed(h, self.mlp_norm)), None
 
+    def start(self, batch_size, max_length):
+        """What `extend` finds in front of rows."""
+        return BlockState(self.mixer.start(batch_size, max_length), None)
+
+    def extend(self, h, piece, state, embeddings):
+        """(output, the state behind the piece)."""
+        mixed, mixer = self.mixer.extend(self._normed(h, self.mixer_norm), piece, state.mixer)
+        h = h + mixed
+        return h + self.mlp(self._normed(h, self.mlp_norm)), BlockState(mixer, None)
+
 
 class IPTTCDBlock(_Block):
     """One fast-weight block. The teacher's residual r = h + attention_T goes on; with x = norm(r)
@@ -129,6 +163,17 @@ class IPTTCDBlock(_Block):
         y, stats = self.mlp.forward(x, t, segment_ids)
         return residual + y, stats
 
+    def start(self, batch_size, max_length):
+        """What `extend` finds in front of rows."""
+        return BlockState(self.mixer.start(batch_size, max_length), self.mlp.start(batch_size))
+
+    def extend(self, h, piece, state, embeddings):
+        """(output, the state behind the piece)."""
+        views, mixer = self.mixer.extend(self._normed(h, self.mixer_norm), piece, state.mixer)
+        residual, x, t = self._seen(h, *views)
+        y, memory = self.mlp.extend(x, t, piece, state.memory)
+        return residual + y, BlockState(mixer, memory)
+
     def keys(self, h, positions=None, segment_ids=None) -> Float[Array, "B C L F"]:
         """What the chunks write under; not for the ideal memory, which has no keys."""
         assert isinstance(self.mlp, IPTTCDMLP)
@@ -138,7 +183,9 @@ class IPTTCDBlock(_Block):
         """(residual, x, t) in front of the MLP."""
         positions = row_positions(h) if positions is None else positions
         normed = self._normed(h, self.mixer_norm)
-        teacher, student = self.mixer(normed, positions, segment_ids)
+        return self._seen(h, *self.mixer(normed, positions, segment_ids))
+
+    def _seen(self, h, teacher, student):
         residual = h + teacher
         x, t = (self._normed(r, self.mlp_norm) for r in (residual, h + student))
         return residual, x, t
@@ -157,11 +204,26 @@ class IPTTTBlock(_Block):
         """(output, what the memory holds at the end of the row). Raises `ValueError` when the
         block stores embeddings and gets none."""
         h, x = self._mixed(h, positions, segment_ids)
+        y, stats = self.mlp.forward(x, self._targets(x, embeddings), segment_ids)
+        return h + y, stats
+
+    def start(self, batch_size, max_length):
+        """What `extend` finds in front of rows."""
+        return BlockState(self.mixer.start(batch_size, max_length), self.mlp.start(batch_size))
+
+    def extend(self, h, piece, state, embeddings):
+        """(output, the state behind the piece)."""
+        mixed, mixer = self.mixer.extend(self._normed(h, self.mixer_norm), piece, state.mixer)
+        h = h + mixed
+        x = self._normed(h, self.mlp_norm)
+        y, memory = self.mlp.extend(x, self._targets(x, embeddings), piece, state.memory)
+        return h + y, BlockState(mixer, memory)
+
+    def _targets(self, x, embeddings):
         targets = x if self.mlp.memory.target == "hidden" else embeddings
         if targets is None:
             raise ValueError("this block stores token embeddings: pass embeddings=[B, T, D]")
-        y, stats = self.mlp.forward(x, targets, segment_ids)
-        return h + y, stats
+        return targets
 
     def keys(self, h, positions=None, segment_ids=None) -> Float[Array, "B C L F"]:
         """What the chunks write under."""
@@ -190,6 +252,18 @@ class HybridBlock(_Block):
         h = h + self.mixer(self._normed(h, self.mixer_norm), positions, segment_ids)
         h = h + self.delta(self._normed(h, self.delta_norm), positions, segment_ids)
         return h + self.mlp(self._normed(h, self.mlp_norm)), None
+
+    def start(self, batch_size, max_length):
+        """What `extend` finds in front of rows."""
+        return BlockState(self.mixer.start(batch_size, max_length), self.delta.start(batch_size))
+
+    def extend(self, h, piece, state, embeddings):
+        """(output, the state behind the piece)."""
+        mixed, mixer = self.mixer.extend(self._normed(h, self.mixer_norm), piece, state.mixer)
+        h = h + mixed
+        mixed, delta = self.delta.extend(self._normed(h, self.delta_norm), piece, state.memory)
+        h = h + mixed
+        return h + self.mlp(self._normed(h, self.mlp_norm)), BlockState(mixer, delta)
 
 
 type BlockConfig = PlainBlockConfig | IPTTCDBlockConfig | IPTTTBlockConfig | HybridBlockConfig

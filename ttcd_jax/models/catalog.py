@@ -110,6 +110,23 @@ def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:
     return tuple(block(config, layer) for layer in range(config.num_layers))
 
 
+def memory_chunk(config: TransformerConfig) -> int | None:
+    """Tokens per chunk of the model's memories, all alike; None where nothing is written chunk by
+    chunk."""
+    for block in block_configs(config):
+        if isinstance(block, IPTTCDBlockConfig | IPTTTBlockConfig):
+            return block.mlp.memory.chunk_size
+        if isinstance(block.mixer, LaCTConfig):
+            return block.mixer.memory.chunk_size
+    return None
+
+
+def has_in_place_memory(config: TransformerConfig) -> bool:
+    """Whether some layer writes into its own down projection."""
+    blocks = block_configs(config)
+    return any(isinstance(block, IPTTCDBlockConfig | IPTTTBlockConfig) for block in blocks)
+
+
 def without_memory(config: TransformerConfig) -> dict[str, Any] | None:
     """Changes to the configuration that switch its fast weights off (eta = 0) and leave the
     parameters as they are; None for a method whose memory has no rate."""

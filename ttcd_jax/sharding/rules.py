@@ -106,10 +106,14 @@ def gathered(x: jax.Array, names: Names, dtype: DTypeLike) -> jax.Array:
     """
     if not is_distributed():
         return x
+    return _whole_along_embed(rounded(x, names, dtype), names).astype(x.dtype)
+
+
+def rounded(x: jax.Array, names: Names, dtype: DTypeLike) -> jax.Array:
+    """A stored parameter, rounded to `dtype` if all that is done with it are products in that
+    dtype."""
     is_matrix = sum(name != "layers" for name in names) > 1
-    if is_matrix and not {"taps", "rank", "fast_mlp"} & {*names}:
-        return _whole_along_embed(x.astype(dtype), names).astype(x.dtype)
-    return _whole_along_embed(x, names)
+    return x.astype(dtype) if is_matrix and not {"taps", "rank", "fast_mlp"} & {*names} else x
 
 
 def _whole_along_embed(x: jax.Array, names: Names) -> jax.Array:
@@ -149,6 +153,7 @@ def shardings(mesh: Mesh, axes: Any, arrays: Any) -> Any:
                 )
         return NamedSharding(mesh, spec(names, mesh))
 
-    return jax.tree_util.tree_map_with_path(
-        place, axes, arrays, is_leaf=lambda node: isinstance(node, tuple)
-    )
+    def is_names(node: Any) -> bool:
+        return type(node) is tuple and all(isinstance(name, str | None) for name in node)
+
+    return jax.tree_util.tree_map_with_path(place, axes, arrays, is_leaf=is_names)

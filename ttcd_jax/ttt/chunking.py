@@ -1,7 +1,8 @@
 """Sequences as chunks, and what a document boundary means for the memory. Nobody else reshapes
 chunks."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,3 +77,12 @@ def masked(
 def chunk_segments(segment_ids: jax.Array | None, chunk_size: int) -> jax.Array | None:
     """Segment ids [B, C, L] for what works inside chunks (the convolutions); padding gets id 0."""
     return None if segment_ids is None else to_chunks(segment_ids, chunk_size)
+
+
+class ChunkedMemory(NamedTuple):
+    """A memory met chunk by chunk, as two functions of its state: every token of a chunk reads what
+    the chunks before it wrote, and a chunk is written when it is full. Trees carry the batch axis
+    first, of any batch."""
+
+    read: Callable[[Any, Any], jax.Array]  # (state, operands [B, T, ...]) -> y [B, T, ...]
+    write: Callable[[Any, Any], Any]  # (state, operands of a chunk [B, L, ...]) -> state

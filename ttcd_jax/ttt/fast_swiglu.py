@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from ttcd_jax.ttt.chunking import MemoryMask
+from ttcd_jax.ttt.chunking import ChunkedMemory, MemoryMask
 from ttcd_jax.ttt.product import product
 from ttcd_jax.ttt.update import newton_schulz
 
@@ -112,7 +112,7 @@ def continued_swiglu(
     """(the memory behind the row, f(q)) of a row that finds `state` in front of it and whose every
     chunk is written, the last one too."""
     begin = fresh_state(rule, start, inputs)
-    sizes = jax.tree.map(lambda w: length(w[0], -2), begin.weights)
+    sizes = _column_norms(begin.weights)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def one_chunk(state: FastState, chunk: _Chunk):
@@ -120,6 +120,29 @@ def continued_swiglu(
 
     state, y = jax.lax.scan(one_chunk, state, _chunks_first(inputs, mask))
     return state, y.transpose(1, 0, 3, 2, 4)
+
+
+def chunked_memory(rule: FastRule, start: FastWeights) -> ChunkedMemory:
+    """The same memory, a chunk at a time: read by q [B, T, N, H], written by the `FastInputs` of a
+    chunk. Its state is a `FastState`."""
+
+    def alone(inputs: FastInputs) -> _Chunk:
+        heads_first = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 1), inputs)
+        return _Chunk(*heads_first, writes=None, reads=None, resets=None)
+
+    def read(state: FastState, q):
+        return _apply(rule, state.weights, q.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+
+    def write(state: FastState, inputs: FastInputs):
+        sizes = _column_norms(jax.tree.map(lambda w: w[None].astype(rule.state_dtype), start))
+        return _write(rule, state, sizes, state, alone(inputs))
+
+    return ChunkedMemory(read, write)
+
+
+def _column_norms(weights: FastWeights) -> FastWeights:
+    """What the columns of a state's weights are held at, from weights of any batch."""
+    return jax.tree.map(lambda w: length(w[0], -2), weights)
 
 
 def fresh_state(rule: FastRule, start: FastWeights, inputs: FastInputs) -> FastState:

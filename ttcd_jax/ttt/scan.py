@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from ttcd_jax.ttt.chunking import MemoryMask, masked
+from ttcd_jax.ttt.chunking import ChunkedMemory, MemoryMask, masked
 from ttcd_jax.ttt.product import product
 from ttcd_jax.ttt.update import chunk_delta
 
@@ -182,15 +182,33 @@ def _product(rule: MemoryRule, equation: str, a, b):
 
 def _read_block(rule: MemoryRule, w_base, carry, block: _Operands):
     """y [G, B, L, D] of G chunks and the state after them."""
-    narrow = block.z.dtype
     before, after = _states(_delta(rule, block.errors, block.keys), block.resets, carry)
+    return _read(rule, w_base, before, block.z, block.reads), after
+
+
+def _read(rule: MemoryRule, w_base, state, z, reads):
+    """y [G, B, L, D] of chunks that find `state` [G, B, F, D] in front of them."""
+    narrow = z.dtype
     if rule.folds_state:
-        folded = (w_base.astype(rule.state_dtype) + rule.eta * before).astype(narrow)
-        return _product(rule, "GBLF,GBFD->GBLD", block.z, folded).astype(narrow), after
-    z_read = masked(block.z, block.reads)
-    fast = _product(rule, "GBLF,GBFD->GBLD", z_read, before.astype(narrow))
-    y = _product(rule, "GBLF,FD->GBLD", block.z, w_base) + rule.eta * fast
-    return y.astype(narrow), after
+        folded = (w_base.astype(rule.state_dtype) + rule.eta * state).astype(narrow)
+        return _product(rule, "GBLF,GBFD->GBLD", z, folded).astype(narrow)
+    fast = _product(rule, "GBLF,GBFD->GBLD", masked(z, reads), state.astype(narrow))
+    y = _product(rule, "GBLF,FD->GBLD", z, w_base) + rule.eta * fast
+    return y.astype(narrow)
+
+
+def chunked_memory(rule: MemoryRule, w_base: Float[Array, "F D"]) -> ChunkedMemory:
+    """The same memory, a chunk at a time: its state is the sum of delta_w [B, F, D], it is read by
+    features z [B, T, F] and written by keys and errors of a chunk."""
+
+    def read(state, z):
+        return _read(rule, w_base, state[None], z[None], None)[0]
+
+    def write(state, operands):
+        keys, errors = (x[:, None] for x in operands)
+        return state + _delta(rule, errors, keys)[:, 0]
+
+    return ChunkedMemory(read, write)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,0 +1,1 @@
+"""Rows read piece by piece and continued token by token, with the memory on."""

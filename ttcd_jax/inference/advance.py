@@ -1,0 +1,73 @@
+"""One piece of every row through the whole model."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from ttcd_jax.inference.model import InferenceModel
+from ttcd_jax.inference.state import InferenceState
+from ttcd_jax.layers.norm import rms_norm
+from ttcd_jax.layers.stream import Piece
+from ttcd_jax.models.catalog import memory_chunk
+from ttcd_jax.sharding.rules import constrain, gathered
+from ttcd_jax.sharding.vocabulary import lookup
+
+
+def advance(
+    model: InferenceModel,
+    state: InferenceState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    halo: int,
+    is_plain: Bool[Array, " B"] | None = None,
+) -> tuple[Float[Array, "B T D"], InferenceState]:
+    """(final normed hidden states, the state behind the piece) of the next tokens of every row.
+
+    The first `lengths` of a row's T places are tokens, the rest may be anything; a row of length 0
+    keeps its state. A piece stands to the chunks of memories as `layers.stream.Piece` says, and
+    `halo` is how many positions in front of it attention may look at (all that matter: the window
+    less one, or every position read so far); `prefill.stream` sees to both. T = 1 is the step of
+    decoding, at any state, and needs no halo. `is_plain`: rows whose in-place memories are neither
+    read nor written, as the published code decodes.
+    """
+    chunk_size, dtype = memory_chunk(model.config), model.config.precision.compute_dtype
+    phase = None if chunk_size is None else (state.position - state.chunk_start) % chunk_size
+    piece = Piece(state.position, lengths, phase, halo, is_plain)
+    embeddings = lookup(_whole(model, model.embedding).astype(dtype), tokens)
+    h, layers = embeddings, []
+    for graph, params, before in zip(model.blocks, model.layers, state.layers, strict=True):
+        params = jax.tree.map(
+            lambda weight: weight.replace(_whole(model, weight)),
+            params,
+            is_leaf=lambda x: isinstance(x, nnx.Variable),
+        )
+        h, after = nnx.merge(graph, params).extend(h, piece, before, embeddings)
+        h = constrain(h, "batch", "length", None)
+        layers.append(after)
+    hidden = rms_norm(h, _whole(model, model.final_norm), model.config.norm_eps)
+    state = state._replace(position=state.position + lengths, layers=tuple(layers))
+    return hidden, state
+
+
+def head_logits(
+    model: InferenceModel, hidden: Float[Array, "*batch D"]
+) -> Float[Array, "*batch V"]:
+    """Logits of final hidden states, in the compute dtype."""
+    return jnp.einsum("...D,VD->...V", hidden, _whole(model, model.head).astype(hidden.dtype))
+
+
+def _whole(model: InferenceModel, weight: nnx.Variable) -> jax.Array:
+    dtype = model.config.precision.compute_dtype
+    return gathered(weight[...], weight.get_metadata("axes"), dtype)
+
+
+def newest(
+    x: Float[Array, "B T D"], lengths: Int[Array, " B"], before: Float[Array, "B D"]
+) -> Float[Array, "B D"]:
+    """x at every row's last token; `before` for a row without one."""
+    last = jax.vmap(lambda row, i: jax.lax.dynamic_index_in_dim(row, i, keepdims=False))(
+        x, jnp.maximum(lengths - 1, 0)
+    )
+    return jnp.where(lengths[:, None] > 0, last, before)

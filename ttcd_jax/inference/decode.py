@@ -1,0 +1,55 @@
+"""One token of every row: the step of generation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ttcd_jax.inference.advance import advance, head_logits
+from ttcd_jax.inference.model import InferenceModel
+from ttcd_jax.inference.prefill import Memory, check_memory
+from ttcd_jax.inference.state import InferenceState
+
+
+def decode(
+    model: InferenceModel,
+    state: InferenceState,
+    tokens: np.ndarray | jax.Array,
+    is_active: np.ndarray | jax.Array | None = None,
+    memory: Memory = "kept",
+) -> tuple[Float[Array, "B V"], InferenceState]:
+    """(logits behind the tokens [B], the state there). One program, whatever the rows' positions;
+    `state` is donated: do not use it again.
+
+    A row's memory is written at the token that fills its chunk. Rows that are not `is_active` [B]
+    (default: all are) keep their state, and their logits mean nothing. The state of full attention
+    must have room (`prefill.check_capacity`).
+    """
+    check_memory(model.config, memory)
+    batch_size = len(state.position)
+    if is_active is None:
+        is_active = np.ones(batch_size, bool)
+    return step(model, state, jnp.asarray(tokens), jnp.asarray(is_active), memory=memory)
+
+
+@functools.partial(jax.jit, static_argnames="memory", donate_argnums=1)
+def step(model, state, tokens, is_active, *, memory: Memory = "kept"):
+    """`decode` on arrays that were checked."""
+    hidden, state = one_token(model, state, tokens, is_active, memory)
+    return head_logits(model, hidden), state
+
+
+def one_token(
+    model: InferenceModel,
+    state: InferenceState,
+    tokens: jax.Array,
+    is_active: jax.Array,
+    memory: Memory,
+) -> tuple[Float[Array, "B D"], InferenceState]:
+    """(final hidden states, the state behind the tokens [B]), to be part of a larger program."""
+    is_plain = jnp.ones(len(tokens), bool) if memory == "published" else None
+    lengths = is_active.astype(jnp.int32)
+    hidden, state = advance(model, state, tokens[:, None], lengths, halo=0, is_plain=is_plain)
+    return hidden[:, 0], state

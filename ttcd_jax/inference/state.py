@@ -1,0 +1,141 @@
+"""What is kept of rows that were read: constant in their length.
+
+Elements per row and layer, with W the window (`max_length` of full attention), L the tokens of a
+chunk, R the taps of a convolution; sums and running weights stand in the state dtype (float32), all
+else in the compute dtype:
+
+    attention       2 W K H                 keys and values, a ring
+    IP-TTCD         F D                     the sum of delta_w of full chunks
+                    L (F + D)               keys and errors of the open chunk: delta_w, unmultiplied
+                    (R - 1) (2 F + 1)       features and rates that convolutions look back at
+    IP-TTT          F D + L (F + D) + (R - 1) (F + D)
+    ideal IP-TTCD   F D + 2 L F             the running weight, features of the open chunk
+    delta rule      N H X + (R - 1) N (2 H + X)
+    LaCT            3 N H F                 weights; as much again for momentum, and for raw weights
+                    L N (3 H + 4)           q, k, v, rates, momentum of the open chunk
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.layers.cache import KVCache
+from ttcd_jax.layers.delta_net import DeltaState
+from ttcd_jax.layers.lact import LaCTState
+from ttcd_jax.layers.memory import MemoryState
+from ttcd_jax.models.block import BlockState
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.sharding import rules
+
+
+class InferenceState(NamedTuple):
+    """Rows in the middle of their documents. A pytree; the batch axis is every array's first."""
+
+    position: Int[Array, " B"]  # tokens read so far
+    chunk_start: Int[Array, " B"]  # where chunks are counted from: 0 but in published decoding
+    layers: tuple[BlockState, ...]
+
+
+def start_state(
+    model: InferenceModel, batch_size: int, *, max_length: int | None = None
+) -> InferenceState:
+    """The state in front of `batch_size` rows, laid out on the mesh in use as `state_axes` says.
+
+    `max_length`: the most tokens that a row will have, for full attention, which keeps all keys;
+    a window needs none.
+
+    Raises `UserError` for full attention without `max_length`, a model that reads tokens ahead, a
+    batch that does not divide among the devices, and for a mesh that cuts rows (seq > 1).
+    """
+    if batch_size < 1:
+        raise UserError(f"batch_size {batch_size} must be at least 1")
+    if rules.axis_size("seq") > 1:
+        raise UserError(
+            f"a state holds whole rows: MeshConfig.seq {rules.axis_size('seq')} must be 1 to read "
+            "prompts and generate"
+        )
+    make = functools.partial(_start, batch_size=batch_size, max_length=max_length)
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return jax.jit(make)(model)
+    state = jax.eval_shape(make, model)
+    places = rules.shardings(mesh, state_axes(state), state)
+    return jax.jit(make, out_shardings=places)(model)
+
+
+def _start(model: InferenceModel, *, batch_size: int, max_length: int | None) -> InferenceState:
+    blocks = map(nnx.merge, model.blocks, model.layers)
+    layers = tuple(block.start(batch_size, max_length) for block in blocks)
+    position, chunk_start = (jnp.zeros(batch_size, jnp.int32) for _ in range(2))
+    return InferenceState(position, chunk_start, layers)
+
+
+def fresh_memories(model: InferenceModel, state: InferenceState) -> InferenceState:
+    """The state with in-place memories as they were in front of the rows, and chunks counted from
+    here."""
+    fresh = _start(model, batch_size=len(state.position), max_length=1)
+    layers = tuple(
+        old._replace(memory=new.memory) if isinstance(old.memory, MemoryState) else old
+        for old, new in zip(state.layers, fresh.layers, strict=True)
+    )
+    return state._replace(chunk_start=state.position, layers=layers)
+
+
+def state_axes(state: InferenceState) -> InferenceState:
+    """The logical axes (`sharding.rules`) of every array: rows by `batch`, rings by `kv_heads`,
+    sums of delta_w and running weights by `mlp`."""
+
+    def rows(x: Any) -> tuple[str | None, ...]:
+        return ("batch", *(None,) * (x.ndim - 1))
+
+    def axes(node: Any) -> Any:
+        if isinstance(node, KVCache):
+            return jax.tree.map(lambda _: ("batch", None, "kv_heads", None), node)
+        if isinstance(node, MemoryState):
+            weights = jax.tree.map(
+                lambda x: ("batch", "mlp", None) if x.ndim == 3 else rows(x), node.streamed.memory
+            )
+            others = jax.tree.map(rows, node)
+            return others._replace(streamed=others.streamed._replace(memory=weights))
+        return rows(node)
+
+    return jax.tree.map(axes, state, is_leaf=lambda x: isinstance(x, KVCache | MemoryState))
+
+
+def state_bytes(
+    config: TransformerConfig, batch_size: int, max_length: int | None = None
+) -> dict[str, int]:
+    """Bytes of a state by what they hold, without making it: `attention` (rings of keys and
+    values), `memory` (sums, running weights and delta-rule states), `open chunk` (with the tokens
+    that convolutions look back at), `total`."""
+    model = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
+    make = functools.partial(_start, batch_size=batch_size, max_length=max_length)
+    state = jax.eval_shape(make, model)
+    sizes = {"attention": 0, "memory": 0, "open chunk": 0}
+
+    def count(kind: str, tree: Any) -> None:
+        sizes[kind] += sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    for part in (part for layer in state.layers for part in layer):
+        match part:
+            case KVCache():
+                count("attention", part)
+            case LaCTState(cache, streamed):
+                count("attention", cache)
+                count("memory", streamed.memory)
+                count("open chunk", streamed.open)
+            case MemoryState(streamed, tail):
+                count("memory", streamed.memory)
+                count("open chunk", (streamed.open, tail))
+            case DeltaState(memory, tail):
+                count("memory", memory)
+                count("open chunk", tail)
+    return sizes | {"total": sum(sizes.values())}
