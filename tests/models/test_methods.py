@@ -19,13 +19,9 @@ from checks import (
     value_and_gradients,
 )
 from flax import nnx
+from small_models import CHUNK, CONFIG, WINDOW, D, config_of
 from ttcd_kernels.short_conv.xla import short_conv
 
-from ttcd_jax.layers.delta_net import DeltaRuleConfig
-from ttcd_jax.layers.ideal import IdealMemoryConfig
-from ttcd_jax.layers.ip_ttt import TargetMemoryConfig
-from ttcd_jax.layers.ipttcd import MemoryConfig
-from ttcd_jax.layers.lact import LaCTMemoryConfig
 from ttcd_jax.layers.mlp import SwiGLU
 from ttcd_jax.models.block import build_block
 from ttcd_jax.models.catalog import METHODS, TransformerConfig, block_configs, without_memory
@@ -36,25 +32,7 @@ from ttcd_jax.ttt.chunking import from_chunks, to_chunks
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-CHUNK, WINDOW, T, D = 4, 4, 14, 8
-CONFIG = TransformerConfig(
-    vocab_size=11,
-    dim=D,
-    num_layers=2,
-    num_heads=2,
-    mlp_dim=12,
-    window=WINDOW,
-    student_window=2,
-    fast_layers=(0,),
-    memory=MemoryConfig(chunk_size=CHUNK, num_taps=3, form="blocked"),
-    ideal_memory=IdealMemoryConfig(chunk_size=CHUNK),
-    target_memory=TargetMemoryConfig(
-        chunk_size=CHUNK, num_taps=3, form="blocked", target="embedding"
-    ),
-    delta=DeltaRuleConfig(chunk_size=CHUNK, num_taps=3, value_expansion=1.5),
-    lact=LaCTMemoryConfig(chunk_size=CHUNK, num_fast_heads=2, low_rank=3),
-    precision=Precision(param="float64", compute="float64", state="float64"),
-)
+T = 14
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, T)))
 WITH_RATE = sorted(name for name, method in METHODS.items() if method.memory_field)
 
@@ -62,11 +40,6 @@ WITH_RATE = sorted(name for name, method in METHODS.items() if method.memory_fie
 @pytest.fixture(params=sorted(METHODS))
 def method(request) -> str:
     return request.param
-
-
-def _config(method: str, **changes) -> TransformerConfig:
-    window = None if method == "full" else WINDOW
-    return CONFIG.replace(method=method, window=window, **changes)
 
 
 def _block(config: TransformerConfig) -> nnx.Module:
@@ -93,7 +66,7 @@ def _hidden(*shape: int) -> jax.Array:
 
 def test_a_token_depends_on_its_past_its_row_and_its_document_only(method):
     h, ids = _hidden(*TWO_ROWS.shape), jnp.asarray(TWO_ROWS)
-    block = _block(_config(method))
+    block = _block(config_of(method))
     reach = influence(lambda h: block(h, None, ids, h), h)
     assert (reach[~may_see(TWO_ROWS)] == 0).all()
     # The first row is one document: what lies beyond the window is remembered, but by a window.
@@ -105,26 +78,26 @@ def test_a_token_depends_on_its_past_its_row_and_its_document_only(method):
 
 
 def test_a_prefix_does_not_change_with_what_follows(method):
-    run, h = _runner(_config(method)), _hidden(1, T)
+    run, h = _runner(config_of(method)), _hidden(1, T)
     for end in (1, CHUNK, CHUNK + 1, T - 1):
         other = h.at[:, end:].set(7.0)
         assert_same(run(h)[:, :end], run(other)[:, :end])
 
 
 def test_a_ragged_row_equals_its_padded_twin(method):
-    run, h = _runner(_config(method)), _hidden(1, T)
+    run, h = _runner(config_of(method)), _hidden(1, T)
     for length in (CHUNK - 1, T - 1):
         assert_close(run(h[:, :length]), run(h)[:, :length])
 
 
 def test_rows_of_a_batch_are_independent(method):
-    run, h = _runner(_config(method)), _hidden(3, T)
+    run, h = _runner(config_of(method)), _hidden(3, T)
     assert_same(run(h)[:2], run(h.at[2].set(0.0))[:2])
     assert_close(run(h)[1:2], run(h[1:2]))
 
 
 def test_documents_of_a_row_do_not_see_each_other(method):
-    run, h = _runner(_config(method)), _hidden(1, T)
+    run, h = _runner(config_of(method)), _hidden(1, T)
     ids = jnp.asarray(np.repeat([[4, 1, 9, 2]], [3, 6, 1, 4], axis=1))
     y = run(h, ids)
     for document in (4, 1, 9, 2):
@@ -133,7 +106,7 @@ def test_documents_of_a_row_do_not_see_each_other(method):
 
 
 def test_documents_on_the_chunk_grid_equal_rows_of_their_own(method):
-    run, h = _runner(_config(method)), _hidden(1, T)
+    run, h = _runner(config_of(method)), _hidden(1, T)
     edges = (0, 2 * CHUNK, T)
     sizes = np.diff(edges)
     # Rotary angles are float32: only equal positions give equal ones.
@@ -159,7 +132,7 @@ def _frozen(method: str, block):
 
 @pytest.mark.parametrize("method", WITH_RATE)
 def test_without_a_rate_the_layer_is_the_frozen_one(method):
-    config = _config(method)
+    config = config_of(method)
     block = _block(config.replace(**without_memory(config)))
     x, t = _hidden(2, T), draw(4, (2, T, D))[0]
     assert_close(block.mlp(x, t), _frozen(method, block)(x, t))
@@ -167,7 +140,7 @@ def test_without_a_rate_the_layer_is_the_frozen_one(method):
 
 @pytest.mark.parametrize("method", WITH_RATE)
 def test_a_single_chunk_is_the_frozen_layer_to_the_last_bit(method):
-    config = _config(method)
+    config = config_of(method)
     x, t = _hidden(2, CHUNK), draw(4, (2, CHUNK, D))[0]
     frozen = _block(config.replace(**without_memory(config))).mlp(x, t)
     assert_same(_block(config).mlp(x, t), frozen)
@@ -185,7 +158,7 @@ def test_a_single_chunk_of_lact_is_read_through_the_start():
 def test_bfloat16_stays_near_float32(method):
     h = _hidden(2, T).astype("float32")
     wide, narrow = (
-        _config(method, precision=Precision(compute=c)) for c in ("float32", "bfloat16")
+        config_of(method, precision=Precision(compute=c)) for c in ("float32", "bfloat16")
     )
     y, rounded = _runner(wide)(h), _runner(narrow)(h.astype("bfloat16"))
     assert rounded.dtype == jnp.bfloat16
@@ -212,13 +185,13 @@ def test_all_forms_of_a_memory_are_one_function(method):
     def evaluate(config):
         return value_and_gradients(_block(config), lambda m, h: m(h, None, ids, h), h)
 
-    expected = evaluate(_config(method))
+    expected = evaluate(config_of(method))
     for changes in FORMS[method]:
-        assert_close(evaluate(_config(method, **changes)), expected, 1e-10)
+        assert_close(evaluate(config_of(method, **changes)), expected, 1e-10)
 
 
 def _model(method: str, *, scans_layers: bool) -> Transformer:
-    config = _config(method, scans_layers=scans_layers, fast_layers=(0, 1))
+    config = config_of(method, scans_layers=scans_layers, fast_layers=(0, 1))
     return randomize(Transformer(config, rngs=nnx.Rngs(0)), std=0.3)
 
 

@@ -2,7 +2,7 @@
 
     first piece     every row to the end of its open chunk, if some row stands inside one
     others          whole chunks of all rows, as many as a piece holds
-    attention       the keys in front of a piece, a power of two of them until the window is full
+    attention       the window in front of a piece; of full attention a power of two of keys
 
 A piece has one of few shapes, so that few programs are compiled.
 """
@@ -29,6 +29,7 @@ from ttcd_jax.models.catalog import TransformerConfig, has_in_place_memory, memo
 # for short prompts; a later prompt finds it empty).
 Memory = Literal["kept", "published"]
 PIECE_SIZE = 4096
+LEAST_SIZE = 16  # shorter pieces are padded to it, but a single token
 
 
 def prefill(
@@ -87,7 +88,8 @@ class _Reading(NamedTuple):
     lengths: np.ndarray  # [B], tokens to read
     chunk_size: int | None
     piece_size: int
-    most_halo: int | None  # positions in front of a token that attention sees; None: all
+    window: int | None  # of attention; None: full
+    num_slots: int | None  # positions that rings hold; None: no attention
     is_plain: jax.Array | None
 
     def pieces(self, tokens: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
@@ -120,12 +122,12 @@ class _Reading(NamedTuple):
         seen = int((self.position + done)[counts > 0].max())
         if counts.max() == 1 or not seen:
             return 0
-        return _rounded_up(seen, self.most_halo)
+        return _rounded_up(seen, self.num_slots) if self.window is None else self.window - 1
 
 
 def _rounded_up(count: int, most: int | None) -> int:
-    """The power of two from `count` up, at most `most`."""
-    power = 1 << (int(count) - 1).bit_length()
+    """The power of two from `count` up, at least `LEAST_SIZE` (but 1 for 1), at most `most`."""
+    power = 1 if count == 1 else max(1 << (int(count) - 1).bit_length(), LEAST_SIZE)
     return power if most is None else min(power, most)
 
 
@@ -142,15 +144,14 @@ def _begin(
         state = _restarted(model, state)
         is_plain = jnp.asarray(lengths < chunk_size)
     position, chunk_start = np.asarray(state.position), np.asarray(state.chunk_start)
-    slots = cache_slots(state)
-    window = model.config.window
     reading = _Reading(
         position,
         (position - chunk_start) % (chunk_size or 1),
         lengths,
         chunk_size,
         piece_size,
-        slots if window is None else window - 1,
+        model.config.window,
+        cache_slots(state),
         is_plain,
     )
     return state, reading

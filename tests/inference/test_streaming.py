@@ -1,0 +1,202 @@
+"""Reading in pieces and going on token by token give what one pass over the row gives."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, assert_same, randomize
+from flax import nnx
+from small_models import CHUNK, config_of
+
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.inference.advance import head_logits
+from ttcd_jax.inference.decode import decode, step
+from ttcd_jax.inference.model import inference_model
+from ttcd_jax.inference.prefill import prefill, stream
+from ttcd_jax.inference.state import start_state
+from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.models.catalog import METHODS, TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+ROWS, T, WINDOW = 3, 23, 6  # chunks and windows end at different tokens
+TOKENS = np.random.default_rng(0).integers(0, 11, (ROWS, T))
+
+
+def _config(method: str, **changes: Any) -> TransformerConfig:
+    # Few layers: what is compiled decides how long the tests take.
+    changes = {"num_layers": 2 if method == "ipttcd" else 1} | changes
+    window = None if method == "full" else WINDOW
+    return config_of(method, student_window=3, **changes).replace(window=window)
+
+
+@functools.cache
+def _models(config: TransformerConfig):
+    """(the model that trains, the same for inference, its logits [B, T, V] of the whole rows)."""
+    model = randomize(Transformer(config, rngs=nnx.Rngs(0)))
+    forward = nnx.jit(lambda model, tokens: model(tokens))
+    return model, inference_model(model), np.asarray(forward(model, jnp.asarray(TOKENS)))
+
+
+def _rest(done: np.ndarray) -> np.ndarray:
+    """The rows from `done` on."""
+    return np.stack([np.roll(row, -n) for row, n in zip(TOKENS, done, strict=True)])
+
+
+def _behind(logits: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    return logits[np.arange(ROWS), ends - 1]
+
+
+def _decoded(model, state, done: np.ndarray, want: np.ndarray, steps: int):
+    """The state `steps` tokens later; every step's logits are checked."""
+    for _ in range(steps):
+        is_active = done < T
+        tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
+        logits, state = decode(model, state, tokens, is_active)
+        done = done + is_active
+        assert_close(np.asarray(logits)[is_active], _behind(want, done)[is_active])
+    return state
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_pieces_and_tokens_give_what_one_pass_gives(method):
+    _, model, want = _models(_config(method))
+    first, second = np.array([2 * CHUNK, 9, 3]), np.array([14, 8, CHUNK + 2])
+    state = start_state(model, ROWS, max_length=T)
+    logits, state = prefill(model, state, TOKENS, first, piece_size=2 * CHUNK)
+    assert_close(np.asarray(logits), _behind(want, first))
+    logits, state = prefill(model, state, _rest(first), second, piece_size=2 * CHUNK)
+    assert_close(np.asarray(logits), _behind(want, first + second))
+    # All of it again, token by token, the rows at different tokens of their chunks and windows.
+    tokenwise = start_state(model, ROWS, max_length=T)
+    before = step._cache_size()
+    for time in range(max(first + second) + ROWS):
+        done = np.clip(time - np.arange(ROWS), 0, first + second)
+        is_active = (time >= np.arange(ROWS)) & (done < first + second)
+        tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
+        logits, tokenwise = decode(model, tokenwise, tokens, is_active)
+        assert_close(np.asarray(logits)[is_active], _behind(want, done + 1)[is_active])
+    assert step._cache_size() <= before + 1  # one program for all tokens
+    assert_equal_states(state, tokenwise)
+
+
+def assert_equal_states(ours, theirs) -> None:
+    assert ours.position.tolist() == theirs.position.tolist()
+    assert_close(ours.layers, theirs.layers, 1e-10)  # running sums of numbers that grow
+
+
+@pytest.mark.parametrize("split", range(1, 2 * WINDOW + 2))
+def test_every_split_around_the_edges_of_chunk_and_window(split):
+    _, model, want = _models(_config("ipttcd"))
+    lengths = np.array([split, split + 1, split + CHUNK])
+    state = start_state(model, ROWS)
+    logits, state = prefill(model, state, TOKENS, lengths, piece_size=3)
+    assert_close(np.asarray(logits), _behind(want, lengths))
+    _decoded(model, state, lengths, want, CHUNK + 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"renorm_chunks": 2},
+        {"orthogonalizes_updates": True},
+        {"output": "student"},
+        {"output": "teacher_raw", "is_conv_causal": False},
+        {"has_teacher_conv": False, "has_student_conv": False, "has_token_rate": False},
+        {"folds_state": True, "resets_at_document": False},
+        {"form": "attention", "normalizes_errors": True, "has_proj": False},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_every_switch_of_the_memory(changes):
+    memory = MemoryConfig(chunk_size=CHUNK, num_taps=4, **changes)
+    _, model, want = _models(_config("ipttcd", memory=memory, num_layers=1))
+    lengths = np.array([2 * CHUNK + 1, 3, 7])
+    state = start_state(model, ROWS)
+    logits, state = prefill(model, state, TOKENS, lengths, piece_size=CHUNK)
+    assert_close(np.asarray(logits), _behind(want, lengths))
+    _decoded(model, state, lengths, want, CHUNK + 2)
+
+
+def test_a_stream_gives_the_hidden_states_of_every_token():
+    _, model, want = _models(_config("ipttcd"))
+    lengths, done = np.array([T, 10, 1]), np.zeros(ROWS, int)
+    for counts, hidden, state in stream(
+        model, start_state(model, ROWS), TOKENS, lengths, piece_size=CHUNK
+    ):
+        logits = head_logits(model, hidden)
+        for row in range(ROWS):
+            now = slice(done[row], done[row] + counts[row])
+            assert_close(logits[row, : counts[row]], want[row, now])
+        done = done + counts
+        assert state.position.tolist() == done.tolist()
+    assert done.tolist() == lengths.tolist()
+
+
+def test_a_needle_far_beyond_the_window_is_read_after_long_decoding():
+    length = 40 * CHUNK
+    for method, remembers in (("ipttcd", True), ("swa", False)):
+        _, model, _ = _models(_config(method))
+        tokens = np.random.default_rng(1).integers(0, 11, (2, length))
+        tokens[1] = tokens[0]
+        tokens[1, 1] = (tokens[0, 1] + 1) % 11
+        _, state = prefill(model, start_state(model, 2), tokens[:, :CHUNK])
+        for time in range(CHUNK, length):
+            logits, state = decode(model, state, tokens[:, time])
+        assert (np.asarray(logits)[0] != np.asarray(logits)[1]).any() == remembers
+
+
+def test_a_row_that_waits_keeps_its_state():
+    _, model, _ = _models(_config("ipttcd"))
+    lengths = np.array([7, 5, 2])
+    _, state = prefill(model, start_state(model, ROWS), TOKENS, lengths)
+    kept = jax.tree.map(lambda x: np.asarray(x)[1], state)
+    is_active = np.array([True, False, True])
+    _, state = decode(model, state, TOKENS[:, 0], is_active)
+    assert_same(jax.tree.map(lambda x: np.asarray(x)[1], state), kept)
+    for _, _, later in stream(model, state, TOKENS, np.array([9, 0, 4])):
+        state = later
+    assert_same(jax.tree.map(lambda x: np.asarray(x)[1], state), kept)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    _, model, _ = _models(_config("ipttcd"))
+    _, together = prefill(model, start_state(model, ROWS), TOKENS, np.array([14, 9, 3]))
+    _, alone = prefill(model, start_state(model, 1), TOKENS[1:2, :9])
+    assert_equal_states(jax.tree.map(lambda x: x[1:2], together), alone)
+
+
+def test_bad_input_is_refused_before_anything_is_read():
+    _, model, _ = _models(_config("ipttcd"))
+    state = start_state(model, ROWS)
+    for tokens, lengths, message in (
+        (TOKENS[:2], None, r"shape \(2, 23\) and the state 3 rows"),
+        (TOKENS, np.array([1, 24, 2]), "lengths .* do not fit tokens of shape"),
+        (TOKENS, np.array([1, 0, 2]), "row 1 has no token"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prefill(model, state, tokens, lengths)
+    with pytest.raises(DataError, match="token 11 at position 0, 0 is outside the vocabulary"):
+        prefill(model, state, np.full((ROWS, 2), 11))
+    with pytest.raises(UserError, match="memory 'all' is not one of kept, published"):
+        prefill(model, state, TOKENS, memory="all")
+    assert state.position.tolist() == [0] * ROWS  # not donated: still there
+
+
+def test_full_attention_says_what_it_needs():
+    _, model, _ = _models(_config("full"))
+    with pytest.raises(UserError, match="give max_length"):
+        start_state(model, ROWS)
+    with pytest.raises(UserError, match=r"would have 23 tokens .* holds 22: .*max_length=23"):
+        prefill(model, start_state(model, ROWS, max_length=T - 1), TOKENS)
+
+
+def test_a_model_that_reads_ahead_is_refused():
+    memory = MemoryConfig(chunk_size=CHUNK, num_taps=3, is_conv_causal=False)
+    model = inference_model(Transformer(_config("ipttcd", memory=memory), rngs=nnx.Rngs(0)))
+    with pytest.raises(UserError, match="is_conv_causal=False with output 'teacher' reads"):
+        start_state(model, 1)
