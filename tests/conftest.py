@@ -25,11 +25,15 @@ logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiled programs are kept beside pytest's cache: a second run takes a fourth of the time
-    (`pytest --cache-clear` forgets them)."""
+    """Compiled programs are kept beside pytest's cache, those of the commands that tests run too: a
+    second run takes a fourth of the time (`pytest --cache-clear` forgets them)."""
     if config.pluginmanager.hasplugin("cacheprovider"):
-        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        for name, value in (
+            ("jax_compilation_cache_dir", str(config.cache.mkdir("jax"))),
+            ("jax_persistent_cache_min_compile_time_secs", 0.0),
+        ):
+            jax.config.update(name, value)
+            os.environ[name.upper()] = str(value)
 
 
 @pytest.fixture
