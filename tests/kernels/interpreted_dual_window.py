@@ -5,16 +5,14 @@ errors each.
 Every case is compared with `reference` in float64 on the same (rounded) operands.
 """
 
-import json
 import os
-import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from interpreting import relative_error
+from interpreting import print_errors, relative_error
 from ttcd_kernels.dual_window import reference, triton_call
 from ttcd_kernels.dual_window.api import dual_window_attention_with_lse
 from ttcd_kernels.dual_window.tuning import Tile, Tuning
@@ -92,6 +90,4 @@ def errors(case):
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
-    for case in json.loads(sys.argv[1]):
-        print(json.dumps(errors(case)), flush=True)
+    print_errors(errors)

@@ -7,16 +7,14 @@ student vector is zero, with `xla`, whose gradient knows `zero_slope`.
 """
 
 import functools
-import json
 import os
-import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from interpreting import relative_error
+from interpreting import print_errors, relative_error
 from ttcd_kernels.short_conv import reference, triton_call, xla
 from ttcd_kernels.short_conv.api import short_conv_residual
 from ttcd_kernels.short_conv.tuning import Tile, Tuning
@@ -93,6 +91,4 @@ def errors(case):
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
-    for case in json.loads(sys.argv[1]):
-        print(json.dumps(errors(case)), flush=True)
+    print_errors(errors)
