@@ -78,11 +78,13 @@ def loss(model_config, params, row):
 
 @functools.cache
 def start(model_config):
-    def create():
-        model = Transformer(model_config, rngs=nnx.Rngs(0))
-        return nnx.to_pure_dict(nnx.state(model, nnx.Param))
-
-    return jax.jit(create)()
+    """Parameters none of which is zero or one, drawn without a program to compile."""
+    rng = np.random.default_rng(0)
+    shapes = nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0)))
+    return jax.tree.map(
+        lambda x: 0.2 * rng.standard_normal(x.shape),
+        nnx.to_pure_dict(nnx.state(shapes, nnx.Param)),
+    )
 
 
 def results(model_config, mesh):
