@@ -49,12 +49,8 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    environment = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PLATFORMS": "cpu",
-    }
+def run():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
 
     def run(module, *arguments, status=0):
         result = subprocess.run(

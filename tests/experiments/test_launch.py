@@ -39,13 +39,8 @@ ScheduleConfig.warmup = 2
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """The subprocesses share one compilation cache: they differ in how they end only."""
-    return os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PLATFORMS": "cpu",
-    }
+def environment():
+    return os.environ | {"JAX_PLATFORMS": "cpu"}
 
 
 @pytest.fixture(scope="module")

@@ -66,17 +66,15 @@ def gin_file(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
+def start():
     """Starts the processes of one job: `start(module, [arguments of each], devices=of each)`. What
     is left of them is ended in the end."""
-    cache, started = str(tmp_path_factory.mktemp("cache")), []
+    started = []
 
     def start(module, arguments, devices):
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
         environment = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": cache,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_backend_optimization_level=0 "
             f"--xla_force_host_platform_device_count={devices}",
