@@ -46,7 +46,7 @@ quickstart: .venv ## train, evaluate, show what the memory is for (STEPS=20: the
 	@touch $@
 
 test: .venv .venv/hopper ## the whole test suite, on two workers
-	$(PYTHON) -m pytest -n 2
+	$(PYTHON) -m pytest -n 2 --dist=worksteal
 
 lint: .venv ## ruff and pyright
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
