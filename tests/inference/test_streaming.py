@@ -180,7 +180,7 @@ def test_bad_input_is_refused_before_anything_is_read():
     ):
         with pytest.raises(UserError, match=message):
             prefill(model, state, tokens, lengths)
-    with pytest.raises(DataError, match="token 11 at position 0, 0 is outside the vocabulary"):
+    with pytest.raises(DataError, match="token 11 at position 0 is outside the vocabulary"):
         prefill(model, state, np.full((ROWS, 2), 11))
     with pytest.raises(UserError, match="memory 'all' is not one of kept, published"):
         prefill(model, state, TOKENS, memory="all")

@@ -204,11 +204,11 @@ def _checked(config, state, tokens, lengths, memory) -> tuple[np.ndarray, np.nda
             f"lengths {lengths.tolist()} do not fit tokens of shape {tokens.shape}: one length "
             f"from 0 to {tokens.shape[1]} per row"
         )
-    is_real = np.arange(tokens.shape[1]) < lengths[:, None]
-    check_tokens(np.where(is_real, tokens, 0), config.vocab_size)
+    for row, length in zip(tokens, lengths, strict=True):
+        check_tokens(row[:length], config.vocab_size)
     check_capacity(config, state, lengths)
     check_memory(config, memory)
-    return tokens.astype(np.int32), lengths.astype(np.int32)
+    return tokens.astype(np.int32, copy=False), lengths.astype(np.int32)
 
 
 _restarted = jax.jit(fresh_memories, donate_argnums=1)

@@ -1,0 +1,90 @@
+"""What is kept of rows: how much it is, and that it does not grow."""
+
+import resource
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from small_models import CONFIG, config_of
+
+from ttcd_jax.inference.model import inference_model
+from ttcd_jax.inference.prefill import stream
+from ttcd_jax.inference.state import start_state, state_axes, state_bytes
+from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.models.catalog import METHODS, TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.precision import Precision
+
+B, D, F, W, LENGTH = 3, CONFIG.dim, CONFIG.mlp_dim, 4, 50
+HEADS = 2 * 4  # N H, and K H
+L, R = 4, 3
+RING = 2 * W * HEADS
+# Elements per row, by the formulas of `ttcd_jax.inference.state`: (attention, memory, open chunk).
+ELEMENTS = {
+    "full": (2 * 2 * LENGTH * HEADS, 0, 0),
+    "swa": (2 * RING, 0, 0),
+    "ipttcd": (2 * RING, F * D, L * (F + D) + (R - 1) * (2 * F + 1)),
+    "ipttt": (2 * RING, F * D, L * (F + D) + (R - 1) * (F + D)),
+    "ipttcd_ideal": (2 * RING, F * D, 2 * L * F),
+    "deltanet": (0, 2 * 2 * 4 * 6, 2 * (R - 1) * 2 * (2 * 4 + 6)),
+    "gated_deltanet": (0, 2 * 2 * 4 * 6, 2 * (R - 1) * 2 * (2 * 4 + 6)),
+    "deltanet_hybrid": (2 * RING, 2 * 4 * 6, 0),
+    "lact": (2 * RING, 2 * 2 * 3 * 2 * 4 * 4, 2 * L * 2 * (3 * 4 + 4)),
+}
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_bytes_are_those_of_the_formula_and_of_the_arrays(method, float64):
+    config = config_of(method)
+    sizes = state_bytes(config, B, LENGTH)
+    kinds = ("attention", "memory", "open chunk")
+    assert tuple(sizes[kind] for kind in kinds) == tuple(8 * B * n for n in ELEMENTS[method])
+    state = start_state(
+        inference_model(Transformer(config, rngs=nnx.Rngs(0))), B, max_length=LENGTH
+    )
+    assert sizes["total"] == sum(x.nbytes for x in jax.tree.leaves(state.layers))
+
+
+def test_every_array_is_cut_by_rows_and_some_by_heads_or_features():
+    config = CONFIG.replace(precision=Precision())
+    state = start_state(inference_model(Transformer(config, rngs=nnx.Rngs(0))), B)
+    axes = state_axes(state)
+    fast, plain = axes.layers
+    assert plain.mixer.keys == ("batch", None, "kv_heads", None)
+    assert fast.memory.streamed.memory == ("batch", "mlp", None)
+    leaves = jax.tree.leaves(axes, is_leaf=lambda x: type(x) is tuple and "batch" in x)
+    assert all(names[0] == "batch" for names in leaves)
+    assert len(leaves) == len(jax.tree.leaves(state))
+
+
+@pytest.mark.slow
+def test_a_million_tokens_take_the_memory_of_sixteen_thousand():
+    config = TransformerConfig(
+        vocab_size=256,
+        dim=16,
+        num_layers=2,
+        num_heads=2,
+        mlp_dim=32,
+        window=64,
+        student_window=32,
+        fast_layers=(0,),
+        memory=MemoryConfig(chunk_size=1024),
+    )
+    model = inference_model(Transformer(config, rngs=nnx.Rngs(0)))
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 1 << 20)).astype(np.int32)
+    sizes = 1 << 14, 1 << 20
+    # (bytes of arrays, the most that the process ever held, in KiB)
+    short, long = (_read(model, tokens[:, :length]) for length in sizes)
+    assert long[0] == short[0]
+    assert long[1] <= 1.05 * short[1]
+
+
+def _read(model, tokens: np.ndarray) -> tuple[int, int]:
+    in_use = 0
+    for _, hidden, state in stream(model, start_state(model, 1), tokens, piece_size=8192):
+        assert np.isfinite(np.asarray(hidden)).all()
+        in_use = max(in_use, sum(x.nbytes for x in jax.live_arrays()))
+        written = float(np.abs(np.asarray(state.layers[0].memory.streamed.memory)).max())
+        assert 0 < written < np.inf
+    return in_use, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
