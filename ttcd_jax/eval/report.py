@@ -69,6 +69,8 @@ def plot_lines(
             )
         axes.set_xscale(x_scale)
         axes.set_yscale(y_scale)
+        if y_scale == "log":
+            _mark_plainly(axes.yaxis)
         ticks = sorted({value for x, _ in series.values() for value in x})
         if x_scale == "log" and all(_is_power_of_two(tick) for tick in ticks):
             axes.set_xticks(ticks, [_binary(int(tick)) for tick in ticks])
@@ -210,6 +212,15 @@ def _binary(value: int) -> str:
         if value >= size:
             return f"{value // size}{unit}"
     return str(value)
+
+
+def _mark_plainly(axis: Any) -> None:
+    """1, 2, 5, 10, ...: matplotlib writes powers as formulas, which `STYLE` does not read."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:,g}")
 
 
 def _save_picture(
