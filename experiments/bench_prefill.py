@@ -33,7 +33,7 @@ flags.DEFINE_list("models", ["swa", "ipttt", "ipttcd_naive", "ipttcd"], "Which m
 flags.DEFINE_integer("piece_size", 4096, "Tokens of a row that are read at once.", lower_bound=1)
 flags.DEFINE_string("compute", None, "Dtype of weights and products; default: bfloat16 on a GPU.")
 flags.DEFINE_integer("rounds", 5, "Timed rounds; the models take turns.", lower_bound=1)
-flags.DEFINE_float("max_seconds", 120, "What would take longer a call is not run.")
+flags.DEFINE_float("max_seconds", 120, "What would take longer a call is not run; 0: nothing.")
 flags.DEFINE_bool("whole_rows", False, "Compile the training forward too: its memory by length.")
 flags.DEFINE_list("decode_batches", [], "Batch sizes of decoding; none: prefill only.")
 flags.DEFINE_integer("decode_context", 8192, "Tokens in front of it.", lower_bound=1)
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
     from ttcd_kernels import measure
 
     config = _shape()
-    _check_sizes(config, numbers["lengths"])
+    _check_sizes(config, numbers)
     environment = measure.environment()
     print(" ".join(f"{key}={value}" for key, value in environment.items()), flush=True)
     sizes = numbers | {name: getattr(FLAGS, name) for name in ("models", "piece_size", "rounds")}
@@ -130,14 +130,14 @@ def _shape():
     return config.replace(precision=Precision(param=compute, compute=compute))
 
 
-def _check_sizes(config, lengths: list[int]) -> None:
+def _check_sizes(config, numbers: dict[str, list[int]]) -> None:
     """Rows are whole pieces, and pieces and chunks fit: one program then reads every piece behind
     the first windows. Raises `UserError`."""
     size = FLAGS.piece_size
-    for flag, length in [
-        *(("lengths", x) for x in lengths),
-        ("decode_context", FLAGS.decode_context),
-    ]:
+    named = [("lengths", length) for length in numbers["lengths"]]
+    if numbers["decode_batches"]:
+        named.append(("decode_context", FLAGS.decode_context))
+    for flag, length in named:
         if length % size:
             raise UserError(f"--piece_size={size} does not divide {length} of --{flag}")
     for chunk in (config.memory.chunk_size, config.target_memory.chunk_size):

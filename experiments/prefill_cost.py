@@ -178,6 +178,8 @@ def _why_not(
     limit = measure.usable_bytes()
     if program - parameters > limit:
         return f"skipped: does not fit in {measure.gibibytes(limit)}"
+    if not max_seconds:
+        return "skipped: compiled only"
     piece = tokens[:, :piece_size]
     _read(model, piece, piece_size)
     flops, flops_of_piece = (prefill_flops(model.config, x.shape[1]) for x in (tokens, piece))
