@@ -43,6 +43,25 @@ def closest(name: str, known: list[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """`name: old -> new` for every leaf in which two configurations differ, as `to_dict` or JSON
+    gives them."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return [] if _plain(old) == _plain(new) else [f"{path}: {_plain(old)} -> {_plain(new)}"]
+    names = [*old, *(name for name in new if name not in old)]
+    return [
+        difference
+        for name in names
+        for difference in differences(
+            old.get(name), new.get(name), f"{path}.{name}" if path else name
+        )
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Base of every configuration: field types are checked, then `validate` checks the values."""

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from ttcd_jax.config import differences
 from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.records import records_tokenizer
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
@@ -83,7 +84,7 @@ class RunDirectory:
             {name: value for name, value in fields.items() if name not in layout}
             for fields in (self.read_config(), config)
         )
-        differing = _differences(old, new)
+        differing = differences(old, new)
         if differing:
             shown = ", ".join(differing[:_SHOWN])
             more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
@@ -94,7 +95,7 @@ class RunDirectory:
         if self._read("data.json") != data:
             raise DataError(
                 f"the training data changed since {self.path} was started "
-                f"({_differences(self._read('data.json'), data)[0]}): restore it, or choose "
+                f"({differences(self._read('data.json'), data)[0]}): restore it, or choose "
                 "another --run_dir"
             )
 
@@ -233,24 +234,6 @@ def _tokenizer(directory: RunDirectory) -> Tokenizer | None:
     if config.kind == "json" and own.is_file():
         config = config.replace(path=str(own))
     return build_tokenizer(config)
-
-
-def _differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """`name: old -> new` for every leaf that differs."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return [] if _plain(old) == _plain(new) else [f"{path}: {_plain(old)} -> {_plain(new)}"]
-    names = [*old, *(name for name in new if name not in old)]
-    return [
-        difference
-        for name in names
-        for difference in _differences(
-            old.get(name), new.get(name), f"{path}.{name}" if path else name
-        )
-    ]
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _environment() -> dict[str, Any]:
