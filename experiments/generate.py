@@ -1,0 +1,288 @@
+"""Lets the model of a run directory go on with a text, read a book, and answer lines about it.
+
+    python -m experiments.generate --run_dir=DIR --prompt_file=FILE [--prompt_file=FILE ...]
+                                   [--max_new_tokens=N] [--temperature=T] [--stop=TEXT ...]
+    python -m experiments.generate --run_dir=DIR --prompt_file=BOOK --max_new_tokens=0
+                                   --save_state=STATE
+    python -m experiments.generate --run_dir=DIR --load_state=STATE --interactive
+
+The text behind a single prompt is printed as it comes; several prompts are one batch, and each text
+is printed under the name of its file when it is finished. A prompt is a file's bytes as they are;
+`-` reads standard input. --save_state keeps what has been read and generated, --load_state goes on
+from there, one --prompt_file for each row that was saved.
+
+--interactive: every line is a prompt that goes on from what --load_state or --prompt_file left (not
+from the line before). An empty line or the end of input ends it, Ctrl-C stops a text. Files are
+read only.
+
+Texts go to standard output, all else to standard error.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from experiments import cli
+from experiments.output import check_unused
+from ttcd_jax.errors import DataError, UserError
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
+flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
+flags.DEFINE_multi_string("prompt_file", [], "A prompt, - for standard input; may be repeated.")
+flags.DEFINE_bool("interactive", False, "Ask for prompts, a line each.")
+flags.DEFINE_integer("max_new_tokens", None, "Tokens to generate; 0 reads only.")
+flags.DEFINE_multi_string("stop", [], "End before this text; may be repeated.")
+flags.DEFINE_float("temperature", None, "0 (the default) takes the likeliest token.")
+flags.DEFINE_integer("top_k", None, "Draw from the k likeliest tokens.")
+flags.DEFINE_float("top_p", None, "Draw from the likeliest tokens that have this mass together.")
+flags.DEFINE_float("min_p", None, "Draw from tokens with this share of the top probability.")
+flags.DEFINE_float("repetition_penalty", None, "Above 1: tokens seen before are less likely.")
+flags.DEFINE_integer("seed", None, "Of the draws; the same for all prompts.")
+flags.DEFINE_enum(
+    "memory",
+    None,
+    ["kept", "published"],
+    "Whether the memory goes on learning while generating, or is off as in the published code.",
+)
+flags.DEFINE_integer("piece_size", None, "Tokens read at once.", lower_bound=1)
+flags.DEFINE_integer("max_length", None, "Full attention: the most tokens a text will ever have.")
+flags.DEFINE_string("save_state", None, "A folder for what has been read and generated.")
+flags.DEFINE_string("load_state", None, "The folder of --save_state to go on from.")
+flags.DEFINE_string("json", None, "A file for texts, tokens and settings.")
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+_PROGRESS_SECONDS = 2.0
+
+
+def main(argv: list[str]) -> None:
+    _check_flags()
+    prompts = [_prompt(file) for file in FLAGS.prompt_file]
+    session = _Session()
+    if prompts:
+        changes = {"max_new_tokens": 0} if FLAGS.interactive else {}
+        texts = session.run([session.request(prompt, **changes) for prompt in prompts])
+        if FLAGS.save_state is not None:
+            session.save(Path(FLAGS.save_state))
+        if FLAGS.json is not None:
+            _write_json(Path(FLAGS.json), session.facts | {"texts": texts})
+    if FLAGS.interactive:
+        session.answer_lines()
+
+
+def _check_flags() -> None:
+    if not FLAGS.prompt_file and not FLAGS.interactive:
+        raise UserError(
+            "nothing to do: pass --prompt_file=FILE (- is standard input) or --interactive"
+        )
+    if FLAGS.prompt_file.count("-") + FLAGS.interactive > 1:
+        raise UserError("standard input is read once: by one --prompt_file=- or by --interactive")
+    if FLAGS.interactive and len(FLAGS.prompt_file) > 1:
+        raise UserError(
+            f"--interactive goes on from one text, and --prompt_file names {len(FLAGS.prompt_file)}"
+        )
+    if FLAGS.interactive and FLAGS.json is not None:
+        raise UserError("--json tells of --prompt_file, not of --interactive: leave one out")
+    if FLAGS.load_state is not None and FLAGS.max_length is not None:
+        raise UserError("--max_length is of a text's beginning: --load_state has its own")
+    if FLAGS.save_state is not None:
+        if not FLAGS.prompt_file:
+            raise UserError("--save_state keeps what is read: pass --prompt_file=FILE")
+        check_unused(Path(FLAGS.save_state))
+    if FLAGS.json is not None and not Path(FLAGS.json).absolute().parent.is_dir():
+        raise UserError(f"there is no folder for --json={FLAGS.json}")
+
+
+def _prompt(file: str) -> bytes:
+    if file == "-":
+        return sys.stdin.buffer.read()
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise DataError(f"--prompt_file={file} cannot be read: {error.strerror}") from error
+
+
+class _Session:
+    """A model, and the state that texts go on from: None at the beginning of a document."""
+
+    def __init__(self) -> None:
+        from ttcd_jax.inference.model import inference_model
+        from ttcd_jax.train.run_directory import load_run
+
+        run = load_run(FLAGS.run_dir, FLAGS.step)
+        if run.tokenizer is None:
+            raise UserError(f"{FLAGS.run_dir} has no tokenizer: its data are no text")
+        self._tokenizer = run.tokenizer
+        self._model = inference_model(run.model)
+        self._state = self._start()
+        self.facts = {"run_dir": str(Path(FLAGS.run_dir).absolute()), "step": run.step}
+
+    def _start(self):
+        from ttcd_jax.inference.saved_state import load_state
+        from ttcd_jax.inference.state import start_state
+
+        num_rows = len(FLAGS.prompt_file) or 1
+        if FLAGS.load_state is not None:
+            state = load_state(FLAGS.load_state, self._model)
+            if len(state.position) != num_rows:
+                raise UserError(
+                    f"--load_state={FLAGS.load_state} has {len(state.position)} rows, and there "
+                    f"are {num_rows} prompts: pass one for each row"
+                )
+            _say(f"{FLAGS.load_state}: {_tokens_read(state)}")
+            return state
+        if FLAGS.max_length is not None:
+            return start_state(self._model, num_rows, max_length=FLAGS.max_length)
+        return None
+
+    def request(self, prompt: bytes, **changes: Any):
+        from ttcd_jax.inference.generate import Request
+        from ttcd_jax.inference.sampling import SamplingConfig
+
+        return Request(
+            tokens=self._tokenizer.encode(prompt),
+            sampling=SamplingConfig(**_given(*_SAMPLING)),
+            stop=tuple(FLAGS.stop),
+            **_given("max_new_tokens") | changes,
+        )
+
+    def _generation(self, requests, state):
+        from ttcd_jax.inference.generate import generate
+
+        options = _given("piece_size", "memory")
+        return generate(self._model, self._tokenizer, requests, state=state, **options)
+
+    def run(self, requests) -> list[dict[str, Any]]:
+        """Reads and continues all prompts; what is known of their texts."""
+        texts = [
+            {"prompt_file": file, "prompt_tokens": len(request.tokens), "text": "", "tokens": []}
+            for file, request in zip(FLAGS.prompt_file, requests, strict=True)
+        ]
+        is_single = len(texts) == 1
+        generation = self._generation(requests, self._state)
+        meter = _Meter(generation)
+        for event in meter.events():
+            text = texts[event.row]
+            text["text"] += event.text
+            text["tokens"] += [] if event.token is None else [event.token]
+            text["finish_reason"] = event.finish_reason
+            if is_single:
+                print(event.text, end="", flush=True)
+            elif event.finish_reason is not None and text["tokens"]:
+                print(f"--- {cli.printable(text['prompt_file'])}\n{text['text']}", flush=True)
+        if is_single and texts[0]["tokens"]:
+            print(flush=True)
+        meter.tell()
+        self._state = generation.state
+        return texts
+
+    def answer_lines(self) -> None:
+        """Every line is a prompt behind the same state, until an empty one."""
+        import jax
+
+        while line := _line():
+            state = jax.tree.map(lambda x: x.copy(), self._state)
+            meter = _Meter(self._generation([self.request(line)], state))
+            with _interruptible() as is_interrupted:
+                for event in meter.events():
+                    print(event.text, end="", flush=True)
+                    if is_interrupted():
+                        break
+            print(flush=True)
+            meter.tell()
+
+    def save(self, folder: Path) -> None:
+        from ttcd_jax.inference.saved_state import save_state
+
+        assert self._state is not None, "nothing was read"
+        save_state(folder, self._model, self._state)
+        _say(f"kept in {folder.absolute()}: {_tokens_read(self._state)}")
+
+
+class _Meter:
+    """The events of a generation, timed; how far its prompts are read is said now and then."""
+
+    def __init__(self, generation) -> None:
+        self._generation = generation
+        self._num_read = self._num_generated = 0
+        self._seconds_read = self._seconds_generated = 0.0
+
+    def events(self) -> Iterator[Any]:
+        begin = said = time.monotonic()
+        for num_read in self._generation.read():
+            self._num_read, self._seconds_read = num_read, time.monotonic() - begin
+            total = self._generation.num_prompt_tokens
+            if time.monotonic() - said > _PROGRESS_SECONDS and num_read < total:
+                said = time.monotonic()
+                _say(f"{num_read:,} of {total:,} tokens read")
+        first = None
+        for event in self._generation:
+            # The first tokens come when the step is compiled, and tell nothing of its speed.
+            first = time.monotonic() if first is None else first
+            self._num_generated += event.token is not None
+            self._seconds_generated = time.monotonic() - first
+            yield event
+
+    def tell(self) -> None:
+        """What was read and generated, how fast, and what the state takes."""
+        import jax
+
+        state = self._generation.state
+        rate = self._num_read / self._seconds_read
+        facts = [f"read {self._num_read:,} tokens ({rate:,.0f}/s with compilation)"]
+        later = self._num_generated - len(state.position)
+        if later > 0:
+            rate = later / self._seconds_generated
+            facts.append(f"generated {self._num_generated:,} ({rate:,.0f}/s)")
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        _say(", ".join([*facts, f"state {size / 1e6:,.2f} MB"]))
+
+
+def _given(*names: str) -> dict[str, Any]:
+    """The flags among `names` that were passed; what the others stand for is not written here."""
+    return {name: FLAGS[name].value for name in names if FLAGS[name].value is not None}
+
+
+def _line() -> bytes:
+    """The next line of standard input without its end; empty when there is none."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.buffer.readline().rstrip(b"\r\n")
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is asked for, instead of breaking a step whose state would be lost."""
+    pressed = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _tokens_read(state) -> str:
+    return f"{', '.join(f'{count:,}' for count in state.position.tolist())} tokens read"
+
+
+def _write_json(path: Path, result: dict[str, Any]) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,213 @@
+"""The command end to end: texts, saved states, a loop of prompts, mistakes."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.train.checkpoint import Checkpoints
+from ttcd_jax.train.run_directory import IMPORTED, RunDirectory
+
+ROOT = Path(__file__).parents[2]
+MODEL = TransformerConfig(
+    vocab_size=ByteTokenizer.vocab_size,
+    dim=8,
+    num_layers=1,
+    num_heads=2,
+    mlp_dim=8,
+    window=16,
+    student_window=8,
+    fast_layers=(0,),
+    has_tied_head=False,
+    init_std=0.5,
+).replace(memory=TransformerConfig.memory.replace(chunk_size=16))
+BOOK = "It was a dark and stormy night. "
+DRAW = ("--max_new_tokens=20", "--temperature=1", "--top_k=20", "--seed=2")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A model that was drawn, and whose likeliest tokens are printable ASCII."""
+    directory = RunDirectory(tmp_path_factory.mktemp("runs") / "run")
+    directory.path.mkdir()
+    params = nnx.to_pure_dict(nnx.state(Transformer(MODEL, rngs=nnx.Rngs(0)), nnx.Param))
+    is_printable = (np.arange(MODEL.vocab_size) > 32) & (np.arange(MODEL.vocab_size) < 127)
+    params["head"] = params["head"] * is_printable[:, None]
+    with contextlib.closing(Checkpoints(directory.checkpoints)) as checkpoints:
+        checkpoints.save(7, {"params": params}, {"steps": 7})
+    data = {"type": IMPORTED, "seq_len": 32, "tokenizer": TokenizerConfig().to_dict()}
+    directory.write_import({"model": MODEL.to_dict(), "data": data}, {})
+    return directory.path
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    return os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PLATFORMS": "cpu",
+    }
+
+
+@pytest.fixture(scope="module")
+def run(run_dir, environment):
+    def run(*arguments, status=0, text=""):
+        result = subprocess.run(
+            [*_COMMAND, f"--run_dir={run_dir}", *map(str, arguments)],
+            cwd=ROOT,
+            env=environment,
+            input=text.encode(),
+            capture_output=True,
+            timeout=240,
+        )
+        output, errors = result.stdout.decode(), result.stderr.decode()
+        assert result.returncode == status, errors
+        if status:
+            assert errors.startswith("error: ")
+            assert errors.count("\n") == 1
+        return output, errors
+
+    return run
+
+
+_COMMAND = [sys.executable, "-m", "experiments.generate"]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "book.txt").write_text(BOOK)
+    (folder / "question.txt").write_text("Who")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first(run, places):
+    """(output, errors, facts) of a single prompt, whose state was kept."""
+    arguments = (
+        *DRAW,
+        f"--prompt_file={places / 'book.txt'}",
+        f"--save_state={places / 'state'}",
+        f"--json={places / 'facts.json'}",
+    )
+    return (*run(*arguments), json.loads((places / "facts.json").read_text()))
+
+
+def test_a_single_text_is_printed_and_told(first, run_dir):
+    output, errors, facts = first
+    (text,) = facts["texts"]
+    assert output == text["text"] + "\n"
+    assert text["text"] == ByteTokenizer().decode(text["tokens"])
+    assert (len(text["tokens"]), text["finish_reason"]) == (20, "length")
+    assert (facts["run_dir"], facts["step"]) == (str(run_dir), 7)
+    assert text["text"].isprintable()
+    number = r"[\d,.]+"
+    assert re.search(
+        rf"read 33 tokens \({number}/s with compilation\), generated 20 \({number}/s\), "
+        rf"state {number} MB\n",
+        errors,
+    )
+    assert "53 tokens read" in errors
+
+
+def test_several_prompts_are_a_batch_of_the_same_texts(run, places, first):
+    files = (places / "question.txt", places / "book.txt")
+    arguments = [f"--prompt_file={file}" for file in files]
+    output, _ = run(*arguments, *DRAW, f"--json={places / 'both.json'}")
+    texts = json.loads((places / "both.json").read_text())["texts"]
+    assert texts[1] == first[2]["texts"][0]
+    for text in texts:
+        assert f"--- {text['prompt_file']}\n{text['text']}\n" in output
+
+
+def test_a_kept_state_is_asked_by_file_by_line_and_from_standard_input(run, places, first):
+    base = (f"--load_state={places / 'state'}", *DRAW)
+    expected, errors = run(*base, f"--prompt_file={places / 'question.txt'}")
+    assert f"{places / 'state'}: 53 tokens read\n" in errors
+    assert run(*base, "--prompt_file=-", text="Who")[0] == expected
+    output, errors = run(*base, "--interactive", text="Who\nWhere\nWho\n\nnever read\n")
+    assert output.startswith(expected)
+    assert output.endswith(expected)
+    assert len(output) > 2 * len(expected)
+    assert errors.count("read 3 tokens (") == 2
+    other, _ = run(*base, "--interactive", "--seed=3", text="Who")
+    assert other != expected
+
+
+def test_a_text_ends_at_a_stop_string(run, places, first):
+    text = first[2]["texts"][0]["text"]
+    stop = text[9:12]
+    output, _ = run(f"--prompt_file={places / 'book.txt'}", *DRAW, f"--stop={stop}", "--stop=\n")
+    assert output == text[: text.index(stop)] + "\n"
+
+
+def test_ctrl_c_ends_a_text_and_not_the_loop(run_dir, environment, places, first):
+    command = [
+        *(*_COMMAND, f"--run_dir={run_dir}", "--interactive", "--max_new_tokens=1000000"),
+        f"--prompt_file={places / 'book.txt'}",
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    for _ in range(2):
+        process.stdin.write(b"Who\n")
+        process.stdin.flush()
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        while not (line := process.stderr.readline()).startswith(b"read 3 tokens"):
+            assert line
+        process.stdout.readline()  # the rest of the text
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_a_damaged_state_and_one_of_another_checkpoint_are_refused(run, places, first):
+    copy = places / "copy"
+    shutil.copytree(places / "state", copy)
+    data = bytearray((copy / "state.safetensors").read_bytes())
+    data[-9] ^= 1
+    (copy / "state.safetensors").write_bytes(data)
+    _, error = run(f"--load_state={copy}", "--interactive", status=4)
+    assert "state.safetensors: its content changed" in error
+    two = [f"--prompt_file={places / 'question.txt'}"] * 2
+    _, error = run(f"--load_state={places / 'state'}", *two, status=2)
+    assert "has 1 rows, and there are 2 prompts" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ([], 2, "nothing to do: pass --prompt_file"),
+        (["--prompt_file=absent.txt"], 3, "--prompt_file=absent.txt cannot be read: No such file"),
+        (["--prompt_file=-", "--interactive"], 2, "standard input is read once"),
+        (["--prompt_file=a", "--prompt_file=b", "--interactive"], 2, "--prompt_file names 2"),
+        (["--interactive", "--json=x.json"], 2, "leave one out"),
+        (["--interactive", "--load_state=x", "--max_length=9"], 2, "--load_state has its own"),
+        (["--interactive", "--save_state=x"], 2, "pass --prompt_file"),
+        (["--prompt_file=-", "--save_state=tests"], 2, "tests exists and is not an empty folder"),
+        (["--prompt_file=-", "--json=absent/x.json"], 2, "no folder for --json=absent/x.json"),
+        (["--prompt_file=-", "--temperature=-1"], 2, "temperature must be 0"),
+        (["--prompt_file=-", "--max_new_tokens=-1"], 2, "max_new_tokens must be 0"),
+        (["--prompt_file=-", "--memory=none"], 2, "memory"),
+        (["--prompt_file=-", "--step=8"], 4, "there is no checkpoint step 8"),
+    ],
+)
+def test_mistakes_are_one_line(run, arguments, status, words):
+    assert words in run(*arguments, status=status)[1]

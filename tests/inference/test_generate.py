@@ -1,0 +1,218 @@
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from ttcd_jax.data.tokenizer import ByteTokenizer
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.inference import generate as module
+from ttcd_jax.inference.generate import Event, Request, generate
+from ttcd_jax.inference.model import inference_model
+from ttcd_jax.inference.sampling import SamplingConfig
+from ttcd_jax.inference.state import start_state
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+
+TOKENIZER = ByteTokenizer()
+CONFIG = TransformerConfig(
+    vocab_size=TOKENIZER.vocab_size,
+    dim=8,
+    num_layers=1,
+    num_heads=2,
+    mlp_dim=8,
+    window=16,
+    student_window=8,
+    fast_layers=(0,),
+    init_std=0.5,
+).replace(memory=TransformerConfig.memory.replace(chunk_size=32))
+WARM = SamplingConfig(temperature=1.0, seed=3)
+PROMPT = "a text of a certain length:"  # its text crosses the end of a chunk
+
+
+def _model(config=CONFIG):
+    return inference_model(Transformer(config, rngs=nnx.Rngs(0)))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return _model()
+
+
+@pytest.fixture(scope="module")
+def greedy():
+    """What the model says behind the prompt, by its forward pass over the whole text."""
+    transformer = Transformer(CONFIG, rngs=nnx.Rngs(0))
+    length = len(PROMPT) + 13
+    forward = jax.jit(lambda tokens: transformer(tokens))
+    tokens = np.zeros(length, np.int32)
+    start = len(PROMPT) + 1
+    tokens[:start] = [TOKENIZER.bos_id, *PROMPT.encode()]
+    for place in range(start, length):
+        tokens[place] = np.asarray(forward(tokens[None]))[0, place - 1].argmax()
+    return tokens[start:].tolist()
+
+
+def _request(prompt=PROMPT, **fields):
+    defaults = {"tokens": TOKENIZER.encode(prompt), "max_new_tokens": 12, "stop_tokens": ()}
+    return Request(**defaults | fields)
+
+
+def _tokens(events, row=0):
+    return [event.token for event in events if event.row == row]
+
+
+def _run(model, *requests, **options):
+    generation = generate(model, TOKENIZER, requests, **options)
+    return list(generation), generation.state
+
+
+def test_greedy_text_is_that_of_the_forward_pass(model, greedy):
+    events, state = _run(model, _request())
+    assert _tokens(events) == greedy
+    assert "".join(event.text for event in events) == TOKENIZER.decode(greedy)
+    assert [event.finish_reason for event in events] == [None] * 11 + ["length"]
+    assert state.position.tolist() == [1 + len(PROMPT) + 12]
+
+
+def test_a_row_does_not_depend_on_its_neighbours(model, greedy):
+    settings = [
+        {"sampling": WARM, "max_new_tokens": 9},
+        {},
+        {"prompt": "", "sampling": WARM},
+        {"prompt": PROMPT * 2, "sampling": WARM.replace(top_k=5), "max_new_tokens": 3},
+    ]
+    together, _ = _run(model, *(_request(**fields) for fields in settings))
+    assert _tokens(together, row=1) == greedy
+    for row in (0, 2):
+        alone, _ = _run(model, _request(**settings[row]))
+        assert _tokens(alone) == _tokens(together, row)
+    ends = [event.row for event in together if event.finish_reason]
+    assert sorted(ends) == [0, 1, 2, 3]
+    assert ends[0] == 3
+
+
+def test_a_prompt_with_a_part_of_the_text_goes_on_with_the_rest(model):
+    whole = _tokens(_run(model, _request(sampling=WARM))[0])
+    begun = np.concatenate([TOKENIZER.encode(PROMPT), whole[:5]])
+    rest, _ = _run(model, _request(tokens=begun, sampling=WARM, max_new_tokens=7))
+    assert _tokens(rest) == whole[5:]
+
+
+def test_a_state_is_gone_on_from(model, greedy):
+    _, state = _run(model, _request(PROMPT[:9], max_new_tokens=0))
+    assert state.position.tolist() == [10]
+    events, _ = _run(model, _request(PROMPT[9:]), state=state)
+    assert _tokens(events) == greedy
+
+
+def test_the_state_has_read_what_was_told_whenever_the_iteration_is_left(model, greedy):
+    generation = generate(model, TOKENIZER, [_request()])
+    told = [next(generation).token for _ in range(5)]
+    assert told == greedy[:5]
+    assert generation.state.position.tolist() == [1 + len(PROMPT) + 5]
+    rest = _request(tokens=[greedy[5]], max_new_tokens=6)
+    events, _ = _run(model, rest, state=generation.state)
+    assert _tokens(events) == greedy[6:]
+
+
+@pytest.mark.parametrize("reason", ["eos", "stop"])
+def test_what_ends_a_row_is_told_and_not_read(model, greedy, reason):
+    end = next(i for i, token in enumerate(greedy) if token < 128 and token not in greedy[:i])
+    stop = {"eos": {"stop_tokens": (greedy[end],)}, "stop": {"stop": (chr(greedy[end]),)}}[reason]
+    events, state = _run(model, _request(**stop), _request("x"))
+    assert _tokens(events) == greedy[: end + 1]
+    last = [event for event in events if event.row == 0][-1]
+    assert last.finish_reason == reason
+    text = "".join(event.text for event in events if event.row == 0)
+    assert text == TOKENIZER.decode(greedy[:end])
+    # The row beside it goes on for several steps, and the first keeps its state.
+    assert state.position.tolist() == [1 + len(PROMPT) + end, 2 + 12]
+
+
+def test_the_tokenizers_eos_ends_a_row_unless_told_otherwise(model):
+    class EndsWithGreedy(ByteTokenizer):
+        eos_id = 0
+
+    first = _tokens(_run(model, _request())[0])[0]
+    EndsWithGreedy.eos_id = first
+    request = Request(tokens=TOKENIZER.encode(PROMPT), max_new_tokens=4)
+    events = list(generate(model, EndsWithGreedy(), [request]))
+    assert events == [Event(0, "", first, "eos")]
+
+
+def test_one_program_serves_all_tokens_and_settings(model):
+    module.step.clear_cache()
+    model = jax.device_put(model, jax.devices()[0])  # committed to it, as a restored one is
+    for fields in ({}, {"sampling": WARM}, {"sampling": WARM.replace(top_k=3, min_p=0.1)}):
+        _run(model, _request(**fields), _request("other"))
+    assert module.step._cache_size() == 1
+
+
+def test_reading_tells_how_far_it_is(model):
+    generation = generate(
+        model, TOKENIZER, [_request(max_new_tokens=2), _request("ab")], piece_size=16
+    )
+    counts = list(generation.read())
+    assert counts == sorted(set(counts))
+    assert counts[-1] == generation.num_prompt_tokens == 1 + len(PROMPT) + 3
+    assert len(counts) > 1
+    assert list(generation.read()) == []
+    assert len(list(generation)) == 2 + 12
+
+
+def test_a_document_opens_with_bos_once(model):
+    ids = TOKENIZER.encode(PROMPT)
+    framed = np.concatenate([[TOKENIZER.bos_id], ids])
+    events, state = _run(
+        model, _request(tokens=framed, max_new_tokens=1), _request("", max_new_tokens=0)
+    )
+    assert state.position.tolist() == [len(framed) + 1, 1]
+    assert Event(1, "", None, "length") in events
+
+
+def test_the_repetition_penalty_counts_prompt_and_text(model, greedy):
+    free = SamplingConfig(repetition_penalty=1e9)
+    events, _ = _run(model, _request(sampling=free))
+    tokens = _tokens(events)
+    assert len({*tokens, *PROMPT.encode()}) == len(tokens) + len(set(PROMPT.encode()))
+
+
+def test_published_memory_is_another_text_and_needs_a_memory(model):
+    request = _request(PROMPT * 3)
+    published, _ = _run(model, request, memory="published")
+    assert _tokens(published) != _tokens(_run(model, request)[0])
+    plain = _model(CONFIG.replace(method="swa"))
+    with pytest.raises(UserError, match="published"):
+        generate(plain, TOKENIZER, [request], memory="published")
+
+
+def test_full_attention_takes_the_room_it_needs_and_no_more_than_it_has():
+    full = _model(CONFIG.replace(method="full", window=None))
+    events, state = _run(full, _request(max_new_tokens=4))
+    assert len(events) == 4
+    with pytest.raises(UserError, match=r"33 tokens and the state .* holds 32: .*max_length"):
+        generate(full, TOKENIZER, [_request("a", max_new_tokens=0)], state=state)
+    state = start_state(full, 1, max_length=10)
+    with pytest.raises(UserError, match=r"would have 11 tokens .* holds 10"):
+        generate(full, TOKENIZER, [_request("abc", max_new_tokens=7)], state=state)
+
+
+def test_what_cannot_be_generated_is_refused_by_name(model):
+    with pytest.raises(UserError, match="no request"):
+        generate(model, TOKENIZER, [])
+    with pytest.raises(DataError, match="request 1: token 258 at position 2 is outside"):
+        generate(model, TOKENIZER, [_request(), _request(tokens=[1, 2, 258])])
+    with pytest.raises(UserError, match="2 requests for a state of 1 rows"):
+        generate(model, TOKENIZER, [_request()] * 2, state=start_state(model, 1))
+    _, state = _run(model, _request("ab", max_new_tokens=0))
+    with pytest.raises(UserError, match="request 0 is empty and its state has read 3 tokens"):
+        generate(model, TOKENIZER, [_request("")], state=state)
+    small = _model(CONFIG.replace(vocab_size=200))
+    with pytest.raises(UserError, match="tokenizer has 258 tokens, the model 200"):
+        generate(small, TOKENIZER, [_request()])
+    with pytest.raises(UserError, match=r"max_new_tokens .* -1"):
+        _request(max_new_tokens=-1)
+    with pytest.raises(UserError, match=r"one row of tokens \[T\], not \(1, 3\)"):
+        _request(tokens=[[1, 2, 3]])
+    with pytest.raises(UserError, match="a stop string is empty"):
+        _request(stop=("a", ""))

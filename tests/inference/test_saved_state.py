@@ -1,0 +1,128 @@
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from checks import assert_same
+from flax import nnx
+
+from ttcd_jax.errors import CheckpointError
+from ttcd_jax.inference.decode import decode
+from ttcd_jax.inference.model import inference_model
+from ttcd_jax.inference.prefill import prefill
+from ttcd_jax.inference.saved_state import load_state, save_state
+from ttcd_jax.inference.state import start_state
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.precision import Precision
+
+CONFIG = TransformerConfig(
+    vocab_size=16,
+    dim=8,
+    num_layers=1,
+    num_heads=2,
+    mlp_dim=8,
+    window=8,
+    student_window=4,
+    fast_layers=(0,),
+    precision=Precision(compute="bfloat16"),
+).replace(memory=TransformerConfig.memory.replace(chunk_size=4))
+TOKENS = np.arange(16).reshape(2, 8)
+
+
+def _model(config=CONFIG, seed=0):
+    return inference_model(Transformer(config, rngs=nnx.Rngs(seed)))
+
+
+def _read(model, **options):
+    start = start_state(model, 2, **options)
+    return prefill(model, start, TOKENS, np.array([8, 6]))[1]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return _model()
+
+
+@pytest.fixture(scope="module")
+def state(model):
+    return _read(model)
+
+
+@pytest.fixture(scope="module")
+def folder(model, state, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("states") / "deep" / "state"
+    save_state(folder, model, state)
+    return folder
+
+
+def test_a_state_comes_back_bit_for_bit(model, state, folder):
+    loaded = load_state(folder, model)
+    assert_same(loaded, state)
+    assert [x.dtype for x in jax.tree.leaves(loaded)] == [x.dtype for x in jax.tree.leaves(state)]
+    assert {str(x.dtype) for x in jax.tree.leaves(loaded)} >= {"bfloat16", "float32", "int32"}
+    assert loaded.position.tolist() == [8, 6]
+    assert {path.name for path in folder.iterdir()} == {
+        *("state.safetensors", "state.json", "DIGEST.json")
+    }
+    assert json.loads((folder / "state.json").read_text())["tokens_read"] == [8, 6]
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_text_goes_on_from_a_loaded_state_as_from_the_state(model, state, folder):
+    kept = jax.tree.map(lambda x: x.copy(), state)
+    tokens = np.array([3, 5])
+    assert_same(decode(model, load_state(folder, model), tokens), decode(model, kept, tokens))
+
+
+def test_full_attention_keeps_its_room(tmp_path):
+    model = _model(CONFIG.replace(method="full", window=None))
+    state = _read(model, max_length=21)
+    save_state(tmp_path / "state", model, state)
+    assert_same(load_state(tmp_path / "state", model), state)
+
+
+@pytest.mark.parametrize(
+    ("config", "seed", "words"),
+    [
+        (CONFIG.replace(window=6), 0, "another configuration: window: 8 -> 6;"),
+        (CONFIG.replace(memory=CONFIG.memory.replace(eta=0.5)), 0, "memory.eta: .* -> 0.5;"),
+        (CONFIG, 1, "other parameters of the same configuration"),
+    ],
+)
+def test_another_model_is_refused_by_what_differs(folder, config, seed, words):
+    with pytest.raises(CheckpointError, match=words):
+        load_state(folder, _model(config, seed))
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "state.json", "DIGEST.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damage_is_named(model, folder, tmp_path, name, damage):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    data = bytearray((copy / name).read_bytes())
+    data[len(data) // 2] ^= 0x80
+    if damage == "remove":
+        (copy / name).unlink()
+    else:
+        (copy / name).write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match=name):
+        load_state(copy, model)
+
+
+def test_what_is_no_saved_state_is_told(model, tmp_path):
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointError, match=f"{folder} is no saved state"):
+            load_state(folder, model)
+
+
+def test_nothing_is_written_over_and_nothing_left_behind(model, state, folder, tmp_path):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(CheckpointError, match="cannot be saved"):
+        save_state(folder, model, state)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert list(folder.parent.iterdir()) == [folder]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        save_state(tmp_path / "file" / "state", model, state)

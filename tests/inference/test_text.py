@@ -1,0 +1,208 @@
+import itertools
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, train_tokenizer
+from ttcd_jax.inference.text import Detokenizer, TextStream
+
+TEXT = "def größe(x):\n    return x  # 日本語 👩‍🚀🎉 ends. A \ufffd stays; 日日日日日日日日\n"
+FRAME = {"<s>": 0, "</s>": 1}
+BYTES = {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+
+
+def _saved(folder, tokenizer):
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return JsonTokenizer(str(folder / "tokenizer.json"))
+
+
+def _byte_fallback(folder):
+    """As Llama's: blanks are marks in front of words, the text's first one is dropped."""
+    vocab = FRAME | BYTES | {"▁": 258, "d": 259, "e": 260, "de": 261, "x": 262, "▁x": 263}
+    merges = [("d", "e"), ("▁", "x")]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    replace, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence(
+        [replace, decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
+    return _saved(folder, tokenizer)
+
+
+def _word_pieces(folder):
+    vocab = FRAME | {word: 2 + i for i, word in enumerate(["un", "##do", "##ne", ".", "do", "'"])}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="'"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=True)
+    return _saved(folder, tokenizer)
+
+
+def _byte_level(folder):
+    path = folder / "tokenizer.json"
+    path.write_text(train_tokenizer([TEXT.encode()], 290))
+    return JsonTokenizer(str(path))
+
+
+def _across_characters(folder):
+    """Byte-level tokens that all end inside a character: the last byte of one, two of the next."""
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spelled = pre_tokenizer.pre_tokenize_str("日")[0][0]  # a character for each of three bytes
+    vocab = FRAME | {spelled[:2]: 2, spelled[2:] + spelled[:2]: 3, spelled[2:]: 4}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return _saved(folder, tokenizer)
+
+
+@pytest.fixture(params=[_byte_level, _byte_fallback, None])
+def tokenizer(request, tmp_path):
+    return ByteTokenizer() if request.param is None else request.param(tmp_path)
+
+
+def _pieces(stream, ids):
+    return [*(stream.push(int(token)) for token in ids), stream.finish()]
+
+
+def test_the_pieces_are_the_text_and_never_half_a_character(tokenizer):
+    ids = tokenizer.encode(TEXT)
+    pieces = _pieces(Detokenizer(tokenizer), ids)
+    assert "".join(pieces) == tokenizer.decode(ids) == TEXT
+    for given in itertools.accumulate(pieces):
+        assert TEXT.startswith(given)
+
+
+def test_a_character_is_given_with_its_last_byte():
+    stream = Detokenizer(ByteTokenizer())
+    assert [stream.push(byte) for byte in "aé日🎉b".encode()] == [
+        *("a", "", "é", "", "", "日", "", "", "", "🎉", "b")
+    ]
+
+
+def test_specials_and_ids_without_a_token_have_no_text(tokenizer):
+    ids = tokenizer.encode("x京x")
+    strange = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size, tokenizer.vocab_size + 99]
+    mixed = [part for token in ids for part in (*strange, int(token))]
+    assert "".join(_pieces(Detokenizer(tokenizer), mixed)) == "x京x"
+
+
+def test_what_is_no_utf8_comes_as_replacements_late_but_all(tmp_path):
+    for tokenizer in (ByteTokenizer(), _byte_level(tmp_path)):
+        for seed in range(40):
+            rng = np.random.default_rng(seed)
+            ids = rng.integers(0, tokenizer.vocab_size, 60)
+            ids[rng.random(60) < 0.5] = tokenizer.encode("京")[0]
+            text = "".join(_pieces(Detokenizer(tokenizer), ids))
+            assert text == tokenizer.decode(ids)
+
+
+def test_an_unfinished_character_is_a_replacement_at_the_end(tokenizer):
+    ids = tokenizer.encode("dex京")[:-1]
+    pieces = _pieces(Detokenizer(tokenizer), ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert set(pieces[-1]) == {"\ufffd"}
+
+
+def test_pieces_whose_text_depends_on_their_neighbours(tmp_path):
+    tokenizer = _word_pieces(tmp_path)
+    ids = [2, 3, 4, 6, 5, 2, 3, 5, 5, 6, 6]
+    pieces = _pieces(Detokenizer(tokenizer), ids)
+    assert "".join(pieces) == tokenizer.decode(ids) == "undone do. undo.. do do"
+    assert pieces[:3] == ["un", "do", "ne"]
+
+
+def test_tokens_that_all_end_inside_a_character_do_not_wait_for_each_other(tmp_path):
+    tokenizer = _across_characters(tmp_path)
+    ids = [2, *[3] * 100, 4]
+    pieces = _pieces(Detokenizer(tokenizer), ids)
+    assert pieces == ["", *["日"] * 101, ""]
+
+
+def test_the_work_for_a_token_is_bounded(tokenizer, monkeypatch):
+    sizes, decode = [], tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: sizes.append(len(ids)) or decode(ids))
+    never_complete = tokenizer.encode("京")[:1].repeat(200)
+    for ids in (tokenizer.encode(TEXT * 5), never_complete):
+        _pieces(Detokenizer(tokenizer, context=ids), ids)
+    assert max(sizes) <= 16
+    assert len(sizes) <= 2 * (len(tokenizer.encode(TEXT * 5)) + 200) + 40
+
+
+def test_the_context_joins_the_text_and_is_not_repeated(tmp_path):
+    tokenizer = _byte_fallback(tmp_path)
+    assert "".join(_pieces(Detokenizer(tokenizer), [263, 261])) == "xde"
+    assert "".join(_pieces(Detokenizer(tokenizer, context=[261] * 30), [263, 261])) == " xde"
+    day = ByteTokenizer().encode("日" * 20)
+    for cut in range(40, 44):  # a window of eight bytes begins inside a character
+        pieces = _pieces(Detokenizer(ByteTokenizer(), context=day[:cut]), day[cut:])
+        assert "".join(pieces) == "日" * (20 - cut // 3)
+
+
+def _stream(text, *stop, size=1):
+    """(the pieces given, whether stopped) of bytes that come `size` at a time."""
+    tokenizer = _Chunks(text, size)
+    stream = TextStream(tokenizer, stop)
+    pieces = []
+    for token in range(tokenizer.vocab_size):
+        pieces.append(stream.push(token))
+        if stream.is_stopped:
+            break
+    return [*pieces, stream.finish()], stream.is_stopped
+
+
+class _Chunks(ByteTokenizer):
+    """Token i is the i-th piece of a text."""
+
+    def __init__(self, text, size):
+        self._pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        self.vocab_size = len(self._pieces)
+
+    def decode(self, ids):
+        return "".join(self._pieces[i] for i in ids)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 50])
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one two\n\nthree", ["\n\n"], "one two"),
+        ("one\ntwo", ["\n\n"], None),
+        ("ababac", ["abac"], "ab"),
+        ("aaaab", ["aab"], "aa"),
+        ("xabcdx", ["abcd", "bc"], "xa"),
+        ("xabcdx", ["bcd", "abc", "bc"], "x"),
+        ("end<|im_en", ["<|im_end|>"], None),
+        ("日本語です", ["語"], "日本"),
+        ("stop", ["stop"], ""),
+        ("nothing", [], None),
+    ],
+)
+def test_text_ends_before_the_first_stop_string_wherever_tokens_cut_it(text, stop, expected, size):
+    pieces, is_stopped = _stream(text, *stop, size=size)
+    assert "".join(pieces) == (text if expected is None else expected)
+    assert is_stopped == (expected is not None)
+
+
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back():
+    pieces, _ = _stream("a<b<|c<|d", "<|e", "|>")
+    assert pieces == ["a", "", "<b", "", "", "<|c", "", "", "<|d", ""]
+    pieces, _ = _stream("a<|", "<|e")
+    assert pieces == ["a", "", "", "<|"]
+
+
+def test_after_a_stop_string_there_is_no_text():
+    stream = TextStream(ByteTokenizer(), ["b"])
+    assert [stream.push(byte) for byte in b"abc"] == ["a", "", ""]
+    assert stream.is_stopped
+    assert stream.finish() == ""
+
+
+def test_a_trained_tokenizer_stops_inside_its_pieces(tmp_path):
+    tokenizer = _byte_level(tmp_path)
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) < len(TEXT.encode())  # pieces of several bytes
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]
+    for stop in ("return", "本", "tu", "\n", "ends. A"):
+        stream = TextStream(tokenizer, [stop])
+        text = "".join(_pieces(stream, ids))
+        assert text == TEXT[: TEXT.index(stop)]

@@ -1,0 +1,252 @@
+"""Text behind prompts, token by token: a batch of requests, each with its own settings.
+
+requests = [Request(tokens=tokenizer.encode("def main("), max_new_tokens=50)]
+for event in generate(model, tokenizer, requests):
+    print(event.text, end="", flush=True)
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttcd_jax.data.tokenizer import Tokenizer, check_tokens
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.inference.advance import head_logits, newest
+from ttcd_jax.inference.decode import one_token
+from ttcd_jax.inference.model import InferenceModel
+from ttcd_jax.inference.prefill import PIECE_SIZE, Memory, check_capacity, check_memory, stream
+from ttcd_jax.inference.sampling import SamplingConfig, batch_sampler, sample
+from ttcd_jax.inference.state import InferenceState, start_state
+from ttcd_jax.inference.text import TextStream
+from ttcd_jax.sharding.rules import constrain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """A prompt, tokens [T] without bos, and how its text goes on: until one of the `stop` strings,
+    one of the `stop_tokens` (None: the tokenizer's eos), or `max_new_tokens` tokens."""
+
+    tokens: Sequence[int] | np.ndarray
+    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if np.ndim(self.tokens) != 1:
+            raise UserError(f"a prompt is one row of tokens [T], not {np.shape(self.tokens)}")
+        if self.max_new_tokens < 0:
+            raise UserError(f"max_new_tokens must be 0 (read only) or more: {self.max_new_tokens}")
+        if "" in self.stop:
+            raise UserError("a stop string is empty: leave it out")
+
+
+class Event(NamedTuple):
+    """One token more of one row.
+
+    `text` is what became certain with it, often empty: joined, the texts of a row are what it
+    generated, up to a stop string. `finish_reason` stands on a row's last event: a stop string, a
+    stop token ("eos"), or max_new_tokens ("length").
+    """
+
+    row: int
+    text: str
+    token: int | None  # None: the row was read only
+    finish_reason: Literal["stop", "eos", "length"] | None
+
+
+class Generation(Iterator[Event]):
+    """The events of a batch of requests (see `generate`). `state` is the state behind everything
+    that events have told, whenever the iteration is left; to iterate on donates it.
+
+    A stop token and the token that completes a stop string are told but not read.
+    """
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        *,
+        state: InferenceState | None,
+        piece_size: int,
+        memory: Memory,
+    ) -> None:
+        if not requests:
+            raise UserError("nothing to generate: there is no request")
+        check_memory(model.config, memory)
+        prompts = _prompts(model, tokenizer, requests, state)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        whole = lengths + [request.max_new_tokens for request in requests]
+        if state is None:
+            max_length = int(whole.max()) if model.config.window is None else None
+            state = start_state(model, len(requests), max_length=max_length)
+        check_capacity(model.config, state, whole)
+        tokens = np.zeros((len(prompts), lengths.max()), np.int32)
+        seen = np.zeros((len(prompts), model.config.vocab_size), bool)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+            seen[row, prompt] = True
+        self.state = state
+        self.num_prompt_tokens = int(lengths.sum())
+        self._model, self._memory, self._seen = model, memory, jnp.asarray(seen)
+        self._pieces = stream(model, state, tokens, lengths, piece_size=piece_size, memory=memory)
+        self._sampler = batch_sampler([request.sampling for request in requests])
+        self._rows = [
+            _Row(index, request, tokenizer, prompt)
+            for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
+        ]
+        self._hidden = jnp.zeros(
+            (len(prompts), model.config.dim), model.config.precision.compute_dtype
+        )
+        self._events = self._generated()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Event:
+        return next(self._events)
+
+    def read(self) -> Iterator[int]:
+        """Reads the prompts, which the first event does otherwise, and tells after every piece how
+        many of their tokens have been read."""
+        num_read = 0
+        for counts, hidden, state in self._pieces:
+            self.state = state
+            self._hidden = _newest(hidden, jnp.asarray(counts), self._hidden)
+            self._hidden.block_until_ready()  # pieces that wait in a queue would pile up
+            num_read += int(counts.sum())
+            yield num_read
+
+    def _generated(self) -> Iterator[Event]:
+        for _ in self.read():
+            pass
+        unfinished = [row for row in self._rows if row.num_left]
+        yield from (Event(row.index, "", None, "length") for row in self._rows if not row.num_left)
+        if not unfinished:
+            return
+        tokens, self._seen = _first(
+            self._model, self._hidden, self._sampler, self._seen, self.state.position
+        )
+        while unfinished:
+            drawn = np.asarray(tokens)
+            events = [row.take(int(drawn[row.index])) for row in unfinished]
+            is_read = np.zeros(len(drawn), bool)
+            is_read[[e.row for e in events if e.finish_reason in (None, "length")]] = True
+            if is_read.any():  # under way while the events are looked at
+                tokens, self.state, self._seen = step(
+                    *(self._model, self.state, tokens, jnp.asarray(is_read)),
+                    *(self._sampler, self._seen),
+                    memory=self._memory,
+                )
+            unfinished = [
+                row
+                for row, event in zip(unfinished, events, strict=True)
+                if event.finish_reason is None
+            ]
+            yield from events
+
+
+def generate(
+    model: InferenceModel,
+    tokenizer: Tokenizer,
+    requests: Sequence[Request],
+    *,
+    state: InferenceState | None = None,
+    piece_size: int = PIECE_SIZE,
+    memory: Memory = "kept",
+) -> Generation:
+    """The events of all requests, a row each, as they come; ends when all rows are finished.
+
+    `state` (one row per request; donated: do not use it again) lets prompts go on where it stands,
+    else they open a document, with bos in front. A row's text does not depend on the rows beside
+    it, and a prompt that ends with a part of the text goes on with the rest of it: draws belong to
+    places. The repetition penalty counts the tokens of prompt and text, not those that `state` has
+    read.
+
+    Raises `UserError` and `DataError` before anything is read: no requests, another number of them
+    than rows, tokens outside the vocabulary, an empty prompt behind a state that has read something
+    (its last logits are not kept), more tokens than a state of full attention holds.
+    """
+    return Generation(model, tokenizer, requests, state=state, piece_size=piece_size, memory=memory)
+
+
+class _Row:
+    """What the host knows of one row that generates."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, prompt: np.ndarray):
+        eos = (tokenizer.eos_id,)
+        self.index, self.num_left = index, request.max_new_tokens
+        self._stop_tokens = eos if request.stop_tokens is None else request.stop_tokens
+        self._text = TextStream(tokenizer, request.stop, context=prompt)
+
+    def take(self, token: int) -> Event:
+        """What the row's next token means."""
+        self.num_left -= 1
+        if token in self._stop_tokens:
+            return Event(self.index, self._text.finish(), token, "eos")
+        text = self._text.push(token)
+        if self._text.is_stopped:
+            return Event(self.index, text, token, "stop")
+        if not self.num_left:
+            return Event(self.index, text + self._text.finish(), token, "length")
+        return Event(self.index, text, token, None)
+
+
+def _prompts(
+    model: InferenceModel,
+    tokenizer: Tokenizer,
+    requests: Sequence[Request],
+    state: InferenceState | None,
+) -> list[np.ndarray]:
+    """The tokens to read, with bos where a document begins: as packing makes documents."""
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model "
+            f"{model.config.vocab_size}: use the model's own"
+        )
+    position = np.zeros(len(requests), int) if state is None else np.asarray(state.position)
+    if len(position) != len(requests):
+        raise UserError(
+            f"{len(requests)} requests for a state of {len(position)} rows: give one for each row"
+        )
+    prompts = []
+    for row, request in enumerate(requests):
+        prompt = np.asarray(request.tokens, np.int64)
+        try:
+            check_tokens(prompt, model.config.vocab_size)
+        except DataError as error:
+            raise DataError(f"request {row}: {error}") from error
+        if not position[row] and prompt[:1].tolist() != [tokenizer.bos_id]:
+            prompt = np.concatenate([[tokenizer.bos_id], prompt])
+        if not prompt.size:
+            raise UserError(
+                f"request {row} is empty and its state has read {position[row]} tokens: a text "
+                "goes on from at least one token"
+            )
+        prompts.append(prompt)
+    return prompts
+
+
+_newest = jax.jit(newest)
+
+
+@functools.partial(jax.jit, donate_argnames="seen")
+def _first(model, hidden, sampler, seen, index):
+    """(the first token of every row [B], `seen`, placed as `step` places it)."""
+    seen = constrain(seen, "batch", None)
+    return sample(head_logits(model, hidden), sampler, seen, index), seen
+
+
+@functools.partial(jax.jit, static_argnames="memory", donate_argnames=("state", "seen"))
+def step(model, state, tokens, is_read, sampler, seen, *, memory: Memory):
+    """(the next token of every row [B], the state, the tokens seen) behind `tokens` [B], in rows
+    that read them. One program for all settings, compiled once."""
+    hidden, state = one_token(model, state, tokens, is_read, memory)
+    seen = constrain(seen.at[jnp.arange(len(tokens)), tokens].set(True), "batch", None)
+    return sample(head_logits(model, hidden), sampler, seen, state.position), state, seen

@@ -1,0 +1,118 @@
+"""What has been read, on disk: a long text is read once and asked about later.
+
+state.safetensors   the arrays      state.json   what they belong to, and how far they have read
+DIGEST.json         sizes and SHA-256 of both
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from ttcd_jax.config import differences
+from ttcd_jax.errors import CheckpointError
+from ttcd_jax.inference.model import InferenceModel
+from ttcd_jax.inference.prefill import cache_slots
+from ttcd_jax.inference.state import InferenceState, start_state
+from ttcd_jax.train import digest
+from ttcd_jax.train.fit import misfit
+
+_ARRAYS = "state.safetensors"
+_RECORD = "state.json"
+_SHOWN = 4
+
+
+def save_state(
+    folder: str | os.PathLike[str], model: InferenceModel, state: InferenceState
+) -> None:
+    """Writes `state`, all of it or nothing, as a folder that is not there yet, or is empty.
+
+    Raises `CheckpointError` when it cannot be written.
+    """
+    folder = Path(folder).absolute()
+    record = {
+        "tokens_read": np.asarray(state.position).tolist(),
+        "max_length": cache_slots(state) if model.config.window is None else None,
+        "parameters": _parameter_digest(model),
+        "model": model.config.to_dict(),
+    }
+    # The library writes the memory behind a view as it lies there: a transpose must be laid out.
+    arrays = {name: np.ascontiguousarray(x) for name, x in _by_name(state).items()}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as place:
+            unfinished = Path(place) / folder.name
+            unfinished.mkdir()
+            save_file(arrays, unfinished / _ARRAYS)
+            (unfinished / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
+            digest.seal(unfinished)
+            unfinished.replace(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the state cannot be saved as {folder}: {error}") from error
+
+
+def load_state(folder: str | os.PathLike[str], model: InferenceModel) -> InferenceState:
+    """The state that `save_state` wrote, bit for bit, on the mesh in use if there is one.
+
+    Raises `CheckpointError` for a folder that is no saved state or is damaged, naming the file, and
+    for a state of another model, naming what differs.
+    """
+    folder = Path(folder).absolute()
+    if not (folder / _RECORD).is_file():
+        raise CheckpointError(f"{folder} is no saved state: it has no {_RECORD}")
+    problems = digest.verify(folder)
+    if problems:
+        raise CheckpointError(
+            f"the saved state {folder} is damaged: {'; '.join(problems)}; read the text again"
+        )
+    record = json.loads((folder / _RECORD).read_text())
+    _check_model(folder, record, model)
+    batch_size = len(record["tokens_read"])
+    start = start_state(model, batch_size, max_length=record["max_length"])
+    arrays, wanted = load_file(folder / _ARRAYS), _by_name(start)
+    problem = misfit(wanted, arrays, ("shape", "dtype"))
+    if problem:
+        raise CheckpointError(
+            f"the saved state {folder} is of another version of this library: {problem}; read the "
+            "text again"
+        )
+    placed = [jax.device_put(arrays[name], leaf.sharding) for name, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(start), placed)
+
+
+def _check_model(folder: Path, record: dict[str, Any], model: InferenceModel) -> None:
+    changed = differences(record["model"], model.config.to_dict())
+    if changed:
+        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        raise CheckpointError(
+            f"the saved state {folder} is of a model of another configuration: "
+            f"{', '.join(changed[:_SHOWN])}{more}; load it with its own model"
+        )
+    if record["parameters"] != _parameter_digest(model):
+        raise CheckpointError(
+            f"the saved state {folder} is of other parameters of the same configuration: load it "
+            "with the checkpoint that made it, perhaps another step of the run"
+        )
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by the names on the way to them, in order."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _parameter_digest(model: InferenceModel) -> str:
+    """SHA-256 of all parameters with their names, dtypes and shapes."""
+    sha256 = hashlib.sha256()
+    for name, leaf in _by_name(model).items():
+        array = np.asarray(leaf)
+        sha256.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        sha256.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return sha256.hexdigest()

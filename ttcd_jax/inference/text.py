@@ -1,0 +1,111 @@
+"""Text as its tokens come: whole characters only, up to the first stop string."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ttcd_jax.data.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"  # what decoding makes of bytes that are not, or not yet, UTF-8
+_LONGEST_TAIL = 3  # bytes of a character that lacks its last, hence replacements to hold back
+_MIN_WINDOW, _MAX_WINDOW = 8, 16  # tokens, of one byte at least
+
+
+class Detokenizer:
+    """The text of tokens one at a time: joined, what `push` and `finish` return is what the
+    tokenizer decodes from all of them.
+
+    A piece's text may depend on the pieces before it, and a character may be spread over several,
+    so a window of the last tokens is decoded for each: from the last place at which the text was
+    complete and had been given out, and never more than 16 of them. `context` are the tokens in
+    front of the first; their text is not repeated.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] | np.ndarray = ()) -> None:
+        self._tokenizer = tokenizer
+        window = [int(token) for token in context[-_MIN_WINDOW:]]
+        # Cut inside a character the window would begin with a replacement.
+        while window and tokenizer.decode(window).startswith(_REPLACEMENT):
+            window = window[1:]
+        self._continue_from(window)
+
+    def push(self, token: int) -> str:
+        """The text that is certain with one token more, often empty."""
+        if token >= self._tokenizer.vocab_size or not self._tokenizer.num_bytes(token):
+            return ""
+        self._window.append(token)
+        is_full = len(self._window) == _MAX_WINDOW
+        text = self._tokenizer.decode(self._window)
+        num_certain = _num_certain(text) if is_full else len(text.rstrip(_REPLACEMENT))
+        new = text[self._num_given : num_certain]
+        self._num_given = max(self._num_given, num_certain)
+        if num_certain == len(text):
+            self._continue_from(self._window[self._num_complete :])
+        elif is_full:
+            self._continue_from(self._window[-_MIN_WINDOW:])
+        return new
+
+    def finish(self) -> str:
+        """The rest: a character that was never completed, as U+FFFD."""
+        return self._tokenizer.decode(self._window)[self._num_given :]
+
+    def _continue_from(self, window: list[int]) -> None:
+        text = self._tokenizer.decode(window)
+        self._window = window
+        self._num_given = _num_certain(text)  # characters
+        self._num_complete = len(window) if self._num_given == len(text) else 0  # tokens
+
+
+def _num_certain(text: str) -> int:
+    """Characters of `text` that no further token changes."""
+    return max(len(text.rstrip(_REPLACEMENT)), len(text) - _LONGEST_TAIL)
+
+
+class TextStream:
+    """The text of tokens one at a time, up to the first of the `stop` strings, which is left out.
+
+    Text that may be the beginning of a stop string is held back until it is known.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        context: Sequence[int] | np.ndarray = (),
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, context)
+        self._stop = tuple(stop)
+        self._held = ""
+        self.is_stopped = False  # whether a stop string has been found
+
+    def push(self, token: int) -> str:
+        """The text that one more token makes certain. None of the tokens after a stop string has
+        any."""
+        return self._given(self._detokenizer.push(token))
+
+    def finish(self) -> str:
+        """The rest of the text, when no token follows."""
+        text = self._given(self._detokenizer.finish()) + self._held
+        self._held = ""
+        return text
+
+    def _given(self, new: str) -> str:
+        if self.is_stopped:
+            return ""
+        text = self._held + new
+        starts = [(text.find(stop), stop) for stop in self._stop]
+        found = [(start + len(stop), start) for start, stop in starts if start >= 0]
+        self.is_stopped = bool(found)
+        if found:
+            # The first to end: so it is the same however the text was cut into tokens.
+            self._held, given = "", text[: min(found)[1]]
+            return given
+        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that are a beginning of `stop`, though not all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
