@@ -33,6 +33,8 @@ MODEL = TransformerConfig(
     has_tied_head=False,
     init_std=0.5,
 ).replace(memory=TransformerConfig.memory.replace(chunk_size=16))
+COMMAND = [sys.executable, "-m", "experiments.generate"]
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
 BOOK = "It was a dark and stormy night. "
 DRAW = ("--max_new_tokens=20", "--temperature=1", "--top_k=20", "--seed=2")
 
@@ -53,21 +55,12 @@ def run_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    return os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PLATFORMS": "cpu",
-    }
-
-
-@pytest.fixture(scope="module")
-def run(run_dir, environment):
+def run(run_dir):
     def run(*arguments, status=0, text=""):
         result = subprocess.run(
-            [*_COMMAND, f"--run_dir={run_dir}", *map(str, arguments)],
+            [*COMMAND, f"--run_dir={run_dir}", *map(str, arguments)],
             cwd=ROOT,
-            env=environment,
+            env=ENVIRONMENT,
             input=text.encode(),
             capture_output=True,
             timeout=240,
@@ -80,9 +73,6 @@ def run(run_dir, environment):
         return output, errors
 
     return run
-
-
-_COMMAND = [sys.executable, "-m", "experiments.generate"]
 
 
 @pytest.fixture(scope="module")
@@ -153,15 +143,15 @@ def test_a_text_ends_at_a_stop_string(run, places, first):
     assert output == text[: text.index(stop)] + "\n"
 
 
-def test_ctrl_c_ends_a_text_and_not_the_loop(run_dir, environment, places, first):
+def test_ctrl_c_ends_a_text_and_not_the_loop(run_dir, places, first):
     command = [
-        *(*_COMMAND, f"--run_dir={run_dir}", "--interactive", "--max_new_tokens=1000000"),
+        *(*COMMAND, f"--run_dir={run_dir}", "--interactive", "--max_new_tokens=1000000"),
         f"--prompt_file={places / 'book.txt'}",
     ]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment,
+        env=ENVIRONMENT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
