@@ -199,8 +199,8 @@ def piece_bytes(model: InferenceModel, batch_size: int, piece_size: int) -> int:
     tokens = jax.ShapeDtypeStruct((batch_size, piece_size), jnp.int32)
     lengths = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
     with operations(config):
-        lowered = reading._read_last.lower(
-            model, state, hidden, tokens, lengths, None, halo=config.window - 1
+        lowered = reading.read_last.lower(
+            model, state, hidden, tokens, lengths, None, halo=config.window - 1, has_gap=False
         )
     return measure.needed_bytes(lowered.compile())
 

@@ -12,13 +12,13 @@ from unittest import mock
 
 import jax
 from flax import nnx
-from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_kernels.dispatch import Candidate, choose
 from ttcd_kernels.dual_window import api as dual_window
 from ttcd_kernels.normalize import l2_normalize
 from ttcd_kernels.short_conv import api as short_conv_api
 from ttcd_kernels.short_conv.xla import short_conv
 
+from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.models.catalog import METHODS, TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.state import with_params
@@ -84,8 +84,8 @@ def operations(config: TransformerConfig) -> contextlib.AbstractContextManager[N
 def _taken_apart() -> Iterator[None]:
     attention, convs = Candidate(_two_attentions), Candidate(_two_convs)
     with (
-        mock.patch.dict(dual_window._CANDIDATES, {_NAIVE: attention}),
-        mock.patch.dict(short_conv_api._CANDIDATES, {"naive": convs}, clear=True),
+        mock.patch.dict(dual_window.CANDIDATES, {_NAIVE: attention}),
+        mock.patch.dict(short_conv_api.CANDIDATES, {"naive": convs}, clear=True),
     ):
         yield
 
@@ -93,7 +93,7 @@ def _taken_apart() -> Iterator[None]:
 def _two_attentions(q, k, v, segment_ids, teacher_window: int, student_window: int, scale: float):
     """Same contract as `dual_window.reference.dual_window`: the implementation that "auto" takes,
     called for each window by itself."""
-    attend = choose("naive attention", "auto", dual_window._CANDIDATES, q, k, v, segment_ids)
+    attend = choose("naive attention", "auto", dual_window.CANDIDATES, q, k, v, segment_ids)
     windows = dict.fromkeys((teacher_window, student_window))
     found = {window: attend(q, k, v, segment_ids, window, window, scale) for window in windows}
     (_, teacher, _, teacher_lse) = found[teacher_window]

@@ -70,7 +70,7 @@ def test_the_arithmetic_floor_is_the_published_one_and_counts_one_row_of_logits(
 
 def test_the_naive_form_takes_the_fused_operations_apart_and_only_there(monkeypatch):
     built, calls, barriers = Models(SHAPE), {}, {}
-    attend = dual_window._CANDIDATES["xla"].run
+    attend = dual_window.CANDIDATES["xla"].run
     for name in ("ipttcd", "ipttcd_naive", "ipttcd"):
         calls[name] = []
 
@@ -78,7 +78,7 @@ def test_the_naive_form_takes_the_fused_operations_apart_and_only_there(monkeypa
             calls.append(windows[:2])
             return attend(q, k, v, ids, *windows)
 
-        monkeypatch.setitem(dual_window._CANDIDATES, "xla", Candidate(recorded))
+        monkeypatch.setitem(dual_window.CANDIDATES, "xla", Candidate(recorded))
         model = built.build(name, window=4)
         state = start_state(model, 1)
         tokens, lengths = np.zeros((1, 8), np.int32), np.full(1, 8, np.int32)

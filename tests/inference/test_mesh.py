@@ -19,14 +19,13 @@ SCRIPT = Path(__file__).parent / "reading_on_devices.py"
 
 
 def test_a_mesh_changes_neither_logits_nor_states(tmp_path):
-    methods = ("ipttcd", "deltanet_hybrid", "lact")
+    methods = ("ipttcd", "deltanet_hybrid")
     found = run_on_devices(SCRIPT, ",".join(methods), tmp_path / "found.json", "2x2x1x2")
     assert found.keys() == {*methods}
     for method, result in found.items():
         assert result["worst"] < 1e-10, method
     # Rows on four groups of devices, key heads and delta_w on two of each group.
     assert found["ipttcd"]["share"] < 1 / 4
-    assert found["lact"]["share"] <= 1 / 4
 
 
 def test_a_mesh_that_cuts_rows_is_refused(float64):

@@ -21,6 +21,7 @@ def advance(
     lengths: Int[Array, " B"],
     *,
     halo: int,
+    has_gap: bool,
     is_plain: Bool[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T D"], InferenceState]:
     """(final normed hidden states, the state behind the piece) of the next tokens of every row.
@@ -28,13 +29,14 @@ def advance(
     The first `lengths` of a row's T places are tokens, the rest may be anything; a row of length 0
     keeps its state. A piece stands to the chunks of memories as `layers.stream.Piece` says, and
     `halo` is how many positions in front of it attention may look at (all that matter: the window
-    less one, or every position read so far); `prefill.stream` sees to both. T = 1 is the step of
-    decoding, at any state, and needs no halo. `is_plain`: rows whose in-place memories are neither
+    less one, or every position read so far), `has_gap` whether some row has read fewer;
+    `prefill.stream` sees to all of it. T = 1 is the step of decoding, at any state, and needs no
+    halo. `is_plain`: rows whose in-place memories are neither
     read nor written, as the published code decodes.
     """
     chunk_size, dtype = memory_chunk(model.config), model.config.precision.compute_dtype
     phase = None if chunk_size is None else (state.position - state.chunk_start) % chunk_size
-    piece = Piece(state.position, lengths, phase, halo, is_plain)
+    piece = Piece(state.position, lengths, phase, halo, has_gap, is_plain)
     embeddings = lookup(_whole(model, model.embedding).astype(dtype), tokens)
     h, layers = embeddings, []
     for graph, params, before in zip(model.blocks, model.layers, state.layers, strict=True):

@@ -56,8 +56,8 @@ def prefill(
         )
     state, reading = _begin(model, state, lengths, piece_size, memory)
     hidden = jnp.zeros((len(tokens), model.config.dim), model.config.precision.compute_dtype)
-    for piece, counts, halo in reading.pieces(tokens):
-        hidden, state = _read_last(model, state, hidden, piece, counts, reading.is_plain, halo=halo)
+    for piece, counts, seen in reading.pieces(tokens):
+        hidden, state = read_last(model, state, hidden, piece, counts, reading.is_plain, **seen)
     return _logits(model, hidden), state
 
 
@@ -75,8 +75,8 @@ def stream(
     asked for."""
     tokens, lengths = _checked(model.config, state, tokens, lengths, memory)
     state, reading = _begin(model, state, lengths, piece_size, memory)
-    for piece, counts, halo in reading.pieces(tokens):
-        hidden, state = _read(model, state, piece, counts, reading.is_plain, halo=halo)
+    for piece, counts, seen in reading.pieces(tokens):
+        hidden, state = _read(model, state, piece, counts, reading.is_plain, **seen)
         yield counts, hidden, state
 
 
@@ -92,14 +92,14 @@ class _Reading(NamedTuple):
     num_slots: int | None  # positions that rings hold; None: no attention
     is_plain: jax.Array | None
 
-    def pieces(self, tokens: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-        """(tokens [B, T], how many of them are real [B], halo) of every piece."""
+    def pieces(self, tokens: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, dict[str, int]]]:
+        """(tokens [B, T], how many of them are real [B], halo and has_gap) of every piece."""
         done = np.zeros_like(self.lengths)
         while (done < self.lengths).any():
             size, counts = self._next(done)
             places = done[:, None] + np.arange(size)
             piece = np.take_along_axis(tokens, np.minimum(places, tokens.shape[1] - 1), axis=1)
-            yield piece, counts.astype(np.int32), self._halo(done, counts)
+            yield piece, counts.astype(np.int32), self._seen(done, counts)
             done = done + counts
 
     def _next(self, done: np.ndarray) -> tuple[int, np.ndarray]:
@@ -118,11 +118,13 @@ class _Reading(NamedTuple):
         counts = np.minimum(np.minimum(left, room), most)
         return _rounded_up(counts.max(), most), counts
 
-    def _halo(self, done: np.ndarray, counts: np.ndarray) -> int:
-        seen = int((self.position + done)[counts > 0].max())
-        if counts.max() == 1 or not seen:
-            return 0
-        return _rounded_up(seen, self.num_slots) if self.window is None else self.window - 1
+    def _seen(self, done: np.ndarray, counts: np.ndarray) -> dict[str, int]:
+        start = (self.position + done)[counts > 0]
+        if counts.max() == 1 or not start.max():
+            return {"halo": 0, "has_gap": False}
+        whole = _rounded_up(start.max(), self.num_slots)
+        halo = whole if self.window is None else self.window - 1
+        return {"halo": halo, "has_gap": bool(start.min() < halo)}
 
 
 def _rounded_up(count: int, most: int | None) -> int:
@@ -214,14 +216,16 @@ def _checked(config, state, tokens, lengths, memory) -> tuple[np.ndarray, np.nda
 _restarted = jax.jit(fresh_memories, donate_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnames="halo", donate_argnums=1)
-def _read(model, state, tokens, lengths, is_plain, *, halo):
-    return advance(model, state, tokens, lengths, halo=halo, is_plain=is_plain)
+@functools.partial(jax.jit, static_argnames=("halo", "has_gap"), donate_argnums=1)
+def _read(model, state, tokens, lengths, is_plain, *, halo, has_gap):
+    seen = {"halo": halo, "has_gap": has_gap}
+    return advance(model, state, tokens, lengths, **seen, is_plain=is_plain)
 
 
-@functools.partial(jax.jit, static_argnames="halo", donate_argnums=(1, 2))
-def _read_last(model, state, hidden, tokens, lengths, is_plain, *, halo):
-    h, state = advance(model, state, tokens, lengths, halo=halo, is_plain=is_plain)
+@functools.partial(jax.jit, static_argnames=("halo", "has_gap"), donate_argnums=(1, 2))
+def read_last(model, state, hidden, tokens, lengths, is_plain, *, halo, has_gap):
+    seen = {"halo": halo, "has_gap": has_gap}
+    h, state = advance(model, state, tokens, lengths, **seen, is_plain=is_plain)
     return newest(h, lengths, hidden), state
 
 

@@ -62,20 +62,26 @@ def start_state(
             f"a state holds whole rows: MeshConfig.seq {rules.axis_size('seq')} must be 1 to read "
             "prompts and generate"
         )
-    make = functools.partial(_start, batch_size=batch_size, max_length=max_length)
     mesh = jax.sharding.get_mesh()
-    if mesh.empty:
-        return jax.jit(make)(model)
-    state = jax.eval_shape(make, model)
-    places = rules.shardings(mesh, state_axes(state), state)
-    return jax.jit(make, out_shardings=places)(model)
+    if not mesh.empty:
+        make = functools.partial(_start, batch_size=batch_size, max_length=max_length)
+        state = jax.eval_shape(make, model)
+        rules.shardings(mesh, state_axes(state), state)  # raises where something does not divide
+    return _started(model, batch_size=batch_size, max_length=max_length)
 
 
 def _start(model: InferenceModel, *, batch_size: int, max_length: int | None) -> InferenceState:
     blocks = map(nnx.merge, model.blocks, model.layers)
     layers = tuple(block.start(batch_size, max_length) for block in blocks)
     position, chunk_start = (jnp.zeros(batch_size, jnp.int32) for _ in range(2))
-    return InferenceState(position, chunk_start, layers)
+    state = InferenceState(position, chunk_start, layers)
+    arrays, structure = jax.tree.flatten(state)
+    axes = structure.flatten_up_to(state_axes(state))
+    laid_out = [rules.constrain(x, *names) for x, names in zip(arrays, axes, strict=True)]
+    return structure.unflatten(laid_out)
+
+
+_started = jax.jit(_start, static_argnames=("batch_size", "max_length"))
 
 
 def fresh_memories(model: InferenceModel, state: InferenceState) -> InferenceState:

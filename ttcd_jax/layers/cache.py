@@ -66,6 +66,7 @@ def cached_attention(
             jnp.concatenate([_newest(x, piece), new], axis=1)
             for x, new in zip(cache, (k, v), strict=True)
         )
+    if piece.has_gap:
         # What was never written is a document of its own.
         positions = piece.start[:, None] + jnp.arange(-piece.halo, k.shape[1])
         ids = (positions >= 0).astype(jnp.int32)

@@ -32,6 +32,7 @@ class Piece(NamedTuple):
     # Static: how many earlier positions the queries may look at, of all rows. One token (T = 1)
     # looks at all that is kept.
     halo: int
+    has_gap: bool  # static: some row has fewer positions than that in front of it
     is_plain: Bool[Array, " B"] | None = None  # rows that pass in-place memories by
 
     def positions(self, length: int) -> Int[Array, "B T"]:

@@ -13,7 +13,7 @@ from ttcd_kernels.dispatch import Candidate, choose
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 # "auto" takes the first that can run.
-_CANDIDATES = {
+CANDIDATES = {
     "triton": Candidate(triton_call.decode, triton_call.unsupported),
     "xla": Candidate(xla.decode),
     "reference": Candidate(reference.decode, is_automatic=False),
@@ -59,7 +59,7 @@ def decode_attention_with_lse(
     _check_arrays(q, k_cache, v_cache, position, page_table)
     _check_windows(k_cache, page_table, teacher_window, student_window)
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    run = choose("decode attention", implementation, _CANDIDATES, q, k_cache, v_cache)
+    run = choose("decode attention", implementation, CANDIDATES, q, k_cache, v_cache)
     facts = teacher_window, student_window, scale
     return _run(run, facts, q, k_cache, v_cache, position, page_table)
 

@@ -10,7 +10,7 @@ from ttcd_kernels.dual_window import lse, mosaic_call, reference, triton_call, x
 
 Implementation = Literal["auto", "triton", "mosaic", "lse", "xla", "reference"]
 # "auto" takes the first that can run.
-_CANDIDATES = {
+CANDIDATES = {
     "triton": Candidate(triton_call.dual_window, triton_call.unsupported),
     "xla": Candidate(xla.dual_window),
     "mosaic": Candidate(mosaic_call.dual_window, mosaic_call.unsupported, is_automatic=False),
@@ -65,7 +65,7 @@ def dual_window_attention_with_lse(
             "the student must see no more than the teacher"
         )
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    run = choose("dual-window attention", implementation, _CANDIDATES, q, k, v, segment_ids)
+    run = choose("dual-window attention", implementation, CANDIDATES, q, k, v, segment_ids)
     return run(q, k, v, segment_ids, teacher_window, student_window, scale)
 
 

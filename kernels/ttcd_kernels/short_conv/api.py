@@ -10,7 +10,7 @@ from ttcd_kernels.short_conv import reference, triton_call, xla
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 # "auto" takes the first that can run.
-_CANDIDATES = {
+CANDIDATES = {
     "triton": Candidate(triton_call.short_conv_residual, triton_call.unsupported),
     "xla": Candidate(xla.short_conv_residual),
     "reference": Candidate(reference.short_conv_residual, is_automatic=False),
@@ -48,7 +48,7 @@ def short_conv_residual(
     """
     _check_shapes(z_teacher, z_student, teacher_taps, student_taps, segment_ids)
     arrays = z_teacher, z_student, teacher_taps, student_taps
-    run = choose("short convolution", implementation, _CANDIDATES, *arrays)
+    run = choose("short convolution", implementation, CANDIDATES, *arrays)
     return run(*arrays, segment_ids, is_causal, normalizes_keys, zero_slope)
 
 
