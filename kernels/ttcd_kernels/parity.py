@@ -74,15 +74,27 @@ def _in_float64(function: Any, arrays: list[jax.Array]) -> Any:
 
 def distance(found: np.ndarray, expected: np.ndarray) -> tuple[float, float, float]:
     """(share of equal elements, ulp of 99 %, largest relative error) of `found` in its dtype."""
-    rounded = expected.astype(found.dtype)
-    ulp = np.abs(_ordered(found) - _ordered(rounded))
-    error = np.abs(found.astype(np.float64) - expected).max() / np.abs(expected).max()
-    return float((ulp == 0).mean()), float(np.quantile(ulp, 0.99)), float(error)
+    ulp = ulps(found, expected)
+    error = relative_error(found, expected)
+    return float((ulp == 0).mean()), float(np.quantile(ulp, 0.99)), error
+
+
+def ulps(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Of every element, how many representable numbers it is from what is expected, rounded to the
+    dtype of `found`; unsigned."""
+    ours, theirs = _ordered(found), _ordered(expected.astype(found.dtype))
+    return np.where(ours > theirs, ours - theirs, theirs - ours).view(np.uint64)
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference over the largest magnitude; against zeros the plain difference."""
+    found, expected = (x.astype(np.float64) for x in (found, expected))
+    return float(np.abs(found - expected).max() / (np.abs(expected).max() or 1.0))
 
 
 def _ordered(x: np.ndarray) -> np.ndarray:
     """Floats as integers that count representable numbers."""
-    integer = {2: np.int16, 4: np.int32}[x.dtype.itemsize]
+    integer = {2: np.int16, 4: np.int32, 8: np.int64}[x.dtype.itemsize]
     bits = x.view(integer).astype(np.int64)
     return np.where(bits < 0, np.iinfo(integer).min - bits, bits)
 
