@@ -1,0 +1,102 @@
+"""RULER's needle prompts: the published wording, the length, what is hidden and where."""
+
+import re
+
+import numpy as np
+import pytest
+
+from ttcd_jax.data.synthetic.niah import (
+    NOISE,
+    NUM_ANSWER_TOKENS,
+    TASKS,
+    NIAHConfig,
+    make_samples,
+    prompt_text,
+)
+from ttcd_jax.data.tokenizer import ByteTokenizer
+from ttcd_jax.errors import UserError
+
+ESSAY = "It was a day like any other. Who would have known? Nobody saw it coming! So it goes. " * 9
+LENGTH = 2500
+
+
+def _samples(task, **changes):
+    facts = {"task": task, "length": LENGTH, "num_samples": 3} | changes
+    return make_samples(NIAHConfig(**facts), ByteTokenizer(), ESSAY)
+
+
+def test_one_value_is_asked_for_in_the_singular():
+    assert prompt_text(TASKS["niah_single_1"], "TEXT", ["damp-kettle"]) == (
+        "A special magic number is hidden within the following text. Make sure to memorize it. I "
+        "will quiz you about the number afterwards.\nTEXT\nWhat is the special magic number for "
+        "damp-kettle mentioned in the provided text? The special magic number for damp-kettle "
+        "mentioned in the provided text is"
+    )
+
+
+def test_several_values_are_asked_for_in_the_plural():
+    several = "a, b, c, and d"
+    assert prompt_text(TASKS["niah_multiquery"], "TEXT", ["a", "b", "c", "d"]) == (
+        "Some special magic numbers are hidden within the following text. Make sure to memorize "
+        "it. I will quiz you about the numbers afterwards.\nTEXT\nWhat are all the special magic "
+        f"numbers for {several} mentioned in the provided text? The special magic numbers for "
+        f"{several} mentioned in the provided text are"
+    )
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_what_is_asked_for_is_hidden_and_the_haystack_fills_the_room(name):
+    task = TASKS[name]
+    kind = {"numbers": r"[1-9]\d{6}", "uuids": r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"}
+    needle = re.compile(
+        rf"One of the special magic {task.values} for ([a-z]+-[a-z]+) is: ({kind[task.values]})\."
+    )
+    for sample in _samples(name):
+        found = needle.findall(sample.prompt)
+        assert len(found) == task.num_keys * task.num_values
+        keys = {key for key, _ in found}
+        assert len(keys) == task.num_keys
+        asked = [key for key in keys if key in sample.prompt.split("\n")[-1]]
+        assert len(asked) == task.num_queries
+        assert sorted(sample.answers) == sorted(value for key, value in found if key in asked)
+        assert sample.tokens[0] == ByteTokenizer.bos_id
+        assert ByteTokenizer().decode(sample.tokens) == sample.prompt
+        room = LENGTH - NUM_ANSWER_TOKENS - len(sample.tokens)
+        assert 0 <= room <= len(NOISE)  # the longest unit that could be added, roughly
+        if task.haystack == "noise":
+            lines = sample.prompt.split("\n")[1:-1]
+            assert {line for line in lines if not needle.fullmatch(line)} == {NOISE}
+        else:
+            hay = needle.sub("", sample.prompt.split("\n")[1])
+            assert " ".join(hay.split()) in 9 * ESSAY
+
+
+def test_needles_of_an_essay_stand_between_sentences_anywhere():
+    places = []
+    for sample in _samples("niah_single_2", num_samples=40):
+        context = sample.prompt.split("\n")[1]
+        place = context.index("One of the special")
+        is_last = context[place:].count(".") == 1  # behind the word at which the essay was cut
+        assert place == 0 or context[place - 2] in ".?!" or is_last
+        places.append(place / len(context))
+    assert min(places) < 0.1
+    assert max(places) > 0.85
+
+
+def test_a_sample_is_a_function_of_seed_and_index():
+    many, few = _samples("niah_multikey_1"), _samples("niah_multikey_1", num_samples=2)
+    assert [sample.prompt for sample in many[:2]] == [sample.prompt for sample in few]
+    prompts = {s.prompt for seed in (0, 1) for s in _samples("niah_multikey_1", seed=seed)}
+    assert len(prompts) == 6
+    np.testing.assert_array_equal(many[0].tokens, few[0].tokens)
+
+
+def test_mistakes_name_the_numbers():
+    with pytest.raises(UserError, match=r"niah_single_1 takes \d{3} tokens .* has 300: ask for"):
+        _samples("niah_single_1", length=300)
+    with pytest.raises(UserError, match="pass --text"):
+        make_samples(
+            NIAHConfig(task="niah_single_2", length=LENGTH, num_samples=1), ByteTokenizer(), " "
+        )
+    with pytest.raises(UserError, match="num_samples 0 must be at least 1"):
+        _samples("niah_single_1", num_samples=0)

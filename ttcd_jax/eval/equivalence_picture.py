@@ -1,0 +1,139 @@
+"""The picture of an equivalence: how far two ways are apart, at every level that was compared."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ttcd_jax.eval.report import COLOURS, STYLE, save_figure
+
+Facts = Mapping[str, Any]
+
+_PARTS = {
+    "equal": ("equal_share", None),
+    "1 ulp": ("within_1_ulp", "equal_share"),
+    "2 ulp": ("within_2_ulp", "within_1_ulp"),
+    "more": (None, "within_2_ulp"),
+}
+_SHADES = (COLOURS[2], COLOURS[4], COLOURS[5], COLOURS[1])
+_LEGEND: dict[str, Any] = {
+    **{"frameon": False, "fontsize": 9, "ncols": 4},
+    **{"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)},
+}
+
+
+def draw_equivalence(path: Path, result: Facts) -> None:
+    """A PNG of what `equivalence.json` holds: histograms of KL and total variation, flips by
+    position, distances in units in the last place by layer, scores by cell; a panel for each that
+    was measured. Raises `UserError` without matplotlib.
+    """
+    grid = []
+    if "distribution" in result:
+        grid.append(["kl", "tv", "positions"])
+    match "kernel" in result, "task" in result:
+        case True, True:
+            grid.append(["layers", "layers", "cells"])
+        case True, False:
+            grid.append(["layers"] * 3)
+        case False, True:
+            grid.append(["cells"] * 3)
+
+    def draw(figure: Any) -> None:
+        panels = figure.subplot_mosaic(grid)
+        if "distribution" in result:
+            found = result["distribution"]
+            _draw_histogram(panels["kl"], found["kl"], "KL(reference || candidate), nats")
+            _draw_histogram(panels["tv"], found["tv"], "total variation")
+            _draw_positions(panels["positions"], found)
+        if "kernel" in result:
+            _draw_layers(panels["layers"], result["kernel"])
+        if "task" in result:
+            _draw_cells(panels["cells"], result["task"]["cells"])
+        ways = (f"{role}: {_named(result[role])}" for role in ("reference", "candidate"))
+        figure.suptitle("\n".join(ways), x=0.01, ha="left", fontsize=11)
+
+    style = {**STYLE, "text.parse_math": True}  # powers of ten along the axes
+    save_figure(path, draw, size=(15, 4.3 * len(grid) + 0.6), dpi=110, style=style)
+
+
+def _named(way: Facts) -> str:
+    piece = "" if way["piece_size"] is None else f" in pieces of {way['piece_size']:,} tokens"
+    form = "" if way["form"] is None else f", memory {way['form']}"
+    return f"{way['path']}{piece}, attention {way['attention']}{form}, {way['compute']}"
+
+
+def _draw_histogram(axes: Any, found: Facts, label: str) -> None:
+    """The share of positions in each bin; what lies below the first edge is told in words."""
+    histogram = found["histogram"]
+    edges, counts, below = (histogram[name] for name in ("edges", "counts", "below"))
+    total = sum(counts) + below + histogram["above"]
+    axes.stairs([100 * count / total for count in counts], edges, fill=True, color=COLOURS[0])
+    for name, dash in (("50%", "--"), ("99%", ":")):
+        if found[name] >= edges[0]:
+            line = {"color": "#333333", "linestyle": dash, "label": f"{name}: {found[name]:.2g}"}
+            axes.axvline(found[name], **line)
+    if below:
+        axes.plot([], linestyle="", label=f"below {edges[0]:.0e}: {100 * below / total:.3g} %")
+    used = [index for index, count in enumerate(counts) if count] or [0, len(counts)]
+    axes.set_xlim(edges[max(used[0] - 2, 0)], edges[min(used[-1] + 3, len(counts))])
+    axes.set(xscale="log", xlabel=label, ylabel="share of positions, %")
+    _finish(axes)
+
+
+def _draw_positions(axes: Any, found: Facts) -> None:
+    buckets = found["by_position"]
+    shares = [100 * bucket["flip_share"] for bucket in buckets]
+    names = [f"{bucket['start']}-{bucket['stop'] - 1}" for bucket in buckets]
+    axes.bar(range(len(buckets)), shares, color=COLOURS[1])
+    level = 100 * found["flip_share"]
+    axes.axhline(level, color="#333333", linestyle="--", label=f"all positions: {level:.3g} %")
+    axes.set_xticks(range(len(buckets)), names, rotation=40, ha="right", fontsize=9)
+    axes.set(xlabel="position, tokens", ylabel="likeliest token differs, %")
+    _finish(axes)
+
+
+def _finish(axes: Any) -> None:
+    """From zero up, also where everything is zero; the legend above."""
+    axes.set_ylim(0, None if axes.dataLim.ymax > 0 else 1)
+    axes.grid(visible=False, axis="x")
+    axes.legend(**_LEGEND)
+
+
+def _draw_layers(axes: Any, found: Facts) -> None:
+    """Stacked shares by distance: of blocks, of attention alone, of the whole model."""
+    rows = [(str(row["layer"]), row) for row in found["layers"] or []]
+    rows += [(f"att. {row['layer']}", row) for row in found["attention"] or []]
+    rows.append(("model", found["whole_model"]))
+    bottoms = [0.0] * len(rows)
+    for (name, (upper, lower)), colour in zip(_PARTS.items(), _SHADES, strict=True):
+        heights = [
+            100 * ((1 if upper is None else row[upper]) - (0 if lower is None else row[lower]))
+            for _, row in rows
+        ]
+        axes.bar(range(len(rows)), heights, bottom=bottoms, label=name, color=colour)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    turned = {"rotation": 90, "fontsize": 9} if len(rows) > 12 else {}
+    axes.set_xticks(range(len(rows)), [name for name, _ in rows], **turned)
+    margin = max(0, 6 - len(rows)) / 2 + 0.6
+    axes.set_xlim(-margin, len(rows) - 1 + margin)
+    axes.set(
+        xlabel="layers on the reference's input to them (att.: attention alone)",
+        ylabel="share of outputs, %",
+    )
+    _finish(axes)
+
+
+def _draw_cells(axes: Any, cells: list[Facts]) -> None:
+    names = [f"{cell['task'].removeprefix('niah_')} at {cell['length']:,}" for cell in cells]
+    parts = {
+        "reference": [cell["reference_score"] for cell in cells],
+        "candidate": [cell["candidate_score"] for cell in cells],
+        "same answer": [100 * cell["identical_share"] for cell in cells],
+    }
+    for index, (label, values) in enumerate(parts.items()):
+        places = [cell + 0.27 * (index - 1) for cell in range(len(cells))]
+        axes.barh(places, values, 0.25, label=label, color=COLOURS[index])
+    axes.set_yticks(range(len(cells)), names, fontsize=9)
+    axes.invert_yaxis()
+    axes.set(xlabel="score, and samples with the same answer, %", xlim=(0, 100))
+    axes.grid(visible=False, axis="y")
+    axes.legend(**_LEGEND)
