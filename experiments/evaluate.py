@@ -16,6 +16,7 @@ from typing import Any
 from absl import flags
 
 from experiments import cli, processes
+from experiments.held_out import text_records
 from ttcd_jax.errors import UserError
 
 FLAGS = flags.FLAGS
@@ -116,36 +117,13 @@ def _text_rows(source: dict[str, Any], run):
     from ttcd_jax.data.packing import DocumentRows
     from ttcd_jax.data.tokenizer import check_tokens
 
+    records = text_records(FLAGS.run_dir, source, run, FLAGS.text)
     seq_len = FLAGS.seq_len or source["data"]["seq_len"]
-    parts = [DocumentRows(records, seq_len=seq_len) for records in _text_records(source, run)]
+    parts = [DocumentRows(part, seq_len=seq_len) for part in records]
     whole = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
     rows = _stacked(whole)
     check_tokens(rows["targets"], run.config.vocab_size)
     return rows
-
-
-def _text_records(source: dict[str, Any], run):
-    """The documents to measure: those of --text, or the run's validation split."""
-    from ttcd_jax.data.corpus import CorpusConfig, load_documents
-    from ttcd_jax.data.packing import encode_documents
-    from ttcd_jax.data.sources import RecordsConfig, TextConfig, held_out
-    from ttcd_jax.train.run_directory import IMPORTED
-
-    kind = source["data"]["type"]
-    if run.tokenizer is None and kind == IMPORTED:
-        raise UserError(
-            f"{FLAGS.run_dir} was imported without a tokenizer: import it again with "
-            "--tokenizer=FILE.json or --tokenizer=byte"
-        )
-    if run.tokenizer is None:
-        raise UserError(f"{FLAGS.run_dir} was trained on synthetic data: use --task=recall")
-    if FLAGS.text is not None:
-        corpus = CorpusConfig(kind="text", path=FLAGS.text, validation_percent=0)
-        return [encode_documents(load_documents(corpus, "train"), run.tokenizer)]
-    if kind == IMPORTED:
-        raise UserError(f"{FLAGS.run_dir} was imported and has no corpus: pass --text=PATH")
-    classes = {cls.__name__: cls for cls in (TextConfig, RecordsConfig)}
-    return held_out(classes[kind].from_dict(source["data"]))
 
 
 def _recall_rows(source: dict[str, Any]):
