@@ -201,3 +201,36 @@ def test_a_damaged_state_and_one_of_another_checkpoint_are_refused(run, places, 
 )
 def test_mistakes_are_one_line(run, arguments, status, words):
     assert words in run(*arguments, status=status)[1]
+
+
+def test_the_readme_does_what_it_says(run_dir, tmp_path):
+    section = (ROOT / "README.md").read_text().split("## Generating text")[1].split("\n## ")[0]
+    (tmp_path / "runs/quickstart").mkdir(parents=True)
+    (tmp_path / "runs/quickstart/text").symlink_to(run_dir)
+    for name in (".venv", "experiments", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    shell, python = (
+        re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL)[1] for kind in ("sh", "python")
+    )
+    commands = [line for line in shell.splitlines() if not line.startswith("#")]
+    texts = [
+        subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            input=text,
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=120,
+            **kind,
+        ).stdout
+        for command, text, kind in (
+            *((command, "", {"shell": True}) for command in commands[:2]),
+            (commands[2], "What is it?\n", {"shell": True}),
+            ([sys.executable, "-c", python], "", {}),
+        )
+    ]
+    assert len(commands) == 3
+    assert [bool(text.strip()) for text in texts] == [True, False, True, True]
