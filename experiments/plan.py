@@ -10,6 +10,8 @@ from jax.sharding import Mesh
 from experiments import build, roofline
 from experiments.memory_plan import Memory, remedy
 from experiments.run_config import RunConfig
+from ttcd_jax.errors import UserError
+from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.sharding.collectives import collectives, compile_partitioned
 from ttcd_jax.sharding.mesh import build_mesh
 from ttcd_jax.train.flops import training_flops_per_token
@@ -81,7 +83,7 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
     build.placement(config, mesh)
     plan = make_plan(config, mesh)
     hardware = data_sheet(jax.devices()[0].device_kind) if hardware is None else hardware
-    rows = _size_rows(config) + _memory_rows(plan.memory)
+    rows = _size_rows(config) + _memory_rows(plan.memory) + _state_rows(config)
     if hardware is not None:
         rows += _fit_rows(config, plan, hardware) + _time_rows(config, plan, hardware)
     width = max(len(name) for name, _ in rows)
@@ -109,6 +111,18 @@ def _memory_rows(memory: Memory) -> Rows:
         ("memory: activations and all else", _per_device(memory.rest)),
         ("memory: in all", _per_device(memory.total)),
     ]
+
+
+def _state_rows(config: RunConfig) -> Rows:
+    """What is kept of a row that is read and continued."""
+    length = config.data.seq_len
+    try:
+        sizes = state_bytes(config.model, 1, max_length=length)
+    except UserError as error:
+        return [("state of inference", f"none: {error}")]
+    kinds = ", ".join(f"{kind} {_gigabytes(size)}" for kind, size in sizes.items() if size)
+    extent = f", for {length:,} tokens" if config.model.window is None else ", for any length"
+    return [("state of inference", f"per row: {kinds}{extent}")]
 
 
 def _fit_rows(config: RunConfig, plan: Plan, hardware: Hardware) -> Rows:

@@ -22,6 +22,13 @@ _HOME = {
     "Transformer": "ttcd_jax.models.transformer",
     "TransformerConfig": "ttcd_jax.models.catalog",
     "load_run": "ttcd_jax.train.run_directory",
+    "Request": "ttcd_jax.inference.generate",
+    "SamplingConfig": "ttcd_jax.inference.sampling",
+    "decode": "ttcd_jax.inference.decode",
+    "generate": "ttcd_jax.inference.generate",
+    "inference_model": "ttcd_jax.inference.model",
+    "prefill": "ttcd_jax.inference.prefill",
+    "start_state": "ttcd_jax.inference.state",
 }
 __all__ = sorted(_HOME)
 

@@ -1,5 +1,7 @@
 """One piece of every row through the whole model."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -22,7 +24,7 @@ def advance(
     *,
     halo: int,
     has_gap: bool,
-    is_plain: Bool[Array, " B"] | None = None,
+    is_plain: Bool[Array, " B"] | Literal[True] | None = None,
 ) -> tuple[Float[Array, "B T D"], InferenceState]:
     """(final normed hidden states, the state behind the piece) of the next tokens of every row.
 

@@ -49,7 +49,7 @@ def one_token(
     memory: Memory,
 ) -> tuple[Float[Array, "B D"], InferenceState]:
     """(final hidden states, the state behind the tokens [B]), to be part of a larger program."""
-    is_plain = jnp.ones(len(tokens), bool) if memory == "published" else None
+    is_plain = True if memory == "published" else None
     lengths = is_active.astype(jnp.int32)
     hidden, state = advance(
         model, state, tokens[:, None], lengths, halo=0, has_gap=False, is_plain=is_plain

@@ -107,7 +107,7 @@ class _Reading(NamedTuple):
         left = self.lengths - done
         if self.chunk_size is None:
             counts = np.minimum(left, self.piece_size)
-            return _rounded_up(counts.max(), self.piece_size), counts
+            return _rounded_up(int(counts.max()), self.piece_size), counts
         room = self.chunk_size - (self.phase + done) % self.chunk_size
         is_at_start = (room == self.chunk_size) | (left == 0)
         chunks = min(self.piece_size, left.max()) // self.chunk_size
@@ -116,20 +116,20 @@ class _Reading(NamedTuple):
             return size, np.minimum(left, size)
         most = min(self.piece_size, self.chunk_size)
         counts = np.minimum(np.minimum(left, room), most)
-        return _rounded_up(counts.max(), most), counts
+        return _rounded_up(int(counts.max()), most), counts
 
     def _seen(self, done: np.ndarray, counts: np.ndarray) -> dict[str, int]:
         start = (self.position + done)[counts > 0]
         if counts.max() == 1 or not start.max():
             return {"halo": 0, "has_gap": False}
-        whole = _rounded_up(start.max(), self.num_slots)
+        whole = _rounded_up(int(start.max()), self.num_slots)
         halo = whole if self.window is None else self.window - 1
         return {"halo": halo, "has_gap": bool(start.min() < halo)}
 
 
 def _rounded_up(count: int, most: int | None) -> int:
     """The power of two from `count` up, at least `LEAST_SIZE` (but 1 for 1), at most `most`."""
-    power = 1 if count == 1 else max(1 << (int(count) - 1).bit_length(), LEAST_SIZE)
+    power = 1 if count == 1 else max(1 << (count - 1).bit_length(), LEAST_SIZE)
     return power if most is None else min(power, most)
 
 

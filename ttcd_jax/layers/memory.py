@@ -202,6 +202,8 @@ class MemoryMLP(SwiGLU):
         Read and write are those of a row: the convolutions see the tokens of their chunk in front
         of the piece, and a chunk is written when its last token is there.
         """
+        if piece.is_plain is True:
+            return SwiGLU.__call__(self, x), state
         length, size = x.shape[1], self.memory.chunk_size
         tokens = jax.tree.map(lambda x: real(x, piece), self._tokens(x, t))
         lead = back = 0

@@ -7,7 +7,7 @@ A piece costs what the same tokens cost in a long row, and a single token touche
 open chunk.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,8 @@ class Piece(NamedTuple):
     # looks at all that is kept.
     halo: int
     has_gap: bool  # static: some row has fewer positions than that in front of it
-    is_plain: Bool[Array, " B"] | None = None  # rows that pass in-place memories by
+    # Rows that pass in-place memories by; True: all do, and the memories are not even computed.
+    is_plain: Bool[Array, " B"] | Literal[True] | None = None
 
     def positions(self, length: int) -> Int[Array, "B T"]:
         return self.start[:, None] + jnp.arange(length, dtype=jnp.int32)
