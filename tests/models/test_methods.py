@@ -148,7 +148,7 @@ def test_a_single_chunk_is_the_frozen_layer_to_the_last_bit(method):
 
 def test_a_single_chunk_of_lact_is_read_through_the_start():
     h, longer = _hidden(1, CHUNK), _hidden(1, CHUNK + 1)
-    quiet, loud = _block(_config("lact")), _block(_config("lact"))
+    quiet, loud = _block(config_of("lact")), _block(config_of("lact"))
     for block, bias in ((quiet, -50.0), (loud, 5.0)):
         block.mixer.rate_bias[...] = jnp.full_like(block.mixer.rate_bias[...], bias)
     assert_same(quiet(h), loud(h))
