@@ -35,19 +35,24 @@ def model(request):
 def _published(model, start: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Logits [B, T, V] by definition: a prompt's tokens `start` .. `ends` are read through a memory
     that begins with them, all other tokens through the plain MLP."""
-    graph, params = nnx.split(model.group_0.block_0)
-    block = nnx.merge(graph, jax.tree.map(lambda x: x[0], params))
-    embeddings = h = model.embedding[...][jnp.asarray(TOKENS)]
-    if model.config.method == "ipttcd":
-        h, x, t = block._mixed(h, None, None)
-    else:
-        h, x = block._mixed(h, None, None)
-        t = embeddings
-    y = np.array(SwiGLU.__call__(block.mlp, x))
-    for row in np.flatnonzero(ends - start >= CHUNK):
-        prompt = np.s_[row : row + 1, start[row] : ends[row]]
-        y[prompt] = block.mlp(x[prompt], t[prompt])
-    return np.asarray(model.logits(model.normed(h + y)))
+
+    @nnx.jit
+    def logits(model):
+        graph, params = nnx.split(model.group_0.block_0)
+        block = nnx.merge(graph, jax.tree.map(lambda x: x[0], params))
+        embeddings = h = model.embedding[...][jnp.asarray(TOKENS)]
+        if model.config.method == "ipttcd":
+            h, x, t = block._mixed(h, None, None)
+        else:
+            h, x = block._mixed(h, None, None)
+            t = embeddings
+        y = SwiGLU.__call__(block.mlp, x)
+        for row in np.flatnonzero(ends - start >= CHUNK):
+            prompt = np.s_[row : row + 1, start[row] : ends[row]]
+            y = y.at[prompt].set(block.mlp(x[prompt], t[prompt]))
+        return model.logits(model.normed(h + y))
+
+    return np.asarray(logits(model))
 
 
 def _decoded(model, state, done, want):

@@ -63,11 +63,11 @@ def test_a_million_tokens_take_the_memory_of_sixteen_thousand():
     config = TransformerConfig(
         vocab_size=256,
         dim=16,
-        num_layers=2,
+        num_layers=1,
         num_heads=2,
         mlp_dim=32,
-        window=64,
-        student_window=32,
+        window=256,
+        student_window=128,
         fast_layers=(0,),
         memory=MemoryConfig(chunk_size=1024),
     )
