@@ -120,7 +120,7 @@ def _state_rows(config: RunConfig) -> Rows:
         sizes = state_bytes(config.model, 1, max_length=length)
     except UserError as error:
         return [("state of inference", f"none: {error}")]
-    kinds = ", ".join(f"{kind} {_gigabytes(size)}" for kind, size in sizes.items() if size)
+    kinds = ", ".join(f"{kind} {size / 1e6:,.3f} MB" for kind, size in sizes.items() if size)
     extent = f", for {length:,} tokens" if config.model.window is None else ", for any length"
     return [("state of inference", f"per row: {kinds}{extent}")]
 
