@@ -51,6 +51,7 @@ def save_state(
             unfinished = Path(place) / folder.name
             unfinished.mkdir()
             save_file(arrays, unfinished / _ARRAYS)
+            (unfinished / _ARRAYS).chmod(0o644)  # the library writes it for its owner alone
             (unfinished / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
             digest.seal(unfinished)
             unfinished.replace(folder)
