@@ -182,6 +182,8 @@ def test_bad_input_is_refused_before_anything_is_read():
         prefill(model, state, np.full((ROWS, 2), 11))
     with pytest.raises(UserError, match="memory 'all' is not one of kept, published"):
         prefill(model, state, TOKENS, memory="all")
+    with pytest.raises(UserError, match="piece_size 0 must be at least 1"):
+        prefill(model, state, TOKENS, piece_size=0)
     assert state.position.tolist() == [0] * ROWS  # not donated: still there
 
 

@@ -33,8 +33,8 @@ def advance(
     `halo` is how many positions in front of it attention may look at (all that matter: the window
     less one, or every position read so far), `has_gap` whether some row has read fewer;
     `prefill.stream` sees to all of it. T = 1 is the step of decoding, at any state, and needs no
-    halo. `is_plain`: rows whose in-place memories are neither
-    read nor written, as the published code decodes.
+    halo. `is_plain`: rows whose in-place memories count neither for what they read nor for what
+    they write, as the published code decodes; True: all rows.
     """
     chunk_size, dtype = memory_chunk(model.config), model.config.precision.compute_dtype
     phase = None if chunk_size is None else (state.position - state.chunk_start) % chunk_size

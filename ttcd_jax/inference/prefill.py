@@ -49,7 +49,7 @@ def prefill(
     `UserError` and `DataError` before anything is read: shapes, tokens outside the vocabulary, more
     tokens than a state of full attention holds.
     """
-    tokens, lengths = _checked(model.config, state, tokens, lengths, memory)
+    tokens, lengths = _checked(model.config, state, tokens, lengths, piece_size, memory)
     if lengths.min() < 1:
         raise UserError(
             f"row {int(lengths.argmin())} has no token: logits need at least one, a bos for example"
@@ -73,7 +73,7 @@ def stream(
     """`prefill`, piece after piece: (how many tokens of each row it read [B], their final hidden
     states [B, T, D], padded, the state behind them). Each state is donated when the next piece is
     asked for."""
-    tokens, lengths = _checked(model.config, state, tokens, lengths, memory)
+    tokens, lengths = _checked(model.config, state, tokens, lengths, piece_size, memory)
     state, reading = _begin(model, state, lengths, piece_size, memory)
     for piece, counts, seen in reading.pieces(tokens):
         hidden, state = _read(model, state, piece, counts, reading.is_plain, **seen)
@@ -192,7 +192,9 @@ def check_memory(config: TransformerConfig, memory: Memory) -> None:
         )
 
 
-def _checked(config, state, tokens, lengths, memory) -> tuple[np.ndarray, np.ndarray]:
+def _checked(config, state, tokens, lengths, piece_size, memory) -> tuple[np.ndarray, np.ndarray]:
+    if piece_size < 1:
+        raise UserError(f"piece_size {piece_size} must be at least 1")
     tokens = np.asarray(tokens)
     batch_size = len(state.position)
     if tokens.ndim != 2 or len(tokens) != batch_size:
@@ -218,14 +220,12 @@ _restarted = jax.jit(fresh_memories, donate_argnums=1)
 
 @functools.partial(jax.jit, static_argnames=("halo", "has_gap"), donate_argnums=1)
 def _read(model, state, tokens, lengths, is_plain, *, halo, has_gap):
-    seen = {"halo": halo, "has_gap": has_gap}
-    return advance(model, state, tokens, lengths, **seen, is_plain=is_plain)
+    return advance(model, state, tokens, lengths, halo=halo, has_gap=has_gap, is_plain=is_plain)
 
 
 @functools.partial(jax.jit, static_argnames=("halo", "has_gap"), donate_argnums=(1, 2))
 def read_last(model, state, hidden, tokens, lengths, is_plain, *, halo, has_gap):
-    seen = {"halo": halo, "has_gap": has_gap}
-    h, state = advance(model, state, tokens, lengths, **seen, is_plain=is_plain)
+    h, state = advance(model, state, tokens, lengths, halo=halo, has_gap=has_gap, is_plain=is_plain)
     return newest(h, lengths, hidden), state
 
 

@@ -99,7 +99,7 @@ def _written(is_full: Bool[Array, " B"], write, state, operands):
 
         def all_rows(state):
             new = write(state, operands)
-            return jax.tree.map(lambda old, x: jnp.where(_like(is_full, x), x, old), state, new)
+            return jax.tree.map(lambda old, x: _where(is_full, x, old), state, new)
 
         return jax.lax.cond(is_full.any(), all_rows, lambda state: state, state)
     order = jnp.argsort(~is_full)
@@ -135,8 +135,7 @@ def put(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
 
 def real(x: jax.Array, piece: Piece) -> jax.Array:
     """x [B, T, ...] with the padding set to zero."""
-    is_token = piece.is_token(x.shape[1])
-    return jnp.where(is_token.reshape(*is_token.shape, *[1] * (x.ndim - 2)), x, 0)
+    return _where(piece.is_token(x.shape[1]), x, 0)
 
 
 def with_tail(tail: jax.Array, x: jax.Array) -> jax.Array:
@@ -158,9 +157,9 @@ def inside_open_chunk(tail: jax.Array, piece: Piece, chunk_size: int) -> jax.Arr
     assert piece.phase is not None
     held = (piece.phase + piece.lengths) % chunk_size
     size = tail.shape[1]
-    is_inside = jnp.arange(size) >= size - held[:, None]
-    return jnp.where(is_inside.reshape(*is_inside.shape, *[1] * (tail.ndim - 2)), tail, 0)
+    return _where(jnp.arange(size) >= size - held[:, None], tail, 0)
 
 
-def _like(rows: jax.Array, x: jax.Array) -> jax.Array:
-    return rows.reshape(-1, *[1] * (x.ndim - 1))
+def _where(mask: jax.Array, x: jax.Array, other: jax.Array | int) -> jax.Array:
+    """x where `mask` says so, which has the first axes of x."""
+    return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, other)
