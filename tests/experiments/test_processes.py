@@ -50,6 +50,10 @@ ScheduleConfig.peak = 1e-2
 ScheduleConfig.warmup = 2
 """
 TOLERANCE = 1e-5
+# What Gloo's threads print piece by piece, one between the others.
+GLOO = re.compile(
+    r"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is|\d|:"
+)
 # Process 0 takes with it what coordinates the others, and JAX then aborts them.
 LOST_FIRST = (PEER_LOST, -signal.SIGABRT)
 
@@ -147,7 +151,7 @@ def test_processes_train_what_one_trains(whole, launch, tmp_path):
 def test_the_first_process_speaks_and_all_write_one_checkpoint(whole):
     run_dir, (first, second) = whole
     assert "trained 32 steps" in first
-    assert [line for line in second.splitlines() if "[Gloo]" not in line] == []
+    assert GLOO.sub("", second).split() == []
     assert sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir()) == [
         *range(4, 33, 4)
     ]
