@@ -28,6 +28,7 @@ quickstart: .venv ## train, evaluate, show what the memory is for (STEPS=20: the
 	$(EVALUATE) --run_dir=$(RUNS)/text --task=ppl
 	$(LAUNCH) --gin=recall.gin --run_dir=$(RUNS)/recall
 	$(EVALUATE) --run_dir=$(RUNS)/recall --task=recall
+	$(EVALUATE) --run_dir=$(RUNS)/recall --task=needle
 	$(LAUNCH) --gin=recall_swa.gin --run_dir=$(RUNS)/recall_swa
 	$(EVALUATE) --run_dir=$(RUNS)/recall_swa --task=recall
 	@$(PYTHON) -m experiments.report --output=$(RUNS) --run_dir=$(RUNS)/text \

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     output = Path(FLAGS.output) if FLAGS.output else run_dirs[0] / "report"
     output.mkdir(parents=True, exist_ok=True)
     tables, pictures = [], []
-    for task in ("ppl", "recall"):
+    for task in ("ppl", "recall", "needle"):
         found = [r for r in (results.read_results(path, task) for path in run_dirs) if r]
         if not found:
             continue

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from ttcd_jax.data.pipeline import Batches
-from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
+from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows, needles
 from ttcd_jax.errors import UserError
 
 CONFIG = RecallConfig(num_slots=12, num_keys=7, num_values=8)
@@ -78,3 +78,20 @@ def test_batches_keep_the_order_of_a_generated_source():
 def test_errors(field):
     with pytest.raises(UserError, match=f"{field} 0"):
         CONFIG.replace(**{field: 0})
+
+
+def test_needles_are_shown_once_and_the_haystack_has_other_keys():
+    rows = needles(CONFIG, seed=3, num_rows=5, num_needles=2, num_tokens=40)
+    assert (rows.pairs.shape, rows.haystack.shape) == ((5, 4), (5, 40))
+    np.testing.assert_array_equal(rows.pairs, np.stack([rows.keys, rows.values], 2).reshape(5, 4))
+    for pairs, haystack in zip(rows.pairs.tolist(), rows.haystack.tolist(), strict=True):
+        assert len(set(pairs[0::2])) == 2
+        assert not set(pairs[0::2]) & set(haystack[0::2])
+        # A key keeps its value, within its row.
+        assert len(set(zip(haystack[0::2], haystack[1::2], strict=True))) == len(
+            set(haystack[0::2])
+        )
+        assert all(CONFIG.num_keys <= value < CONFIG.vocab_size for value in haystack[1::2])
+    assert len({row.tobytes() for row in rows.keys}) > 1
+    with pytest.raises(UserError, match="num_keys 7 must be more than the 7 needles"):
+        needles(CONFIG, seed=3, num_rows=1, num_needles=7, num_tokens=8)

@@ -61,7 +61,9 @@ def plot(path: Path, result: dict[str, Any]) -> None:
     plot_bars(
         path,
         title=result["title"],
-        x_label="distance from the query back to the value (tokens)",
+        x_label="tokens decoded between the value and the query"
+        if result["task"] == "needle"
+        else "distance from the query back to the value (tokens)",
         y_label="accuracy",
         groups=[row["distance"] for row in first],
         series={name: [r["accuracy"] for r in rows] for name, rows in result["series"].items()},

@@ -6,6 +6,7 @@ the last time it was shown. Beyond the reach of its attention windows only a mem
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,3 +82,39 @@ class RecallRows:
             "loss_mask": distance > 0,
             "distance": distance,
         }
+
+
+class Needles(NamedTuple):
+    """Pairs to remember over a haystack of other pairs, each row [B] a text of its own."""
+
+    pairs: np.ndarray  # [B, 2 P] int32: key, value of the needles
+    haystack: np.ndarray  # [B, T] int32: pairs of the other keys, which come again and again
+    keys: np.ndarray  # [B, P]: what to ask for behind them
+    values: np.ndarray  # [B, P]: what to be answered
+
+
+def needles(
+    config: RecallConfig, *, seed: int, num_rows: int, num_needles: int, num_tokens: int
+) -> Needles:
+    """`num_rows` rows with a haystack of `num_tokens`, an even number."""
+    if config.num_keys <= num_needles:
+        raise UserError(
+            f"RecallConfig.num_keys {config.num_keys} must be more than the {num_needles} needles: "
+            "the others are the haystack"
+        )
+    rng = np.random.default_rng(seed)
+    shape = (num_rows, config.num_keys)
+    value_of = config.num_keys + rng.integers(config.num_values, size=shape)
+    planted, others = np.split(rng.permuted(np.indices(shape)[1], axis=1), [num_needles], axis=1)
+    drawn = rng.integers(others.shape[1], size=(num_rows, num_tokens // 2))
+
+    def pairs(keys: np.ndarray) -> np.ndarray:
+        values = np.take_along_axis(value_of, keys, axis=1)
+        return np.stack([keys, values], axis=2).astype(np.int32).reshape(num_rows, -1)
+
+    return Needles(
+        pairs=pairs(planted),
+        haystack=pairs(np.take_along_axis(others, drawn, axis=1)),
+        keys=planted.astype(np.int32),
+        values=np.take_along_axis(value_of, planted, axis=1),
+    )

@@ -1,0 +1,63 @@
+"""A model that was trained to recall reads values back that lie many windows of decoding behind."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ttcd_jax.data.pipeline import Batches
+from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows, needles
+from ttcd_jax.eval.recall import while_decoding
+from ttcd_jax.inference.model import inference_model
+from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.train.state import init_state, with_params
+from ttcd_jax.train.step import make_train_step
+
+DATA = RecallConfig(num_slots=32, num_keys=8, num_values=8)
+MODEL = TransformerConfig(
+    vocab_size=16,
+    dim=32,
+    num_layers=2,
+    num_heads=2,
+    mlp_dim=64,
+    window=8,
+    student_window=4,
+    init_std=0.1,
+    fast_layers=(0, 1),
+    memory=MemoryConfig(
+        chunk_size=4, block_chunks=1, teacher_conv_init="identity", student_conv_init="normal"
+    ),
+)
+NUM_STEPS, BATCH_SIZE = 110, 16
+# Far beyond what two windows of 8 can carry (14), and beyond the rows of training (63 tokens).
+DISTANCE = 80
+
+
+def _trained():
+    rate = optax.warmup_constant_schedule(0.0, 6e-3, 30)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+    step = jax.jit(
+        make_train_step(MODEL, optimizer, rate, loss_rows=256),
+        donate_argnums=0,
+        # Unlike most programs of the suite this one runs long enough to be worth compiling.
+        compiler_options={"xla_backend_optimization_level": 1},
+    )
+    state = jax.jit(lambda: init_state(MODEL, optimizer, 0))()
+    rows = RecallRows(DATA, seed=0, num_rows=NUM_STEPS * BATCH_SIZE)
+    batches = Batches(rows, batch_size=BATCH_SIZE, seed=0, is_shuffled=False)
+    for index in range(NUM_STEPS):
+        batch = batches.at(index)
+        del batch["distance"]
+        state, metrics = step(state, jax.tree.map(jnp.asarray, batch))
+    assert metrics["loss"] < 0.5, "the model has not learned to recall"
+    return state["params"]
+
+
+def test_a_needle_is_read_back_after_long_decoding():
+    rows = needles(DATA, seed=1, num_rows=32, num_needles=2, num_tokens=DISTANCE)
+    model = inference_model(with_params(MODEL, _trained()))
+    (kept,) = while_decoding(model, rows, [DISTANCE])
+    (published,) = while_decoding(model, rows, [DISTANCE], "published")
+    assert kept["queries"] == 64
+    assert kept["accuracy"] > 0.9
+    assert published["accuracy"] < 0.4  # chance is 1 in 8
