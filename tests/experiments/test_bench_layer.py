@@ -1,9 +1,8 @@
 """The layer benchmark at tiny sizes, and the training step's memory: linear in length."""
 
 import json
-import subprocess
-import sys
 
+import commands
 import pytest
 
 from experiments.layer_cost import Sizes, layer_costs, step_memory
@@ -11,11 +10,6 @@ from ttcd_jax.layers.ipttcd import MemoryConfig
 from ttcd_jax.models.catalog import TransformerConfig
 
 TINY = Sizes(16, 32, num_heads=2, seq_len=32, chunk_size=8, window=8, student_window=4)
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    line = [sys.executable, "-m", "experiments.bench_layer", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120)
 
 
 def test_step_memory_is_linear_in_length_and_remat_lowers_it():
@@ -49,7 +43,9 @@ def test_what_would_take_too_long_is_compiled_only():
 def test_the_command_writes_table_and_report(tmp_path):
     file = tmp_path / "report.json"
     only = "--layers=IPTTCDBlock", "--forms=blocked"  # the others take as long to compile
-    result = command("--quick", "--rounds=1", f"--json={file}", *only)
+    result = commands.run(
+        "bench_layer", "--quick", "--rounds=1", f"--json={file}", *only, is_forked=False
+    )
     assert (result.returncode, result.stderr) == (0, "")
     report = json.loads(file.read_text())
     assert report["environment"]["device"] in result.stdout
@@ -71,7 +67,5 @@ def test_the_command_writes_table_and_report(tmp_path):
     ],
 )
 def test_a_users_mistake_is_one_line(argument, message):
-    result = command(argument)
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"error: {message}")
-    assert result.stderr.count("\n") == 1
+    result = commands.run("bench_layer", argument)
+    assert commands.mistake(result).startswith(f"error: {message}")

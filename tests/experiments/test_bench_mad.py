@@ -1,18 +1,12 @@
 import json
-import subprocess
-import sys
 
+import commands
 import pytest
-
-
-def command(*arguments):
-    line = [sys.executable, "-m", "experiments.bench_mad", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120)
 
 
 def test_the_benchmark_writes_table_and_report(tmp_path):
     file = tmp_path / "report.json"
-    result = command("--quick", "--method=swa", f"--json={file}")
+    result = commands.run("bench_mad", "--quick", "--method=swa", f"--json={file}", is_forked=False)
     assert result.returncode == 0, result.stderr
     report = json.loads(file.read_text())
     assert report["environment"]["device"] in result.stdout
@@ -33,7 +27,5 @@ def test_the_benchmark_writes_table_and_report(tmp_path):
     ],
 )
 def test_a_users_mistake_is_one_line(argument, message):
-    result = command(argument)
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"error: {message}")
-    assert result.stderr.count("\n") == 1
+    result = commands.run("bench_mad", argument)
+    assert commands.mistake(result).startswith(f"error: {message}")

@@ -3,10 +3,9 @@
 import functools
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
+import commands
 import jax
 import numpy as np
 import pytest
@@ -39,11 +38,6 @@ SHAPE = TransformerConfig(
     student_window=2,
 )
 SETTING = prefill_cost.Setting(length=16, batch_size=1, window=4)
-
-
-def command(*arguments):
-    line = [sys.executable, "-m", "experiments.bench_prefill", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +130,15 @@ def test_a_naive_form_of_other_numbers_fails(swa):
 def test_the_command_writes_tables_report_and_pictures(tmp_path):
     file = tmp_path / "report.json"
     some = "--models=swa,ipttcd_naive,ipttcd"  # every model takes seconds to compile
-    result = command("--quick", some, "--whole_rows", f"--json={file}", f"--picture={tmp_path}")
+    result = commands.run(
+        "bench_prefill",
+        "--quick",
+        some,
+        "--whole_rows",
+        f"--json={file}",
+        f"--picture={tmp_path}",
+        is_forked=False,
+    )
     assert (result.returncode, result.stderr) == (0, "")
     names = "prefill_2x32.png", "prefill_2x64.png", "memory.png", "decode.png"
     assert {path.name for path in tmp_path.iterdir()} == {*names, "report.json"}
@@ -174,8 +176,5 @@ def test_the_command_writes_tables_report_and_pictures(tmp_path):
     ],
 )
 def test_a_users_mistake_is_one_line(arguments, message):
-    result = command(*arguments)
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: ")
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    result = commands.run("bench_prefill", *arguments)
+    assert message in commands.mistake(result)

@@ -1,9 +1,8 @@
 """The step benchmark at tiny sizes."""
 
 import json
-import subprocess
-import sys
 
+import commands
 import pytest
 
 TINY = """
@@ -25,11 +24,6 @@ ScheduleConfig.warmup = 2
 """
 
 
-def command(*arguments):
-    line = [sys.executable, "-m", "experiments.bench_step", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120)
-
-
 @pytest.fixture
 def files(tmp_path):
     full, windowed = tmp_path / "full.gin", tmp_path / "swa.gin"
@@ -41,7 +35,14 @@ def files(tmp_path):
 def test_two_files_are_measured_beside_each_other(files, tmp_path):
     report = tmp_path / "report.json"
     ginned = [f"--gin={path}" for path in files]
-    result = command(*ginned, "--param=RunConfig.batch_size=4", "--rounds=2", f"--json={report}")
+    result = commands.run(
+        "bench_step",
+        *ginned,
+        "--param=RunConfig.batch_size=4",
+        "--rounds=2",
+        f"--json={report}",
+        is_forked=False,
+    )
     assert (result.returncode, result.stderr) == (0, "")
     assert all(str(path) in result.stdout for path in files)
     report = json.loads(report.read_text())
@@ -66,8 +67,5 @@ def test_two_files_are_measured_beside_each_other(files, tmp_path):
     ],
 )
 def test_bad_input_is_one_line(arguments, message):
-    result = command(*arguments)
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: ")
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    result = commands.run("bench_step", *arguments)
+    assert message in commands.mistake(result)

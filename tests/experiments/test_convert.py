@@ -1,12 +1,13 @@
 """Commands end to end: a reference checkpoint comes in, is evaluated, trained on, and goes out."""
 
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import numpy as np
 import pytest
 from flax import nnx
@@ -50,22 +51,11 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-
-    def run(module, *arguments, status=0):
-        result = subprocess.run(
-            [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert result.returncode == status, result.stderr
+    def run(module, *arguments, status=0, **options):
+        result = commands.run(module, *arguments, **options)
         if status:
-            assert result.stderr.startswith("error: ")
-            assert result.stderr.count("\n") == 1
-            return result.stderr
+            return commands.mistake(result, status)
+        assert result.returncode == 0, result.stderr
         return result.stdout
 
     return run
@@ -81,7 +71,8 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def imported(run, checkpoint, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "imported"
-    output = run("convert", "import", "--format=reference", checkpoint, run_dir, "--tokenizer=byte")
+    arguments = ("import", "--format=reference", checkpoint, run_dir, "--tokenizer=byte")
+    output = run("convert", *arguments, is_forked=False)
     return run_dir, output
 
 
@@ -122,7 +113,7 @@ def test_export_gives_the_imported_files_again(imported, run, checkpoint, tmp_pa
 
 def test_training_continues_from_an_imported_run_and_is_exported(imported, run, text, tmp_path):
     start, run_dir = tmp_path / "start", tmp_path / "run"
-    subprocess.run(["cp", "-r", str(imported[0]), str(start)], check=True)
+    shutil.copytree(imported[0], start)
     params = [*PARAMS, f"START='{start}'", f"TEXT='{text}'", "STEPS=2"]
     launch = (
         "launch",
@@ -177,7 +168,7 @@ WORDLEVEL = {
 
 def test_a_tokenizer_comes_along(run, checkpoint, tmp_path):
     folder, run_dir = tmp_path / "in", tmp_path / "run"
-    subprocess.run(["cp", "-r", str(checkpoint), str(folder)], check=True)
+    shutil.copytree(checkpoint, folder)
     (folder / "tokenizer.json").write_text(json.dumps(WORDLEVEL))
     run("convert", "import", "--format=reference", folder, run_dir)
     (folder / "tokenizer.json").unlink()
@@ -189,7 +180,7 @@ def test_a_tokenizer_comes_along(run, checkpoint, tmp_path):
 
 def test_without_a_tokenizer_text_cannot_be_evaluated(imported, run, text, tmp_path):
     run_dir = tmp_path / "run"
-    subprocess.run(["cp", "-r", str(imported[0]), str(run_dir)], check=True)
+    shutil.copytree(imported[0], run_dir)
     config = json.loads((run_dir / "config.json").read_text())
     del config["data"]["tokenizer"]
     (run_dir / "config.json").write_text(json.dumps(config))
@@ -199,7 +190,7 @@ def test_without_a_tokenizer_text_cannot_be_evaluated(imported, run, text, tmp_p
 
 def test_a_refused_import_leaves_nothing(run, checkpoint, tmp_path):
     broken = tmp_path / "broken"
-    subprocess.run(["cp", "-r", str(checkpoint), str(broken)], check=True)
+    shutil.copytree(checkpoint, broken)
     with (broken / SINGLE).open("r+b") as stream:
         stream.truncate(5000)
     arguments = ("convert", "import", "--format=reference")

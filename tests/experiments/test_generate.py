@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -10,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import numpy as np
 import pytest
 from flax import nnx
@@ -33,8 +33,6 @@ MODEL = TransformerConfig(
     has_tied_head=False,
     init_std=0.5,
 ).replace(memory=TransformerConfig.memory.replace(chunk_size=16))
-COMMAND = [sys.executable, "-m", "experiments.generate"]
-ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
 BOOK = "It was a dark and stormy night. "
 DRAW = ("--max_new_tokens=20", "--temperature=1", "--top_k=20", "--seed=2")
 
@@ -57,20 +55,11 @@ def run_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(run_dir):
     def run(*arguments, status=0, text=""):
-        result = subprocess.run(
-            [*COMMAND, f"--run_dir={run_dir}", *map(str, arguments)],
-            cwd=ROOT,
-            env=ENVIRONMENT,
-            input=text.encode(),
-            capture_output=True,
-            timeout=240,
-        )
-        output, errors = result.stdout.decode(), result.stderr.decode()
-        assert result.returncode == status, errors
+        result = commands.run("generate", f"--run_dir={run_dir}", *arguments, input=text)
         if status:
-            assert errors.startswith("error: ")
-            assert errors.count("\n") == 1
-        return output, errors
+            commands.mistake(result, status)
+        assert result.returncode == status, result.stderr
+        return result.stdout, result.stderr
 
     return run
 
@@ -144,18 +133,10 @@ def test_a_text_ends_at_a_stop_string(run, places, first):
 
 
 def test_ctrl_c_ends_a_text_and_not_the_loop(run_dir, places, first):
-    command = [
-        *(*COMMAND, f"--run_dir={run_dir}", "--interactive", "--max_new_tokens=1000000"),
-        f"--prompt_file={places / 'book.txt'}",
-    ]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    book = f"--prompt_file={places / 'book.txt'}"
+    arguments = (f"--run_dir={run_dir}", "--interactive", "--max_new_tokens=1000000", book)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = commands.start("generate", *arguments, **pipes, text=False)
     for _ in range(2):
         process.stdin.write(b"Who\n")
         process.stdin.flush()
@@ -209,11 +190,11 @@ def test_the_readme_does_what_it_says(run_dir, tmp_path):
     (tmp_path / "runs/quickstart/text").symlink_to(run_dir)
     for name in (".venv", "experiments", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
-    environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    environment = commands.cpu_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'kernels'}")
     shell, python = (
         re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL)[1] for kind in ("sh", "python")
     )
-    commands = [line for line in shell.splitlines() if not line.startswith("#")]
+    lines = [line for line in shell.splitlines() if not line.startswith("#")]
     texts = [
         subprocess.run(
             command,
@@ -227,10 +208,10 @@ def test_the_readme_does_what_it_says(run_dir, tmp_path):
             **kind,
         ).stdout
         for command, text, kind in (
-            *((command, "", {"shell": True}) for command in commands[:2]),
-            (commands[2], "What is it?\n", {"shell": True}),
+            *((command, "", {"shell": True}) for command in lines[:2]),
+            (lines[2], "What is it?\n", {"shell": True}),
             ([sys.executable, "-c", python], "", {}),
         )
     ]
-    assert len(commands) == 3
+    assert len(lines) == 3
     assert [bool(text.strip()) for text in texts] == [True, False, True, True]

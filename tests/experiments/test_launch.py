@@ -1,17 +1,15 @@
 import json
-import os
 import re
+import shutil
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
+import commands
 import pytest
 
 from ttcd_jax.train.metrics import read_metrics
 
-ROOT = Path(__file__).parents[2]
 TINY = """
 RunConfig.data = @RecallConfig()
 RunConfig.optimizer = @OptimizerConfig()
@@ -39,11 +37,6 @@ ScheduleConfig.warmup = 2
 
 
 @pytest.fixture(scope="module")
-def environment():
-    return os.environ | {"JAX_PLATFORMS": "cpu"}
-
-
-@pytest.fixture(scope="module")
 def gin_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("gin") / "tiny.gin"
     path.write_text(TINY)
@@ -51,48 +44,16 @@ def gin_file(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def command(gin_file):
-    def build(module, *arguments):
-        return [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)]
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def run(command, environment):
-    def run(module, *arguments):
-        return subprocess.run(
-            command(module, *arguments),
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def finished(run, gin_file, tmp_path_factory):
+def finished(gin_file, tmp_path_factory):
     """An uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    result = run("launch", f"--gin={gin_file}", f"--run_dir={run_dir}")
+    result = commands.run("launch", f"--gin={gin_file}", f"--run_dir={run_dir}", is_forked=False)
     assert result.returncode == 0, result.stderr
     return run_dir, result
 
 
 def _losses(run_dir):
     return [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(run_dir / "metrics.jsonl")]
-
-
-def _one_line_error(result, status):
-    assert result.returncode == status, result.stderr
-    assert "Traceback" not in result.stderr
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1
-    assert lines[0].startswith("error: ")
-    return lines[0]
 
 
 def test_a_run_directory_holds_all_that_evaluation_needs(finished):
@@ -114,30 +75,22 @@ def test_a_run_directory_holds_all_that_evaluation_needs(finished):
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["16", "20", "24"]
 
 
-def test_after_kill_9_the_same_command_repeats_the_losses_bit_for_bit(
-    finished, command, environment, gin_file, tmp_path, run
-):
+def test_after_kill_9_the_same_command_repeats_the_losses_bit_for_bit(finished, gin_file, tmp_path):
     arguments = (f"--gin={gin_file}", f"--run_dir={tmp_path / 'run'}")
-    process = subprocess.Popen(
-        command("launch", *arguments), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
-    )
+    process = commands.start("launch", *arguments, stdout=subprocess.DEVNULL)
     _wait_for_step(tmp_path / "run", 10, process)
     process.kill()
     process.wait()
     assert len(_losses(tmp_path / "run")) < 24
-    result = run("launch", *arguments)
+    result = commands.run("launch", *arguments)
     assert result.returncode == 0, result.stderr
     assert re.search(r"resumed at step (4|8|12|16|20)\n", result.stdout)
     assert _losses(tmp_path / "run") == _losses(finished[0])
 
 
-def test_sigterm_saves_and_asks_to_be_resumed(
-    finished, command, environment, gin_file, tmp_path, run
-):
+def test_sigterm_saves_and_asks_to_be_resumed(finished, gin_file, tmp_path):
     arguments = (f"--gin={gin_file}", f"--run_dir={tmp_path / 'run'}")
-    process = subprocess.Popen(
-        command("launch", *arguments), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    process = commands.start("launch", *arguments, stdout=subprocess.PIPE)
     _wait_for_step(tmp_path / "run", 5, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
@@ -145,7 +98,7 @@ def test_sigterm_saves_and_asks_to_be_resumed(
         pytest.fail("the run was over before the signal came: make it longer")
     assert process.returncode == 75
     stopped = int(re.search(r"stopped by SIGTERM at step (\d+), checkpoint saved", output)[1])
-    result = run("launch", *arguments)
+    result = commands.run("launch", *arguments)
     assert f"resumed at step {stopped}\n" in result.stdout
     assert _losses(tmp_path / "run") == _losses(finished[0])
 
@@ -160,41 +113,41 @@ def _wait_for_step(run_dir, step, process):
     pytest.fail(f"step {step} was never reported")
 
 
-def test_the_same_command_on_a_finished_run_trains_nothing(finished, run, gin_file):
+def test_the_same_command_on_a_finished_run_trains_nothing(finished, gin_file):
     run_dir, _ = finished
     before = (run_dir / "metrics.jsonl").read_bytes()
-    result = run("launch", f"--gin={gin_file}", f"--run_dir={run_dir}")
+    result = commands.run("launch", f"--gin={gin_file}", f"--run_dir={run_dir}")
     assert result.returncode == 0
     assert "complete at step 24" in result.stdout
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_directory_of_another_config_is_refused(finished, run, gin_file):
-    result = run(
+def test_a_run_directory_of_another_config_is_refused(finished, gin_file):
+    result = commands.run(
         "launch",
         f"--gin={gin_file}",
         f"--run_dir={finished[0]}",
         "--param=OptimizerConfig.beta1=0.8",
     )
-    message = _one_line_error(result, 2)
+    message = commands.mistake(result, 2)
     assert "optimizer.beta1: 0.9 -> 0.8" in message
     assert "--run_dir" in message
 
 
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(finished, run, tmp_path):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(finished, tmp_path):
     run_dir = tmp_path / "copy"
-    subprocess.run(["cp", "-r", str(finished[0]), str(run_dir)], check=True)
+    shutil.copytree(finished[0], run_dir)
     victim = max((run_dir / "checkpoints" / "24" / "params").rglob("d/*"), key=_size)
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    result = run("evaluate", f"--run_dir={run_dir}", "--task=recall", "--max_rows=4")
+    result = commands.run("evaluate", f"--run_dir={run_dir}", "--task=recall", "--max_rows=4")
     assert result.returncode == 0, result.stderr
     assert "24" in result.stderr
     assert victim.name in result.stderr
     assert "(step 20, 4 rows)" in result.stdout
-    named = run("evaluate", f"--run_dir={run_dir}", "--task=recall", "--step=24")
-    message = _one_line_error(named, 4)
+    named = commands.run("evaluate", f"--run_dir={run_dir}", "--task=recall", "--step=24")
+    message = commands.mistake(named, 4)
     assert "checkpoint step 24 is damaged" in message
     assert "step=20" in message
 
@@ -203,16 +156,18 @@ def _size(path):
     return path.stat().st_size
 
 
-def test_evaluation_writes_json_csv_and_a_picture(finished, run):
+def test_evaluation_writes_json_csv_and_a_picture(finished):
     run_dir, _ = finished
-    result = run("evaluate", f"--run_dir={run_dir}", "--task=recall", "--max_rows=8")
+    result = commands.run("evaluate", f"--run_dir={run_dir}", "--task=recall", "--max_rows=8")
     assert result.returncode == 0, result.stderr
     assert "IP-TTCD, fast weights on" in result.stdout
     assert "off (eta = 0)" in result.stdout
     folder = run_dir / "eval" / "recall"
     assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "recall.png"}
     assert (folder / "recall.png").read_bytes().startswith(b"\x89PNG")
-    page = run("report", f"--run_dir={run_dir}", f"--output={run_dir / 'page'}", "--next=go on")
+    page = commands.run(
+        "report", f"--run_dir={run_dir}", f"--output={run_dir / 'page'}", "--next=go on"
+    )
     assert page.returncode == 0, page.stderr
     assert "go on" in page.stdout
     assert (run_dir / "page" / "index.html").exists()
@@ -233,16 +188,16 @@ def test_evaluation_writes_json_csv_and_a_picture(finished, run):
     ],
 )
 def test_bad_input_is_one_line_that_names_values_and_remedy(
-    run, gin_file, tmp_path, parameters, status, words
+    gin_file, tmp_path, parameters, status, words
 ):
     base = [] if parameters[0].startswith("--gin") else [f"--gin={gin_file}"]
-    result = run("launch", *base, *parameters, f"--run_dir={tmp_path / 'run'}")
-    message = _one_line_error(result, status)
+    result = commands.run("launch", *base, *parameters, f"--run_dir={tmp_path / 'run'}")
+    message = commands.mistake(result, status)
     assert all(word in message for word in words), message
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("*.*"))
 
 
-def test_bad_data_is_one_line(run, gin_file, tmp_path):
+def test_bad_data_is_one_line(gin_file, tmp_path):
     text = tmp_path / "empty"
     text.mkdir()
     parameters = [
@@ -255,25 +210,27 @@ def test_bad_data_is_one_line(run, gin_file, tmp_path):
         f"--param=CorpusConfig.path='{text}'",
     ]
     run_dir = tmp_path / "run"
-    result = run("launch", f"--gin={gin_file}", *parameters, f"--run_dir={run_dir}")
-    assert str(text) in _one_line_error(result, 3)
+    result = commands.run("launch", f"--gin={gin_file}", *parameters, f"--run_dir={run_dir}")
+    assert str(text) in commands.mistake(result, 3)
 
 
-def test_evaluating_what_is_no_run_is_one_line(run, tmp_path):
-    message = _one_line_error(run("evaluate", f"--run_dir={tmp_path}", "--task=ppl"), 2)
+def test_evaluating_what_is_no_run_is_one_line(tmp_path):
+    message = commands.mistake(commands.run("evaluate", f"--run_dir={tmp_path}", "--task=ppl"), 2)
     assert str(tmp_path) in message
     assert "config.json" in message
 
 
-def test_dry_run_prints_the_plan_and_writes_nothing(run, gin_file, tmp_path):
-    result = run("launch", f"--gin={gin_file}", "--dry_run", f"--run_dir={tmp_path / 'run'}")
+def test_dry_run_prints_the_plan_and_writes_nothing(gin_file, tmp_path):
+    result = commands.run(
+        "launch", f"--gin={gin_file}", "--dry_run", f"--run_dir={tmp_path / 'run'}"
+    )
     assert result.returncode == 0, result.stderr
     for name in ("parameters", "memory: optimizer", "training FLOPs per token"):
         assert name in result.stdout
     assert not (tmp_path / "run").exists()
 
 
-def test_a_locked_run_directory_names_its_owner(run, gin_file, tmp_path):
+def test_a_locked_run_directory_names_its_owner(gin_file, tmp_path):
     import fcntl
 
     run_dir = tmp_path / "run"
@@ -282,5 +239,5 @@ def test_a_locked_run_directory_names_its_owner(run, gin_file, tmp_path):
         handle.write("process 1 on elsewhere\n")
         handle.flush()
         fcntl.flock(handle, fcntl.LOCK_EX)
-        result = run("launch", f"--gin={gin_file}", f"--run_dir={run_dir}")
-    assert "process 1 on elsewhere" in _one_line_error(result, 2)
+        result = commands.run("launch", f"--gin={gin_file}", f"--run_dir={run_dir}")
+    assert "process 1 on elsewhere" in commands.mistake(result, 2)

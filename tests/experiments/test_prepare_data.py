@@ -3,11 +3,10 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import commands
 import numpy as np
 import pytest
 
@@ -15,7 +14,6 @@ from ttcd_jax.data.records import open_records, read_manifest
 from ttcd_jax.data.tokenizer import JsonTokenizer
 from ttcd_jax.train.run_directory import load_run
 
-ROOT = Path(__file__).parents[2]
 TINY = """
 RunConfig.data = @RecordsConfig()
 RunConfig.optimizer = @OptimizerConfig()
@@ -36,24 +34,11 @@ ScheduleConfig.warmup = 1
 """
 
 
-def _command(module, *arguments):
-    return [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)]
-
-
-def _run(module, *arguments, status=0):
-    result = subprocess.run(
-        _command(module, *arguments),
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == status, result.stderr
+def _run(module, *arguments, status=0, **options):
+    result = commands.run(module, *arguments, **options)
     if status:
-        assert result.stderr.startswith("error: ")
-        assert result.stderr.count("\n") == 1
-        return result.stderr
+        return commands.mistake(result, status)
+    assert result.returncode == 0, result.stderr
     return result.stdout
 
 
@@ -155,7 +140,7 @@ def test_a_killed_command_leaves_nothing_that_looks_complete(tmp_path):
     os.mkfifo(source)  # the command waits for the rest of it
     output = tmp_path / "records"
     arguments = (f"--input={source}", "--tokenizer=byte", f"--output={output}", "--processes=2")
-    process = subprocess.Popen(_command("prepare_data", *arguments), cwd=ROOT)
+    process = commands.start("prepare_data", *arguments)
     with source.open("w") as pipe:
         for _ in range(1200):
             pipe.write(json.dumps({"text": "x" * 10_000}) + "\n")
@@ -188,7 +173,7 @@ def test_a_stopped_command_clears_up(tmp_path):
     source = tmp_path / "corpus.jsonl"
     os.mkfifo(source)
     arguments = (f"--input={source}", "--tokenizer=byte", f"--output={tmp_path / 'records'}")
-    process = subprocess.Popen(_command("prepare_data", *arguments), cwd=ROOT)
+    process = commands.start("prepare_data", *arguments)
     with source.open("w"):
         _wait(lambda: list(tmp_path.glob(".records.*")))
         process.terminate()

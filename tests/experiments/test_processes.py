@@ -2,17 +2,15 @@
 
 import fcntl
 import json
-import os
 import random
 import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
+import commands
 import numpy as np
 import pytest
 
@@ -21,7 +19,6 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.train.metrics import read_metrics
 from ttcd_jax.train.watchdog import PEER_LOST
 
-ROOT = Path(__file__).parents[2]
 TINY = """
 include 'data/text_bytes.gin'
 CorpusConfig.path = '{text}'
@@ -75,21 +72,19 @@ def start():
     is left of them is ended in the end."""
     started = []
 
-    def start(module, arguments, devices):
+    def start(module, arguments, devices, **options):
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0 "
-            f"--xla_force_host_platform_device_count={devices}",
-        }
+        environment = commands.cpu_environment(
+            XLA_FLAGS="--xla_backend_optimization_level=0 "
+            f"--xla_force_host_platform_device_count={devices}"
+        )
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment}
         job = []
         for number, own in enumerate(arguments):
             if len(arguments) > 1:
                 own = [*own, f"--distributed=localhost:{port},{len(arguments)},{number}"]
-            command = [sys.executable, "-m", f"experiments.{module}", *map(str, own)]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            job.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
+            job.append(commands.start(module, *own, **options))
         started.extend(job)
         return job
 
@@ -101,10 +96,10 @@ def start():
 
 @pytest.fixture(scope="module")
 def launch(start, gin_file):
-    def launch(run_dir, *parameters, num_processes=2, devices=2):
+    def launch(run_dir, *parameters, num_processes=2, devices=2, **options):
         arguments = [f"--gin={gin_file}", f"--run_dir={run_dir}", "--hang_seconds=5"]
         arguments += [f"--param={parameter}" for parameter in parameters]
-        return start("launch", [arguments] * num_processes, devices)
+        return start("launch", [arguments] * num_processes, devices, **options)
 
     return launch
 
@@ -137,7 +132,7 @@ def _wait_for_step(run_dir, step, job):
 def whole(launch, tmp_path_factory):
     """An uninterrupted run of two processes with two devices each."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    outputs = [_end(process)[0] for process in launch(run_dir)]
+    outputs = [_end(process)[0] for process in launch(run_dir, is_forked=False)]
     return run_dir, outputs
 
 

@@ -1,10 +1,10 @@
 """A run traces the steps it is told to trace, and again when it gets a signal."""
 
-import os
 import signal
 import subprocess
-import sys
 import time
+
+import commands
 
 RUN = (
     "--gin=recall.gin",
@@ -28,11 +28,8 @@ def _wait_for_traces(folder, count, process):
 
 
 def test_flag_and_signal_leave_traces_in_the_run_directory(tmp_path):
-    line = [sys.executable, "-m", "experiments.launch", *RUN, f"--run_dir={tmp_path}"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen(
-        [*line, f"--compile_cache={tmp_path / 'cache'}"], env=environment, stdout=subprocess.DEVNULL
-    )
+    places = f"--run_dir={tmp_path}", f"--compile_cache={tmp_path / 'cache'}"
+    process = commands.start("launch", *RUN, *places, stdout=subprocess.DEVNULL)
     try:
         assert _wait_for_traces(tmp_path / "profile", 1, process) == {"step_2"}
         process.send_signal(signal.SIGUSR2)
@@ -45,9 +42,8 @@ def test_flag_and_signal_leave_traces_in_the_run_directory(tmp_path):
 
 
 def test_a_window_that_the_run_never_reaches_is_refused(tmp_path):
-    line = [sys.executable, "-m", "experiments.launch", "--gin=recall.gin", "--profile=2:281"]
-    line += [f"--run_dir={tmp_path / 'run'}", "--compile_cache="]
-    result = subprocess.run(line, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 2
-    assert "'2:281' is not START:STOP with 0 <= START < STOP <= 280" in result.stderr
+    places = f"--run_dir={tmp_path / 'run'}", "--compile_cache="
+    result = commands.run("launch", "--gin=recall.gin", "--profile=2:281", *places)
+    message = commands.mistake(result)
+    assert "'2:281' is not START:STOP with 0 <= START < STOP <= 280" in message
     assert not (tmp_path / "run").exists()

@@ -4,23 +4,18 @@ import json
 import subprocess
 import sys
 
+import commands
 import pytest
 
 TINY = ("--num_draws=6", "--chunk_sizes=4", "--num_fillers=8")
 
 
-def command(*arguments: str, before: str = "") -> subprocess.CompletedProcess:
-    program = f"{before}from experiments import cli, proposition; cli.run(proposition.main)"
-    line = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120)
-
-
 def test_the_command_writes_picture_and_numbers(tmp_path):
-    result = command(*TINY, f"--out_dir={tmp_path / 'new' / 'folder'}")
+    folder = tmp_path / "new" / "folder"
+    result = commands.run("proposition", *TINY, f"--out_dir={folder}", is_forked=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert "the bound held in every orthogonal case" in result.stdout
     assert "rate = eta / chunk_size" in result.stdout
-    folder = tmp_path / "new" / "folder"
     assert (folder / "proposition.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((folder / "proposition.json").read_text())
     assert report["bound_held"] is True
@@ -35,8 +30,12 @@ def test_the_command_writes_picture_and_numbers(tmp_path):
 
 def test_a_bound_that_fails_is_exit_status_1(tmp_path):
     """Asked for twice the right side, no equality will do."""
-    stricter = "from ttcd_jax.eval import proposition as p; p.TOLERANCE = -1.0; "
-    result = command(*TINY, f"--out_dir={tmp_path}", before=stricter)
+    program = (
+        "from ttcd_jax.eval import proposition as p; p.TOLERANCE = -1.0; "
+        "from experiments import cli, proposition; cli.run(proposition.main)"
+    )
+    line = [sys.executable, "-c", program, *TINY, f"--out_dir={tmp_path}"]
+    result = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (1, "")
     assert "the bound FAILED in an orthogonal case" in result.stdout
     assert json.loads((tmp_path / "proposition.json").read_text())["bound_held"] is False
@@ -53,7 +52,5 @@ def test_a_bound_that_fails_is_exit_status_1(tmp_path):
     ],
 )
 def test_a_users_mistake_is_one_line(argument, message, tmp_path):
-    result = command(*TINY, f"--out_dir={tmp_path}", argument)
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"error: {message}")
-    assert result.stderr.count("\n") == 1
+    result = commands.run("proposition", *TINY, f"--out_dir={tmp_path}", argument)
+    assert commands.mistake(result).startswith(f"error: {message}")

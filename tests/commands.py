@@ -1,0 +1,140 @@
+"""Commands as tests run them: `python -m experiments.NAME`, in a process of its own.
+
+Most of such a process is the import of jax and its neighbours. So a server imports them once, and a
+command is a fork of it, taken before JAX has a backend, and so a thread: the rest of its life is
+that of a started process, its arguments, environment, signals and exit status included. A test that
+compares processes starts some of them (`is_forked=False`): forks share the order of their sets.
+"""
+
+import ctypes
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# None of them defines a flag of a command.
+IMPORTED = (
+    "experiments.build",
+    "experiments.gin_loading",
+    "experiments.plan",
+    "experiments.reporting",
+    "ttcd_jax.eval.perplexity",
+    "ttcd_jax.eval.report",
+    "ttcd_jax.inference.generate",
+)
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def start(module: str, *arguments, is_forked: bool = True, **options) -> subprocess.Popen:
+    """A command in the repository's folder; `options` are those of `subprocess.Popen`."""
+    line = [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)]
+    options = {"cwd": ROOT, "env": cpu_environment(), "text": True} | options
+    return (_Fork if is_forked else subprocess.Popen)(line, **options)
+
+
+def run(
+    module: str, *arguments, input: str | None = None, timeout: float = 240, **options
+) -> subprocess.CompletedProcess:
+    """A command to its end, `input` on its standard input."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with start(module, *arguments, **pipes | options) as process:
+        try:
+            output, errors = process.communicate(input, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def mistake(result: subprocess.CompletedProcess, status: int = 2) -> str:
+    """The line that a command ended with whose user erred: nothing else is on its stderr."""
+    assert result.returncode == status, result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def cpu_environment(**variables: str) -> dict[str, str]:
+    return os.environ | {"JAX_PLATFORMS": "cpu"} | variables
+
+
+class _Fork(subprocess.Popen):
+    """A process that the server forks, and that is a child of this one."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
+        pipes = rest[3:9]  # read and write end, of stdin, stdout and stderr
+        server, its_environment = _server()
+        # jax reads them when it is imported.
+        assert _of_jax(env) == _of_jax(its_environment), "start it: is_forked=False"
+        request = {"arguments": args[2:], "folder": str(cwd), "environment": env}
+        standard = [fd if fd >= 0 else i for i, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
+        socket.send_fds(server, [json.dumps(request).encode()], standard)
+        self.pid = int(server.recv(16))
+        server.recv(16)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+
+def _of_jax(environment) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith("JAX_")}
+
+
+@functools.cache
+def _server():
+    """The server's socket and environment. What it forks becomes a child of this process."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # OpenBLAS would start its threads when NumPy is imported.
+    environment = cpu_environment(OPENBLAS_NUM_THREADS="1")
+    options = {"stdin": its, "stdout": subprocess.DEVNULL, "cwd": ROOT, "env": environment}
+    subprocess.Popen([sys.executable, __file__], **options)
+    its.close()
+    return ours, environment
+
+
+def _serve() -> str:
+    """Forks a process for every request; returns in it, with the module that it is to run."""
+    sys.path[0] = os.getcwd()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()
+    requests = socket.socket(fileno=0)
+    while True:
+        request, standard, *_ = socket.recv_fds(requests, 2**20, 3)
+        if not request:
+            sys.exit()  # the tests are over
+        assert len(os.listdir("/proc/self/task")) == 1, "a thread would be lost in the fork"
+        if (between := os.fork()) == 0:
+            if (pid := os.fork()) == 0:
+                break
+            requests.send(str(pid).encode())
+            os._exit(0)  # gives its child away
+        os.waitpid(between, 0)
+        requests.send(b"given away")
+        for fd in standard:
+            os.close(fd)
+    requests.detach()
+    for number, fd in enumerate(standard):
+        os.dup2(fd, number)
+        os.close(fd)
+    return _become(**json.loads(request))
+
+
+def _become(arguments: list[str], folder: str, environment: dict[str, str]) -> str:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[0] = folder
+    module, *sys.argv[1:] = arguments
+    return module
+
+
+if __name__ == "__main__":
+    runpy.run_module(_serve(), run_name="__main__", alter_sys=True)

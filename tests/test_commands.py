@@ -1,0 +1,38 @@
+"""A forked command lives and ends as one that is started."""
+
+import signal
+import subprocess
+
+import commands
+import pytest
+
+
+@pytest.mark.parametrize(
+    "arguments", [("launch", "--help"), ("launch", "--prams=x"), ("generate", "--run_dir=x")]
+)
+def test_it_says_the_same_and_ends_with_the_same_status(arguments):
+    forked, started = (commands.run(*arguments, is_forked=is_forked) for is_forked in (True, False))
+    assert forked.args == started.args
+    assert (forked.returncode, forked.stdout, forked.stderr) == (
+        *(started.returncode, started.stdout, started.stderr),
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_ends_it(number):
+    arguments = ("generate", "--run_dir=x", "--prompt_file=-")  # waits for its input
+    with commands.start(*arguments, stdin=subprocess.PIPE) as process:
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(timeout=60) == -number
+
+
+def test_our_own_defect_is_a_traceback():
+    result = commands.run("absent")
+    assert result.returncode == 1
+    assert "No module named experiments.absent" in result.stderr.splitlines()[-1]
+
+
+def test_variables_that_jax_reads_when_it_is_imported_are_refused():
+    with pytest.raises(AssertionError, match="is_forked=False"):
+        commands.start("launch", env=commands.cpu_environment(JAX_ENABLE_X64="1"))
