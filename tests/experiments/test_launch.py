@@ -165,12 +165,25 @@ def test_evaluation_writes_json_csv_and_a_picture(finished):
     folder = run_dir / "eval" / "recall"
     assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "recall.png"}
     assert (folder / "recall.png").read_bytes().startswith(b"\x89PNG")
+    result = commands.run("evaluate", f"--run_dir={run_dir}", "--task=needle", "--batch_size=2")
+    assert result.returncode == 0, result.stderr
+    assert "IP-TTCD, memory published" in result.stdout
+    needle = json.loads((run_dir / "eval" / "needle" / "results.json").read_text())
+    kept, published = needle["series"].values()
+    assert needle["chance"] == 1 / 4
+    # Two needles in two rows, since there are four keys.
+    assert [(row["distance"], row["queries"]) for row in kept] == [
+        (str(2**power), 4) for power in range(4, 10)
+    ]
+    assert len(published) == len(kept)
     page = commands.run(
         "report", f"--run_dir={run_dir}", f"--output={run_dir / 'page'}", "--next=go on"
     )
     assert page.returncode == 0, page.stderr
     assert "go on" in page.stdout
-    assert (run_dir / "page" / "index.html").exists()
+    assert {path.name for path in (run_dir / "page").iterdir()} == {
+        *("index.html", "recall.png", "needle.png")
+    }
 
 
 @pytest.mark.parametrize(
