@@ -176,7 +176,13 @@ def _is_likeliest(axis: str | None, logits: jax.Array, y: jax.Array) -> jax.Arra
 
 def next_token_loss(model: "Transformer", tokens: Int[Array, "B T"]) -> Float[Array, ""]:
     """Mean over B * (T - 1) positions of the cross entropy of token i + 1 given tokens 0 .. i."""
-    hidden, _ = model.forward(tokens)
+    return next_token_loss_of(model.forward(tokens)[0], model.head_weight(), tokens)
+
+
+def next_token_loss_of(
+    hidden: Float[Array, "B T D"], head: Float[Array, "V D"], tokens: Int[Array, "B T"]
+) -> Float[Array, ""]:
+    """The same, of what the model gives for `tokens`."""
     targets = tokens[:, 1:]
     mask = jnp.ones(targets.shape, bool)
-    return summed_loss(hidden[:, :-1], model.head_weight(), targets, mask) / targets.size
+    return summed_loss(hidden[:, :-1], head, targets, mask) / targets.size

@@ -50,7 +50,7 @@ def check_mlp(golden: Golden, dtype: str) -> Comparison:
     x, t = (jnp.asarray(golden.arrays[name], dtype) for name in ("in.x", "in.t"))
     y, d_params, d_inputs, y_plain = modules.value_and_pull(
         load(config, dtype),
-        lambda m, x, t: (m(x, t), SwiGLU.__call__(m, x)),
+        _remembering_and_plain,
         (x, t),
         golden.arrays["in.G"],
     )
@@ -81,15 +81,15 @@ def check_mixer(golden: Golden, dtype: str) -> Comparison:
 
     name = "in.x" if "in.x" in golden.arrays else "in.hidden"
     hidden = jnp.asarray(golden.arrays[name], dtype)
-    positions = row_positions(hidden)
     y, d_params, (d_hidden,), _ = modules.value_and_pull(
-        load(config, dtype), lambda m, h: (m(h, positions), None), (hidden,), golden.arrays["in.G"]
+        load(config, dtype), _in_rows, (hidden,), golden.arrays["in.G"]
     )
     ours = {"out.y": y, f"grad_{name}": d_hidden}
     ours |= modules.gradients(reference.module_to_reference(d_params, names))
     result = worst(ours, golden, lambda name: bound(golden, dtype, name))
     if "out.y_bf16ns" in golden.arrays:
-        y = modules.evaluate(load(_narrow(config), "float32"), hidden.astype("float32"), positions)
+        hidden = hidden.astype("float32")
+        y = modules.evaluate(load(_narrow(config), "float32"), hidden, row_positions(hidden))
         result = max(result, _rounded(golden, y), key=lambda result: result.ratio)
     return result
 
@@ -103,11 +103,23 @@ def check_block(golden: Golden, dtype: str) -> Comparison:
     )
     hidden = jnp.asarray(golden.arrays["in.hidden"], dtype)
     y, d_params, (d_hidden,), _ = modules.value_and_pull(
-        module, lambda m, h: (m(h), None), (hidden,), golden.arrays["in.G"]
+        module, _alone, (hidden,), golden.arrays["in.G"]
     )
     ours: dict[str, Any] = {"out.y": y, "grad_in.hidden": d_hidden}
     ours |= modules.gradients(reference.module_to_reference(d_params, names))
     return worst(ours, golden, lambda name: bound(golden, dtype, name))
+
+
+def _remembering_and_plain(mlp, x, t):
+    return mlp(x, t), SwiGLU.__call__(mlp, x)
+
+
+def _in_rows(mixer, hidden):
+    return mixer(hidden, row_positions(hidden)), None
+
+
+def _alone(block, hidden):
+    return block(hidden), None
 
 
 def _narrow(config: TransformerConfig) -> TransformerConfig:

@@ -14,7 +14,7 @@ from ttcd_jax.layers.norm import rms_norm
 from ttcd_jax.models.block import build_block
 from ttcd_jax.models.catalog import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.train.loss import next_token_loss
+from ttcd_jax.train.loss import next_token_loss_of
 
 
 def check_model(golden: Golden, dtype: str) -> Comparison:
@@ -25,7 +25,7 @@ def check_model(golden: Golden, dtype: str) -> Comparison:
     tokens = jnp.asarray(golden.arrays["in.input_ids"])
     loss, d_params, _, logits = modules.value_and_pull(
         _load(config, tensors, dtype),
-        lambda m, tokens: (next_token_loss(m, tokens), m(tokens)),
+        _loss_and_logits,
         (tokens,),
         1.0,
     )
@@ -40,6 +40,11 @@ def check_model(golden: Golden, dtype: str) -> Comparison:
         base = {name: value for name, value in tensors.items() if not _is_fast(name)}
         ours["out.logits_eval"] = modules.evaluate(_load(plain, base, dtype), tokens)
     return worst(ours, golden, lambda name: bound(golden, dtype, name))
+
+
+def _loss_and_logits(model: Transformer, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    hidden, _ = model.forward(tokens)
+    return next_token_loss_of(hidden, model.head_weight(), tokens), model.logits(hidden)
 
 
 def _is_fast(name: str) -> bool:

@@ -1,5 +1,6 @@
 """Flax modules that hold reference parameters: building, running, differentiating."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,25 +87,29 @@ def load_module[M: nnx.Module](
 
 
 def value_and_pull(module: nnx.Module, run: Callable[..., Any], inputs: tuple, cotangent):
-    """(value, parameter gradients as a pure dict, input gradients, aux): one compiled function.
-    `run(module, *inputs)` gives (value, aux)."""
+    """(value, parameter gradients as a pure dict, input gradients, aux): one compiled function,
+    shared by files of one configuration and shape. `run(module, *inputs)` gives (value, aux)."""
     graph, state = nnx.split(module)
-
-    @jax.jit
-    def differentiate(state, inputs):
-        value, pull, aux = jax.vjp(
-            lambda s, x: run(nnx.merge(graph, s), *x), state, inputs, has_aux=True
-        )
-        return value, *pull(jnp.asarray(cotangent, value.dtype)), aux
-
-    value, d_state, d_inputs, aux = differentiate(state, inputs)
+    value, d_state, d_inputs, aux = _differentiated(graph, run, state, inputs, cotangent)
     return value, nnx.to_pure_dict(d_state), d_inputs, aux
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _differentiated(graph, run, state, inputs, cotangent):
+    value, pull, aux = jax.vjp(
+        lambda s, x: run(nnx.merge(graph, s), *x), state, inputs, has_aux=True
+    )
+    return value, *pull(jnp.asarray(cotangent, value.dtype)), aux
+
+
 def evaluate(module: nnx.Module, *inputs: Any) -> jax.Array:
-    """`module(*inputs)`, compiled."""
-    graph, state = nnx.split(module)
-    return jax.jit(lambda state, inputs: nnx.merge(graph, state)(*inputs))(state, inputs)
+    """`module(*inputs)`, compiled once for equal modules."""
+    return _evaluated(*nnx.split(module), inputs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluated(graph, state, inputs):
+    return nnx.merge(graph, state)(*inputs)
 
 
 def gradients(mapped: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
