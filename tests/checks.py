@@ -105,9 +105,11 @@ def temporary_bytes(run: Callable, *args) -> int:
     return jax.jit(run).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-def randomize(module: nnx.Module, seed: int = 0, std: float = 0.5) -> nnx.Module:
-    """The module with every parameter drawn from N(0, std^2), so that nothing is zero or one."""
-    rng = np.random.default_rng(seed)
+def randomize(build: Callable, *args, std: float = 0.5, **options):
+    """What `build(*args, **options, rngs=...)` makes, every parameter drawn from N(0, std^2), so
+    that nothing is zero or one. Its own start is only traced: computing one takes seconds."""
+    module = nnx.eval_shape(lambda: build(*args, **options, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
     state = nnx.state(module, nnx.Param)
     nnx.update(
         module,

@@ -49,7 +49,7 @@ EXACT |= {"max_ulp": 0, "max_relative_error": 0}
 
 @functools.cache
 def _model(config=CONFIG):
-    return randomize(Transformer(config, rngs=nnx.Rngs(0)), std=0.3)
+    return randomize(Transformer, config, std=0.3)
 
 
 def _computed(config=CONFIG, **way):

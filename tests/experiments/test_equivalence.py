@@ -84,7 +84,7 @@ def run_dir(tmp_path_factory):
         corpus=CorpusConfig(kind="text", path=str(text)), tokenizer=TokenizerConfig(), seq_len=40
     )
     directory = RunDirectory(tmp_path_factory.mktemp("run") / "run")
-    model = randomize(Transformer(MODEL, rngs=nnx.Rngs(0)), std=0.5)
+    model = randomize(Transformer, MODEL, std=0.5)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     with contextlib.closing(Checkpoints(directory.checkpoints)) as checkpoints:
         checkpoints.save(3, {"params": params}, {"steps": 3})

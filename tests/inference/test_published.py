@@ -29,7 +29,7 @@ IS_LONG = LENGTHS >= CHUNK
 def model(request):
     # One layer, so that what its MLP does to a token reaches no other token's input.
     with jax.enable_x64(True):
-        return randomize(Transformer(config_of(request.param, num_layers=1), rngs=nnx.Rngs(0)))
+        return randomize(Transformer, config_of(request.param, num_layers=1))
 
 
 def _published(model, start: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -90,6 +90,6 @@ def test_a_second_prompt_finds_the_memory_empty_and_counts_its_own_chunks(model)
 
 
 def test_a_model_without_such_a_memory_is_refused():
-    model = inference_model(Transformer(config_of("swa", num_layers=1), rngs=nnx.Rngs(0)))
+    model = inference_model(randomize(Transformer, config_of("swa", num_layers=1)))
     with pytest.raises(UserError, match="method 'swa' has none: use 'kept'"):
         prefill(model, start_state(model, 3), TOKENS, memory="published")

@@ -4,8 +4,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from checks import assert_same
-from flax import nnx
+from checks import assert_same, randomize
 
 from ttcd_jax.errors import CheckpointError
 from ttcd_jax.inference.decode import decode
@@ -31,8 +30,8 @@ CONFIG = TransformerConfig(
 TOKENS = np.arange(16).reshape(2, 8)
 
 
-def _model(config=CONFIG, seed=0):
-    return inference_model(Transformer(config, rngs=nnx.Rngs(seed)))
+def _model(config=CONFIG, std=0.5):
+    return inference_model(randomize(Transformer, config, std=std))
 
 
 def _read(model, **options):
@@ -84,16 +83,16 @@ def test_full_attention_keeps_its_room(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "seed", "words"),
+    ("config", "std", "words"),
     [
-        (CONFIG.replace(window=6), 0, "another configuration: window: 8 -> 6;"),
-        (CONFIG.replace(memory=CONFIG.memory.replace(eta=0.5)), 0, "memory.eta: .* -> 0.5;"),
-        (CONFIG, 1, "other parameters of the same configuration"),
+        (CONFIG.replace(window=6), 0.5, "another configuration: window: 8 -> 6;"),
+        (CONFIG.replace(memory=CONFIG.memory.replace(eta=0.5)), 0.5, "memory.eta: .* -> 0.5;"),
+        (CONFIG, 0.25, "other parameters of the same configuration"),
     ],
 )
-def test_another_model_is_refused_by_what_differs(folder, config, seed, words):
+def test_another_model_is_refused_by_what_differs(folder, config, std, words):
     with pytest.raises(CheckpointError, match=words):
-        load_state(folder, _model(config, seed))
+        load_state(folder, _model(config, std))
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "state.json", "DIGEST.json"])

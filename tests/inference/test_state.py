@@ -5,6 +5,7 @@ import resource
 import jax
 import numpy as np
 import pytest
+from checks import randomize
 from flax import nnx
 from small_models import CONFIG, config_of
 
@@ -40,15 +41,13 @@ def test_bytes_are_those_of_the_formula_and_of_the_arrays(method, float64):
     sizes = state_bytes(config, B, LENGTH)
     kinds = ("attention", "memory", "open chunk")
     assert tuple(sizes[kind] for kind in kinds) == tuple(8 * B * n for n in ELEMENTS[method])
-    state = start_state(
-        inference_model(Transformer(config, rngs=nnx.Rngs(0))), B, max_length=LENGTH
-    )
+    state = start_state(inference_model(randomize(Transformer, config)), B, max_length=LENGTH)
     assert sizes["total"] == sum(x.nbytes for x in jax.tree.leaves(state.layers))
 
 
 def test_every_array_is_cut_by_rows_and_some_by_heads_or_features():
     config = CONFIG.replace(precision=Precision())
-    state = start_state(inference_model(Transformer(config, rngs=nnx.Rngs(0))), B)
+    state = start_state(inference_model(randomize(Transformer, config)), B)
     axes = state_axes(state)
     fast, plain = axes.layers
     assert plain.mixer.keys == ("batch", None, "kv_heads", None)

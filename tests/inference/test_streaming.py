@@ -37,7 +37,7 @@ def _config(method: str, **changes: Any) -> TransformerConfig:
 @functools.cache
 def _models(config: TransformerConfig):
     """(the model that trains, the same for inference, its logits [B, T, V] of the whole rows)."""
-    model = randomize(Transformer(config, rngs=nnx.Rngs(0)))
+    model = randomize(Transformer, config)
     forward = nnx.jit(lambda model, tokens: model(tokens))
     return model, inference_model(model), np.asarray(forward(model, jnp.asarray(TOKENS)))
 
@@ -197,6 +197,6 @@ def test_full_attention_says_what_it_needs():
 
 def test_a_model_that_reads_ahead_is_refused():
     memory = MemoryConfig(chunk_size=CHUNK, num_taps=3, is_conv_causal=False)
-    model = inference_model(Transformer(_config("ipttcd", memory=memory), rngs=nnx.Rngs(0)))
+    model = inference_model(randomize(Transformer, _config("ipttcd", memory=memory)))
     with pytest.raises(UserError, match="is_conv_causal=False with output 'teacher' reads"):
         start_state(model, 1)

@@ -27,7 +27,7 @@ FLOAT64 = Precision(param="float64", compute="float64", state="float64")
 def _module(precision=FLOAT64, **changes):
     fields = {"dim": D, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "window": 3} | changes
     config = AttentionConfig(precision=precision, **fields)
-    return randomize(Attention(config, rngs=nnx.Rngs(0)))
+    return randomize(Attention, config)
 
 
 @pytest.mark.parametrize("window", [1, 3, None])

@@ -28,13 +28,8 @@ def _config(layer, precision=FLOAT64, **changes):
     return CONFIGS[layer](precision=precision, **fields)
 
 
-def _empty(layer, config):
-    """The module with shapes for parameters: drawing what is replaced costs a compilation each."""
-    return nnx.eval_shape(lambda: layer(config, rngs=nnx.Rngs(0)))
-
-
 def _module(layer, precision=FLOAT64):
-    return randomize(_empty(layer, _config(layer, precision)))
+    return randomize(layer, _config(layer, precision))
 
 
 def test_the_sublayer_is_the_delta_rule_between_projections(float64):

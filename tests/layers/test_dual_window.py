@@ -23,7 +23,7 @@ def _config(teacher, student) -> DualWindowConfig:
 
 
 def _module(teacher=5, student=2):
-    return randomize(DualWindowAttention(_config(teacher, student), rngs=nnx.Rngs(0)))
+    return randomize(DualWindowAttention, _config(teacher, student))
 
 
 @pytest.mark.parametrize(("which", "window"), [(0, 5), (1, 2)], ids=["teacher", "student"])
@@ -42,9 +42,9 @@ def test_outputs_are_those_of_two_attentions_with_these_weights(teacher, float64
 
     def single(window):
         config = dual.config.replace(window=window)
-        attention = Attention(config, rngs=nnx.Rngs(0))
+        attention = nnx.eval_shape(lambda: Attention(config, rngs=nnx.Rngs(0)))
         nnx.update(attention, nnx.state(dual, nnx.Param))
-        return attention(h, row_positions(h))
+        return jax.jit(attention)(h, row_positions(h))
 
     ours = jax.jit(lambda h: dual(h, row_positions(h)))(h)
     assert_close(ours, (single(teacher), single(2)))
@@ -52,7 +52,7 @@ def test_outputs_are_those_of_two_attentions_with_these_weights(teacher, float64
 
 def test_the_first_tokens_of_a_document_have_no_error_to_learn_from(float64):
     (h,) = draw(1, (1, T, D))
-    teacher, student = _module()(h, row_positions(h), IDS)
+    teacher, student = jax.jit(_module())(h, row_positions(h), IDS)
     equal = np.asarray(jnp.isclose(teacher, student, rtol=1e-12, atol=1e-12).all(-1)[0])
     assert equal.tolist() == [True, True, False, False, True, True, True, False, False, False]
 

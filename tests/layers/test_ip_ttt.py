@@ -26,7 +26,7 @@ def _config(precision=WIDE, **changes) -> IPTTTConfig:
 
 
 def _module(**changes) -> IPTTTMLP:
-    return randomize(IPTTTMLP(_config(**changes), rngs=nnx.Rngs(0)))
+    return randomize(IPTTTMLP, _config(**changes))
 
 
 def _inputs():
@@ -52,6 +52,7 @@ def test_the_memory_stores_projected_targets_under_features(is_causal):
     names = ("down", "proj", "target_conv", "activation_conv")
     down, proj, target_taps, taps = (np.asarray(getattr(module, name)[...]) for name in names)
     features = np.asarray(module.features(x))
+    y = jax.jit(module)(x, targets)
     for row in range(2):
         weight, expected = down, []
         for start in range(0, T, CHUNK):
@@ -60,7 +61,7 @@ def test_the_memory_stores_projected_targets_under_features(is_causal):
             v = _convolved(np.asarray(targets)[row, chunk], target_taps, is_causal=is_causal)
             expected.append(h @ weight)
             weight = weight + 0.3 * h.T @ (v @ proj)
-        assert_close(module(x, targets)[row], jnp.asarray(np.concatenate(expected)))
+        assert_close(y[row], jnp.asarray(np.concatenate(expected)))
 
 
 def test_a_symmetric_target_convolution_stays_causal():
@@ -78,7 +79,7 @@ def test_a_symmetric_target_convolution_stays_causal():
 def test_the_published_start_writes_nothing():
     module = IPTTTMLP(_config(has_activation_conv=False), rngs=nnx.Rngs(0))
     x, targets = _inputs()
-    y, stats = module.forward(x, targets)
+    y, stats = jax.jit(module.forward)(x, targets)
     assert_close(y, module.features(x) @ module.down[...])
     assert stats.memory_ratio == 0
     proj = np.asarray(module.proj[...])
@@ -88,14 +89,14 @@ def test_the_published_start_writes_nothing():
 
 def test_parts_that_are_off_have_no_parameters():
     off = dict.fromkeys(("has_proj", "has_target_conv", "has_activation_conv"), False)
-    module = IPTTTMLP(_config(**off), rngs=nnx.Rngs(0))
+    module = nnx.eval_shape(lambda: IPTTTMLP(_config(**off), rngs=nnx.Rngs(0)))
     assert set(nnx.to_pure_dict(nnx.state(module))) == {"gate", "up", "down"}
 
 
 def test_documents_share_no_memory_unless_told():
     x, targets = _inputs()
     ids = jnp.asarray(np.repeat([[0, 1], [3, 2]], [CHUNK + 1, T - CHUNK - 1], axis=1))
-    kept, leaking = _module(), _module(resets_at_document=False)
+    kept, leaking = (jax.jit(_module(resets_at_document=resets)) for resets in (True, False))
     assert_same(leaking(x, targets, ids), leaking(x, targets))
     assert abs(kept(x, targets, ids) - kept(x, targets)).max() > 1e-3
 
@@ -103,15 +104,17 @@ def test_documents_share_no_memory_unless_told():
 def _block(target):
     mixer = AttentionConfig(dim=D, num_heads=1, num_kv_heads=1, head_dim=D, window=None)
     config = IPTTTBlockConfig(mixer=mixer, mlp=_config(Precision(), target=target))
-    return randomize(build_block(config, rngs=nnx.Rngs(0)))
+    return randomize(build_block, config)
 
 
 def test_a_block_stores_its_own_input_or_the_embeddings():
     h, embeddings = _inputs()
     hidden, embedding = _block("hidden"), _block("embedding")
-    assert_same(hidden(h), hidden(h, None, None, embeddings))
-    assert abs(embedding(h, None, None, embeddings) - hidden(h)).max() > 1e-3
-    gradient = jax.grad(lambda e: embedding(h, None, None, e).sum())(embeddings)
+    stored = jax.jit(hidden)(h)
+    assert_same(stored, jax.jit(hidden)(h, None, None, embeddings))
+    y, pull = jax.vjp(jax.jit(lambda e: embedding(h, None, None, e)), embeddings)
+    assert abs(y - stored).max() > 1e-3
+    (gradient,) = pull(jnp.ones_like(y))
     assert abs(gradient[:, : 2 * CHUNK]).max() > 0
     with pytest.raises(ValueError, match="pass embeddings"):
         embedding(h)

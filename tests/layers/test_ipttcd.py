@@ -33,20 +33,23 @@ CONTINUED = {
 }
 
 
-def _fresh(precision=FLOAT64, **memory) -> IPTTCDMLP:
-    """As initialised."""
-    config = IPTTCDConfig(
+def _config(precision=FLOAT64, **memory) -> IPTTCDConfig:
+    return IPTTCDConfig(
         mlp=MLPConfig(dim=D, hidden_dim=F, precision=precision, init_std=0.5),
         memory=MemoryConfig(
             **({"chunk_size": L, "num_taps": 3, "form": "blocked", "block_chunks": 2} | memory)
         ),
     )
-    return IPTTCDMLP(config, rngs=nnx.Rngs(0))
+
+
+def _fresh(*args, **memory) -> IPTTCDMLP:
+    """As initialised."""
+    return IPTTCDMLP(_config(*args, **memory), rngs=nnx.Rngs(0))
 
 
 def _module(precision=FLOAT64, **memory) -> IPTTCDMLP:
     """With nothing at zero or one."""
-    return randomize(_fresh(precision, **memory))
+    return randomize(IPTTCDMLP, _config(precision, **memory))
 
 
 def _call(module, x, t, ids=None):
@@ -271,11 +274,12 @@ def test_projection_starts_as_asked():
 
 
 def test_switched_off_parts_have_no_parameters(float64):
-    names = set(
-        nnx.to_pure_dict(nnx.state(_fresh(**VARIANTS["nothing but the memory"]), nnx.Param))
-    )
-    assert names == {"gate", "up", "down"}
-    assert set(nnx.to_pure_dict(nnx.state(_fresh(), nnx.Param))) == names | {
+    def names(**memory):
+        return set(nnx.to_pure_dict(nnx.state(_module(**memory), nnx.Param)))
+
+    bare = names(**VARIANTS["nothing but the memory"])
+    assert bare == {"gate", "up", "down"}
+    assert names() == bare | {
         "proj",
         "rate",
         "teacher_conv",
@@ -286,7 +290,7 @@ def test_switched_off_parts_have_no_parameters(float64):
 def test_statistics_measure_the_memory_and_the_gate(float64):
     module = _module(normalizes_keys=False, has_student_conv=False, has_teacher_conv=False)
     x, t = draw(1, (2, 12, D), (2, 12, D))
-    _, stats = module.forward(x, t)
+    _, stats = jax.jit(module.forward)(x, t)
     down, proj, rate = (np.asarray(w[...]) for w in (module.down, module.proj, module.rate))
     z, s = np.asarray(module.features(x)), np.asarray(module.features(t))
     beta = 1 / (1 + np.exp(-np.asarray(t) @ rate))
@@ -295,13 +299,13 @@ def test_statistics_measure_the_memory_and_the_gate(float64):
     ratio = 0.3 * np.linalg.norm(state, axis=(1, 2)).mean() / np.linalg.norm(down)
     assert_close(stats.memory_ratio, ratio, 1e-6)
     assert_close(stats.gate_mean, beta.mean(), 1e-6)
-    assert _module(has_token_rate=False).forward(x, t)[1].gate_mean == 1
+    assert jax.jit(_module(has_token_rate=False).forward)(x, t)[1].gate_mean == 1
 
 
 def test_statistics_carry_no_gradient():
     module = _module(Precision())
     x, t = draw(1, (1, 9, D), (1, 9, D))
-    gradient = jax.grad(lambda x: sum(module.forward(x, t)[1]))(x)
+    gradient = jax.jit(jax.grad(lambda x: sum(module.forward(x, t)[1])))(x)
     assert not np.asarray(gradient).any()
 
 

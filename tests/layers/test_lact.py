@@ -37,7 +37,7 @@ def _config(precision=FLOAT64, window: int | None = 3, **memory) -> LaCTConfig:
 
 
 def _module(precision=FLOAT64, **changes) -> LaCT:
-    return randomize(LaCT(_config(precision, **changes), rngs=nnx.Rngs(0)))
+    return randomize(LaCT, _config(precision, **changes))
 
 
 # What the reference files say of every switch holds here too; two modules differ in all of them.
@@ -114,11 +114,10 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
 
 
 def test_rates_keep_their_digits_in_bfloat16():
-    module = _module(Precision(compute="bfloat16"))
     (h,) = draw(1, (2, T, D), dtype=jnp.bfloat16)
-    wide = _module(Precision())._rates(h.astype(jnp.float32))
-    assert module._rates(h).dtype == jnp.float32
-    assert_close(module._rates(h), wide, 0.02)
+    rates = _module(Precision(compute="bfloat16"))._rates(h)
+    assert rates.dtype == jnp.float32
+    assert_close(rates, _module(Precision())._rates(h.astype(jnp.float32)), 0.02)
 
 
 def test_a_zero_hidden_state_has_finite_gradients():
@@ -160,7 +159,7 @@ def test_rates_start_at_a_thousandth(float64):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameters_name_their_axes(name):
-    state = nnx.state(LaCT(_config(Precision(), **VARIANTS[name]), rngs=nnx.Rngs(0)), nnx.Param)
+    state = nnx.state(_module(Precision(), **VARIANTS[name]), nnx.Param)
     for value in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Param)):
         axes = value.get_metadata()["axes"]
         assert set(axes) <= set(LOGICAL_AXES)

@@ -9,12 +9,11 @@ from ttcd_jax.precision import Precision
 
 
 def _module(precision=Precision(), **changes):
-    config = MLPConfig(dim=6, hidden_dim=8, precision=precision, **changes)
-    return SwiGLU(config, rngs=nnx.Rngs(0))
+    return randomize(SwiGLU, MLPConfig(dim=6, hidden_dim=8, precision=precision, **changes))
 
 
 def test_output_follows_its_formula(float64):
-    mlp = randomize(_module(Precision(param="float64", compute="float64", state="float64")))
+    mlp = _module(Precision(param="float64", compute="float64", state="float64"))
     (x,) = draw(1, (2, 5, 6))
     gate, up, down = (np.asarray(w[...]) for w in (mlp.gate, mlp.up, mlp.down))
     a = np.asarray(x) @ gate
@@ -30,7 +29,7 @@ def test_weights_start_with_the_asked_deviation():
 
 
 def test_bfloat16_compute_keeps_float32_parameters():
-    mlp = randomize(_module(Precision(compute="bfloat16")))
+    mlp = _module(Precision(compute="bfloat16"))
     (x,) = draw(1, (2, 5, 6), dtype=jnp.bfloat16)
     assert mlp.gate[...].dtype == jnp.float32
     assert mlp.features(x).dtype == mlp(x).dtype == jnp.bfloat16
@@ -41,4 +40,4 @@ def test_bfloat16_compute_keeps_float32_parameters():
 
     eqns = traced(jax.grad(loss, argnums=(0, 1)), params, x)
     assert dot_operand_types(eqns) == {"bfloat16"}
-    assert_close(mlp(x), randomize(_module())(x.astype(jnp.float32)))
+    assert_close(mlp(x), _module()(x.astype(jnp.float32)))

@@ -50,7 +50,7 @@ def _fast(precision=FLOAT64, **memory):
 
 @pytest.mark.parametrize("config", [_plain, _fast])
 def test_a_token_depends_on_the_past_of_its_document_and_nothing_else(config, float64):
-    block = randomize(build(config(), rngs=nnx.Rngs(0)))
+    block = randomize(build, config())
     (h,) = draw(1, (*TWO_ROWS.shape, D))
     reach = influence(lambda h: block(h, segment_ids=jnp.asarray(TWO_ROWS)), h)
     assert not reach[~may_see(TWO_ROWS)].any()
@@ -63,8 +63,8 @@ def test_a_token_depends_on_the_past_of_its_document_and_nothing_else(config, fl
 
 
 def test_a_frozen_fast_block_that_reads_raw_features_is_the_plain_block(float64):
-    fast = randomize(build(_fast(output="teacher_raw", eta=0.0), rngs=nnx.Rngs(0)))
-    plain = build(_plain(), rngs=nnx.Rngs(0))
+    fast = randomize(build, _fast(output="teacher_raw", eta=0.0))
+    plain = nnx.eval_shape(lambda: build(_plain(), rngs=nnx.Rngs(0)))
     shared = nnx.to_pure_dict(nnx.state(fast, nnx.Param))
     for name in ("proj", "rate", "teacher_conv", "student_conv"):
         del shared["mlp"][name]
@@ -77,32 +77,31 @@ def test_a_frozen_fast_block_that_reads_raw_features_is_the_plain_block(float64)
 
 def test_the_student_is_normed_behind_its_own_residual(float64):
     """Without a memory to read, the student's output is the plain MLP of norm(h + student)."""
-    block = randomize(build(_fast(output="student", has_student_conv=False), rngs=nnx.Rngs(0)))
+    block = randomize(build, _fast(output="student", has_student_conv=False))
     (h,) = draw(1, (1, 4, D))
 
     def norm(x, weight):
         return weight[...] * x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
 
-    teacher, student = block.mixer(norm(h, block.mixer_norm), row_positions(h))
+    teacher, student = jax.jit(block.mixer)(norm(h, block.mixer_norm), row_positions(h))
     t = norm(h + student, block.mlp_norm)
     expected = h + teacher + block.mlp.features(t) @ block.mlp.down[...]
-    assert_close(block(h), expected, 1e-11)
+    assert_close(jax.jit(block)(h), expected, 1e-11)
 
 
 def test_blocks_share_a_signature_and_statistics_say_whether_there_is_a_memory():
     h = jnp.ones((1, 5, D))
     for config, cls in ((_plain, PlainBlock), (_fast, IPTTCDBlock)):
-        block = build(config(Precision()), rngs=nnx.Rngs(0))
+        block = randomize(build, config(Precision()))
         assert type(block) is cls
-        y, stats = block.forward(h, row_positions(h), jnp.zeros((1, 5), jnp.int32))
+        y, stats = jax.eval_shape(block.forward, h, row_positions(h), jnp.zeros((1, 5), jnp.int32))
         assert y.shape == h.shape
         assert (stats is None) == (config is _plain)
 
 
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
     narrow, wide = (
-        randomize(build(_fast(Precision(compute=compute)), rngs=nnx.Rngs(0)))
-        for compute in ("bfloat16", "float32")
+        randomize(build, _fast(Precision(compute=compute))) for compute in ("bfloat16", "float32")
     )
     (h,) = draw(1, (2, 13, D), dtype=jnp.bfloat16)
     graph, params = nnx.split(narrow)

@@ -44,7 +44,7 @@ def method(request) -> str:
 
 def _block(config: TransformerConfig) -> nnx.Module:
     """Layer 0, every parameter drawn."""
-    return randomize(build_block(block_configs(config)[0], rngs=nnx.Rngs(0)))
+    return randomize(build_block, block_configs(config)[0])
 
 
 @functools.cache
@@ -135,15 +135,15 @@ def test_without_a_rate_the_layer_is_the_frozen_one(method):
     config = config_of(method)
     block = _block(config.replace(**without_memory(config)))
     x, t = _hidden(2, T), draw(4, (2, T, D))[0]
-    assert_close(block.mlp(x, t), _frozen(method, block)(x, t))
+    assert_close(jax.jit(block.mlp)(x, t), jax.jit(_frozen(method, block))(x, t))
 
 
 @pytest.mark.parametrize("method", WITH_RATE)
 def test_a_single_chunk_is_the_frozen_layer_to_the_last_bit(method):
     config = config_of(method)
     x, t = _hidden(2, CHUNK), draw(4, (2, CHUNK, D))[0]
-    frozen = _block(config.replace(**without_memory(config))).mlp(x, t)
-    assert_same(_block(config).mlp(x, t), frozen)
+    frozen = _block(config.replace(**without_memory(config))).mlp
+    assert_same(jax.jit(_block(config).mlp)(x, t), jax.jit(frozen)(x, t))
 
 
 def test_a_single_chunk_of_lact_is_read_through_the_start():
@@ -151,6 +151,7 @@ def test_a_single_chunk_of_lact_is_read_through_the_start():
     quiet, loud = _block(config_of("lact")), _block(config_of("lact"))
     for block, bias in ((quiet, -50.0), (loud, 5.0)):
         block.mixer.rate_bias[...] = jnp.full_like(block.mixer.rate_bias[...], bias)
+    quiet, loud = jax.jit(quiet), jax.jit(loud)
     assert_same(quiet(h), loud(h))
     assert distance(quiet(longer), loud(longer)) > 1e-3
 
@@ -192,7 +193,7 @@ def test_all_forms_of_a_memory_are_one_function(method):
 
 def _model(method: str, *, scans_layers: bool) -> Transformer:
     config = config_of(method, scans_layers=scans_layers, fast_layers=(0, 1))
-    return randomize(Transformer(config, rngs=nnx.Rngs(0)), std=0.3)
+    return randomize(Transformer, config, std=0.3)
 
 
 def test_every_parameter_of_a_model_is_trained(method):

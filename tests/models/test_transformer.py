@@ -36,7 +36,7 @@ def _config(**changes) -> TransformerConfig:
 
 
 def _model(**changes) -> Transformer:
-    return randomize(Transformer(_config(**changes), rngs=nnx.Rngs(0)), std=0.3)
+    return randomize(Transformer, _config(**changes), std=0.3)
 
 
 def _abstract(config) -> Transformer:
@@ -249,8 +249,8 @@ def test_positions_matter_by_their_differences(float64):
 
 
 def test_models_without_a_memory_have_no_statistics():
-    model = Transformer(_config(method="swa", precision=Precision()), rngs=nnx.Rngs(0))
-    assert model.forward(jnp.asarray(TOKENS[:, :4]))[1] is None
+    model = _model(method="swa", precision=Precision())
+    assert jax.eval_shape(model.forward, jnp.asarray(TOKENS[:, :4]))[1] is None
 
 
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
