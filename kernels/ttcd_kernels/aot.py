@@ -141,7 +141,8 @@ def _assemble(kernel: _Source, capability: int) -> Compiled:
         source.write_text(kernel.ptx)
         arch = f"-arch=sm_{capability}{suffix}"
         report = _run("ptxas", "-v", arch, str(source), "-o", str(cubin))
-        sass = _run("nvdisasm", "-c", str(cubin))
+        # Only products become tensor-core instructions; the disassembler takes long to start.
+        sass = _run("nvdisasm", "-c", str(cubin)) if "mma" in kernel.ptx else ""
     registers = re.search(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     assert registers is not None, report
