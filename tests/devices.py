@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 
-def run_on_devices(script: Path, method: str, output: Path, *meshes: str) -> Any:
-    """What `script` writes into `output`, as JSON."""
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+def run_on_devices(script: Path, case: str, output: Path, *meshes: str) -> Any:
+    """What `script` writes of `case` into `output`, as JSON."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     subprocess.run(
-        [sys.executable, script, method, output, *meshes],
+        [sys.executable, script, case, output, *meshes],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         check=True,
-        timeout=280,
+        timeout=600,
     )
     return json.loads(output.read_text())

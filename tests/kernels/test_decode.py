@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw
-from interpreting import assert_all_below, errors_of
+from interpreting import errors_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import dual_window_attention_with_lse, launch
 from ttcd_kernels.decode import bench, reference, triton_call, xla
@@ -40,46 +40,45 @@ BASE = {
     **{"teacher": 48, "student": 20, "slices": 2, "block_n": 16},
 }
 PAGES = BASE | {"W": 64, "page_size": 16}
-SETS = {
-    "phases": [BASE | {"positions": PHASES, "K": 1, "N": 2}],
-    "rings": [
-        BASE | {"W": 48, "slices": 4},  # full
-        BASE | {"W": 1, "teacher": 1, "student": 1},
-        BASE | {"W": 100, "teacher": 33, "student": 16, "block_n": 32},
-    ],
-    "groups": [BASE | {"N": group, "K": 1, "positions": [70]} for group in (1, 2, 3, 17)],
-    "windows": [
-        BASE | {"student": 48, "slices": 1},
-        BASE | {"student": 1},
-        BASE | {"student": 47, "slices": 5},
-        BASE | {"teacher": 50, "student": 18, "slices": 4},
-    ],
-    "pages": [
-        PAGES,
-        PAGES | {"positions": PHASES, "K": 1, "N": 2, "slices": 5, "H": 64},
-        PAGES | {"page_size": 32, "block_n": 16, "teacher": 60},
-        PAGES | {"W": 55, "page_size": 5},
-    ],
-    "transforms": [
+CASES = [
+    # phases
+    BASE | {"positions": PHASES, "K": 1, "N": 2},
+    # rings
+    BASE | {"W": 48, "slices": 4},  # full
+    BASE | {"W": 1, "teacher": 1, "student": 1},
+    BASE | {"W": 100, "teacher": 33, "student": 16, "block_n": 32},
+    # groups
+    *[BASE | {"N": group, "K": 1, "positions": [70]} for group in (1, 2, 3, 17)],
+    # windows
+    BASE | {"student": 48, "slices": 1},
+    BASE | {"student": 1},
+    BASE | {"student": 47, "slices": 5},
+    BASE | {"teacher": 50, "student": 18, "slices": 4},
+    # pages
+    PAGES,
+    PAGES | {"positions": PHASES, "K": 1, "N": 2, "slices": 5, "H": 64},
+    PAGES | {"page_size": 32, "block_n": 16, "teacher": 60},
+    PAGES | {"W": 55, "page_size": 5},
+    # transforms
+    *[
         case | {"transform": name, "positions": [7, 90]}
         for case in (BASE, PAGES)
         for name in ("jit", "vmap", "vmap, shared caches")
     ],
-    "public": [case | {"is_public": True, "H": 128} for case in (BASE, PAGES)],
-}
-NARROW = [BASE | {"dtype": dtype} for dtype in ("bfloat16", "float16")]
+    # public
+    *[case | {"is_public": True, "H": 128} for case in (BASE, PAGES)],
+    # narrow
+    *[BASE | {"dtype": dtype} for dtype in ("bfloat16", "float16")],
+]
 # A relative step of each dtype; sums over up to 60 keys, probabilities rounded once.
 BOUND = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_the_kernel_computes_the_definition(name):
-    assert_all_below("decode", SETS[name], BOUND["float32"])
-
-
-def test_narrow_operands_have_float32_statistics():
-    for case, errors in zip(NARROW, errors_of("decode", NARROW), strict=True):
-        assert all(error < BOUND[case["dtype"]] for error in errors.values()), (case, errors)
+def test_the_kernel_computes_the_definition():
+    for case, errors in zip(CASES, errors_of("decode", CASES), strict=True):
+        # One by one: `max` passes over NaN, which is what no program wrote.
+        bound = BOUND[case.get("dtype", "float32")]
+        assert all(error < bound for error in errors.values()), (case, errors)
         # Scores are exact products of narrow numbers, summed in float32.
         lses = errors["teacher_lse"], errors["student_lse"]
         assert all(error < BOUND["float32"] for error in lses), (case, errors)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw
-from interpreting import assert_all_below, errors_of
+from interpreting import errors_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch, parity
 from ttcd_kernels.normalize import PUBLISHED_ZERO_SLOPE, l2_normalize
@@ -37,29 +37,25 @@ BASE = {
     **{"is_causal": True, "normalizes_keys": True},
 }
 SYMMETRIC, PLAIN_KEYS = {"is_causal": False}, {"normalizes_keys": False}
-SETS = {
-    "taps": [
-        BASE | {"B": 2},
-        BASE | {"R": 3} | SYMMETRIC | PLAIN_KEYS,
-        BASE | {"R": 4} | SYMMETRIC,
-        BASE | {"R": 1},
-    ],
-    "tiles": [
-        BASE | {"L": 3, "C": 3} | SYMMETRIC,  # less than the taps reach, less than a tile
-        BASE | {"F": 7, "L": 8, "forward": [8, 8], "backward": [8, 8]} | PLAIN_KEYS,
-        BASE | {"F": 300, "is_public": True},
-    ],
-    "segments": [
-        BASE | {"segments": 2, "B": 2},
-        BASE | {"segments": 3} | SYMMETRIC | PLAIN_KEYS,
-    ],
-    "transforms": [BASE | {"transform": name} for name in ("jit", "remat")]
-    + [BASE | {"transform": "vmap", "segments": 2}],
-    "zero vectors": [
-        BASE | {"has_zero_row": True, "zero_slope": slope} for slope in (3.0, PUBLISHED_ZERO_SLOPE)
-    ],
-}
-NARROW = [
+CASES = [
+    # taps
+    BASE | {"B": 2},
+    BASE | {"R": 3} | SYMMETRIC | PLAIN_KEYS,
+    BASE | {"R": 4} | SYMMETRIC,
+    BASE | {"R": 1},
+    # tiles
+    BASE | {"L": 3, "C": 3} | SYMMETRIC,  # less than the taps reach, less than a tile
+    BASE | {"F": 7, "L": 8, "forward": [8, 8], "backward": [8, 8]} | PLAIN_KEYS,
+    BASE | {"F": 300, "is_public": True},
+    # segments
+    BASE | {"segments": 2, "B": 2},
+    BASE | {"segments": 3} | SYMMETRIC | PLAIN_KEYS,
+    # transforms
+    *[BASE | {"transform": name} for name in ("jit", "remat")],
+    BASE | {"transform": "vmap", "segments": 2},
+    # zero vectors
+    *[BASE | {"has_zero_row": True, "zero_slope": slope} for slope in (3.0, PUBLISHED_ZERO_SLOPE)],
+    # narrow
     BASE | {"dtype": "bfloat16", "taps_dtype": "bfloat16"},
     BASE | {"dtype": "bfloat16"} | PLAIN_KEYS,
     BASE | {"dtype": "float16"},
@@ -68,15 +64,12 @@ NARROW = [
 BOUND = {"float32": 1e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_kernels_give_results_and_gradients_of_the_definition(name):
-    assert_all_below("short_conv", SETS[name], BOUND["float32"])
-
-
-def test_narrow_features_are_summed_in_float32():
-    for case, errors in zip(NARROW, errors_of("short_conv", NARROW), strict=True):
-        assert all(error < BOUND[case["dtype"]] for error in errors.values()), (case, errors)
-        if case.get("taps_dtype") is None:  # products of narrow numbers, never rounded
+def test_kernels_give_results_and_gradients_of_the_definition():
+    for case, errors in zip(CASES, errors_of("short_conv", CASES), strict=True):
+        # One by one: `max` passes over NaN, which is what no program wrote.
+        bound = BOUND[case.get("dtype", "float32")]
+        assert all(error < bound for error in errors.values()), (case, errors)
+        if "taps_dtype" not in case:  # products of narrow numbers, never rounded
             assert errors["d_teacher_taps"] < BOUND["float32"], (case, errors)
 
 

@@ -4,47 +4,42 @@ what is refused."""
 import jax
 import jax.numpy as jnp
 import pytest
-from interpreting import assert_all_below, errors_of
+from interpreting import errors_of
 from ttcd_kernels import dual_window_attention, launch
 from ttcd_kernels.aot import launched_kernels
 from ttcd_kernels.dual_window.aot import compile_gradient
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, TABLE, tuning_for
 
 BASE = {"T": 40, "S": 40, "N": 2, "K": 1, "H": 32, "teacher": 16, "student": 8}
-SETS = {
-    "windows": [
-        BASE,
-        BASE | {"teacher": 100, "student": 1},  # beyond the row; the query alone
-        BASE | {"teacher": 13, "student": 13, "block_n": 32},  # no far band
-        BASE | {"teacher": 21, "student": 20, "block_m": 32},
-    ],
-    "shapes": [
-        BASE | {"B": 2, "T": 33, "S": 50, "N": 4, "K": 2, "teacher": 20, "student": 7},  # halo
-        BASE | {"T": 5, "S": 5, "K": 2},  # less than a tile
-        BASE | {"H": 64, "T": 1, "S": 37, "block_n": 32},  # the last query alone
-    ],
-    "documents": [
-        BASE | {"documents": 4},
-        BASE | {"B": 2, "S": 51, "documents": 9, "N": 4, "K": 2, "block_m": 32},
-    ],
-    "transforms": [
-        BASE | {"transform": name, "T": 24, "S": 24} for name in ("jit", "remat", "vmap")
-    ],
-    "public": [BASE | {"is_public": True, "T": 150, "S": 150, "teacher": None, "student": 60}],
-}
-NARROW = [BASE | {"dtype": dtype} for dtype in ("bfloat16", "float16")]
+CASES = [
+    # windows
+    BASE,
+    BASE | {"teacher": 100, "student": 1},  # beyond the row; the query alone
+    BASE | {"teacher": 13, "student": 13, "block_n": 32},  # no far band
+    BASE | {"teacher": 21, "student": 20, "block_m": 32},
+    # shapes
+    BASE | {"B": 2, "T": 33, "S": 50, "N": 4, "K": 2, "teacher": 20, "student": 7},  # halo
+    BASE | {"T": 5, "S": 5, "K": 2},  # less than a tile
+    BASE | {"H": 64, "T": 1, "S": 37, "block_n": 32},  # the last query alone
+    # documents
+    BASE | {"documents": 4},
+    BASE | {"B": 2, "S": 51, "documents": 9, "N": 4, "K": 2, "block_m": 32},
+    # transforms
+    *[BASE | {"transform": name, "T": 24, "S": 24} for name in ("jit", "remat", "vmap")],
+    # public
+    BASE | {"is_public": True, "T": 150, "S": 150, "teacher": None, "student": 60},
+    # narrow
+    *[BASE | {"dtype": dtype} for dtype in ("bfloat16", "float16")],
+]
 # A relative step of each dtype; sums over up to 16 keys, probabilities rounded once.
 BOUND = {"float32": 2e-6, "bfloat16": 3e-2, "float16": 3e-3}
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_results_and_gradients_are_those_of_the_definition(name):
-    assert_all_below("dual_window", SETS[name], BOUND["float32"])
-
-
-def test_narrow_operands_have_float32_statistics():
-    for case, errors in zip(NARROW, errors_of("dual_window", NARROW), strict=True):
-        assert all(error < BOUND[case["dtype"]] for error in errors.values()), (case, errors)
+def test_results_and_gradients_are_those_of_the_definition():
+    for case, errors in zip(CASES, errors_of("dual_window", CASES), strict=True):
+        # One by one: `max` passes over NaN, which is what no program wrote.
+        bound = BOUND[case.get("dtype", "float32")]
+        assert all(error < bound for error in errors.values()), (case, errors)
         # Scores are exact products of narrow numbers, summed in float32.
         lses = errors["teacher_lse"], errors["student_lse"]
         assert all(error < BOUND["float32"] for error in lses), (case, errors)

@@ -1,6 +1,6 @@
-"""One method on several meshes of eight fake devices: loss, statistics and every gradient beside
-those of one device. A script: `python equal_on_devices.py METHOD FILE MESH...`, a mesh as 1x2x2x2
-(data x fsdp x seq x tensor); writes the largest relative differences as JSON."""
+"""Methods on meshes of eight fake devices: loss, statistics and every gradient beside those of one
+device. A script: `python equal_on_devices.py '{"METHOD": ["MESH", ...], ...}' FILE`, a mesh as
+1x2x2x2 (data x fsdp x seq x tensor); writes the largest relative differences as JSON."""
 
 import functools
 import json
@@ -104,7 +104,7 @@ def difference(expected: np.ndarray, found: np.ndarray) -> float:
     return float(np.abs(expected - found).max() / (size or 1))
 
 
-def main(method: str, output: str, *meshes: str) -> None:
+def differences(method: str, meshes: list[str]) -> dict[str, float]:
     model_config = config(method)
     expected = jax.tree.leaves(results(model_config, None))
     worst = {}
@@ -114,9 +114,11 @@ def main(method: str, output: str, *meshes: str) -> None:
         mesh = build_mesh(MeshConfig(**dict(zip(AXES, sizes, strict=True))), devices)
         found = jax.tree.leaves(results(model_config, mesh))
         worst[name] = max(map(difference, expected, found))
-    Path(output).write_text(json.dumps(worst))
+    return worst
 
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    main(*sys.argv[1:])
+    cases, output = sys.argv[1:]
+    found = {method: differences(method, meshes) for method, meshes in json.loads(cases).items()}
+    Path(output).write_text(json.dumps(found))
