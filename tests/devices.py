@@ -1,4 +1,4 @@
-"""Scripts that a test runs on eight fake devices."""
+"""Processes with fake devices, and scripts that a test runs on eight of them."""
 
 import json
 import os
@@ -8,12 +8,27 @@ from pathlib import Path
 from typing import Any
 
 
+def fake_devices(count: int) -> str:
+    """XLA_FLAGS of a process that has `count` devices."""
+    return f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"
+
+
+def environment(count: int = 1, **variables: str) -> dict[str, str]:
+    """Of a process that has `count` devices and finds the modules of the tests."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": fake_devices(count),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        **variables,
+    }
+
+
 def run_on_devices(script: Path, case: str, output: Path, *meshes: str) -> Any:
     """What `script` writes of `case` into `output`, as JSON."""
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     subprocess.run(
         [sys.executable, script, case, output, *meshes],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env=environment(8),
         check=True,
         timeout=600,
     )

@@ -1,7 +1,6 @@
 """Runs a kernel's cases through Triton's interpreter, which takes over a whole process."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,15 +9,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from devices import environment
 
 
 def errors_of(op: str, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
     """What `kernels/interpreted_<op>.py` prints for each case: relative errors by result."""
     script = Path(__file__).parent / "kernels" / f"interpreted_{op}.py"
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, str(script), json.dumps(cases)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=600,

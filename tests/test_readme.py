@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from devices import fake_devices
 
 ROOT = Path(__file__).parents[1]
 SECTION = "## From raw text to a pod"
@@ -90,13 +91,12 @@ def _run(command, place):
         "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "XDG_CACHE_HOME": str(place / "cache"),
         "SLURM_CPUS_PER_TASK": "1",
         "SLURM_JOB_ID": str(os.getpid()),
     }
     if "--topology" not in command:  # which makes its own devices
-        environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
+        environment["XLA_FLAGS"] = fake_devices(2)
     return subprocess.run(
         _small(command),
         shell=True,

@@ -13,6 +13,7 @@ import time
 import commands
 import numpy as np
 import pytest
+from devices import fake_devices
 
 from experiments.launch import RESUME_ME
 from ttcd_jax.errors import UserError
@@ -75,10 +76,7 @@ def start():
     def start(module, arguments, devices, **options):
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
-        environment = commands.cpu_environment(
-            XLA_FLAGS="--xla_backend_optimization_level=0 "
-            f"--xla_force_host_platform_device_count={devices}"
-        )
+        environment = commands.cpu_environment(XLA_FLAGS=fake_devices(devices))
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment}
         job = []
         for number, own in enumerate(arguments):

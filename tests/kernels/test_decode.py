@@ -6,7 +6,6 @@ Run as a program, the file prints what the mesh test asks for: a mesh needs devi
 
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw
+from devices import environment
 from interpreting import errors_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import dual_window_attention_with_lse, launch
@@ -365,11 +365,8 @@ def _mesh_measure() -> dict[str, dict[str, object]]:
 
 
 def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # for `checks`
     output = subprocess.run(
-        [sys.executable, __file__], env=environment, check=True, capture_output=True, text=True
+        [sys.executable, __file__], env=environment(4), check=True, capture_output=True, text=True
     ).stdout
     for found in json.loads(output).values():
         assert found["launched"] == [1, 2, 32]

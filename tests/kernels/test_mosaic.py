@@ -7,7 +7,6 @@ of a mesh asks for, which needs devices of its own.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from devices import environment
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import aot, launch
@@ -69,11 +69,11 @@ def _errors(case):
     return [float(np.abs(x - y).max()) for x, y in pairs]
 
 
-def _run(argument, **environment):
+def _run(argument, count=1, **variables):
     """What this file prints as a program."""
     done = subprocess.run(
         [sys.executable, __file__, argument],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
+        env=environment(count, **variables),
         capture_output=True,
         text=True,
         timeout=280,
@@ -151,7 +151,7 @@ def _on_a_mesh():
 
 
 def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing():
-    found = json.loads(_run("mesh", XLA_FLAGS="--xla_force_host_platform_device_count=4"))
+    found = json.loads(_run("mesh", 4))
     assert found["moves"] == []
     assert found["distance"] < 1e-5
     assert found["launched"] == [[1, 24, 2, 64], [1, 24, 1, 64]]

@@ -5,12 +5,12 @@ Run as a program, the file prints what the test asks for: a mesh needs devices o
 """
 
 import json
-import os
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+from devices import environment
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import reference, triton_call
@@ -81,10 +81,8 @@ def _measure() -> dict[str, object]:
 
 
 def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing_else():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     output = subprocess.run(
-        [sys.executable, __file__], env=environment, check=True, capture_output=True, text=True
+        [sys.executable, __file__], env=environment(4), check=True, capture_output=True, text=True
     ).stdout
     found = json.loads(output)
     assert found["collectives"] == []

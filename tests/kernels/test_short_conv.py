@@ -8,16 +8,15 @@ import functools
 import inspect
 import itertools
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw
+from devices import environment
 from interpreting import errors_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch, parity
@@ -352,11 +351,8 @@ def _measure_mesh() -> dict[str, object]:
 
 
 def test_a_mesh_splits_batch_chunks_and_the_features_of_plain_keys():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    tests = str(Path(__file__).parent.parent)
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": tests}
     output = subprocess.run(
-        [sys.executable, __file__], env=environment, check=True, capture_output=True, text=True
+        [sys.executable, __file__], env=environment(4), check=True, capture_output=True, text=True
     ).stdout
     found = json.loads(output)
     assert found.keys() == LAYOUTS.keys()

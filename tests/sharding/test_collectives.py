@@ -1,8 +1,8 @@
-import os
 import subprocess
 import sys
 
 import pytest
+from devices import environment
 
 from ttcd_jax.sharding.collectives import Collective, collectives
 
@@ -101,12 +101,12 @@ SENT = {
 
 @pytest.fixture(scope="module")
 def found():
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
     script = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT],
+        env=environment(8),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert script.returncode == 0, script.stderr
     return dict(eval(line) for line in script.stdout.splitlines())

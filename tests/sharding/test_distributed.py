@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
+from devices import fake_devices
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.sharding import distributed
@@ -183,7 +184,7 @@ print("total", float(total), jax.process_count(), jax.device_count())
 def test_two_processes_add_up(port):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": fake_devices(4),
         # What JAX would take for SLURM, one device per process.
         **SLURM,
         "SLURM_LOCALID": "0",

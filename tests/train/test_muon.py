@@ -6,17 +6,16 @@ process must ask for before jax starts.
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from checks import assert_close, distance, draw
+from devices import environment
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ttcd_jax.errors import UserError
@@ -239,13 +238,8 @@ def _num_elements(shapes: str) -> int:
 def test_shards_are_exchanged_for_whole_matrices():
     """No device ever holds more than one layer's matrix beside its own shard; nothing moves when
     layers are sharded."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
-    }
     output = subprocess.run(
-        [sys.executable, __file__], env=environment, check=True, capture_output=True, text=True
+        [sys.executable, __file__], env=environment(8), check=True, capture_output=True, text=True
     ).stdout
     for case, found in json.loads(output).items():
         assert {name for name, _ in found["collectives"]} == SHARDED[case][-1], (

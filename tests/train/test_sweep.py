@@ -1,6 +1,5 @@
 """Runs that share a program: each is what it would be alone."""
 
-import os
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from checks import assert_close, assert_same
+from devices import environment
 
 from ttcd_jax.data.synthetic.mad.instances import Splits
 from ttcd_jax.data.synthetic.mad.rows import IGNORE, Rows
@@ -190,12 +190,12 @@ for run in trained():
 
 
 def test_several_devices_share_the_runs():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    paths = [root, os.path.dirname(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM],
+        env=environment(2),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:3] == [
