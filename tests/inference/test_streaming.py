@@ -193,6 +193,11 @@ def test_full_attention_says_what_it_needs():
         start_state(model, ROWS)
     with pytest.raises(UserError, match=r"would have 23 tokens .* holds 22: .*max_length=23"):
         prefill(model, start_state(model, ROWS, max_length=T - 1), TOKENS)
+    state = start_state(model, ROWS, max_length=2)
+    for tokens in TOKENS[:, :3].T:
+        logits, state = decode(model, state, tokens, np.array([True, True, False]))
+        is_number = np.isfinite(np.asarray(logits)).all(axis=1).tolist()
+        assert is_number == [state.position[0] <= 2] * 2 + [True]
 
 
 def test_a_model_that_reads_ahead_is_refused():

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from ttcd_jax.inference.advance import advance, head_logits
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.prefill import Memory, check_memory
-from ttcd_jax.inference.state import InferenceState
+from ttcd_jax.inference.state import InferenceState, cache_slots
 
 
 def decode(
@@ -24,8 +24,8 @@ def decode(
     `state` is donated: do not use it again.
 
     A row's memory is written at the token that fills its chunk. Rows that are not `is_active` [B]
-    (default: all are) keep their state, and their logits mean nothing. The state of full attention
-    must have room (`prefill.check_capacity`).
+    (default: all are) keep their state, and their logits mean nothing. A token of full attention
+    beyond the `max_length` of its state gives NaN: to raise would be to wait for every token.
     """
     check_memory(model.config, memory)
     batch_size = len(state.position)
@@ -54,4 +54,7 @@ def one_token(
     hidden, state = advance(
         model, state, tokens[:, None], lengths, halo=0, has_gap=False, is_plain=is_plain
     )
+    slots = cache_slots(state)
+    if model.config.window is None and slots is not None:
+        hidden = jnp.where(state.position[:, None, None] <= slots, hidden, jnp.nan)
     return hidden[:, 0], state

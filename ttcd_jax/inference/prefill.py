@@ -20,8 +20,7 @@ from ttcd_jax.data.tokenizer import check_tokens
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.advance import advance, head_logits, newest
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.state import InferenceState, fresh_memories
-from ttcd_jax.layers.cache import KVCache
+from ttcd_jax.inference.state import InferenceState, cache_slots, fresh_memories
 from ttcd_jax.models.catalog import TransformerConfig, has_in_place_memory, memory_chunk
 
 # "kept": what is read and generated goes on being written. "published": as the authors' code does
@@ -157,15 +156,6 @@ def _begin(
         is_plain,
     )
     return state, reading
-
-
-def cache_slots(state: InferenceState) -> int | None:
-    """Positions that the rings hold; None without attention."""
-    caches = [layer.mixer for layer in state.layers]
-    for cache in (getattr(mixer, "cache", mixer) for mixer in caches):
-        if isinstance(cache, KVCache):
-            return cache.keys.shape[1]
-    return None
 
 
 def check_capacity(config: TransformerConfig, state: InferenceState, lengths: np.ndarray) -> None:

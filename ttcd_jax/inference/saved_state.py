@@ -19,8 +19,7 @@ from safetensors.numpy import load_file, save_file
 from ttcd_jax.config import differences
 from ttcd_jax.errors import CheckpointError
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.prefill import cache_slots
-from ttcd_jax.inference.state import InferenceState, start_state
+from ttcd_jax.inference.state import InferenceState, cache_slots, start_state
 from ttcd_jax.train import digest
 from ttcd_jax.train.fit import misfit
 

@@ -84,6 +84,15 @@ def _start(model: InferenceModel, *, batch_size: int, max_length: int | None) ->
 _started = jax.jit(_start, static_argnames=("batch_size", "max_length"))
 
 
+def cache_slots(state: InferenceState) -> int | None:
+    """Positions that the rings hold; None without attention."""
+    caches = [layer.mixer for layer in state.layers]
+    for cache in (getattr(mixer, "cache", mixer) for mixer in caches):
+        if isinstance(cache, KVCache):
+            return cache.keys.shape[1]
+    return None
+
+
 def fresh_memories(model: InferenceModel, state: InferenceState) -> InferenceState:
     """The state with in-place memories as they were in front of the rows, and chunks counted from
     here."""
