@@ -27,10 +27,10 @@ flags.DEFINE_enum("task", None, ["ppl", "recall", "needle"], "What to measure.",
 flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
 flags.DEFINE_string("text", None, "ppl: a text file or a folder of .txt instead of the corpus.")
 flags.DEFINE_integer("seq_len", None, "ppl: tokens per row; default: as in training.")
-flags.DEFINE_integer("max_rows", 512, "Rows to measure, spread over the data.", lower_bound=1)
 flags.DEFINE_integer(
-    "batch_size", 16, "Rows at a time; needle decodes one such batch.", lower_bound=1
+    "max_rows", 512, "ppl, recall: rows to measure, spread over the data.", lower_bound=1
 )
+flags.DEFINE_integer("batch_size", 16, "Rows at a time; needle: rows in all.", lower_bound=1)
 flags.DEFINE_list("mesh", [], "Devices along mesh axes, as data=2,seq=2; fsdp takes the rest.")
 flags.DEFINE_string("label", None, "Name of this run in tables and pictures; default: its method.")
 
@@ -128,7 +128,7 @@ def _decoded(source: dict[str, Any], run) -> tuple[int, dict[str, list[dict[str,
         config,
         seed=_RECALL_SEED,
         num_rows=FLAGS.batch_size,
-        num_needles=min(_MAX_NEEDLES, config.num_keys // 2),
+        num_needles=max(1, min(_MAX_NEEDLES, config.num_keys // 2)),
         num_tokens=max(_DISTANCES),
     )
     name = FLAGS.label or METHODS[run.config.method].label
