@@ -10,12 +10,14 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from absl import app, flags, logging
 
 from ttcd_jax.errors import UserError
 
+CONFIG_DIR = Path(__file__).parent / "configs"
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
 

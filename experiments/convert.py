@@ -62,8 +62,8 @@ def main(argv: list[str]) -> None:
 
 def _import(source: Path, run_dir: Path) -> None:
     from ttcd_jax.interop.reference_checkpoint import import_reference
+    from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
     from ttcd_jax.train.checkpoint import Checkpoints
-    from ttcd_jax.train.run_directory import IMPORTED, TOKENIZER, RunDirectory
 
     check_unused(run_dir)
     tokenizer = _chosen_tokenizer(source)
@@ -134,7 +134,7 @@ def _print_import(facts: dict[str, Any]) -> None:
 def _export(run_dir: Path, folder: Path) -> None:
     from ttcd_jax.interop.reference_checkpoint import CONFIG, export_reference
     from ttcd_jax.interop.weight_files import write_safetensors
-    from ttcd_jax.train.run_directory import TOKENIZER, RunDirectory, load_params
+    from ttcd_jax.run.directory import TOKENIZER, RunDirectory, load_params
 
     check_unused(folder)
     directory = RunDirectory(run_dir)

@@ -47,8 +47,8 @@ _TITLES = {
 def main(argv: list[str]) -> None:
     import jax
 
+    from ttcd_jax.run.directory import RunDirectory
     from ttcd_jax.sharding.mesh import build_mesh
-    from ttcd_jax.train.run_directory import RunDirectory
     from ttcd_jax.train.watchdog import Watchdog
 
     source = RunDirectory(FLAGS.run_dir).read_config()
@@ -74,7 +74,7 @@ def _mesh_config():
 
 def _evaluated(source: dict[str, Any]) -> dict[str, Any]:
     """What is written: facts of the run, and the measures of every variant of its model."""
-    from ttcd_jax.train.run_directory import load_run
+    from ttcd_jax.run.directory import load_run
 
     run = load_run(FLAGS.run_dir, FLAGS.step)
     if FLAGS.task == "needle":
@@ -98,7 +98,7 @@ def _evaluated(source: dict[str, Any]) -> dict[str, Any]:
 def _scored(source: dict[str, Any], run) -> tuple[int, dict[str, list[dict[str, Any]]]]:
     """(rows, the measures of every variant) of one pass over each row."""
     from ttcd_jax.eval.scorer import score_rows
-    from ttcd_jax.train.run_directory import load_run
+    from ttcd_jax.run.directory import load_run
 
     rows = _text_rows(source, run) if FLAGS.task == "ppl" else _recall_rows(source)
     series = {}

@@ -116,7 +116,7 @@ class _Session:
 
     def __init__(self) -> None:
         from ttcd_jax.inference.model import inference_model
-        from ttcd_jax.train.run_directory import load_run
+        from ttcd_jax.run.directory import load_run
 
         run = load_run(FLAGS.run_dir, FLAGS.step)
         if run.tokenizer is None:

@@ -11,7 +11,7 @@ def text_records(run_dir: str, source: dict[str, Any], run: Any, text: str | Non
     from ttcd_jax.data.corpus import CorpusConfig, load_documents
     from ttcd_jax.data.packing import encode_documents
     from ttcd_jax.data.sources import RecordsConfig, TextConfig, held_out
-    from ttcd_jax.train.run_directory import IMPORTED
+    from ttcd_jax.run.directory import IMPORTED
 
     kind = source["data"]["type"]
     if run.tokenizer is None and kind == IMPORTED:

@@ -49,21 +49,21 @@ flags.DEFINE_string(
     "~/.cache/ttcd_jax.",
 )
 
-CONFIG_DIR = Path(__file__).parent / "configs"
 RESUME_ME = 75  # EX_TEMPFAIL
 
 
 def main(argv: list[str]) -> None:
     import jax
 
-    from experiments import build, plan
+    from experiments import plan
     from experiments.gin_loading import load_config
-    from experiments.run_config import RunConfig
     from ttcd_jax.errors import UserError
+    from ttcd_jax.run import build
+    from ttcd_jax.run.config import RunConfig
+    from ttcd_jax.run.directory import RunDirectory
     from ttcd_jax.sharding.mesh import build_mesh
     from ttcd_jax.train.compilation import keep_programs
     from ttcd_jax.train.profile import step_window
-    from ttcd_jax.train.run_directory import RunDirectory
     from ttcd_jax.train.watchdog import Watchdog
 
     hardware = None if FLAGS.topology is None else plan.use_topology(FLAGS.topology)
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
         RunConfig,
         FLAGS.gin,
         FLAGS.param,
-        config_dir=CONFIG_DIR,
+        config_dir=cli.CONFIG_DIR,
         inherit=build.inherited_model(run_dir),
     )
     if hardware is None:  # else the files it names lie elsewhere
@@ -100,7 +100,8 @@ def main(argv: list[str]) -> None:
 
 def _train(config, run_dir, window: range, mesh, watchdog) -> int:
     """Trains to the end or to a stop, tracing the steps of `window`; returns the exit status."""
-    from experiments import build, reporting
+    from experiments import reporting
+    from ttcd_jax.run import build
     from ttcd_jax.train.checkpoint import Checkpoints
     from ttcd_jax.train.compilation import compiled_once
     from ttcd_jax.train.loop import MetricCallback, StateCallback, train
@@ -159,8 +160,8 @@ def _claim(config, run_dir, rows):
     import jax
     from jax.experimental import multihost_utils
 
-    from experiments import build
-    from experiments.run_config import LAYOUT
+    from ttcd_jax.run import build
+    from ttcd_jax.run.config import LAYOUT
 
     batches, manifest = build.build_data(config, rows)
     if jax.process_index() == 0:
@@ -174,7 +175,7 @@ def _initial_state(config, checkpoints, mesh):
     that the configuration names, else from the seed."""
     from jax.experimental import multihost_utils
 
-    from experiments import build
+    from ttcd_jax.run import build
     from ttcd_jax.train.state import TrainState
 
     if multihost_utils.broadcast_one_to_all(bool(checkpoints.steps())):
@@ -194,7 +195,7 @@ def _source() -> str:
     """The gin file and the parameters as given; what counts is `config.json`."""
     from experiments.gin_reading import find_gin_file
 
-    text = find_gin_file(FLAGS.gin, CONFIG_DIR).read_text(encoding="utf-8")
+    text = find_gin_file(FLAGS.gin, cli.CONFIG_DIR).read_text(encoding="utf-8")
     return text + "".join(f"# --param {param}\n" for param in FLAGS.param)
 
 

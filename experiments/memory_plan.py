@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from experiments.run_config import RunConfig
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.hardware import Hardware
 
 

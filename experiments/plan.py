@@ -7,11 +7,12 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from experiments import build, roofline
+from experiments import roofline
 from experiments.memory_plan import Memory, remedy
-from experiments.run_config import RunConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.state import state_bytes
+from ttcd_jax.run import build
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.collectives import collectives, compile_partitioned
 from ttcd_jax.sharding.mesh import build_mesh
 from ttcd_jax.train.flops import training_flops_per_token

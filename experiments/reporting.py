@@ -7,7 +7,7 @@ from typing import Self
 
 import jax
 
-from experiments.run_config import RunConfig
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.flops import peak_flops, training_flops_per_token
 from ttcd_jax.train.loop import HostMetrics, MetricCallback
 from ttcd_jax.train.metrics import MetricFiles, ProgressLine, Throughput, flat_metrics

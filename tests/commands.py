@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # None of them defines a flag of a command.
 IMPORTED = (
-    "experiments.build",
+    "ttcd_jax.run.build",
     "experiments.gin_loading",
     "experiments.plan",
     "experiments.reporting",

@@ -8,9 +8,9 @@ import pytest
 from ttcd_jax import axes, errors
 from ttcd_jax.config import Config, closest
 from ttcd_jax.errors import UserError
-from ttcd_jax.layers.ipttcd import MemoryConfig
-from ttcd_jax.layers.rope import RopeConfig, YarnConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.nn.rope import RopeConfig, YarnConfig
 from ttcd_jax.precision import Precision
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
 
-from ttcd_jax.layers.norm import rms_norm
+from ttcd_jax.nn.norm import rms_norm
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(
@@ -21,28 +21,28 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 60, 150
 
 # Who may import whom, within the project.
-LOW = ("ttcd_jax.config", "ttcd_jax.errors", "ttcd_jax.axes", "ttcd_jax.precision")
-TTT = ("ttcd_jax.ttt", "ttcd_kernels")
-SHARDING = (*TTT, "ttcd_jax.sharding")
-LAYERS = (*SHARDING, "ttcd_jax.layers")
-MODELS = (*LAYERS, "ttcd_jax.models")
+LOW = ("ttcd_jax.config", "ttcd_jax.errors", "ttcd_jax.axes", "ttcd_jax.precision", "ttcd_kernels")
+NN = ("ttcd_jax.sharding", "ttcd_jax.nn")
+MEMORY = (*NN, "ttcd_jax.memory")
+METHODS = (*MEMORY, "ttcd_jax.methods")
+MODELS = (*METHODS, "ttcd_jax.models")
+TRAIN = (*MODELS, "ttcd_jax.data", "ttcd_jax.train")
+INFERENCE = (*TRAIN, "ttcd_jax.inference")
+EVAL = (*INFERENCE, "ttcd_jax.eval")
+INTEROP = (*EVAL, "ttcd_jax.interop")
 MAY_IMPORT = {
     "kernels": ("ttcd_kernels",),
-    "ttcd_jax/ttt": TTT,
-    "ttcd_jax/sharding": SHARDING,
-    "ttcd_jax/layers": LAYERS,
+    "ttcd_jax/sharding": MEMORY,
+    "ttcd_jax/nn": MEMORY,
+    "ttcd_jax/memory": MEMORY,
+    "ttcd_jax/methods": METHODS,
     "ttcd_jax/models": MODELS,
     "ttcd_jax/data": ("ttcd_jax.data",),
-    "ttcd_jax/inference": (*MODELS, "ttcd_jax.data", "ttcd_jax.train", "ttcd_jax.inference"),
-    "ttcd_jax/train": (*MODELS, "ttcd_jax.data", "ttcd_jax.train"),
-    "ttcd_jax/eval": (
-        *MODELS,
-        *("ttcd_jax.data", "ttcd_jax.train", "ttcd_jax.inference", "ttcd_jax.eval"),
-    ),
-    "ttcd_jax/interop": (
-        *MODELS,
-        *("ttcd_jax.data", "ttcd_jax.train", "ttcd_jax.eval", "ttcd_jax.interop"),
-    ),
+    "ttcd_jax/train": TRAIN,
+    "ttcd_jax/inference": INFERENCE,
+    "ttcd_jax/eval": EVAL,
+    "ttcd_jax/interop": INTEROP,
+    "ttcd_jax/run": (*INTEROP, "ttcd_jax.run"),
     "experiments": ("ttcd_jax", "ttcd_kernels", "experiments"),
 }
 

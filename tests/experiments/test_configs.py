@@ -6,12 +6,13 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from experiments import build, plan
+from experiments import plan
 from experiments.gin_loading import load_config
-from experiments.run_config import RunConfig
 from ttcd_jax.data.mixture import RecordsConfig
+from ttcd_jax.run import build
+from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.sharding.mesh import AXES, MeshConfig
-from ttcd_jax.train.run_directory import RunDirectory
 
 CONFIG_DIR = Path(__file__).parents[2] / "experiments" / "configs"
 RUNS = sorted(

@@ -17,7 +17,7 @@ from ttcd_jax.interop.reference_checkpoint import export_reference
 from ttcd_jax.interop.weight_files import SINGLE, open_weights, write_safetensors
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.train.run_directory import load_params, load_run
+from ttcd_jax.run.directory import load_params, load_run
 
 ROOT = Path(__file__).parents[2]
 MODEL = TransformerConfig(

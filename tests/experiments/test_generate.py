@@ -17,8 +17,8 @@ from flax import nnx
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.run.directory import IMPORTED, RunDirectory
 from ttcd_jax.train.checkpoint import Checkpoints
-from ttcd_jax.train.run_directory import IMPORTED, RunDirectory
 
 ROOT = Path(__file__).parents[2]
 MODEL = TransformerConfig(

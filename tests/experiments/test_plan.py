@@ -15,7 +15,7 @@ from experiments.roofline import (
     step_time,
     traffic,
 )
-from experiments.run_config import RunConfig
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.collectives import Collective
 from ttcd_jax.train.hardware import Hardware
 
@@ -138,9 +138,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import build, plan
+from ttcd_jax.run import build
+from experiments import plan
 from experiments.gin_loading import load_config
-from experiments.run_config import RunConfig
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.mesh import build_mesh
 
 def resident(key):

@@ -12,7 +12,7 @@ import pytest
 
 from ttcd_jax.data.records import open_records, read_manifest
 from ttcd_jax.data.tokenizer import JsonTokenizer
-from ttcd_jax.train.run_directory import load_run
+from ttcd_jax.run.directory import load_run
 
 TINY = """
 RunConfig.data = @RecordsConfig()

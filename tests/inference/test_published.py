@@ -14,8 +14,8 @@ from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill
 from ttcd_jax.inference.state import start_state
-from ttcd_jax.layers.mlp import SwiGLU
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.mlp import SwiGLU
 
 pytestmark = pytest.mark.usefixtures("float64")
 

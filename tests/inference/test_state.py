@@ -17,7 +17,7 @@ from small_models import CONFIG, config_of
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import stream
 from ttcd_jax.inference.state import start_state, state_axes, state_bytes
-from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.catalog import METHODS, TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision

@@ -17,7 +17,7 @@ from ttcd_jax.inference.decode import decode, step
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill, stream
 from ttcd_jax.inference.state import start_state
-from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.catalog import METHODS, TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 

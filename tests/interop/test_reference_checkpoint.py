@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from checks import distance
 
+from experiments.parity.golden import Golden
+from experiments.parity.modules import model_type
 from ttcd_jax.errors import CheckpointError, DataError, UserError
-from ttcd_jax.interop.parity.golden import Golden
-from ttcd_jax.interop.parity.modules import model_type
 from ttcd_jax.interop.reference_checkpoint import export_reference, import_reference
 from ttcd_jax.interop.weight_files import INDEX, SINGLE, open_weights, write_safetensors
 from ttcd_jax.train.state import with_params
@@ -33,7 +33,7 @@ EVALUATED = [
     "ipttt_model_embedding_tied",
     "lact_model",
 ]
-LOGITS = 3e-5  # as in ttcd_jax.interop.parity: float32 arithmetic against float64
+LOGITS = 3e-5  # as in experiments.parity.checks: float32 arithmetic against float64
 
 
 @pytest.fixture

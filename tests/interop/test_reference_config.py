@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.parity.golden import Golden
+from experiments.parity.modules import model_type
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.interop.parity.golden import Golden
-from ttcd_jax.interop.parity.modules import model_type
 from ttcd_jax.interop.reference import reference_shapes
 from ttcd_jax.interop.reference_config import (
     FAMILIES,

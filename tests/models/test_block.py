@@ -15,12 +15,12 @@ from checks import (
 )
 from flax import nnx
 
-from ttcd_jax.layers.attention import AttentionConfig, row_positions
-from ttcd_jax.layers.dual_window import DualWindowConfig
-from ttcd_jax.layers.ipttcd import IPTTCDConfig, MemoryConfig
-from ttcd_jax.layers.mlp import MLPConfig
+from ttcd_jax.methods.ipttcd import IPTTCDConfig, MemoryConfig
 from ttcd_jax.models.block import IPTTCDBlock, IPTTCDBlockConfig, PlainBlock, PlainBlockConfig
 from ttcd_jax.models.block import build_block as build
+from ttcd_jax.nn.attention import AttentionConfig, row_positions
+from ttcd_jax.nn.dual_window import DualWindowConfig
+from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.precision import Precision
 
 D = 6

@@ -4,13 +4,12 @@ import typing
 import pytest
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.layers.attention import AttentionConfig
-from ttcd_jax.layers.delta_net import DeltaNetConfig, DeltaRuleConfig
-from ttcd_jax.layers.gated_delta_net import GatedDeltaNetConfig
-from ttcd_jax.layers.ideal import IdealMemoryConfig
-from ttcd_jax.layers.ip_ttt import TargetMemoryConfig
-from ttcd_jax.layers.ipttcd import MemoryConfig
-from ttcd_jax.layers.lact import LaCTConfig, LaCTMemoryConfig
+from ttcd_jax.methods.delta_net import DeltaNetConfig, DeltaRuleConfig
+from ttcd_jax.methods.gated_delta_net import GatedDeltaNetConfig
+from ttcd_jax.methods.ideal import IdealMemoryConfig
+from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.methods.lact import LaCTConfig, LaCTMemoryConfig
 from ttcd_jax.models.block import (
     HybridBlockConfig,
     IPTTCDBlockConfig,
@@ -18,6 +17,7 @@ from ttcd_jax.models.block import (
     PlainBlockConfig,
 )
 from ttcd_jax.models.catalog import METHODS, TransformerConfig, block_configs, without_memory
+from ttcd_jax.nn.attention import AttentionConfig
 from ttcd_jax.precision import Precision
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from ttcd_kernels.aot import launched_kernels
 
-from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 

@@ -22,13 +22,13 @@ from flax import nnx
 from small_models import CHUNK, CONFIG, WINDOW, D, config_of
 from ttcd_kernels.short_conv.xla import short_conv
 
-from ttcd_jax.layers.mlp import SwiGLU
+from ttcd_jax.memory.chunks import from_chunks, to_chunks
 from ttcd_jax.models.block import build_block
 from ttcd_jax.models.catalog import METHODS, TransformerConfig, block_configs, without_memory
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.mlp import SwiGLU
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.loss import next_token_loss
-from ttcd_jax.ttt.chunking import from_chunks, to_chunks
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -17,7 +17,7 @@ from checks import (
 from flax import nnx
 
 from ttcd_jax.axes import LOGICAL_AXES
-from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.catalog import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Place, Run, Transformer, place_of_layer, scan_plan
 from ttcd_jax.precision import Precision

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ttcd_jax.layers.delta_net import DeltaRuleConfig
-from ttcd_jax.layers.ideal import IdealMemoryConfig
-from ttcd_jax.layers.ip_ttt import TargetMemoryConfig
-from ttcd_jax.layers.ipttcd import MemoryConfig
-from ttcd_jax.layers.lact import LaCTMemoryConfig
+from ttcd_jax.methods.delta_net import DeltaRuleConfig
+from ttcd_jax.methods.ideal import IdealMemoryConfig
+from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from ttcd_jax.layers.ideal import IdealMemoryConfig
-from ttcd_jax.layers.ip_ttt import TargetMemoryConfig
-from ttcd_jax.layers.ipttcd import MemoryConfig
-from ttcd_jax.layers.lact import LaCTMemoryConfig
+from ttcd_jax.methods.ideal import IdealMemoryConfig
+from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.models.catalog import METHODS, TransformerConfig
 from ttcd_jax.train.flops import forward_flops, training_flops_per_token, visible_pairs
 from ttcd_jax.train.state import abstract_model

@@ -19,11 +19,11 @@ from devices import environment
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ttcd_jax.errors import UserError
+from ttcd_jax.memory import update
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.train.muon import group_of, orthogonalized, parameter_groups
 from ttcd_jax.train.optimizer import OptimizerConfig, build_with_schedule
 from ttcd_jax.train.state import init_state, logical_axes
-from ttcd_jax.ttt import update
 
 # One tensor of every kind, under its published name.
 AXES = {

@@ -10,7 +10,7 @@ from checks import temporary_bytes
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
 from ttcd_jax.errors import NonFiniteError
-from ttcd_jax.layers.ipttcd import MemoryConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.train.loop import MetricCallback, StateCallback, train
 from ttcd_jax.train.state import init_state

@@ -9,9 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState
-from ttcd_jax.layers.norm import rms_norm
-from ttcd_jax.layers.stream import Piece
 from ttcd_jax.models.catalog import memory_chunk
+from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.stream import Piece
 from ttcd_jax.sharding.rules import constrain, gathered
 from ttcd_jax.sharding.vocabulary import lookup
 

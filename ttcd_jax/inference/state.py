@@ -26,13 +26,13 @@ from jaxtyping import Array, Int
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.model import InferenceModel, inference_model
-from ttcd_jax.layers.cache import KVCache
-from ttcd_jax.layers.delta_net import DeltaState
-from ttcd_jax.layers.lact import LaCTState
-from ttcd_jax.layers.memory import MemoryState
+from ttcd_jax.methods.delta_net import DeltaState
+from ttcd_jax.methods.in_place import MemoryState
+from ttcd_jax.methods.lact import LaCTState
 from ttcd_jax.models.block import BlockState
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.cache import KVCache
 from ttcd_jax.sharding import rules
 
 

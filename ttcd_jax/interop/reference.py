@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ttcd_jax.layers.delta_net import DeltaNetConfig
-from ttcd_jax.layers.gated_delta_net import GatedDeltaNetConfig
-from ttcd_jax.layers.lact import LaCTConfig
+from ttcd_jax.methods.delta_net import DeltaNetConfig
+from ttcd_jax.methods.gated_delta_net import GatedDeltaNetConfig
+from ttcd_jax.methods.lact import LaCTConfig
 from ttcd_jax.models.block import BlockConfig, HybridBlockConfig
 from ttcd_jax.models.catalog import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import place_of_layer

@@ -10,18 +10,18 @@ from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
 from ttcd_jax.config import Config
-from ttcd_jax.layers.attention import Attention, AttentionConfig, row_positions
-from ttcd_jax.layers.delta_net import DeltaNet, DeltaNetConfig, DeltaSublayer
-from ttcd_jax.layers.dual_window import DualWindowAttention, DualWindowConfig
-from ttcd_jax.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
-from ttcd_jax.layers.ideal import IdealConfig, IdealMLP
-from ttcd_jax.layers.ip_ttt import IPTTTMLP, IPTTTConfig
-from ttcd_jax.layers.ipttcd import IPTTCDMLP, IPTTCDConfig
-from ttcd_jax.layers.lact import LaCT, LaCTConfig
-from ttcd_jax.layers.memory import MemoryStats
-from ttcd_jax.layers.mlp import MLPConfig, SwiGLU
-from ttcd_jax.layers.norm import rms_norm
-from ttcd_jax.layers.stream import Piece
+from ttcd_jax.methods.delta_net import DeltaNet, DeltaNetConfig, DeltaSublayer
+from ttcd_jax.methods.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
+from ttcd_jax.methods.ideal import IdealConfig, IdealMLP
+from ttcd_jax.methods.in_place import MemoryStats
+from ttcd_jax.methods.ip_ttt import IPTTTMLP, IPTTTConfig
+from ttcd_jax.methods.ipttcd import IPTTCDMLP, IPTTCDConfig
+from ttcd_jax.methods.lact import LaCT, LaCTConfig
+from ttcd_jax.nn.attention import Attention, AttentionConfig, row_positions
+from ttcd_jax.nn.dual_window import DualWindowAttention, DualWindowConfig
+from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
+from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.stream import Piece
 
 # A mixer maps (h [B, T, D], positions, segment_ids) to [B, T, D].
 _MIXERS = {

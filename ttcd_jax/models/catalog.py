@@ -9,16 +9,12 @@ from ttcd_kernels.dual_window.api import Implementation
 
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
-from ttcd_jax.layers.attention import AttentionConfig
-from ttcd_jax.layers.delta_net import DeltaNetConfig, DeltaRuleConfig
-from ttcd_jax.layers.dual_window import DualWindowConfig
-from ttcd_jax.layers.gated_delta_net import GatedDeltaNetConfig
-from ttcd_jax.layers.ideal import IdealConfig, IdealMemoryConfig
-from ttcd_jax.layers.ip_ttt import IPTTTConfig, TargetMemoryConfig
-from ttcd_jax.layers.ipttcd import IPTTCDConfig, MemoryConfig
-from ttcd_jax.layers.lact import LaCTConfig, LaCTMemoryConfig
-from ttcd_jax.layers.mlp import MLPConfig
-from ttcd_jax.layers.rope import RopeConfig
+from ttcd_jax.methods.delta_net import DeltaNetConfig, DeltaRuleConfig
+from ttcd_jax.methods.gated_delta_net import GatedDeltaNetConfig
+from ttcd_jax.methods.ideal import IdealConfig, IdealMemoryConfig
+from ttcd_jax.methods.ip_ttt import IPTTTConfig, TargetMemoryConfig
+from ttcd_jax.methods.ipttcd import IPTTCDConfig, MemoryConfig
+from ttcd_jax.methods.lact import LaCTConfig, LaCTMemoryConfig
 from ttcd_jax.models.block import (
     BlockConfig,
     HybridBlockConfig,
@@ -26,6 +22,10 @@ from ttcd_jax.models.block import (
     IPTTTBlockConfig,
     PlainBlockConfig,
 )
+from ttcd_jax.nn.attention import AttentionConfig
+from ttcd_jax.nn.dual_window import DualWindowConfig
+from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.nn.rope import RopeConfig
 from ttcd_jax.precision import Precision
 
 Remat = Literal["none", "block", "dots", "offload"]

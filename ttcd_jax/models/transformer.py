@@ -9,12 +9,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
-from ttcd_jax.layers.attention import row_positions
-from ttcd_jax.layers.linear import normal_param
-from ttcd_jax.layers.memory import MemoryStats
-from ttcd_jax.layers.norm import rms_norm
+from ttcd_jax.methods.in_place import MemoryStats
 from ttcd_jax.models.block import Block, BlockConfig, build_block
 from ttcd_jax.models.catalog import Remat, TransformerConfig, block_configs
+from ttcd_jax.nn.attention import row_positions
+from ttcd_jax.nn.linear import normal_param
+from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.sharding.rules import constrain, gathered, is_distributed, never_saves_gathered
 from ttcd_jax.sharding.vocabulary import lookup
 

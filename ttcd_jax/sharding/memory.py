@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.errors import UserError
+from ttcd_jax.memory import prefix as scan
+from ttcd_jax.memory.chunks import MemoryMask, memory_mask
+from ttcd_jax.memory.prefix import MemoryRule
 from ttcd_jax.sharding import rules, sequence
-from ttcd_jax.ttt import scan
-from ttcd_jax.ttt.chunking import MemoryMask, memory_mask
-from ttcd_jax.ttt.scan import MemoryRule
 
 
 def part_mask(segment_ids: jax.Array | None, length: int, chunk_size: int) -> MemoryMask:

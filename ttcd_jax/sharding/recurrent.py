@@ -13,11 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ttcd_jax.sharding import rules, sequence
-from ttcd_jax.sharding.memory import check_parts, part_mask
-from ttcd_jax.ttt import delta_rule as delta
-from ttcd_jax.ttt.chunking import MemoryMask, memory_mask
-from ttcd_jax.ttt.fast_swiglu import (
+from ttcd_jax.memory import delta_rule as delta
+from ttcd_jax.memory.chunks import MemoryMask, memory_mask
+from ttcd_jax.memory.fast_swiglu import (
     FastInputs,
     FastRule,
     FastWeights,
@@ -25,7 +23,9 @@ from ttcd_jax.ttt.fast_swiglu import (
     fast_swiglu,
     fresh_state,
 )
-from ttcd_jax.ttt.running import RunningMemory, read_running
+from ttcd_jax.memory.running import RunningMemory, read_running
+from ttcd_jax.sharding import rules, sequence
+from ttcd_jax.sharding.memory import check_parts, part_mask
 
 _HEADS = ("batch", "length", "heads", None)
 _RATES = ("batch", "length", "heads")

@@ -6,17 +6,17 @@ products with a column or two per head (rates, gates). Training counts three tim
 (recomputation is overhead, not work).
 """
 
-from ttcd_jax.layers.attention import AttentionConfig
-from ttcd_jax.layers.delta_net import DeltaNetConfig
-from ttcd_jax.layers.dual_window import DualWindowConfig
-from ttcd_jax.layers.gated_delta_net import GatedDeltaNetConfig
-from ttcd_jax.layers.ideal import IdealConfig
-from ttcd_jax.layers.ip_ttt import IPTTTConfig
-from ttcd_jax.layers.ipttcd import IPTTCDConfig
-from ttcd_jax.layers.lact import LaCTConfig
-from ttcd_jax.layers.mlp import MLPConfig
+from ttcd_jax.methods.delta_net import DeltaNetConfig
+from ttcd_jax.methods.gated_delta_net import GatedDeltaNetConfig
+from ttcd_jax.methods.ideal import IdealConfig
+from ttcd_jax.methods.ip_ttt import IPTTTConfig
+from ttcd_jax.methods.ipttcd import IPTTCDConfig
+from ttcd_jax.methods.lact import LaCTConfig
 from ttcd_jax.models.block import BlockConfig, HybridBlockConfig
 from ttcd_jax.models.catalog import TransformerConfig, block_configs
+from ttcd_jax.nn.attention import AttentionConfig
+from ttcd_jax.nn.dual_window import DualWindowConfig
+from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.train.hardware import data_sheet
 
 

@@ -1,0 +1,232 @@
+"""How far two ways to compute a run are apart: in their layers, in what they predict.
+
+    layers        every block fed the reference's input: which share of its outputs are the same
+                  bits, or a unit in the last place or two apart
+    distribution  p (reference) and q (candidate) of the next token, at every position of held-out
+                  text: KL(p || q), total variation |p - q| / 2, whether the likeliest differs
+
+What a task says of two ways stands in `niah.py`.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from ttcd_kernels import parity
+from ttcd_kernels.dual_window.api import Implementation, dual_window_attention
+
+from experiments.equivalence.ways import Computed, logits_of
+from ttcd_jax.eval.perplexity import bucket_edges
+from ttcd_jax.models.block import Block
+from ttcd_jax.models.transformer import place_of_layer
+from ttcd_jax.nn.attention import Attention, row_positions
+from ttcd_jax.nn.dual_window import DualWindowAttention
+from ttcd_jax.nn.norm import rms_norm
+
+QUANTILES = {"50%": 0.5, "90%": 0.9, "99%": 0.99, "99.9%": 0.999, "max": 1.0}
+_LOGITS = 2**26  # that exist at once, of each way
+# Four bins per power of ten; what is smaller or larger is counted beside them.
+_EDGES = {"kl": np.logspace(-16, 2, 73), "tv": np.logspace(-8, 0, 33)}
+
+Facts = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------- layers
+
+
+def agreement(candidate: jax.Array, reference: jax.Array) -> dict[str, float]:
+    """Shares of elements that are equal, within one and within two units in the last place, and the
+    largest distance in such units, all in the narrower of the two dtypes; the largest difference
+    over the largest magnitude."""
+    pair = np.asarray(candidate), np.asarray(reference)
+    ulps = parity.ulps(*sorted(pair, key=lambda x: x.dtype.itemsize))
+    return {
+        "equal_share": float((ulps == 0).mean()),
+        "within_1_ulp": float((ulps <= 1).mean()),
+        "within_2_ulp": float((ulps <= 2).mean()),
+        "max_ulp": int(ulps.max()),
+        "max_relative_error": parity.relative_error(*pair),
+    }
+
+
+def compare_layers(reference: Computed, candidate: Computed, tokens: np.ndarray) -> Facts:
+    """`agreement` on tokens [B, T]: of the hidden states in front of the head (`whole_model`), and,
+    where both ways pass whole rows, of every block on the reference's input to it (`layers`), so
+    that an error shows in the block that makes it. Ways that differ in their attention are compared
+    in that alone as well (`attention`), on the q, k and v of the reference's blocks."""
+    whole = agreement(candidate.hidden(tokens), reference.hidden(tokens))
+    facts: Facts = {"tokens": tokens.size, "whole_model": whole, "layers": None, "attention": None}
+    if {reference.way.path, candidate.way.path} != {"forward"}:
+        return facts | {"note": "a state goes from piece to piece: only the whole model compares"}
+    layers, attention = [], []
+    names = candidate.config.attention_implementation, reference.config.attention_implementation
+    narrow = min(candidate.dtype, reference.dtype, key=lambda dtype: dtype.itemsize)
+    h = embeddings = reference.embeddings(tokens)
+    for layer in range(reference.config.num_layers):
+        graph, params = _layer(reference, layer)
+        expected = _behind(graph, params, h, embeddings)
+        inputs = h.astype(candidate.dtype), embeddings.astype(candidate.dtype)
+        found = _behind(*_layer(candidate, layer), *inputs)
+        layers.append({"layer": layer} | agreement(found, expected))
+        if names[0] != names[1] and (pair := _attended(graph, params, h, names, narrow)):
+            attention.append({"layer": layer} | agreement(*pair))
+        h = expected
+    return facts | {"layers": layers, "attention": attention or None}
+
+
+def _layer(way: Computed, layer: int) -> tuple[nnx.GraphDef[Block], nnx.GraphState]:
+    place = place_of_layer(way.config, layer)
+    graph, params = nnx.split(getattr(getattr(way.model, place.group), place.block))
+    return graph, jax.tree.map(lambda stacked: stacked[place.row], params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _behind(graph: nnx.GraphDef[Block], params, h, embeddings):
+    return nnx.merge(graph, params).forward(h, embeddings=embeddings)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _attended(
+    graph: nnx.GraphDef[Block], params, h, names: tuple[Implementation, ...], dtype: np.dtype
+) -> list[jax.Array]:
+    """(teacher, student) [2, B, T, N, H] of a block's attention by each implementation; nothing for
+    a block without window attention."""
+    block = nnx.merge(graph, params)
+    mixer = block.mixer
+    if not isinstance(mixer, Attention):
+        return []
+    normed = rms_norm(h, block.mixer_norm[...], block.config.norm_eps)
+    q, k, v = (x.astype(dtype) for x in mixer.project(normed, row_positions(h)))
+    window = mixer.config.window
+    student = mixer.student_window if isinstance(mixer, DualWindowAttention) else window
+    return [
+        jnp.stack(
+            dual_window_attention(
+                q, k, v, teacher_window=window, student_window=student, implementation=name
+            )
+        )
+        for name in names
+    ]
+
+
+# ------------------------------------------------------------------------- distribution
+
+
+class Distances(NamedTuple):
+    """Arrays [rows, T]: of the two predictions at every position, and of the target under each."""
+
+    kl: Any  # nats
+    tv: Any
+    is_flip: Any
+    reference_nll: Any  # nats
+    candidate_nll: Any
+
+
+def compare_predictions(
+    reference: Computed, candidate: Computed, rows: Mapping[str, np.ndarray], *, batch_size: int
+) -> Distances:
+    """The distances on `rows` (tokens and targets [rows, T], one document to a row)."""
+    parts = []
+    for index, count in batches(len(rows["tokens"]), batch_size):
+        tokens, targets = rows["tokens"][index], rows["targets"][index]
+        hidden = (reference.hidden(tokens), candidate.hidden(tokens))
+        found = distances(*hidden, reference.head(), candidate.head(), targets)
+        parts.append([np.asarray(x)[:count] for x in found])
+    return Distances(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+
+
+def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """(indices, how many of them count) of rows in batches of one size: the last is filled up with
+    its first row, so that one shape is compiled."""
+    for start in range(0, count, batch_size):
+        index = np.arange(start, start + batch_size)
+        yield np.where(index < count, index, start), min(batch_size, count - start)
+
+
+@jax.jit
+def distances(
+    reference: Float[Array, "B T D"],
+    candidate: Float[Array, "B T D"],
+    reference_head: Float[Array, "V D"],
+    candidate_head: Float[Array, "V D"],
+    targets: Int[Array, "B T"],
+) -> Distances:
+    """What two predictions of the same tokens are apart, from hidden states and heads.
+
+    Log-softmax in float32 or better, in blocks of positions: the logits of all never exist at once.
+    KL is summed as p (q/p - 1 - log(q/p)): no term is negative, and the rounding of a whole row's
+    log-sum-exp, which is worth 1e-6 nats by itself, cancels.
+    """
+
+    def block(operands):
+        h_reference, h_candidate, y = operands
+        log_p = jax.nn.log_softmax(logits_of(h_reference, reference_head))
+        log_q = jax.nn.log_softmax(logits_of(h_candidate, candidate_head))
+        p, q, ratio = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
+        near = p * (jnp.expm1(ratio) - ratio)
+        terms = jnp.where(jnp.abs(ratio) < 1, near, q - p - p * ratio)
+        nll = (-jnp.take_along_axis(x, y[:, None], axis=-1)[:, 0] for x in (log_p, log_q))
+        is_flip = log_p.argmax(-1) != log_q.argmax(-1)
+        return Distances(terms.sum(-1), jnp.abs(p - q).sum(-1) / 2, is_flip, *nll)
+
+    rows = max(1, min(targets.size, _LOGITS // len(reference_head)))
+
+    def split(x):
+        x = x.reshape(targets.size, *x.shape[2:])
+        x = jnp.pad(x, ((0, -targets.size % rows),) + ((0, 0),) * (x.ndim - 1))
+        return x.reshape(-1, rows, *x.shape[1:])
+
+    found = jax.lax.map(block, (split(reference), split(candidate), split(targets)))
+    return jax.tree.map(lambda x: x.reshape(-1)[: targets.size].reshape(targets.shape), found)
+
+
+def summarize(found: Distances) -> Facts:
+    """Means, quantiles, histograms and the course over the row, ready for JSON."""
+    return {
+        "rows": len(found.kl),
+        "tokens": found.kl.size,
+        "kl": _spread(found.kl) | {"histogram": _histogram(found.kl, _EDGES["kl"])},
+        "tv": _spread(found.tv) | {"histogram": _histogram(found.tv, _EDGES["tv"])},
+        "flip_share": float(found.is_flip.mean()),
+        "reference_nll": _mean(found.reference_nll),
+        "candidate_nll": _mean(found.candidate_nll),
+        "by_position": [
+            {
+                "start": start,
+                "stop": stop,
+                "tokens": found.kl[:, start:stop].size,
+                "flip_share": float(found.is_flip[:, start:stop].mean()),
+            }
+            | {
+                name: _mean(getattr(found, name)[:, start:stop])
+                for name in ("kl", "tv", "reference_nll", "candidate_nll")
+            }
+            for start, stop in itertools.pairwise(bucket_edges(found.kl.shape[1]))
+        ],
+    }
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean(dtype=np.float64))
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    quantiles = np.quantile(values, list(QUANTILES.values()))
+    return {"mean": _mean(values)} | dict(zip(QUANTILES, map(float, quantiles), strict=True))
+
+
+def _histogram(values: np.ndarray, edges: np.ndarray) -> Facts:
+    """`below` counts what is smaller than the first edge (zero, often), `above` the rest."""
+    counts, _ = np.histogram(values, edges)
+    return {
+        "edges": edges.tolist(),
+        "counts": counts.tolist(),
+        "below": int((values < edges[0]).sum()),
+        "above": int((values > edges[-1]).sum()),
+    }

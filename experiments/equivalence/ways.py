@@ -1,0 +1,243 @@
+"""The ways one run can be computed: attention, form of the memory's read, precision, path.
+
+All ways of a run share its parameters. A path is how tokens come in: `forward` takes whole rows
+through the function that is trained, `streamed` takes them in pieces of `piece_size` through the
+state of `ttcd_jax.inference`, `decoded` one by one.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ttcd_jax.config import Config
+from ttcd_jax.errors import NonFiniteError, UserError
+from ttcd_jax.inference.decode import decode, one_token
+from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.inference.prefill import prefill, stream
+from ttcd_jax.inference.state import InferenceState, start_state, state_bytes
+from ttcd_jax.memory.prefix import Form
+from ttcd_jax.methods.in_place import FastWeightConfig
+from ttcd_jax.models.catalog import METHODS, TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.train.state import with_params
+
+AttentionName = Literal["xla", "triton", "lse", "mosaic", "reference"]
+Compute = Literal["float32", "bfloat16", "float64"]
+TokenPath = Literal["forward", "streamed", "decoded"]
+
+_GROUPS = {"attention": AttentionName, "form": Form, "compute": Compute, "path": TokenPath}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way(Config):
+    """One way to compute a run; None stands for what the run's configuration says. `piece_size`
+    counts tokens and belongs to the streamed path."""
+
+    attention: AttentionName | None = None
+    form: Form | None = None
+    compute: Compute | None = None
+    path: TokenPath = "forward"
+    piece_size: int = 2048
+
+    def validate(self) -> None:
+        if self.piece_size < 1:
+            raise UserError(f"a piece of {self.piece_size} tokens: give 1 or more")
+
+    def applied(self, config: TransformerConfig) -> TransformerConfig:
+        """The model's configuration, computed this way. Raises `UserError` for a form that its
+        memory does not have, and for float64 where JAX has none."""
+        changes: dict[str, Any] = {}
+        if self.attention is not None:
+            changes["attention_implementation"] = self.attention
+        if self.form is not None:
+            field = _forms_field(config)
+            if field is None:
+                raise UserError(
+                    f"form {self.form!r}: method {config.method!r} has no memory with forms; "
+                    "leave it out"
+                )
+            changes[field] = getattr(config, field).replace(form=self.form)
+        if self.compute == "float64" and not jax.config.jax_enable_x64:
+            raise UserError("float64 is off in JAX: set JAX_ENABLE_X64=1, or take float32")
+        if self.compute is not None:
+            state = {"state": "float64"} if self.compute == "float64" else {}
+            changes["precision"] = config.precision.replace(compute=self.compute, **state)
+        return config.replace(**changes)
+
+    def resolved(self, config: TransformerConfig) -> dict[str, Any]:
+        """What is computed for a run of `config`, every part by name; ready for JSON."""
+        applied, field = self.applied(config), _forms_field(config)
+        return {
+            "attention": applied.attention_implementation,
+            "form": None if field is None else getattr(applied, field).form,
+            "compute": applied.precision.compute,
+            "path": self.path,
+            "piece_size": self.piece_size if self.path == "streamed" else None,
+        }
+
+
+def _forms_field(config: TransformerConfig) -> str | None:
+    """The field of the memory whose read has forms."""
+    field = METHODS[config.method].memory_field
+    is_sum = field is not None and isinstance(getattr(config, field), FastWeightConfig)
+    return field if is_sum else None
+
+
+def parse_way(items: Sequence[str]) -> Way:
+    """The way that words such as `xla`, `float32`, `streamed:512` describe, at most one of each
+    kind. Raises `UserError` naming the word and the choices."""
+    chosen: dict[str, Any] = {}
+    for item in items:
+        name, colon, size = item.partition(":")
+        group = next((group for group, names in _GROUPS.items() if name in get_args(names)), None)
+        if group is None:
+            choices = "; ".join(f"{key}: {', '.join(get_args(_GROUPS[key]))}" for key in _GROUPS)
+            raise UserError(f"{item!r} is no part of a way to compute ({choices})")
+        if group in chosen:
+            raise UserError(f"{chosen[group]!r} and {name!r} are both {group}: name one")
+        chosen[group] = name
+        if colon:
+            if name != "streamed" or not size.isdecimal():
+                raise UserError(f"{item!r}: only streamed takes a number of tokens, streamed:512")
+            chosen["piece_size"] = int(size)
+    return Way(**chosen)
+
+
+class Computed:
+    """A run computed one way; `model` is the run's, whose parameters it shares."""
+
+    def __init__(self, way: Way, model: Transformer) -> None:
+        self.way, self.config = way, way.applied(model.config)
+        self.model = with_params(self.config, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        self._graph, self._params = nnx.split(self.model)
+
+    @functools.cached_property
+    def _inference(self) -> InferenceModel:
+        return inference_model(self.model)
+
+    def check(self, num_rows: int, length: int, *, decodes: bool) -> None:
+        """Raises before anything is computed: `ttcd_kernels.dispatch.Unsupported` for a kernel that
+        cannot run here, `UserError` for a model that has no state or (`decodes`) cannot decode."""
+        tokens = jax.ShapeDtypeStruct((num_rows, length), jnp.int32)
+        jax.eval_shape(functools.partial(_forward, self._graph), self._params, tokens)
+        if decodes or self.way.path != "forward":
+            state_bytes(self.config, num_rows, length)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of hidden states."""
+        return jnp.dtype(self.config.precision.compute)
+
+    def head(self) -> Float[Array, "V D"]:
+        """The output matrix."""
+        return self.model.head_weight()
+
+    def hidden(self, tokens: np.ndarray) -> Float[Array, "B T D"]:
+        """What the head reads, of whole rows of one document each. Raises `NonFiniteError` naming
+        the first place."""
+        match self.way.path:
+            case "forward":
+                hidden = _forward(self._graph, self._params, tokens)
+            case "streamed":
+                hidden = self._streamed(tokens)
+            case "decoded":
+                state = self._start(*tokens.shape)
+                hidden = _decoded(self._inference, state, jnp.asarray(tokens))
+        is_finite = np.asarray(jnp.isfinite(hidden).all(-1))
+        if not is_finite.all():
+            row, position = np.argwhere(~is_finite)[0]
+            raise NonFiniteError(
+                f"{self.way.path} in {self.dtype}: the hidden state of row {row}, position "
+                f"{position} is not finite; try a wider precision"
+            )
+        return hidden
+
+    def greedy(
+        self, prompts: Sequence[np.ndarray], num_tokens: int, length: int, draft: np.ndarray
+    ) -> np.ndarray:
+        """The likeliest continuation of every prompt, [B, num_tokens] int32; `length` tokens hold
+        prompt and continuation of any.
+
+        The forward path passes whole rows until a pass confirms every token it was given, starting
+        from `draft` [B, num_tokens]: what later tokens are changes no earlier position, so every
+        pass makes one more token certain, and the end is that of a pass per token.
+        """
+        if self.way.path == "forward":
+            return self._confirmed(prompts, num_tokens, length, draft)
+        tokens, lengths = _padded(prompts, max(map(len, prompts)))
+        state = self._start(len(prompts), length)
+        size = self.way.piece_size if self.way.path == "streamed" else 1
+        logits, state = prefill(self._inference, state, tokens, lengths, piece_size=size)
+        found = [jnp.argmax(logits, -1).astype(jnp.int32)]
+        for _ in range(num_tokens - 1):
+            logits, state = decode(self._inference, state, found[-1])
+            found.append(jnp.argmax(logits, -1).astype(jnp.int32))
+        return np.stack(jax.device_get(found), axis=1)
+
+    def _start(self, batch_size: int, length: int) -> InferenceState:
+        return start_state(self._inference, batch_size, max_length=length)
+
+    def _streamed(self, tokens: np.ndarray) -> Float[Array, "B T D"]:
+        state = self._start(*tokens.shape)
+        pieces = stream(self._inference, state, tokens, piece_size=self.way.piece_size)
+        parts = [hidden[:, : counts[0]] for counts, hidden, _ in pieces]
+        return jnp.concatenate(parts, axis=1)
+
+    def _confirmed(self, prompts, num_tokens: int, length: int, draft: np.ndarray) -> np.ndarray:
+        tokens, lengths = _padded(prompts, length)
+        rows, places = np.arange(len(prompts))[:, None], lengths[:, None] + np.arange(num_tokens)
+        for _ in range(num_tokens + 1):
+            tokens[rows, places] = draft
+            found = np.asarray(_likeliest(self._graph, self._params, tokens, places - 1))
+            if (found == draft).all():
+                return found
+            draft = found
+        raise AssertionError("a later token changed what an earlier position predicts")
+
+    def embeddings(self, tokens: np.ndarray) -> Float[Array, "B T D"]:
+        """What enters the first block."""
+        return self.model.embedding[...].astype(self.dtype)[tokens]
+
+
+def _padded(prompts: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens [B, length], zero behind each prompt, lengths [B])."""
+    tokens = np.zeros((len(prompts), length), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens, np.array([len(prompt) for prompt in prompts])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(graph: nnx.GraphDef[Transformer], params, tokens: Int[Array, "B T"]):
+    return nnx.merge(graph, params).forward(tokens)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _likeliest(graph: nnx.GraphDef[Transformer], params, tokens, places):
+    """The likeliest token behind each of `places` [B, X]."""
+    model = nnx.merge(graph, params)
+    hidden = jnp.take_along_axis(model.forward(tokens)[0], places[..., None], axis=1)
+    return jnp.argmax(model.logits(hidden), -1).astype(jnp.int32)
+
+
+@jax.jit
+def _decoded(model: InferenceModel, state, tokens: Int[Array, "B T"]):
+    def step(state, column):
+        hidden, state = one_token(model, state, column, jnp.ones(len(column), bool), "kept")
+        return state, hidden
+
+    return jnp.moveaxis(jax.lax.scan(step, state, tokens.T)[1], 0, 1)
+
+
+def logits_of(hidden: Float[Array, "*batch D"], head: Float[Array, "V D"]):
+    """Logits [..., V] in float32 or better, as the training loss takes them."""
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    head = head.astype(hidden.dtype)
+    return jnp.einsum("...D,VD->...V", hidden, head, preferred_element_type=wide)

@@ -1,0 +1,131 @@
+"""The models of the MAD tasks: two small blocks of any method behind one of two heads.
+
+Next-token tasks take a `Transformer` with an untied head. Compression takes an `Autoencoder`: the
+row has to be read back from the hidden state of its last token alone.
+"""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ttcd_jax.axes import param
+from ttcd_jax.methods.in_place import MemoryStats
+from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.methods.lact import LaCTMemoryConfig
+from ttcd_jax.models.catalog import TransformerConfig, without_memory
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.linear import linear, normal_param
+from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.precision import Precision
+
+# The seven methods that are compared.
+MADMethod = Literal["ipttcd", "ipttt", "deltanet", "gated_deltanet", "lact", "swa", "full"]
+MAD_METHODS: tuple[MADMethod, ...] = get_args(MADMethod)
+_WINDOWED = ("ipttcd", "ipttt", "lact", "swa")
+_LONGEST_WAVE = 10_000.0
+
+
+def mad_config(
+    method: MADMethod,
+    *,
+    vocab_size: int,
+    window: int,
+    dim: int = 128,
+    mlp_dim: int = 256,
+    init_std: float = 0.02,
+    precision: Precision = Precision(),
+) -> TransformerConfig:
+    """Two layers with four heads, both fast; the student's window and the chunk are half of
+    `window`.
+
+    Methods are as published for training from scratch; rows are short enough for the cheapest form
+    of the memory to differ with their length. What is published of LaCT leaves its start
+    open: full matrices here, one fast head per attention head, no Muon.
+    """
+    chunk = window // 2
+    return TransformerConfig(
+        vocab_size=vocab_size,
+        dim=dim,
+        num_layers=2,
+        num_heads=4,
+        mlp_dim=mlp_dim,
+        method=method,
+        window=window if method in _WINDOWED else None,
+        student_window=chunk,
+        fast_layers=(0, 1),
+        memory=MemoryConfig(chunk_size=chunk, block_chunks=1),
+        target_memory=TargetMemoryConfig(chunk_size=chunk, block_chunks=1),
+        lact=LaCTMemoryConfig(chunk_size=chunk, low_rank=None),
+        has_tied_head=False,
+        init_std=init_std,
+        precision=precision,
+    )
+
+
+def switched_off(config: TransformerConfig, length: int) -> TransformerConfig | None:
+    """The same parameters with a memory that nothing is read from; None where the memory is the
+    mixer itself, or where there is none. LaCT learns nothing in a row of one chunk."""
+    if config.method == "lact":
+        return config.replace(lact=config.lact.replace(chunk_size=length))
+    changes = without_memory(config)
+    return None if changes is None else config.replace(**changes)
+
+
+def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:
+    """[sin | cos] of n * 10000^(-k / (dim/2 - 1)), k = 0 .. dim/2 - 1."""
+    half = dim // 2
+    frequencies = _LONGEST_WAVE ** -(jnp.arange(half) / max(half - 1, 1))
+    angles = jnp.arange(length)[:, None] * frequencies
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+class Autoencoder(Transformer):
+    """tokens [B, T] -> logits [B, T, V] of the same tokens, from the last position's state c [B, D]
+    alone:
+
+        y_n = gelu(RMSNorm(gelu(RMSNorm(c + sinusoids_n) W_1 + b_1)) W_2 + b_2)
+
+    The final norm and the untied head of the transformer follow y; its blocks end without them.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        D, dtype = config.dim, config.precision.param_dtype
+        for layer in (1, 2):
+            kernel = normal_param(rngs, (D, D), ("embed", "embed_out"), config.init_std, dtype)
+            setattr(self, f"decoder_norm_{layer}", param(jnp.ones((D,), dtype), ("embed",)))
+            setattr(self, f"decoder_kernel_{layer}", kernel)
+            setattr(self, f"decoder_bias_{layer}", param(jnp.zeros((D,), dtype), ("embed_out",)))
+
+    def forward(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
+        """(what the head reads, statistics [fast layers] in layer order)."""
+        h, stats = self.residual(tokens, segment_ids, positions)
+        return self.decode(h[:, -1], tokens.shape[1]), stats
+
+    def decode(self, code: Float[Array, "B D"], length: int) -> Float[Array, "B T D"]:
+        """What the head reads, out of c."""
+        y = code[:, None] + sinusoids(length, self.config.dim).astype(code.dtype)
+        for layer in (1, 2):
+            y = self._decoder_layer(y, layer)
+        return self.normed(y)
+
+    def _decoder_layer(self, y: jax.Array, layer: int) -> jax.Array:
+        norm, kernel, bias = (
+            getattr(self, f"decoder_{name}_{layer}")[...] for name in ("norm", "kernel", "bias")
+        )
+        y = rms_norm(y, norm, self.config.norm_eps)
+        y = linear(y, kernel, self.config.precision.compute_dtype)
+        return jax.nn.gelu(y + bias.astype(y.dtype), approximate=False)
+
+
+def mad_model(config: TransformerConfig, *, is_autoencoder: bool, rngs: nnx.Rngs) -> Transformer:
+    return (Autoencoder if is_autoencoder else Transformer)(config, rngs=rngs)

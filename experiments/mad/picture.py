@@ -1,0 +1,62 @@
+"""The picture of a MAD sweep: how each method learns each task, and the published scores."""
+
+from pathlib import Path
+from typing import Any
+
+from experiments.mad.models import MAD_METHODS
+from experiments.mad.report import (
+    PUBLISHED,
+    Record,
+    best_curve,
+    mean_curve,
+    methods_of,
+    tasks_of,
+)
+from ttcd_jax.eval.report import COLOURS, MARKERS, save_figure
+from ttcd_jax.models.catalog import METHODS
+
+_COLUMNS = 3
+
+
+def draw_curves(path: Path, records: list[Record]) -> None:
+    """A PNG with a panel per task: macro accuracy on the test rows by step, a line per method (the
+    best pair of rate and decay, mean over seeds and settings); at the right edge, hollow, the
+    published scores at full budget. Raises `UserError` without matplotlib.
+    """
+    tasks, methods = tasks_of(records), methods_of(records)
+    num_rows = -(-len(tasks) // _COLUMNS)
+
+    def draw(figure: Any) -> None:
+        panels = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
+        for axes in panels[len(tasks) :]:
+            axes.set_axis_off()
+        legend: dict[str, Any] = {}
+        for axes, task in zip(panels, tasks, strict=False):
+            for method in methods:
+                chosen = [r for r in records if (r["task"], r["method"]) == (task, method)]
+                _draw_method(axes, chosen, task, method)
+            axes.set(title=task, xlabel="steps", ylim=(-2, 104))
+            handles, labels = axes.get_legend_handles_labels()
+            legend |= dict(zip(labels, handles, strict=True))
+        hollow = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "color": "#555555"}
+        (legend["published, at full budget"],) = panels[0].plot([], linestyle="", **hollow)
+        for axes in panels[::_COLUMNS]:
+            axes.set_ylabel("macro accuracy, %")
+        look = {"loc": "outside lower center", "ncols": 8, "frameon": False}
+        figure.legend(legend.values(), legend.keys(), **look)
+
+    save_figure(path, draw, size=(14, 3.9 * num_rows + 0.6), dpi=110)
+
+
+def _draw_method(axes: Any, records: list[Record], task: str, method: str) -> None:
+    """Line and published score; nothing where no run stayed finite."""
+    curves = [curve for record in records if (curve := best_curve(record)) is not None]
+    if not curves:
+        return
+    index = MAD_METHODS.index(method)
+    look = {"color": COLOURS[index], "marker": MARKERS[index]}
+    steps, accuracy = mean_curve(curves).T
+    axes.plot(steps, 100 * accuracy, label=METHODS[method].label, markersize=4, **look)
+    if method in PUBLISHED:
+        look |= {"markerfacecolor": "none", "markersize": 9, "linestyle": "", "clip_on": False}
+        axes.plot([1.04 * steps[-1]], [PUBLISHED[method][task]], **look)

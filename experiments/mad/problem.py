@@ -1,0 +1,61 @@
+"""A MAD setting and a method as a problem for `train.sweep`: model, loss, and what is measured."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from experiments.mad.key_rank import key_ranks
+from experiments.mad.models import mad_model, switched_off
+from experiments.mad.scores import batch_loss, batch_scores
+from experiments.mad.sweep import Batch, Metrics, Problem
+from experiments.mad.tasks.config import MADConfig
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+
+# The teacher's window by task; the student's and the chunk are half of it.
+WINDOWS = {
+    "in-context-recall": 32,
+    "noisy-in-context-recall": 32,
+    "fuzzy-in-context-recall": 32,
+    "selective-copying": 32,
+    "compression": 16,
+    "memorization": 16,
+}
+
+
+def mad_problem(task: MADConfig, model: TransformerConfig) -> Problem:
+    """Parameters, training loss, and the measures of test rows: MAD's scores, the same with the
+    memory switched off (`*_off`, where it can be), and of each fast layer [layers] `memory_ratio`,
+    |eta S| / |W_base| behind the last token, `gate_mean`, and `key_rank`, the effective rank of the
+    keys."""
+    is_autoencoder = task.task == "compression"
+    off = switched_off(model, task.num_positions)
+
+    def build(config: TransformerConfig, rngs: nnx.Rngs) -> Transformer:
+        return mad_model(config, is_autoencoder=is_autoencoder, rngs=rngs)
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return nnx.to_pure_dict(nnx.state(build(model, nnx.Rngs(key)), nnx.Param))
+
+    def holding(config: TransformerConfig, params: dict[str, Any]) -> Transformer:
+        graph, state = nnx.split(nnx.eval_shape(lambda: build(config, nnx.Rngs(0))))
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graph, state)
+
+    def loss(params: dict[str, Any], rows: Batch) -> jax.Array:
+        return batch_loss(holding(model, params)(rows.inputs), rows.targets)
+
+    def measure(params: dict[str, Any], rows: Batch) -> Metrics:
+        whole = holding(model, params)
+        hidden, stats = whole.forward(rows.inputs)
+        metrics: Metrics = batch_scores(whole.logits(hidden), rows.targets)._asdict()
+        metrics |= stats._asdict() if stats is not None else {}
+        ranks = key_ranks(whole, rows.inputs)
+        metrics |= {"key_rank": ranks} if ranks is not None else {}
+        if off is not None:
+            scores = batch_scores(holding(off, params)(rows.inputs), rows.targets)
+            metrics |= {f"{name}_off": value for name, value in scores._asdict().items()}
+        return metrics
+
+    return Problem(init, loss, measure)

@@ -1,0 +1,18 @@
+"""The six synthetic tasks of MAD (Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid
+Architectures"), bit-equal to the published generators.
+
+    config.MADConfig, config.BASELINES          a task and its sizes; the published ones
+    instances.instances(config, seed=, num_train=, num_test=) -> Splits(train, test)
+    instances.check(config, rows, seed=, is_training=)       every row by its task's own rules
+    instances.TASKS                             name -> Task(draw, check)
+    rows.Rows(inputs, targets), rows.IGNORE     int32 [N, T]; ignored targets are -100
+    memorization.key_value_map(config, seed)    the fixed map behind that task
+
+Everything is a pure function of (config, seed, num_train, num_test): one stream serves the training
+rows first, the test rows after them. So test rows change with `num_train`, while a shorter
+training split is a prefix of a longer one. Accuracy by the protocol is in `experiments.mad.scores`.
+
+Recall tasks train on every next token, noise and padding included, and are tested on the values a
+model can know. Compression, memorization and selective copying have the same kind of targets in
+both splits, aligned with the inputs instead of shifted.
+"""

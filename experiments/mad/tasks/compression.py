@@ -1,0 +1,28 @@
+"""Compression: drawn tokens, then the compression id; every token is its own target.
+
+What makes it a task is the model: its decoder sees the last position's output alone. Ids: content
+is 0 .. V - 2, the compression id V - 1, which is a target as well.
+"""
+
+import numpy as np
+
+from experiments.mad.tasks.config import MADConfig
+from experiments.mad.tasks.draws import Draws
+from experiments.mad.tasks.rows import Rows, require
+
+
+def draw(config: MADConfig, draws: Draws, num_rows: int, _is_training: bool) -> Rows:
+    """Rows of T = L, of one kind in both splits."""
+    last = config.vocab_size - 1
+    x = np.full((num_rows, config.seq_len), last, np.int32)
+    x[:, :-1] = draws.generator.integers(0, last, size=(num_rows, config.seq_len - 1))
+    return Rows(x, x.copy())
+
+
+def check(config: MADConfig, rows: Rows, _seed: int, _is_training: bool) -> None:
+    """Content, then the compression id; targets equal inputs."""
+    last = config.vocab_size - 1
+    content = rows.inputs[:, :-1]
+    require((content >= 0) & (content < last), f"content lies in 0 .. {last - 1}")
+    require(rows.inputs[:, -1] == last, f"the last token is {last}")
+    require(rows.targets == rows.inputs, "targets equal inputs")

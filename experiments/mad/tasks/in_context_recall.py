@@ -1,0 +1,80 @@
+"""In-context recall, plain and noisy: a key that comes again comes with its value.
+
+Ids: keys, values, noise, in this order; keys are half of what noise leaves, values the rest. A row
+is L / 2 slots of two tokens. One slot, drawn first, is never noise; each other becomes two noise
+tokens with probability `frac_noise`. The last slot asks for a key presented before. Masked targets
+are the values of keys presented before.
+"""
+
+import numpy as np
+
+from experiments.mad.tasks.config import MADConfig
+from experiments.mad.tasks.draws import Draws
+from experiments.mad.tasks.rows import IGNORE, Rows, require, shifted, unshifted
+
+
+def _num_ids(config: MADConfig) -> tuple[int, int]:
+    """(keys, keys and values)."""
+    num_ids = config.vocab_size - config.noise_vocab_size
+    return num_ids // 2, num_ids
+
+
+def draw(config: MADConfig, draws: Draws, num_rows: int, is_training: bool) -> Rows:
+    """Rows of T = L - 1."""
+    x, t = (np.empty((num_rows, config.seq_len), np.int32) for _ in range(2))
+    for row in range(num_rows):
+        x[row], t[row] = _sequence(config, draws)
+    return shifted(x, t, is_training)
+
+
+def _sequence(config: MADConfig, draws: Draws) -> tuple[list[int], list[int]]:
+    x, t, value_of = _slots(config, draws)
+    while not value_of:  # Noise throughout: there is no key to ask for, the published code fails.
+        x, t, value_of = _slots(config, draws)
+    probe = list(value_of)[draws.below(len(value_of))]
+    return [*x, probe, value_of[probe]], [*t, IGNORE, value_of[probe]]
+
+
+def _slots(config: MADConfig, draws: Draws) -> tuple[list[int], list[int], dict[int, int]]:
+    """All slots but the last: tokens, masked targets, and the value of each key in the order of
+    first appearance."""
+    num_keys, num_ids = _num_ids(config)
+    frac_noise, below, random = config.frac_noise, draws.below, draws.generator.random
+    num_slots = config.seq_len // 2
+    clean_slot = below(num_slots)
+    x, t, value_of = [], [], {}
+    for slot in range(num_slots - 1):
+        if frac_noise > 0 and slot != clean_slot and random() < frac_noise:
+            x += [num_ids + below(config.noise_vocab_size) for _ in range(2)]
+            t += [IGNORE, IGNORE]
+            continue
+        key = below(num_keys)
+        is_known = key in value_of
+        if not is_known:
+            value_of[key] = num_keys + below(num_ids - num_keys)
+        x += [key, value_of[key]]
+        t += [IGNORE, value_of[key] if is_known else IGNORE]
+    return x, t, value_of
+
+
+def check(config: MADConfig, rows: Rows, _seed: int, is_training: bool) -> None:
+    """Slots are pairs or noise, a key keeps its value, and targets are those of the rules."""
+    num_keys, num_ids = _num_ids(config)
+    x = unshifted(rows)
+    key, value = x[:, 0::2], x[:, 1::2]
+    is_pair = (key >= 0) & (key < num_keys) & (value >= num_keys) & (value < num_ids)
+    is_noise = np.minimum(key, value) >= num_ids
+    is_noise &= np.maximum(key, value) < config.vocab_size
+    require(is_pair | is_noise, "a slot is a key with a value, or noise")
+    # Slots sorted by key, in order: neighbours of one key are its successive appearances.
+    key = np.where(is_pair, key, num_keys)
+    order = np.argsort(key, axis=1, kind="stable")
+    key, sorted_value = (np.take_along_axis(part, order, 1) for part in (key, value))
+    is_repeat = (np.diff(key, axis=1) == 0) & (key[:, 1:] < num_keys)
+    require(~is_repeat | (np.diff(sorted_value, axis=1) == 0), "a key keeps its value")
+    is_known = np.zeros(order.shape, bool)
+    np.put_along_axis(is_known, order[:, 1:], is_repeat, 1)
+    require(is_known[:, -1], "the last key was presented before")
+    t = np.full_like(x, IGNORE)
+    t[:, 1::2] = np.where(is_known, value, IGNORE)
+    require(rows.targets == shifted(x, t, is_training).targets, "targets follow from the pairs")

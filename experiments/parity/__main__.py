@@ -1,0 +1,60 @@
+"""Compares this implementation with reference values, every kind of file there is.
+
+    python -m experiments.parity --golden_dir=tests/golden [--float64]
+
+One line per file (kind, worst relative error, bound), then "N passed, N failed"; exit status 1 on a
+failure.
+"""
+
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from experiments import cli
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("golden_dir", None, "Folder of reference files (.npz).", required=True)
+flags.DEFINE_bool("float64", False, "Compute in float64 instead of float32, with tighter bounds.")
+
+
+def main(argv: list[str]) -> None:
+    import jax
+
+    jax.config.update("jax_enable_x64", FLAGS.float64)
+    from experiments.parity.checks import CHECKS
+    from experiments.parity.golden import Golden
+    from ttcd_jax.errors import DataError, UserError
+
+    folder, dtype = Path(FLAGS.golden_dir), "float64" if FLAGS.float64 else "float32"
+    files = sorted(folder.glob("*.npz"))
+    if not files:
+        raise UserError(
+            f"no .npz file in {folder.resolve()}: pass the folder of the reference values"
+        )
+    passed, failed = 0, 0
+    for path in files:
+        try:
+            golden = Golden(path)
+            if golden.kind not in CHECKS:
+                raise DataError(f"kind {golden.kind!r} has no check; known: {', '.join(CHECKS)}")
+            worst = CHECKS[golden.kind](golden, dtype)
+        except (DataError, KeyError) as error:
+            failed += 1
+            print(f"FAIL  {path.name:38} {error}", flush=True)
+            continue
+        is_good = worst.ratio <= 1
+        passed, failed = passed + is_good, failed + (not is_good)
+        verdict = "ok  " if is_good else "FAIL"
+        print(
+            f"{verdict}  {path.name:38} {golden.kind:16} {worst.error:8.1e} of {worst.bound:7.1e}  "
+            f"{worst.name}",
+            flush=True,
+        )
+    print(dtype)
+    print(f"{passed} passed, {failed} failed")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    cli.run(main)

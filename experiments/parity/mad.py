@@ -1,0 +1,68 @@
+"""Checks of the MAD tasks: instances bit for bit, scores by the published protocol."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.mad.scores import batch_scores, epoch_scores, macro_accuracy
+from experiments.mad.tasks import memorization
+from experiments.mad.tasks.config import MADConfig
+from experiments.mad.tasks.instances import instances
+from experiments.parity.golden import Comparison, Golden, fixed_bound, worst
+from ttcd_jax.errors import DataError
+
+
+def check_instances(golden: Golden, dtype: str) -> Comparison:
+    """kind mad_instances: rows of both splits and the fixed maps; the error is the share of entries
+    that differ and may not be anything but 0, in either dtype."""
+    ours: dict[str, np.ndarray] = {}
+    for source in golden.info["configs"]:
+        name, config = source["name"], _config(source)
+        splits = instances(
+            config,
+            seed=source["seed"],
+            num_train=source["num_train_examples"],
+            num_test=source["num_test_examples"],
+        )
+        for split, rows in zip(("train", "test"), splits, strict=True):
+            ours[f"{name}.{split}.inputs"] = rows.inputs
+            ours[f"{name}.{split}.targets"] = rows.targets
+        if f"{name}.kv_keys" in golden.arrays:
+            keys, values = memorization.key_value_map(config, source["seed"])
+            ours |= {f"{name}.kv_keys": keys, f"{name}.kv_values": values}
+    surplus = golden.arrays.keys() - ours.keys() - {"config_json"}
+    if surplus:
+        raise DataError(f"nothing generates {', '.join(sorted(surplus))}")
+    results = [
+        Comparison(name, _differing(x, golden.arrays[name]), 0.0) for name, x in ours.items()
+    ]
+    return max(results, key=lambda result: result.error)
+
+
+def _config(source: dict[str, Any]) -> MADConfig:
+    sizes = dict(source["config"])
+    if not sizes.pop("multi_query", True):
+        raise DataError("multi_query=False is not supported: every recall asks for every known key")
+    return MADConfig(task=source["task"], **sizes)
+
+
+def _differing(ours: np.ndarray, theirs: np.ndarray) -> float:
+    if ours.shape != theirs.shape:
+        raise DataError(f"shape {ours.shape} against the reference's {theirs.shape}")
+    return float((ours != theirs).mean())
+
+
+def check_metrics(golden: Golden, dtype: str) -> Comparison:
+    """kind mad_metrics: every batch, the epoch, and all batches at once."""
+    logits = jnp.asarray(golden.arrays["in.logits"], dtype)
+    targets = jnp.asarray(golden.arrays["in.targets"], jnp.int32)
+    batches = [batch_scores(*batch) for batch in zip(logits, targets, strict=True)]
+    ours = {
+        "out.batch_macro_acc": [scores.macro_accuracy for scores in batches],
+        "out.batch_micro_acc": [scores.micro_accuracy for scores in batches],
+        "out.batch_loss": [scores.loss for scores in batches],
+        "out.epoch_macro_acc": epoch_scores(batches).macro_accuracy,
+        "out.global_macro_acc": macro_accuracy(logits.argmax(-1), targets, logits.shape[-1]),
+    }
+    return worst(ours, golden, lambda name: fixed_bound("mad_metrics", dtype))

@@ -1,0 +1,117 @@
+"""Flax modules that hold reference parameters: building, running, differentiating."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from ttcd_kernels.normalize import PUBLISHED_ZERO_SLOPE
+
+from experiments.parity.golden import Golden
+from ttcd_jax.errors import DataError
+from ttcd_jax.interop import reference
+from ttcd_jax.interop.reference_config import transformer_config
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.precision import Precision
+
+
+def precision(dtype: str) -> Precision:
+    return Precision.from_dict(dict.fromkeys(("param", "compute", "state"), dtype))
+
+
+def as_dtype(dtype: str, tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+
+
+def model_type(golden: Golden) -> str:
+    """The `model_type` that a file's `config.json` would name; delta models tell by parameters."""
+    fixed = {"ipttcd": "ipttcdv9", "ipttt": "ipttt", "lact": "lact"}
+    family = golden.kind.split("_")[0]
+    if family in fixed:
+        return fixed[family]
+    names = golden.group("param.")
+    if any(".dn_" in name for name in names):
+        return "deltanet_baseline"
+    return "gated_deltanet" if any("A_log" in name for name in names) else "delta_net"
+
+
+def published_config(golden: Golden, dtype: str) -> TransformerConfig:
+    """Our configuration of a file's model. A file of one layer states only that layer: the rest is
+    filled in with ones."""
+    source = golden.config
+    if not golden.kind.endswith("_model"):
+        layer = golden.info.get("layer_idx", 0)
+        rest = {"vocab_size": 1, "num_hidden_layers": layer + 1, "intermediate_size": 1}
+        if golden.kind.endswith("_mlp"):
+            rest |= {"num_heads": 1, "head_dim": 2, "ttt_layers": [layer]}
+        source = rest | source
+    config = transformer_config(
+        source | {"model_type": model_type(golden)}, precision=precision(dtype)
+    )
+    # The rows are short: "auto" would take the attention form, which no long row does.
+    memory = config.memory.replace(form="blocked", zero_slope=PUBLISHED_ZERO_SLOPE)
+    return config.replace(memory=memory, target_memory=config.target_memory.replace(form="blocked"))
+
+
+def with_params[M: nnx.Module](build: Callable[[], M], params: reference.Params) -> M:
+    """The module that `build` makes, with these parameters. Any that does not fit is an error."""
+    module = nnx.eval_shape(build)
+    state = nnx.state(module, nnx.Param)
+    needed, given = _shapes(nnx.to_pure_dict(state)), _shapes(params)
+    for name in sorted(needed.keys() | given.keys()):
+        if needed.get(name) != given.get(name):
+            raise DataError(
+                f"parameter {name}: shape {given.get(name)} given, {needed.get(name)} needed"
+            )
+    nnx.replace_by_pure_dict(state, params)
+    nnx.update(module, state)
+    return module
+
+
+def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
+
+
+def load_module[M: nnx.Module](
+    build: Callable[[], M],
+    tensors: Mapping[str, np.ndarray],
+    names: reference.Names,
+    dtype: str,
+) -> M:
+    """The module that `build` makes, with reference tensors under the names of a table."""
+    return with_params(build, as_dtype(dtype, reference.module_from_reference(tensors, names)))
+
+
+def value_and_pull(module: nnx.Module, run: Callable[..., Any], inputs: tuple, cotangent):
+    """(value, parameter gradients as a pure dict, input gradients, aux): one compiled function,
+    shared by files of one configuration and shape. `run(module, *inputs)` gives (value, aux)."""
+    graph, state = nnx.split(module)
+    value, d_state, d_inputs, aux = _differentiated(graph, run, state, inputs, cotangent)
+    return value, nnx.to_pure_dict(d_state), d_inputs, aux
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _differentiated(graph, run, state, inputs, cotangent):
+    value, pull, aux = jax.vjp(
+        lambda s, x: run(nnx.merge(graph, s), *x), state, inputs, has_aux=True
+    )
+    return value, *pull(jnp.asarray(cotangent, value.dtype)), aux
+
+
+def evaluate(module: nnx.Module, *inputs: Any) -> jax.Array:
+    """`module(*inputs)`, compiled once for equal modules."""
+    return _evaluated(*nnx.split(module), inputs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluated(graph, state, inputs):
+    return nnx.merge(graph, state)(*inputs)
+
+
+def gradients(mapped: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Reference names -> names of the gradient arrays."""
+    return {f"grad.{name}": value for name, value in mapped.items()}

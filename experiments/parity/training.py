@@ -1,0 +1,115 @@
+"""Checks of what training does to parameters: optimizer steps, learning rates."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments.parity.golden import (
+    BFLOAT16_MUON,
+    Comparison,
+    Golden,
+    fixed_bound,
+    relative_error,
+    worst,
+)
+from ttcd_jax.errors import DataError
+from ttcd_jax.train.muon import Axes, group_of
+from ttcd_jax.train.optimizer import OptimizerConfig, build_with_schedule, global_norm
+from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
+
+
+def check_optimizer(golden: Golden, dtype: str) -> Comparison:
+    """kind optimizer: parameters after every step; with Muon also at the published precision."""
+    axes = {name: _axes(name, x.shape) for name, x in golden.group("param.").items()}
+    config = _optimizer_config(golden, axes)
+    after, norms = _run(golden, config.replace(orthogonalization=dtype), axes, dtype)
+    ours: dict[str, Any] = {f"out.{name}": value for name, value in after.items()}
+    if "out.grad_norm" in golden.arrays:
+        ours["out.grad_norm"] = norms
+    result = worst(ours, golden, lambda name: fixed_bound("optimizer", dtype))
+    rounded = golden.group("out_bf16.")
+    if not rounded:
+        return result
+    after, _ = _run(golden, config.replace(orthogonalization="bfloat16"), axes, "float32")
+    for name, theirs in rounded.items():
+        change = np.linalg.norm(theirs[-1] - golden.arrays[f"param.{name}"])
+        distance = float(np.linalg.norm(after[name][-1] - theirs[-1]) / change)
+        loose = Comparison(f"out_bf16.{name}", distance, BFLOAT16_MUON)
+        result = max(result, loose, key=lambda result: result.ratio)
+    return result
+
+
+def _axes(name: str, shape: tuple[int, ...]) -> Axes:
+    """Axis names for a tensor, by the reference's rule for who counts as vocabulary."""
+    if len(shape) == 1:
+        return ("embed",)
+    if len(shape) == 3:
+        return ("mlp", "layers", "taps") if shape[1] == 1 else ("layers", "mlp", "embed")
+    if any(part in name for part in ("embeddings", "lm_head", "model.norm")):
+        return ("vocab", "embed")
+    return ("mlp", "embed")
+
+
+def _optimizer_config(golden: Golden, axes: dict[str, Axes]) -> OptimizerConfig:
+    source = golden.config
+    fields = {name: source[name] for name in ("beta1", "beta2", "eps", "weight_decay")}
+    fields["clip_norm"] = source.get("clip_norm")
+    if "muon_params" not in golden.info:
+        return OptimizerConfig(**fields)
+    ours = {name for name, names in axes.items() if group_of(names) == "muon"}
+    if ours != set(golden.info["muon_params"]):
+        differing = sorted(ours ^ set(golden.info["muon_params"]))
+        raise DataError(f"Muon is given other tensors than the reference's: {', '.join(differing)}")
+    return OptimizerConfig(
+        kind="muon", momentum=source["momentum"], is_nesterov=source["nesterov"], **fields
+    )
+
+
+def _run(
+    golden: Golden, config: OptimizerConfig, axes: dict[str, Axes], dtype: str
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """(parameters after every step [steps, ...], gradient norms [steps])."""
+    rates = jnp.asarray(golden.arrays["in.lr"], dtype)
+    optimizer = build_with_schedule(config, lambda step: rates[step], axes)
+    params = {name: jnp.asarray(x, dtype) for name, x in golden.group("param.").items()}
+    grads = {name: jnp.asarray(x, dtype) for name, x in golden.group("in.grad.").items()}
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = optimizer.update(grads, state, params)
+        params: Any = optax.apply_updates(params, updates)
+        return (params, state), (params, global_norm(grads))
+
+    _, (after, norms) = jax.lax.scan(step, (params, optimizer.init(params)), grads)
+    return {name: np.asarray(value) for name, value in after.items()}, np.asarray(norms)
+
+
+def check_schedule(golden: Golden, dtype: str) -> Comparison:
+    """kind lr_schedule: the rate of every step of every case."""
+    ours = {}
+    for case, source in golden.config.items():
+        floor = source.get("lr_min", 0.0)
+        if "lr_min_absolute" in source:
+            floor = min(1.0, source["lr_min_absolute"] / source["lr"])
+        config = ScheduleConfig(
+            peak=source["lr"],
+            steps=source["steps"],
+            warmup=source["warmup"],
+            decay_ratio=source["decay_ratio"],
+            decay=source["decay_type"],
+            floor_ratio=floor,
+        )
+        ours[f"out.{case}"] = jax.vmap(learning_rate(config))(jnp.arange(source["steps"]))
+    missing = golden.group("out.").keys() - golden.config.keys()
+    if missing:
+        raise DataError(f"no settings for {', '.join(sorted(missing))}")
+    results = [
+        Comparison(
+            name, relative_error(rates, golden.arrays[name]), fixed_bound("lr_schedule", dtype)
+        )
+        for name, rates in ours.items()
+    ]
+    return max(results, key=lambda result: result.ratio)

@@ -1,0 +1,333 @@
+"""Proposition 1 on real sequences: what a fact seen by the teacher alone does to a later query.
+
+A context span lies inside the teacher's and outside the student's window of a query q1 (chunk i1).
+A later query q2 (chunk i2 > i1) has a key like q1's. With z(T), z(S) the features of teacher and
+student, y(.) = z(.) W_i1 for q1 and delta_y_q2(S) = z_q2(S) (W_i2 - W_i1), the paper says: if
+
+    y_q1(T) . (y_q1(T) - y_q1(S)) >= c_gap,    z_q1(S) . z_q2(S) >= c_align > 0,
+
+and every other key written between is orthogonal to z_q2(S), then
+
+    y_q1(T) . delta_y_q2(S) >= rate * c_gap * c_align.
+
+The update is eta times the *mean* over a chunk, so rate = eta / chunk_size; it is the paper's eta
+where a chunk is one token. All other terms of the update vanish, so the bound is an equality at the
+realised gap and alignment. `measure` takes any block with an ideal memory and any two positions;
+`draw_weights` and `draw_sequence` make the conditions true by hand-set weights.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ttcd_jax.config import Config
+from ttcd_jax.errors import NonFiniteError, UserError
+from ttcd_jax.methods.ideal import IdealConfig, IdealMemoryConfig, IdealMLP
+from ttcd_jax.models.block import IPTTCDBlock, IPTTCDBlockConfig
+from ttcd_jax.nn.attention import AttentionConfig, row_positions
+from ttcd_jax.nn.dual_window import DualWindowConfig
+from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.precision import Precision
+
+# The bound is an equality of real numbers; float32 (and so jax without x64) would blur it.
+FLOAT64 = Precision(param="float64", compute="float64", state="float64")
+
+# The hidden state is four subspaces of this size: what a query asks, what a filler is, what a token
+# says to attention, and where attention puts what it heard.
+SUBSPACE = 8
+DIM = 4 * SUBSPACE
+QUERY, FILLER, SAID, HEARD = (slice(i * SUBSPACE, (i + 1) * SUBSPACE) for i in range(4))
+# Features in three groups, each open to one subspace; (subspace, features, size of their outputs).
+# What was heard weighs more than the query itself, so that the gap is positive.
+GROUP = 8
+GROUPS = (
+    (QUERY, slice(0, GROUP), 0.2),
+    (FILLER, slice(GROUP, 2 * GROUP), 0.2),
+    (HEARD, slice(2 * GROUP, 3 * GROUP), 1.0),
+)
+GATE_SIZE = 0.35
+NUM_HEADS = 2
+MAX_ANGLE = math.pi / 3  # between the two queries
+TOLERANCE = 1e-10  # relative, of the bound in float64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PropositionConfig(Config):
+    """A row: the span, which ends where q1's student window begins, q1 as the last token whose
+    teacher window holds the whole span, `num_fillers` tokens, q2."""
+
+    window: int = 8
+    student_window: int = 4
+    chunk_size: int = 4
+    num_fillers: int = 16
+    eta: float = 0.3
+
+    def validate(self) -> None:
+        if not 1 <= self.student_window < self.window:
+            raise UserError(
+                f"student_window {self.student_window} must lie between 1 and window - 1 = "
+                f"{self.window - 1}: no token is inside the teacher's window alone"
+            )
+        if self.chunk_size < 1:
+            raise UserError(f"chunk_size {self.chunk_size} must be at least 1")
+        if self.num_fillers < 0:
+            raise UserError(f"num_fillers {self.num_fillers} must not be negative")
+        if not 0 < self.eta < math.inf:
+            raise UserError(f"eta {self.eta} must be positive and finite")
+
+    @property
+    def span(self) -> slice:
+        return slice(0, self.window - self.student_window)
+
+    @property
+    def first(self) -> int:
+        """The position of q1."""
+        return self.window - 1
+
+    @property
+    def second(self) -> int:
+        """The position of q2."""
+        return self.first + 1 + self.num_fillers
+
+    @property
+    def rate(self) -> float:
+        """What one token's error is multiplied by: eta of a mean over the chunk."""
+        return self.eta / self.chunk_size
+
+    @property
+    def is_read_later(self) -> bool:
+        """Whether q2 lies in a later chunk than q1, as the proposition asks."""
+        return self.first // self.chunk_size < self.second // self.chunk_size
+
+    def block(self) -> IPTTCDBlockConfig:
+        attention = AttentionConfig(
+            dim=DIM,
+            num_heads=NUM_HEADS,
+            num_kv_heads=1,
+            head_dim=SUBSPACE,
+            window=self.window,
+            precision=FLOAT64,
+        )
+        mlp = MLPConfig(dim=DIM, hidden_dim=len(GROUPS) * GROUP, precision=FLOAT64)
+        memory = IdealMemoryConfig(chunk_size=self.chunk_size, eta=self.eta)
+        return IPTTCDBlockConfig(
+            mixer=DualWindowConfig(attention=attention, student_window=self.student_window),
+            mlp=IdealConfig(mlp=mlp, memory=memory),
+        )
+
+
+class Measured(NamedTuple):
+    """Both sides of the proposition and what they are made of: jax scalars, or numpy arrays
+    [draws]."""
+
+    gap: Any  # y_q1(T) . (y_q1(T) - y_q1(S)), through the running weight W_i1
+    alignment: Any  # z_q1(S) . z_q2(S)
+    left: Any  # y_q1(T) . delta_y_q2(S)
+    right: Any  # rate * gap * alignment
+    overlap: Any  # mean |cosine| of q2's key with the other keys of chunks i1 .. i2 - 1
+
+
+def hidden_states(
+    block: IPTTCDBlock, h: Float[Array, "B T D"]
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """(x, t): what the block's MLP gets from its teacher and from its student."""
+
+    def normed(h, weight):
+        return rms_norm(h, weight[...], block.config.norm_eps)
+
+    teacher, student = block.mixer(normed(h, block.mixer_norm), row_positions(h))
+    return normed(h + teacher, block.mlp_norm), normed(h + student, block.mlp_norm)
+
+
+def read(
+    mlp: IdealMLP,
+    x: Float[Array, "1 T D"],
+    t: Float[Array, "1 T D"],
+    chunk: int,
+    probes: Float[Array, "P D"],
+) -> Float[Array, "P D"]:
+    """features(probe) W_chunk, by the layer itself: each probe follows the row's first `chunk`
+    chunks, as the first token of the next."""
+    prefix = chunk * mlp.memory.chunk_size
+
+    def rows(h):
+        past = jnp.broadcast_to(h[:, :prefix], (probes.shape[0], prefix, h.shape[-1]))
+        return jnp.concatenate([past, probes[:, None]], axis=1)
+
+    return mlp(rows(x), rows(t))[:, -1]
+
+
+def measure(block: IPTTCDBlock, h: Float[Array, "1 T D"], first: int, second: int) -> Measured:
+    """Both sides for the queries at positions `first` and `second` of one row."""
+    mlp = block.mlp
+    assert isinstance(mlp, IdealMLP), f"{type(mlp).__name__} is no ideal memory"
+    size = mlp.memory.chunk_size
+    start, end = first // size, second // size
+    x, t = hidden_states(block, h)
+    teacher, student, before = read(
+        mlp, x, t, start, jnp.stack([x[0, first], t[0, first], t[0, second]])
+    )
+    (after,) = read(mlp, x, t, end, t[:, second])
+    keys = mlp.features(t)[0]
+    query = keys[second]
+    gap, alignment = teacher @ (teacher - student), keys[first] @ query
+    between = [position for position in range(start * size, end * size) if position != first]
+    others = keys[np.array(between, int)]
+    norms = jnp.linalg.norm(others, axis=-1) * jnp.linalg.norm(query)
+    return Measured(
+        gap=gap,
+        alignment=alignment,
+        left=teacher @ (after - before),
+        right=mlp.memory.eta / size * gap * alignment,
+        overlap=jnp.abs(others @ query / norms).sum() / max(len(others), 1),
+    )
+
+
+def draw_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Weights for `build_block`, random inside the subspaces and zero between them.
+
+    Attention scores everything, carries what tokens say, and puts it where it is heard. Gate and up
+    projections are equal, so that features u^2 sigmoid(u) are never negative, and exactly zero in a
+    group whose subspace is empty: keys of different subspaces are orthogonal.
+    """
+    value, out = np.zeros((DIM, SUBSPACE)), np.zeros((NUM_HEADS * SUBSPACE, DIM))
+    gate, down = np.zeros((DIM, len(GROUPS) * GROUP)), np.zeros((len(GROUPS) * GROUP, DIM))
+    value[SAID] = _rotation(rng)
+    out[:, HEARD] = np.concatenate([_rotation(rng) for _ in range(NUM_HEADS)])
+    for subspace, features, output_size in GROUPS:
+        gate[subspace, features] = GATE_SIZE * _unit(rng.standard_normal((SUBSPACE, GROUP)), axis=0)
+        down[features] = output_size * _unit(rng.standard_normal((GROUP, DIM)))
+    query = 0.1 * rng.standard_normal((DIM, NUM_HEADS * SUBSPACE))
+    key = 0.1 * rng.standard_normal((DIM, SUBSPACE))
+    attention = {"query": query, "key": key, "value": value, "out": out}
+    return attention | {"gate": gate, "up": gate, "down": down}
+
+
+def build_block(config: PropositionConfig, weights: Mapping[str, Any]) -> IPTTCDBlock:
+    """The block of `config` with the weights of `draw_weights`; its norms stay at one."""
+    block = IPTTCDBlock(config.block(), rngs=nnx.Rngs(0))
+    for name, value in weights.items():
+        owner = block.mixer if hasattr(block.mixer, name) else block.mlp
+        getattr(owner, name)[...] = jnp.asarray(value)
+    return block
+
+
+def draw_sequence(
+    config: PropositionConfig, rng: np.random.Generator, overlap: float = 0.0
+) -> np.ndarray:
+    """A row h [1, T, D] for such a block: the span says one thing, q2 asks nearly what q1 asked.
+
+    Fillers between the queries say random things, whence their errors; the last student_window - 1
+    say nothing, so that q2's student hears nothing either. `overlap` in [0, 1] is the part of a
+    filler's direction that is q2's own; at 0 every key but q1's is orthogonal to q2's.
+    """
+    first, second = config.first, config.second
+    asked, beside, fact = _unit(rng.standard_normal((3, SUBSPACE)))
+    beside = _unit(beside - beside @ asked * asked)
+    angle = rng.uniform(0, MAX_ANGLE)
+    again = np.cos(angle) * asked + np.sin(angle) * beside
+    between = slice(first + 1, second)
+    talking = slice(first + 1, max(first + 1, second - config.student_window + 1))
+    tokens = np.zeros((second + 1, DIM))
+    tokens[:, FILLER] = _unit(rng.standard_normal((second + 1, SUBSPACE)))
+    tokens[between, FILLER] *= np.sqrt(1 - overlap**2)
+    tokens[between, QUERY] = overlap * again
+    tokens[config.span, SAID] = fact
+    tokens[talking, SAID] = _unit(rng.standard_normal((second + 1, SUBSPACE)))[talking]
+    for position, direction in ((first, asked), (second, again)):
+        tokens[position] = 0.0
+        tokens[position, QUERY] = direction
+    return tokens[None]
+
+
+def _unit(x: np.ndarray, axis: int = -1) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=axis, keepdims=True)
+
+
+def _rotation(rng: np.random.Generator) -> np.ndarray:
+    return np.linalg.qr(rng.standard_normal((SUBSPACE, SUBSPACE)))[0]
+
+
+def sweep(
+    config: PropositionConfig, *, seed: int, num_draws: int, overlap: float = 0.0
+) -> Measured:
+    """Of `num_draws` random blocks and sequences those with a positive gap and alignment, as the
+    proposition asks; arrays [draws left]. Call it under jax x64.
+
+    Raises `UserError` when q2 is in the chunk of q1 or no draw is left, `NonFiniteError` when the
+    memory diverges.
+    """
+    if not config.is_read_later:
+        raise UserError(
+            f"q1 at {config.first} and q2 at {config.second} share a chunk of {config.chunk_size} "
+            "tokens: use more fillers or smaller chunks"
+        )
+    rngs = [np.random.default_rng([seed, draw]) for draw in range(num_draws)]
+    weights = jax.tree.map(lambda *leaves: np.stack(leaves), *map(draw_weights, rngs))
+    rows = np.stack([draw_sequence(config, rng, overlap) for rng in rngs])
+    measured = Measured(*map(np.asarray, _measure_all(config)(weights, rows)))
+    if not all(np.isfinite(values).all() for values in measured):
+        raise NonFiniteError(
+            f"eta {config.eta} with chunks of {config.chunk_size} diverges: lower eta"
+        )
+    is_met = (measured.gap > 0) & (measured.alignment > 0)
+    if not is_met.any():
+        raise UserError(
+            f"none of {num_draws} draws has a positive gap and alignment: use more draws or a "
+            f"student_window below {config.student_window}"
+        )
+    return Measured(*(values[is_met] for values in measured))
+
+
+@functools.cache
+def _measure_all(config: PropositionConfig) -> Callable[..., Measured]:
+    """`measure` of many blocks and rows at once, compiled once per configuration."""
+
+    def one(weights, row):
+        return measure(build_block(config, weights), row, config.first, config.second)
+
+    return jax.jit(jax.vmap(one))
+
+
+def holds(measured: Measured) -> np.ndarray:
+    """Where the left side reaches the right side, up to rounding."""
+    return np.asarray(measured.left >= measured.right - TOLERANCE * np.abs(measured.right))
+
+
+def equality_summary(config: PropositionConfig, measured: Measured) -> dict[str, Any]:
+    """The rate, the smallest premises among the draws and how far both sides are apart."""
+    return {
+        "chunk_size": config.chunk_size,
+        "rate": config.rate,
+        "draws": len(measured.gap),
+        "min_gap": float(measured.gap.min()),
+        "min_alignment": float(measured.alignment.min()),
+        "max_key_cosine": float(measured.overlap.max()),
+        "max_|left/right-1|": float(np.abs(measured.left / measured.right - 1).max()),
+        "held": bool(holds(measured).all()),
+    }
+
+
+def ratio_summary(measured: Measured) -> dict[str, Any]:
+    """How left / right is spread over the draws, and the shares of draws that miss the bound (1) or
+    end below 0: moved away from what the teacher said."""
+    ratio = measured.left / measured.right
+    low, median, high = np.percentile(ratio, [5, 50, 95])
+    return {
+        "draws": len(ratio),
+        "key_cosine": float(measured.overlap.mean()),
+        "ratio_5%": float(low),
+        "ratio_50%": float(median),
+        "ratio_95%": float(high),
+        "below_bound": float(1 - holds(measured).mean()),
+        "below_0": float((ratio < 0).mean()),
+    }

@@ -1,0 +1,145 @@
+"""The sweep command end to end at toy size, and its configurations."""
+
+import json
+from pathlib import Path
+
+import commands
+import pytest
+
+from experiments.gin_loading import load_config
+from experiments.mad.config import MADSweepConfig, hyper, jobs
+from ttcd_jax.errors import UserError
+
+CONFIG_DIR = Path(__file__).parents[3] / "experiments" / "configs"
+TOY = (
+    "MADSweepConfig.tasks=('compression',)",
+    "MADSweepConfig.methods=('swa',)",
+    "MADSweepConfig.rates=(1e-3, 1e38)",
+    "MADSweepConfig.num_train=12",
+    "MADSweepConfig.num_test=8",
+    "MADSweepConfig.dim=16",
+    "MADSweepConfig.mlp_dim=16",
+    "RecipeConfig.batch_size=8",
+    "RecipeConfig.max_steps=4",
+)
+
+
+def config(gin="mad/default.gin", *params):
+    return load_config(MADSweepConfig, gin, params, config_dir=CONFIG_DIR)
+
+
+def command(run_dir, *params, **options):
+    flags = [f"--param={param}" for param in (*TOY, *params)]
+    return commands.run("mad", "--gin=mad/cpu.gin", f"--run_dir={run_dir}", *flags, **options)
+
+
+def test_the_full_sweep_is_data():
+    whole = config("mad/default.gin", "MADSweepConfig.settings='all'")
+    assert len(jobs(whole)) == 66 * 7
+    assert len(hyper(whole).rate) == 6
+    assert 66 * len(hyper(whole).rate) == 396
+    assert whole.recipe.epochs == 200
+    assert whole.precision.compute == "bfloat16"
+    assert (whole.recipe.schedule, whole.recipe.selects) == ("cosine", "last")
+    assert whole.recipe.stops_at is None
+    job = jobs(whole)[0]
+    assert job.num_epochs * whole.recipe.steps_per_epoch(job.num_train) == 20_000
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tasks"), [("mad/default.gin", 6), ("mad/cpu.gin", 4), ("mad/cpu_short.gin", 2)]
+)
+def test_a_file_names_its_command_and_its_hardware(name, num_tasks):
+    header = (CONFIG_DIR / name).read_text()
+    assert f"python -m experiments.mad --gin={name}" in header
+    assert "hardware:" in header
+    loaded = config(name)
+    assert MADSweepConfig.from_dict(loaded.to_dict()) == loaded
+    assert len({job.setting.config.task for job in jobs(loaded)}) == num_tasks
+    assert len({job.method for job in jobs(loaded)}) == 7
+
+
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        ("MADSweepConfig.rates=()", "rates"),
+        ("MADSweepConfig.seeds=(1, 1)", "nothing twice"),
+        ("MADSweepConfig.seeds=(-1,)", "negative"),
+        ("MADSweepConfig.num_train=0", "num_train 0 must be positive"),
+        ("MADSweepConfig.tasks=('recall',)", "tasks must be"),
+    ],
+)
+def test_wrong_values_are_refused(param, message):
+    with pytest.raises(UserError, match=message):
+        config("mad/default.gin", param)
+
+
+def test_the_command_records_prints_and_goes_on(tmp_path):
+    run_dir = tmp_path / "sweep"
+    first = command(run_dir, is_forked=False)
+    assert first.returncode == 0, first.stderr
+    assert "[1/1] compression.default.swa: accuracy" in first.stdout
+    assert "1 of 2 not finite" in first.stdout
+    assert "schedule cosine" in first.stdout
+    assert (run_dir / "tables.txt").read_text() in first.stdout
+    (path,) = (run_dir / "records").glob("*.json")
+    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    record = json.loads(path.read_text())
+    assert (record["steps"], record["epochs"], record["num_train"]) == (4, 2, 12)
+    good, bad = record["runs"]
+    assert good["metrics"]["macro_accuracy"] >= 0
+    assert (bad["metrics"], bad["failed_at"] is None) == (None, False)
+
+    (run_dir / "records" / "compression.default.full.json.tmp").write_text("{")  # a torn write
+    again = command(run_dir)
+    assert again.returncode == 0, again.stderr
+    assert "1 of 1 recorded" in again.stdout
+    assert "[1/1]" not in again.stdout
+    assert json.loads(path.read_text()) == record
+
+    other = command(run_dir, "RecipeConfig.eps=1e-6")
+    assert "recipe.eps: 1e-08 -> 1e-06" in commands.mistake(other)
+
+
+def test_a_job_is_one_process_s_at_a_time(tmp_path):
+    from experiments.mad.records import Records
+
+    first, second, *_ = jobs(config("mad/cpu_short.gin"))
+    mine, others = Records(tmp_path), Records(tmp_path)
+    with mine.taking(first) as is_ours:
+        assert is_ours
+        with others.taking(first) as is_theirs:
+            assert not is_theirs
+        with others.taking(second) as is_theirs:
+            assert is_theirs
+    with others.taking(first) as is_theirs:
+        assert is_theirs  # let go of without a record: to be done again
+    mine.write(first, {})
+    with others.taking(first) as is_theirs:
+        assert not is_theirs
+
+
+def test_a_damaged_record_is_named(tmp_path):
+    from experiments.mad.records import Records
+
+    (tmp_path / "compression.default.swa.json").write_text('{"task":')
+    with pytest.raises(UserError, match=r"compression.default.swa.json is damaged"):
+        Records(tmp_path).read()
+
+
+def test_sweeps_are_shown_together_unless_they_overlap(tmp_path):
+    from experiments.mad.records import Records, check_beside, gather
+
+    first, second, *_ = jobs(config("mad/cpu_short.gin"))
+    own, other = tmp_path / "own", tmp_path / "other"
+    for sweep, job in ((own, first), (other, second)):
+        names = {"task": job.setting.config.task, "setting": job.setting.name}
+        records = Records(sweep / "records")
+        with records.taking(job):
+            records.write(job, names | {"method": job.method})
+    assert [record["method"] for record in gather(own, [other])] == [first.method, second.method]
+    with pytest.raises(UserError, match=f"memorization.default.{first.method}, and so has another"):
+        gather(own, [own])
+    check_beside([own, other])
+    with pytest.raises(UserError, match="holds no records"):
+        check_beside([tmp_path])

@@ -1,0 +1,68 @@
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close
+
+from experiments.mad.scores import (
+    MADScores,
+    batch_loss,
+    batch_scores,
+    epoch_scores,
+    macro_accuracy,
+    micro_accuracy,
+)
+from experiments.mad.tasks.rows import IGNORE
+
+
+@pytest.fixture
+def golden():
+    return np.load(Path(__file__).parents[2] / "golden" / "mad_metrics.npz")
+
+
+def test_scores_equal_the_reference(golden):
+    run = jax.jit(batch_scores)
+    batches = zip(golden["in.logits"], golden["in.targets"], strict=True)
+    scores = [run(logits, targets) for logits, targets in batches]
+    ours = MADScores(*np.asarray(scores).T)
+    assert_close(ours.macro_accuracy, golden["out.batch_macro_acc"], 1e-6)
+    assert_close(ours.micro_accuracy, golden["out.batch_micro_acc"], 1e-6)
+    assert_close(ours.loss, golden["out.batch_loss"], 1e-6)
+    epoch = epoch_scores(scores)
+    assert_close(epoch.macro_accuracy, golden["out.epoch_macro_acc"], 1e-6)
+    whole = batch_scores(golden["in.logits"], golden["in.targets"])
+    assert_close(whole.macro_accuracy, golden["out.global_macro_acc"], 1e-6)
+    assert abs(epoch.macro_accuracy - float(whole.macro_accuracy)) > 1e-3
+
+
+def test_loss_in_float64_equals_the_reference(float64, golden):
+    logits = jnp.asarray(golden["in.logits"][0], float)
+    assert_close(batch_loss(logits, golden["in.targets"][0]), golden["out.batch_loss"][0])
+
+
+def test_macro_accuracy_counts_classes_that_are_only_predicted():
+    targets = np.array([[0, 0, 1, IGNORE]])
+    accuracy = partial(macro_accuracy, targets=targets, num_classes=200)
+    assert accuracy(np.array([[0, 0, 1, 5]])) == 1
+    assert accuracy(np.array([[0, 1, 1, 5]])) == pytest.approx(0.75)
+    assert accuracy(np.array([[0, 150, 1, 5]])) == pytest.approx(0.5)
+    assert micro_accuracy(np.array([[0, 150, 1, 5]]), targets) == pytest.approx(2 / 3)
+
+
+def test_batch_without_scored_positions():
+    targets, logits = np.full((2, 3), IGNORE), np.zeros((2, 3, 4), np.float32)
+    scores = batch_scores(logits, targets)
+    assert (scores.macro_accuracy, scores.micro_accuracy) == (0, 0)
+    assert np.isnan(scores.loss)
+
+
+def test_loss_has_no_gradient_at_ignored_positions():
+    logits = jnp.zeros((1, 2, 4), jnp.bfloat16)
+    targets = np.array([[3, IGNORE]])
+    loss, gradient = jax.value_and_grad(batch_loss)(logits, targets)
+    assert loss.dtype == jnp.float32
+    assert loss == pytest.approx(np.log(4))
+    assert gradient.tolist() == [[[0.25, 0.25, 0.25, -0.75], [0, 0, 0, 0]]]

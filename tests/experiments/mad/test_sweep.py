@@ -1,0 +1,203 @@
+"""Runs that share a program: each is what it would be alone."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import assert_close, assert_same
+from devices import environment
+
+from experiments.mad.sweep import (
+    Batch,
+    Hyper,
+    Problem,
+    RecipeConfig,
+    programs,
+    rate_of_epoch,
+    sweep_mesh,
+    take_rows,
+)
+from experiments.mad.sweep_loop import group_size, train_runs
+from experiments.mad.tasks.instances import Splits
+from experiments.mad.tasks.rows import IGNORE, Rows
+from ttcd_jax.errors import UserError
+
+CLASSES, WIDTH = 5, 8
+
+
+def problem() -> Problem:
+    """A bag-of-tokens classifier per position: small enough to compile at once."""
+
+    def logits(params, rows):
+        return jnp.tanh(params["embedding"][rows.inputs]) @ params["head"]
+
+    def init(key):
+        first, second = jax.random.split(key)
+        return {
+            "embedding": jax.random.normal(first, (CLASSES, WIDTH)),
+            "head": jax.random.normal(second, (WIDTH, CLASSES)),
+        }
+
+    def loss(params, rows):
+        targets = jnp.maximum(rows.targets, 0)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits(params, rows), targets)
+        is_scored = rows.targets != IGNORE
+        return jnp.sum(jnp.where(is_scored, losses, 0)) / jnp.sum(is_scored)
+
+    def measured(params, rows):
+        is_hit = (logits(params, rows).argmax(-1) == rows.targets) & (rows.targets != IGNORE)
+        accuracy = is_hit.sum() / (rows.targets != IGNORE).sum()
+        return {"loss": loss(params, rows), "macro_accuracy": accuracy}
+
+    return Problem(init, loss, measured)
+
+
+def splits(num_train=10, num_test=6, seed=0) -> Splits:
+    rng = np.random.default_rng(seed)
+
+    def rows(count):
+        inputs = rng.integers(0, CLASSES, (count, 7)).astype(np.int32)
+        return Rows(inputs, ((inputs + 1) % CLASSES).astype(np.int32))
+
+    return Splits(rows(num_train), rows(num_test))
+
+
+def grid(rates=(1e-2, 1e-1, 3e-2), decays=(0.0, 0.1, 0.5), seeds=(3, 3, 4)) -> Hyper:
+    return Hyper(np.array(rates), np.array(decays), np.array(seeds))
+
+
+def one(hyper: Hyper, run: int) -> Hyper:
+    return Hyper(*(x[run : run + 1] for x in hyper))
+
+
+RECIPE = RecipeConfig(epochs=6, batch_size=4, num_evaluations=3)
+
+
+def trained(recipe=RECIPE, hyper=None, **options):
+    return train_runs(recipe, problem(), splits(), hyper or grid(), **options)
+
+
+def test_runs_together_are_the_runs_alone():
+    together = trained()
+    for run, outcome in enumerate(together):
+        (alone,) = trained(hyper=one(grid(), run))
+        for ours, theirs in zip(outcome.curve, alone.curve, strict=True):
+            assert_close(ours, theirs, 1e-5)
+        assert (outcome.steps, outcome.epoch) == (18, 6)
+        assert outcome.curve[-1]["loss"] < outcome.curve[0]["loss"]
+    assert len({outcome.metrics["loss"] for outcome in together}) == 3
+
+
+def test_a_step_is_that_of_optax_at_the_rate_of_its_epoch():
+    hyper, rows = one(grid(), 1), Batch(*map(jnp.asarray, splits(num_train=4).train))
+    made = programs(RECIPE, problem(), 6, sweep_mesh(jax.devices()[:1]))
+    hyper = Hyper(*(jnp.asarray(x) for x in hyper))
+    params = jax.tree.map(lambda x: x[0], made.init(hyper).params)
+    state = made.train(made.init(hyper), hyper, rows, 0, 2)
+    optimizer = optax.inject_hyperparams(optax.adamw)(1.0, b2=0.999, weight_decay=0.1)
+    opt_state = optimizer.init(params)
+    for epoch in range(2):
+        opt_state.hyperparams["learning_rate"] = rate_of_epoch(RECIPE, 1e-1, epoch, 6)
+        grads = jax.grad(problem().loss)(params, rows)  # all rows: their order does not matter
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert_close(jax.tree.map(lambda x: x[0], state.params), params, 1e-5)
+
+
+def test_the_rate_falls_from_epoch_to_epoch_or_stays():
+    rates = [float(rate_of_epoch(RECIPE, 1e-3, epoch, 4)) for epoch in range(5)]
+    assert_close(np.array(rates[::2]), np.array([1e-3, (1e-3 + 1e-6) / 2, 1e-6]), 1e-4)
+    constant = RECIPE.replace(schedule="constant")
+    assert rate_of_epoch(constant, 1e-3, 3, 4) == 1e-3
+
+
+def test_a_run_that_diverges_is_told_and_the_others_do_not_change_by_a_bit():
+    calm, wild = grid(), grid(rates=(1e-2, 1e38, 3e-2))
+    plain, mixed = trained(hyper=calm), trained(hyper=wild)
+    assert mixed[1].failed_at is not None
+    assert mixed[1].metrics is None
+    assert mixed[1].steps == mixed[1].failed_at
+    for run in (0, 2):
+        assert mixed[run] == plain[run]
+        assert mixed[run].failed_at is None
+
+
+def test_rows_behind_the_last_are_not_scored():
+    rows = Batch(*map(jnp.asarray, splits().train))
+    batch = take_rows(rows, jnp.array([9, 10, 2]))
+    assert_same(batch.inputs[jnp.array([0, 2])], rows.inputs[jnp.array([9, 2])])
+    assert (batch.targets[1] == IGNORE).all()
+    assert RECIPE.steps_per_epoch(10) == 3
+
+
+def test_a_budget_splits_the_runs_and_changes_no_result():
+    assert group_size(6, 1, 600, None) == 6
+    assert group_size(6, 1, 600, 599) == 3
+    assert group_size(6, 1, 600, 100) == 1
+    assert group_size(6, 1, 600, 1) == 1
+    assert group_size(6, 4, 600, None) == 8
+    assert group_size(6, 4, 600, 300) == 4
+    groups = set()
+    split = trained(budget_bytes=1, on_evaluation=lambda e: groups.add((e.group, e.groups)))
+    assert groups == {(0, 3), (1, 3), (2, 3)}
+    for ours, theirs in zip(split, trained(), strict=True):
+        assert_close(ours.metrics, theirs.metrics, 1e-5)
+
+
+def test_max_steps_keeps_whole_epochs():
+    assert RecipeConfig(max_steps=201).num_epochs(12_800) == 3
+    assert RecipeConfig(max_steps=400).num_epochs(256) == 200
+    assert RecipeConfig(epochs=2, max_steps=10_000).num_epochs(256) == 2
+
+
+def test_the_published_options_do_what_they_say():
+    hyper = grid(rates=(0.3, 1e-4, 3.0), decays=(0.0, 0.0, 0.0), seeds=(3, 3, 3))
+    recipe = RECIPE.replace(epochs=12, num_evaluations=6, schedule="constant")
+    plain = trained(recipe, hyper)
+    assert [point["epoch"] for point in plain[0].curve] == [2, 4, 6, 8, 10, 12]
+    best = trained(recipe.replace(selects="best_test_loss"), hyper)
+    for run in best:
+        assert [point["epoch"] for point in run.curve] == list(range(1, 13))
+        lowest = min(run.curve, key=lambda point: point["loss"])
+        assert run.epoch == lowest["epoch"]
+        assert run.metrics["loss"] == lowest["loss"]
+    stopped = trained(recipe.replace(stops_at=0.99), hyper)
+    assert stopped[0].steps < 36
+    assert stopped[0].metrics["macro_accuracy"] > 0.99
+    assert stopped[1].steps == 36
+    assert_close(stopped[1].metrics, plain[1].metrics, 1e-6)
+
+
+def test_wrong_values_are_refused():
+    for field in ("epochs", "batch_size", "num_evaluations", "max_steps"):
+        with pytest.raises(UserError, match=field):
+            RecipeConfig(**{field: 0})
+    with pytest.raises(UserError, match="beta2"):
+        RecipeConfig(beta2=1.0)
+
+
+PROGRAM = """
+import jax
+from train.test_sweep import grid, trained
+assert jax.device_count() == 2
+for run in trained():
+    print(run.steps, f"{run.metrics['loss']:.5f}")
+"""
+
+
+def test_several_devices_share_the_runs():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=environment(2),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:3] == [
+        f"{run.steps} {run.metrics['loss']:.5f}" for run in trained()
+    ]

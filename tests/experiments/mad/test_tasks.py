@@ -1,0 +1,275 @@
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.mad.tasks.config import BASELINES, MADConfig
+from experiments.mad.tasks.draws import Draws
+from experiments.mad.tasks.fuzzy_in_context_recall import motif_tokens
+from experiments.mad.tasks.instances import TASKS, check, instances
+from experiments.mad.tasks.memorization import key_value_map
+from experiments.mad.tasks.rows import IGNORE, Rows
+from ttcd_jax.errors import DataError, UserError
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+SPLITS = {"train": True, "test": False}
+
+
+def _golden(task, name):
+    """(config, seed, rows of a split, the whole file) of one reference configuration."""
+    arrays = np.load(GOLDEN / f"mad_{task.replace('-', '_')}.npz")
+    configs = json.loads(str(arrays["config_json"]))["configs"]
+    record = next(record for record in configs if record["name"] == name)
+    sizes = record["config"]
+    assert sizes.pop("multi_query")
+
+    def rows(split):
+        parts = (arrays[f"{name}.{split}.{part}"] for part in Rows._fields)
+        return Rows(*(part.astype(np.int32) for part in parts))
+
+    return MADConfig(task=task, **sizes), record["seed"], rows, arrays
+
+
+@pytest.mark.parametrize("name", ["c0", "c1", "c2"])
+@pytest.mark.parametrize("task", TASKS)
+def test_rows_equal_the_reference(task, name):
+    config, seed, golden, _ = _golden(task, name)
+    splits = instances(config, seed=seed, num_train=64, num_test=64)
+    for split, is_training in SPLITS.items():
+        ours, theirs = getattr(splits, split), golden(split)
+        np.testing.assert_array_equal(ours.inputs, theirs.inputs)
+        np.testing.assert_array_equal(ours.targets, theirs.targets)
+        assert ours.inputs.dtype == ours.targets.dtype == np.int32
+        check(config, theirs, seed=seed, is_training=is_training)
+
+
+@pytest.mark.parametrize("name", ["c0", "c1", "c2"])
+def test_map_of_memorization_equals_the_reference(name):
+    config, seed, _, arrays = _golden("memorization", name)
+    keys, values = key_value_map(config, seed)
+    np.testing.assert_array_equal(keys, arrays[f"{name}.kv_keys"])
+    np.testing.assert_array_equal(values, arrays[f"{name}.kv_values"])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_first_reference_configuration_is_the_baseline(task):
+    assert _golden(task, "c0")[0] == BASELINES[task]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_splits_are_a_pure_function_of_seed_and_numbers(task):
+    config = BASELINES[task]
+    first = instances(config, seed=3, num_train=9, num_test=5)
+    again = instances(config, seed=3, num_train=9, num_test=5)
+    np.testing.assert_equal(first, again)
+    prefix = instances(config, seed=3, num_train=4, num_test=0)
+    np.testing.assert_array_equal(prefix.train.inputs, first.train.inputs[:4])
+    assert prefix.test.inputs.shape == prefix.test.targets.shape == (0, config.num_positions)
+    check(config, prefix.test, seed=3, is_training=False)
+    other = instances(config, seed=4, num_train=9, num_test=5)
+    for ours, others in zip(first, other, strict=True):
+        assert not (ours.inputs == others.inputs).all(1).any()
+    check(config, other.train, seed=4, is_training=True)
+    check(config, other.test, seed=4, is_training=False)
+
+
+def _refused(config, rows, seed, is_training, match="row 1 "):
+    with pytest.raises(DataError, match=match):
+        check(config, rows, seed=seed, is_training=is_training)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("task", TASKS)
+def test_check_refuses_every_wrong_target_and_every_foreign_id(task, split):
+    config, seed, golden, _ = _golden(task, "c0")
+    inputs, targets = (part[:3] for part in golden(split))
+    for position in range(config.num_positions):
+        wrong = targets.copy()
+        is_scored = wrong[1, position] != IGNORE
+        wrong[1, position] = IGNORE if is_scored else 0
+        _refused(config, Rows(inputs, wrong), seed, SPLITS[split])
+        if is_scored:
+            wrong[1, position] = (targets[1, position] + 1) % config.vocab_size
+            _refused(config, Rows(inputs, wrong), seed, SPLITS[split])
+        foreign = inputs.copy()
+        foreign[1, position] = config.vocab_size
+        _refused(config, Rows(foreign, targets), seed, SPLITS[split])
+
+
+def _recall_sequence(tokens, is_scored):
+    """Inputs and masked targets of one test row."""
+    x = np.array(tokens, np.int32)
+    t = np.where(is_scored, x, IGNORE)
+    return x[:-1], t[1:]
+
+
+EXACT = MADConfig(task="in-context-recall", vocab_size=8, seq_len=6)
+FUZZY = MADConfig(
+    task="fuzzy-in-context-recall", vocab_size=8, seq_len=10, k_motif_size=2, v_motif_size=2
+)
+NOISY = MADConfig(
+    task="noisy-in-context-recall", vocab_size=8, seq_len=6, frac_noise=0.5, noise_vocab_size=2
+)
+COPYING = MADConfig(task="selective-copying", vocab_size=6, seq_len=8, num_tokens_to_copy=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "good", "tokens", "scored", "rule"),
+    [
+        (EXACT, [0, 4, 1, 5, 0, 4], [0, 4, 0, 5, 0, 5], [3, 5], "keeps its value"),
+        (EXACT, [0, 4, 1, 5, 0, 4], [0, 4, 1, 5, 2, 6], [5], "presented before"),
+        (EXACT, [0, 4, 1, 5, 0, 4], [0, 4, 5, 1, 0, 4], [5], "key with a value, or noise"),
+        (NOISY, [0, 3, 6, 7, 0, 3], [0, 3, 1, 7, 0, 3], [5], "key with a value, or noise"),
+        (NOISY, [0, 3, 6, 7, 0, 3], [0, 3, 0, 3, 6, 6], [3, 5], "presented before"),
+        (
+            FUZZY,
+            [7, 7, 0, 1, 3, 1, 0, 4, 0, 1, 3],
+            [7, 7, 0, 1, 3, 1, 0, 4, 0, 1, 4],
+            [10],
+            "keeps its value",
+        ),
+        (
+            FUZZY,
+            [7, 7, 0, 1, 3, 1, 0, 4, 0, 1, 3],
+            [7, 7, 0, 1, 3, 1, 4, 4, 0, 1, 3],
+            [10],
+            "distinct tokens and an allowed length",
+        ),
+        (
+            FUZZY,
+            [7, 7, 0, 1, 3, 1, 0, 4, 0, 1, 3],
+            [7, 0, 2, 3, 4, 1, 0, 4, 0, 2, 3],
+            [10],
+            "pads, then keys",
+        ),
+    ],
+)
+def test_check_of_recall_names_the_broken_rule(config, good, tokens, scored, rule):
+    last = [index == len(good) - 1 for index in range(len(good))]
+    is_scored = [index in scored for index in range(len(tokens))]
+    sequences = [_recall_sequence(good, last), _recall_sequence(tokens, is_scored)]
+    first, second = (Rows(*(part[None] for part in sequence)) for sequence in sequences)
+    check(config, first, seed=0, is_training=False)
+    both = Rows(*(np.concatenate(parts) for parts in zip(first, second, strict=True)))
+    _refused(config, both, 0, False, f"row 1 breaks the rule that .*{rule}.*1 of 2 rows")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "content", "rule"),
+    [
+        ([4, 0, 1, 4, 4, 5, 4, 4], [0, 1], "right before the copy id"),
+        ([4, 4, 0, 4, 1, 4, 5, 4], [0, 1], "copy id and blanks end it"),
+        ([4, 0, 2, 4, 1, 5, 4, 4], [0, 2], "holds 2 content tokens"),
+        ([4, 4, 0, 4, 1, 5, 4, 4], [1, 0], "in order at the end"),
+    ],
+)
+def test_check_of_copying_names_the_broken_rule(tokens, content, rule):
+    good = Rows(np.array([[4, 4, 0, 4, 1, 5, 4, 4]]), np.array([[*[IGNORE] * 6, 0, 1]], np.int32))
+    check(COPYING, good, seed=0, is_training=True)
+    rows = Rows(np.array([tokens]), np.array([[*[IGNORE] * 6, *content]]))
+    _refused(COPYING, rows, 0, True, rule)
+
+
+def test_check_of_memorization_depends_on_the_seed():
+    config, seed, golden, _ = _golden("memorization", "c0")
+    _refused(config, golden("train"), seed + 1, True, f"map of seed {seed + 1}")
+
+
+def test_check_names_a_wrong_shape():
+    config, seed, golden, _ = _golden("compression", "c0")
+    rows = golden("test")
+    wrong = Rows(rows.inputs[:, 1:], rows.targets)
+    _refused(config, wrong, seed, False, r"\(64, 31\).*\(64, 32\).*\[rows, 32\]")
+
+
+def test_row_of_noise_alone_is_drawn_anew():
+    # Without the guard about one row in eight would have no key to ask for.
+    config = NOISY.replace(seq_len=10, frac_noise=0.9)
+    splits = instances(config, seed=0, num_train=300, num_test=100)
+    check(config, splits.train, seed=0, is_training=True)
+    check(config, splits.test, seed=0, is_training=False)
+
+
+def test_numbers_below_n_are_those_of_the_generator():
+    ours, theirs = Draws(7), np.random.default_rng(7)
+    # Large n draw anew now and then; permutations and random() share the stream.
+    for n in [1, 2, 3, 8, 1000, 2**31 + 1, 3 * 2**30, 2**32 - 1] * 50:
+        assert ours.below(n) == theirs.integers(0, n)
+        assert ours.generator.random() == theirs.random()
+        np.testing.assert_array_equal(ours.generator.permutation(5), theirs.permutation(5))
+
+
+@pytest.mark.parametrize(("num_tokens", "length"), [(5, 1), (5, 3), (4, 4)])
+def test_motifs_are_in_the_order_of_itertools(num_tokens, length):
+    motifs = [motif_tokens((length, i), num_tokens) for i in range(math.perm(num_tokens, length))]
+    assert motifs == list(itertools.permutations(range(num_tokens), length))
+
+
+@pytest.mark.parametrize(
+    ("task", "sizes", "message"),
+    [
+        ("in-context-recall", {"vocab_size": 1}, "vocab_size 1 .*leaves 1 ids"),
+        ("in-context-recall", {"seq_len": 127}, "seq_len 127 is odd"),
+        ("in-context-recall", {"seq_len": 2}, "seq_len 2 holds no pair"),
+        ("in-context-recall", {"frac_noise": 0.2}, "frac_noise 0.2 is not read"),
+        ("noisy-in-context-recall", {"frac_noise": 1.0}, "frac_noise 1.0 must lie between"),
+        ("noisy-in-context-recall", {"noise_vocab_size": 0}, "noise_vocab_size 0"),
+        ("noisy-in-context-recall", {"noise_vocab_size": 31}, "noise_vocab_size 31 leaves 1 ids"),
+        ("fuzzy-in-context-recall", {"k_motif_size": 8}, "7 key tokens, k_motif_size 8 needs 8"),
+        ("fuzzy-in-context-recall", {"v_motif_size": 9}, "8 value tokens, v_motif_size 9 needs 9"),
+        ("fuzzy-in-context-recall", {"v_motif_size": 0}, "v_motif_size 0 must be 1"),
+        ("fuzzy-in-context-recall", {"k_motif_size": -1}, "k_motif_size -1 must be 1"),
+        ("fuzzy-in-context-recall", {"vocab_size": 1}, "vocab_size 1 has 0 key tokens"),
+        ("fuzzy-in-context-recall", {"seq_len": 12}, "seq_len 12 .* pairs of 6 tokens; take 13"),
+        (
+            "fuzzy-in-context-recall",
+            {"vocab_size": 256, "k_motif_size": 4},
+            "127 key tokens, so 248031000 motifs",
+        ),
+        ("memorization", {"vocab_size": 2}, "vocab_size 2 .*leaves 1 ids"),
+        ("memorization", {"seq_len": 31}, "seq_len 31 is odd"),
+        ("memorization", {"seq_len": 0}, "seq_len 0 holds no key"),
+        ("compression", {"vocab_size": 1}, "vocab_size 1 has no content"),
+        ("compression", {"seq_len": 1}, "seq_len 1 holds no content"),
+        ("compression", {"k_motif_size": 3}, "k_motif_size 3 is not read by this task"),
+        ("selective-copying", {"vocab_size": 2}, "vocab_size 2 has no content"),
+        ("selective-copying", {"num_tokens_to_copy": 0}, "num_tokens_to_copy 0 must be 1"),
+        ("selective-copying", {"seq_len": 33}, "seq_len 33 .* num_tokens_to_copy 16; take 34"),
+    ],
+)
+def test_impossible_sizes(task, sizes, message):
+    with pytest.raises(UserError, match=f"MADConfig of {task}: .*{message}"):
+        BASELINES[task].replace(**sizes)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MADConfig(task="in-context-recall", vocab_size=2, seq_len=4),
+        MADConfig(task="in-context-recall", vocab_size=7, seq_len=12),
+        BASELINES["fuzzy-in-context-recall"].replace(seq_len=13),
+        BASELINES["fuzzy-in-context-recall"].replace(
+            vocab_size=3, seq_len=5, k_motif_size=1, v_motif_size=1
+        ),
+        MADConfig(task="memorization", vocab_size=3, seq_len=2),
+        MADConfig(task="compression", vocab_size=2, seq_len=2),
+        MADConfig(task="selective-copying", vocab_size=3, seq_len=4, num_tokens_to_copy=1),
+    ],
+)
+def test_smallest_sizes(config):
+    splits = instances(config, seed=5, num_train=50, num_test=50)
+    check(config, splits.train, seed=5, is_training=True)
+    check(config, splits.test, seed=5, is_training=False)
+
+
+def test_impossible_calls():
+    config = BASELINES["compression"]
+    with pytest.raises(UserError, match="seed -1 must lie in"):
+        instances(config, seed=-1, num_train=1, num_test=1)
+    with pytest.raises(UserError, match="num_test -2"):
+        instances(config, seed=0, num_train=1, num_test=-2)
+    with pytest.raises(UserError, match=r"MADConfig\.task must be 'in-context-recall'"):
+        MADConfig(task="recall")

@@ -1,0 +1,234 @@
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from checks import assert_same
+
+from experiments.parity.checks import CHECKS
+from experiments.parity.golden import Golden, relative_error
+from experiments.parity.modules import published_config
+from ttcd_jax.errors import DataError
+from ttcd_jax.interop import reference
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+FILES = sorted(path.name for path in GOLDEN.glob("*.npz"))
+MLP_FILE = "ipttcd_mlp_f_short.npz"
+
+
+def test_every_kind_has_files():
+    assert {Golden(GOLDEN / name).kind for name in FILES} == set(CHECKS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", FILES)
+def test_outputs_losses_and_gradients_are_the_published_ones(name, dtype):
+    golden = Golden(GOLDEN / name)
+    with jax.enable_x64(dtype == "float64"):
+        worst = CHECKS[golden.kind](golden, dtype)
+    assert worst.ratio <= 1, f"{worst.name}: {worst.error:.1e} of {worst.bound:.1e}"
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if "_model" in name or "_mlp_" in name])
+def test_names_and_layouts_round_trip(name):
+    golden = Golden(GOLDEN / name)
+    tensors = golden.group("param.")
+    if golden.kind.endswith("_model"):
+        config = published_config(golden, "float32")
+        assert reference.reference_shapes(config) == {n: x.shape for n, x in tensors.items()}
+        params = reference.model_from_reference(tensors, config)
+        back = reference.model_to_reference(params, config)
+    else:
+        params = reference.module_from_reference(tensors, reference.MLP_NAMES)
+        back = reference.module_to_reference(params, reference.MLP_NAMES)
+    assert_same(dict(sorted(back.items())), dict(sorted(tensors.items())))
+
+
+def _check(golden):
+    return CHECKS[golden.kind](golden, "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "entry"),
+    [
+        (MLP_FILE, "param.down_proj.weight", (3, 4)),
+        (MLP_FILE, "param.ttt_teacher_conv.weight", (5, 0, 2)),
+        (MLP_FILE, "in.x", (0, 0, 1)),
+        (MLP_FILE, "out.y", (1, 2, 3)),
+        (MLP_FILE, "grad.up_proj.weight", (0, 0)),
+        (MLP_FILE, "grad_in.x", (0, 1, 2)),
+        ("ipttt_mlp_actconv.npz", "grad.ttt_activation_conv.weight", (5, 0, 2)),
+        ("delta_op_state.npz", "out.S", (0, 1, 2, 3)),
+        ("gated_delta_op.npz", "in.g", (1, 7, 0)),
+        ("dual_attn_b.npz", "out.lse_student", (1, 2, 3)),
+        ("dual_attn_d.npz", "grad_teacher.v", (1, 7, 0, 1)),
+        ("adamw_clip_steps.npz", "out.grad_norm", (3,)),
+        ("muon_steps.npz", "in.grad.model.layers.0.mlp.ttt_proj.weight", (0, 2, 3)),
+        ("lr_schedules.npz", "out.wsd_sqrt", (60,)),
+        ("mad_metrics.npz", "out.batch_loss", (2,)),
+    ],
+)
+def test_a_wrong_number_anywhere_fails_the_check(name, array, entry):
+    golden = Golden(GOLDEN / name)
+    golden.arrays[array][entry] += 0.01 * np.abs(golden.arrays[array]).max()
+    assert _check(golden).ratio > 1
+
+
+@pytest.mark.parametrize("array", ["c1.train.inputs", "c2.test.targets", "c0.kv_values"])
+def test_one_wrong_token_fails_the_check(array):
+    golden = Golden(GOLDEN / "mad_memorization.npz")
+    golden.arrays[array].flat[7] += 1
+    assert _check(golden).ratio == np.inf
+
+
+def test_a_number_that_is_not_finite_fails_the_check():
+    golden = Golden(GOLDEN / MLP_FILE)
+    golden.arrays["out.y"][0, 0, 0] = np.nan
+    assert _check(golden).ratio == np.inf
+
+
+def test_a_wrong_setting_fails_the_check():
+    golden = Golden(GOLDEN / "ipttcd_mlp_a.npz")
+    golden.config["ttt_lr"] *= 1.01
+    assert _check(golden).ratio > 1
+
+
+def _without(golden, name):
+    del golden.arrays[name]
+
+
+def _renamed(golden, name):
+    golden.arrays["param.surplus"] = golden.arrays.pop(name)
+
+
+def _transposed(golden, name):
+    golden.arrays[name] = golden.arrays[name].T
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "error"),
+    [
+        (_without, "param.down_proj.weight", DataError),
+        (_renamed, "param.down_proj.weight", KeyError),
+        (_transposed, "param.down_proj.weight", DataError),
+        (_transposed, "out.y", DataError),
+        (_without, "in.x", KeyError),
+    ],
+)
+def test_names_and_shapes_that_do_not_fit_are_errors(change, name, error):
+    golden = Golden(GOLDEN / MLP_FILE)
+    change(golden, name)
+    with pytest.raises(error):
+        _check(golden)
+
+
+def test_relative_error_is_the_difference_against_zeros():
+    assert relative_error(np.full(3, 0.5), np.zeros(3)) == 0.5
+    assert relative_error(np.full(3, 0.5), np.full(3, 2.0)) == 0.75
+
+
+def _truncated(path):
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def _overwritten(path):
+    data = bytearray(path.read_bytes())
+    data[2000:2100] = bytes(100)
+    path.write_bytes(data)
+
+
+def _empty(path):
+    path.write_bytes(b"")
+
+
+def _text(path):
+    path.write_text("not an archive")
+
+
+def _no_description(path):
+    np.savez(path, x=np.zeros(3))
+
+
+def _bad_description(path):
+    np.savez(path, config_json=np.array("{"))
+
+
+def _no_kind(path):
+    np.savez(path, config_json=np.array("{}"))
+
+
+def _absent(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncated,
+        _overwritten,
+        _empty,
+        _text,
+        _no_description,
+        _bad_description,
+        _no_kind,
+        _absent,
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(damage, tmp_path):
+    path = tmp_path / "damaged.npz"
+    shutil.copy(GOLDEN / MLP_FILE, path)
+    damage(path)
+    with pytest.raises(DataError, match=r"damaged\.npz") as caught:
+        Golden(path)
+    assert "\n" not in str(caught.value)
+
+
+def _command(folder, *options):
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.parity", f"--golden_dir={folder}", *options],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+
+
+def test_the_command_says_what_passed_and_what_failed(tmp_path):
+    shutil.copy(GOLDEN / MLP_FILE, tmp_path / "a_good.npz")
+    shutil.copy(GOLDEN / "lr_schedules.npz", tmp_path / "b_good.npz")
+    tampered = dict(np.load(GOLDEN / MLP_FILE))
+    tampered["param.down_proj.weight"] = tampered["param.down_proj.weight"] * 1.01
+    np.savez(tmp_path / "c_tampered.npz", **tampered)
+    (tmp_path / "d_damaged.npz").write_text("not an archive")
+    np.savez(tmp_path / "e_unknown.npz", config_json=np.array('{"kind": "another"}'))
+    result = _command(tmp_path)
+    assert result.returncode == 1
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:3] == ["ok", "a_good.npz", "ipttcd_mlp"]
+    assert lines[1].split()[:3] == ["ok", "b_good.npz", "lr_schedule"]
+    assert lines[2].split()[:3] == ["FAIL", "c_tampered.npz", "ipttcd_mlp"]
+    assert lines[3].split()[:2] == ["FAIL", "d_damaged.npz"]
+    assert lines[4].startswith("FAIL  e_unknown.npz")
+    assert "kind 'another' has no check" in lines[4]
+    assert lines[-1] == "2 passed, 3 failed"
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--float64"]])
+def test_the_command_succeeds_when_all_pass(options, tmp_path):
+    shutil.copy(GOLDEN / MLP_FILE, tmp_path)
+    result = _command(tmp_path, *options)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "1 passed, 0 failed"
+
+
+def test_an_empty_folder_is_a_mistake_of_the_user(tmp_path):
+    result = _command(tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert str(tmp_path) in result.stderr

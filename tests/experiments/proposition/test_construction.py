@@ -1,0 +1,251 @@
+"""Proposition 1 through our own layer: its premises, its bound, its equality, and how it fails."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, assert_same, distance
+
+from experiments.proposition.construction import (
+    FILLER,
+    GROUPS,
+    HEARD,
+    QUERY,
+    SAID,
+    PropositionConfig,
+    build_block,
+    draw_sequence,
+    draw_weights,
+    hidden_states,
+    holds,
+    measure,
+    ratio_summary,
+    read,
+    sweep,
+)
+from ttcd_jax.errors import NonFiniteError, UserError
+
+CONFIG = PropositionConfig()
+DRAWS = 24
+
+
+def _draw(config=CONFIG, seed=0, overlap=0.0):
+    rng = np.random.default_rng(seed)
+    return draw_weights(rng), draw_sequence(config, rng, overlap)
+
+
+@functools.cache
+def _measure(config):
+    """`measure` of one draw, numpy scalars."""
+
+    @jax.jit
+    def run(weights, row):
+        return measure(build_block(config, weights), row, config.first, config.second)
+
+    return lambda weights, row: jax.device_get(run(weights, row))
+
+
+@functools.cache
+def _views(config):
+    """(features, y) [T, X] of teacher and of student, all through the weight of q1's chunk."""
+
+    @jax.jit
+    def views(weights, row):
+        block = build_block(config, weights)
+        x, t = hidden_states(block, row)
+        chunk = config.first // config.chunk_size
+        return [(block.mlp.features(h)[0], read(block.mlp, x, t, chunk, h[0])) for h in (x, t)]
+
+    return views
+
+
+def _seen(query, window):
+    """The positions a query attends to; the window counts the query."""
+    return set(range(query - window + 1, query + 1))
+
+
+def _numpy_sides(config, weights, row):
+    """(left, right, right through W_base) from the features by the equations as they stand."""
+    (z_teacher, _), (z_student, _) = _views(config)(weights, row)
+    z_teacher, z_student = np.asarray(z_teacher), np.asarray(z_student)
+    size, first, second = config.chunk_size, config.first, config.second
+    running = [weights["down"]]
+    for start in range(0, second // size * size, size):
+        t, s = z_teacher[start : start + size], z_student[start : start + size]
+        delta = config.eta * s.T @ (t @ running[-1] - s @ running[-1]) / size
+        running.append(running[-1] + delta)
+    before, after = running[first // size], running[second // size]
+    rights = []
+    for weight in (before, running[0]):
+        taught, seen = z_teacher[first] @ weight, z_student[first] @ weight
+        alignment = z_student[first] @ z_student[second]
+        rights.append(config.eta / size * taught @ (taught - seen) * alignment)
+    left = z_teacher[first] @ before @ (z_student[second] @ (after - before))
+    return left, *rights
+
+
+def test_the_span_is_seen_by_the_teacher_of_q1_alone(float64):
+    span = set(range(CONFIG.span.start, CONFIG.span.stop))
+    assert span <= _seen(CONFIG.first, CONFIG.window)
+    for query in (CONFIG.first, CONFIG.second):
+        assert not span & _seen(query, CONFIG.student_window)
+    weights, row = _draw()
+    other = row.copy()
+    other[:, CONFIG.span, SAID] = np.random.default_rng(1).standard_normal((1, 4, 8))
+    (teacher, student), (teacher_other, student_other) = (
+        [y[CONFIG.first] for _, y in _views(CONFIG)(weights, r)] for r in (row, other)
+    )
+    assert distance(teacher_other, teacher) > 0.1
+    assert_same(student_other, student)
+
+
+def test_keys_of_fillers_are_orthogonal_to_those_of_queries(float64):
+    _, (keys, _) = _views(CONFIG)(*_draw())
+    others = np.delete(np.asarray(keys), [CONFIG.first, CONFIG.second], axis=0)
+    assert_same(others @ keys[CONFIG.second], np.zeros(len(others)))
+    assert abs(others).max(-1).min() > 0
+    assert keys[CONFIG.first] @ keys[CONFIG.second] > 0
+
+
+def test_a_read_is_what_the_block_does(float64):
+    weights, row = _draw()
+
+    @jax.jit
+    def both(weights, row):
+        block = build_block(CONFIG, weights)
+        x, t = hidden_states(block, row)
+        ours = []
+        for position in (CONFIG.first, CONFIG.second):
+            ours.append(read(block.mlp, x, t, position // CONFIG.chunk_size, x[:, position])[0])
+        normed = row / jnp.sqrt((row**2).mean(-1, keepdims=True) + CONFIG.block().norm_eps)
+        positions = jnp.arange(row.shape[1])[None]
+        return jnp.stack(ours), (block(row) - row - block.mixer(normed, positions)[0])[0]
+
+    ours, outputs = both(weights, row)
+    assert_close(ours, outputs[np.array([CONFIG.first, CONFIG.second])])
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_the_bound_is_an_equality_when_keys_are_orthogonal(chunk_size, float64):
+    """eta / chunk_size per token: the paper's eta at chunks of one token."""
+    config = CONFIG.replace(chunk_size=chunk_size)
+    drawn = sweep(config, seed=0, num_draws=DRAWS)
+    assert len(drawn.gap) == DRAWS  # all of them have a positive gap and alignment
+    assert_same(drawn.overlap, np.zeros(DRAWS))
+    np.testing.assert_allclose(drawn.left, drawn.right, rtol=1e-10, atol=0)
+    np.testing.assert_allclose(
+        drawn.right, 0.3 / chunk_size * drawn.gap * drawn.alignment, rtol=1e-12
+    )
+    assert holds(drawn).all()
+    # One c_gap and one c_align for all draws: what the proposition says of thresholds.
+    floor = config.rate * drawn.gap.min() * drawn.alignment.min()
+    assert floor > 0
+    assert (drawn.left >= floor * (1 - 1e-10)).all()
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.7])
+def test_both_sides_follow_their_equations(overlap, float64):
+    weights, row = _draw(overlap=overlap)
+    measured = _measure(CONFIG)(weights, row)
+    left, right, _ = _numpy_sides(CONFIG, weights, row)
+    assert_close(measured.left, jnp.asarray(left), 1e-10)
+    assert_close(measured.right, jnp.asarray(right), 1e-10)
+
+
+def test_errors_are_taken_against_the_running_weight(float64):
+    """Three updates lie before q1, of the tokens after the span, which hear it in part: a gap
+    through W_base is another bound, and the equality is that of the running weight."""
+    config = CONFIG.replace(chunk_size=1)
+    weights, row = _draw(config)
+    left = float(_measure(config)(weights, row).left)
+    _, running, base = _numpy_sides(config, weights, row)
+    assert left == pytest.approx(running, rel=1e-10)
+    assert abs(base / left - 1) > 1e-3
+
+
+def test_a_query_in_the_same_chunk_gets_nothing(float64):
+    config = CONFIG.replace(chunk_size=5, num_fillers=1)
+    assert config.first // 5 == config.second // 5 == 1
+    measured = _measure(config)(*_draw(config))
+    assert measured.gap > 0
+    assert measured.alignment > 0
+    assert measured.left == 0
+    with pytest.raises(UserError, match="q1 at 7 and q2 at 9 share a chunk of 5 tokens"):
+        sweep(config, seed=0, num_draws=1)
+
+
+def test_the_effect_is_proportional_to_eta(float64):
+    """q1 in the first chunk: its gap is that of W_base, whatever eta."""
+    low, high = (
+        sweep(CONFIG.replace(chunk_size=8, eta=eta), seed=0, num_draws=4) for eta in (0.1, 0.4)
+    )
+    assert_close(high.left, 4 * low.left)
+    assert_close(high.gap, low.gap)
+
+
+def test_one_contradicting_key_breaks_the_bound(float64):
+    """A filler whose key is q2's, and whose teacher alone hears the opposite of the fact."""
+    weights, row = _draw()
+    features = GROUPS[-1][1]
+    half = (features.stop - features.start) // 2
+    yes, no = (
+        slice(features.start, features.start + half),
+        slice(features.start + half, features.stop),
+    )
+    for name in ("gate", "up"):
+        weights[name][HEARD, no] = -weights[name][HEARD, yes]
+    weights["down"][no] = -weights["down"][yes]  # to hear -fact is to say the opposite
+    rogue = CONFIG.first + 13
+    row[:, CONFIG.first + 1 : CONFIG.second, SAID] = 0
+    row[:, rogue - 7 : rogue - 3, SAID] = -row[:, :1, SAID]
+    quiet = _measure(CONFIG)(weights, row)
+    assert quiet.left == pytest.approx(quiet.right, rel=1e-10)
+    row[:, rogue, QUERY], row[:, rogue, FILLER] = row[:, CONFIG.second, QUERY], 0
+    broken = _measure(CONFIG)(weights, row)
+    assert broken.gap > 0
+    assert broken.right == pytest.approx(quiet.right, rel=1e-10)
+    assert not holds(broken).any()
+    assert broken.left < 0.5 * broken.right
+
+
+def test_interference_widens_with_the_overlap(float64):
+    none, some, much = (
+        ratio_summary(sweep(CONFIG, seed=0, num_draws=DRAWS, overlap=overlap))
+        for overlap in (0.0, 0.3, 0.7)
+    )
+    assert none["key_cosine"] == none["below_bound"] == 0
+    assert 0 < some["key_cosine"] < much["key_cosine"]
+    width_none, width_some, width_much = (
+        row["ratio_95%"] - row["ratio_5%"] for row in (none, some, much)
+    )
+    assert width_none < 1e-10 < 0.05 < width_some < width_much
+    assert min(some["below_bound"], much["below_bound"]) > 0.2
+
+
+def test_draws_repeat_by_seed(float64):
+    first, second, other = (sweep(CONFIG, seed=seed, num_draws=3) for seed in (4, 4, 5))
+    assert_same(tuple(first), tuple(second))
+    assert distance(other.left, first.left) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"student_window": 8}, "student_window 8 must lie between 1 and window - 1 = 7"),
+        ({"student_window": 0}, "student_window 0 must lie between"),
+        ({"chunk_size": 0}, "chunk_size 0 must be at least 1"),
+        ({"num_fillers": -1}, "num_fillers -1 must not be negative"),
+        ({"eta": 0.0}, "eta 0.0 must be positive and finite"),
+        ({"eta": float("nan")}, "eta nan must be positive and finite"),
+    ],
+)
+def test_a_setting_that_cannot_show_it_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        CONFIG.replace(**changes)
+
+
+def test_a_memory_that_diverges_is_refused(float64):
+    with pytest.raises(NonFiniteError, match=r"eta 1e\+30 with chunks of 1 diverges: lower eta"):
+        sweep(CONFIG.replace(eta=1e30, chunk_size=1), seed=0, num_draws=2)

@@ -1,0 +1,182 @@
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import (
+    TWO_ROWS,
+    assert_close,
+    dot_operand_types,
+    draw,
+    influence,
+    largest_array,
+    may_see,
+    traced,
+)
+
+from ttcd_jax.memory.delta_rule import delta_rule, delta_rule_recurrent, l2_normalize_inside
+
+B, T, N, H, X = 2, 21, 2, 4, 3
+# Cut anywhere; with chunks of 8 one document starts on a chunk's edge, two inside one chunk.
+IDS = np.stack([np.repeat([7, 3, 4, 1], [8, 1, 2, 10]), np.repeat([2, 1], [19, 2])])
+
+
+def _inputs(*, length=T, is_gated=True, dtype=None):
+    """Keyword arguments of both forms: unit keys, beta in (0, 1), g < 0, a state in front."""
+    q, k, v, beta, g, state = draw(
+        0,
+        *[(B, length, N, H)] * 2,
+        (B, length, N, X),
+        *[(B, length, N)] * 2,
+        (B, N, H, X),
+        dtype=dtype,
+    )
+    inputs = {"q": q, "k": l2_normalize_inside(k), "v": v, "beta": jax.nn.sigmoid(beta)}
+    inputs["initial_state"] = state
+    return inputs | ({"log_decay": -jnp.abs(g)} if is_gated else {})
+
+
+def _chunked(chunk_size):
+    return partial(delta_rule, chunk_size=chunk_size)
+
+
+def _evaluate(form, inputs, segment_ids=None, state_dtype=None):
+    """(o, state) and the gradients of a weighted sum of both."""
+    state_dtype = state_dtype or inputs["q"].dtype
+
+    @jax.jit
+    def evaluate(inputs):
+        run = partial(form, segment_ids=segment_ids, state_dtype=state_dtype)
+        results, pull = jax.vjp(lambda inputs: run(**inputs), inputs)
+        weights = jax.tree.map(
+            lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype), results
+        )
+        return results, pull(weights)
+
+    return evaluate(inputs)
+
+
+@pytest.mark.parametrize(
+    ("is_gated", "has_documents", "chunk_sizes"),
+    [(False, False, (1, 8)), (False, True, (8,)), (True, False, (64,)), (True, True, (8,))],
+    ids=["plain", "plain_documents", "gated", "gated_documents"],
+)
+def test_chunks_equal_the_recurrence_with_all_gradients(
+    is_gated, has_documents, chunk_sizes, float64
+):
+    inputs = _inputs(is_gated=is_gated)
+    ids = jnp.asarray(IDS) if has_documents else None
+    expected = _evaluate(delta_rule_recurrent, inputs, ids)
+    for chunk_size in chunk_sizes:
+        assert_close(_evaluate(_chunked(chunk_size), inputs, ids), expected)
+
+
+def test_float32_holds_its_digits_through_strong_decays():
+    inputs = _inputs(dtype=jnp.float32)
+    (where,) = draw(3, (B, T, N))
+    inputs["log_decay"] = jnp.select([where > 1, where > 0.5], [-3000.0, -50.0], -0.01)
+    ours = _evaluate(_chunked(16), inputs)
+    assert_close(ours, _evaluate(delta_rule_recurrent, inputs), 1e-5)
+
+
+def test_float32_holds_its_digits_where_every_key_is_the_same():
+    """(I + A)^-1 is tame there, the powers of A are not: 1e18 for a chunk of 64."""
+    inputs = _inputs(length=128, is_gated=False, dtype=jnp.float32)
+    inputs["k"] = jnp.broadcast_to(inputs["k"][:1, :1], inputs["k"].shape)
+    inputs["beta"] = jnp.ones_like(inputs["beta"])
+    ours = _evaluate(_chunked(64), inputs)
+    assert_close(ours, _evaluate(delta_rule_recurrent, inputs), 3e-5)  # sums of 128 gradients
+
+
+def test_a_document_is_a_row_of_its_own(float64):
+    inputs, cuts = _inputs(), (0, 8, 9, 11, T)
+    state = inputs.pop("initial_state")
+    together = partial(
+        delta_rule, chunk_size=8, segment_ids=jnp.asarray(IDS), state_dtype=jnp.float64
+    )
+    o, last_state = jax.jit(together)(**inputs, initial_state=state)
+    for i, (start, end) in enumerate(itertools.pairwise(cuts)):
+        alone = {name: x[:1, start:end] for name, x in inputs.items()}
+        in_front = state[:1] if i == 0 else None
+        expected, alone_state = delta_rule_recurrent(
+            **alone, initial_state=in_front, state_dtype=jnp.float64
+        )
+        assert_close(o[:1, start:end], expected)
+    assert_close(last_state[:1], alone_state)
+
+
+def test_a_row_goes_on_from_the_state_of_its_front(float64):
+    inputs = _inputs()
+    run = partial(delta_rule, chunk_size=8, state_dtype=jnp.float64)
+    state = inputs.pop("initial_state")
+    o, expected = jax.jit(run)(**inputs, initial_state=state)
+    for start, end in ((0, 1), (1, T)):
+        part = {name: x[:, start:end] for name, x in inputs.items()}
+        o_part, state = jax.jit(run)(**part, initial_state=state)
+        assert_close(o_part, o[:, start:end])
+    assert_close(state, expected)
+
+
+def test_a_token_depends_on_all_before_it_in_its_document_and_nothing_else(float64):
+    (x,) = draw(1, (*TWO_ROWS.shape, 2 * H + X + 2))
+
+    def run(x):
+        q, k, v, beta, g = jnp.split(x[:, :, None], np.cumsum([H, H, X, 1]), axis=-1)
+        return delta_rule(
+            q,
+            k,
+            v,
+            jax.nn.sigmoid(beta[..., 0]),
+            log_decay=-jax.nn.softplus(g[..., 0]),
+            segment_ids=jnp.asarray(TWO_ROWS),
+            chunk_size=4,
+            state_dtype=x.dtype,
+        )[0][:, :, 0]
+
+    np.testing.assert_array_equal(influence(run, x) > 0, may_see(TWO_ROWS))
+
+
+def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
+    wide = _inputs(dtype=jnp.float32)
+    narrow = {name: wide[name].astype(jnp.bfloat16) for name in ("q", "k", "v")}
+    wide |= {name: x.astype(jnp.float32) for name, x in narrow.items()}
+    ids = jnp.asarray(IDS)
+    ours = _evaluate(_chunked(8), wide | narrow, ids, jnp.float32)
+    (o, state), (gradients,) = ours
+    assert (o.dtype, state.dtype, gradients["k"].dtype) == ("bfloat16", "float32", "bfloat16")
+    assert_close(ours, _evaluate(delta_rule_recurrent, wide, ids), 0.03)
+    # Float32 whatever the inputs: sums of log decays, and the triangular system, which is inverted
+    # in log2(8) doublings of two products each and multiplied once.
+    del wide["log_decay"]
+    run = partial(delta_rule, chunk_size=8, state_dtype=jnp.float32)
+    eqns = traced(lambda inputs: run(**inputs), wide | narrow)
+    products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    is_wide = [{str(x.aval.dtype) for x in eqn.invars} == {"float32"} for eqn in products]
+    assert sum(is_wide) == 2 * 3 + 1
+    assert dot_operand_types([eqn for eqn, w in zip(products, is_wide, strict=True) if not w]) == {
+        "bfloat16"
+    }
+
+
+def test_the_backward_keeps_no_state_per_token():
+    length, size = 256, 32
+    wide = [jnp.zeros((1, length, 1, size))] * 3
+    narrow = [jnp.zeros((1, length, 1))] * 2
+
+    def loss(q, k, v, beta, g):
+        o, state = delta_rule(q, k, v, beta, log_decay=g, chunk_size=size, state_dtype=jnp.float32)
+        return o.sum() + state.sum()
+
+    eqns = traced(jax.grad(loss, argnums=(0, 1, 2, 3, 4)), *wide, *narrow)
+    assert largest_array(eqns) == length * 2 * size  # both right sides of the triangular system
+
+
+def test_the_norm_for_keys_is_smooth_at_zero(float64):
+    (x,) = draw(0, (5, H))
+    assert_close(
+        l2_normalize_inside(x), x / np.sqrt((np.asarray(x) ** 2).sum(-1, keepdims=True) + 1e-6)
+    )
+    slope = jax.jacobian(l2_normalize_inside)(jnp.zeros(H))
+    assert_close(slope, 1e3 * jnp.eye(H))

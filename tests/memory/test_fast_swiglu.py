@@ -1,0 +1,203 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import (
+    TWO_ROWS,
+    assert_close,
+    draw,
+    influence,
+    largest_array,
+    may_see,
+    traced,
+)
+
+from ttcd_jax.memory.chunks import from_chunks, memory_mask, to_chunks
+from ttcd_jax.memory.fast_swiglu import (
+    FastInputs,
+    FastRule,
+    FastWeights,
+    fast_swiglu,
+    length,
+    unit,
+)
+
+B, T, L, N, H, F = 2, 14, 4, 2, 3, 5
+
+
+def _rule(**changes) -> FastRule:
+    return FastRule(state_dtype=jnp.float64, **changes)
+
+
+def _start(seed=1) -> FastWeights:
+    return FastWeights(*draw(seed, (N, H, F), (N, F, H), (N, H, F)))
+
+
+def _tokens(seed=0, tokens=T, has_momentum=True) -> FastInputs:
+    """Unchunked; rates and votes are positive."""
+    q, k, v, rates, votes = draw(seed, *[(B, tokens, N, H)] * 3, (B, tokens, N, 3), (B, tokens, N))
+    return FastInputs(
+        q, k, v, jax.nn.softplus(rates), jax.nn.sigmoid(votes) if has_momentum else None
+    )
+
+
+def _run(rule, start, tokens, ids=None, chunk_size=L):
+    size = tokens.q.shape[1]
+    chunks = jax.tree.map(lambda x: to_chunks(x, chunk_size), tokens)
+    y = fast_swiglu(rule, start, chunks, memory_mask(ids, size, chunk_size))
+    return from_chunks(y, size)
+
+
+def _f(weights, x):
+    """One head: x [L, H]."""
+    w0, w1, w2 = weights
+    return (jax.nn.silu(x @ w0) * (x @ w2)) @ w1
+
+
+def _descent(weights, k, v, rates):
+    """Minus the gradient of -sum_t lr_t f(k_t) . v_t, every matrix at its own rate."""
+
+    def objective(weights, rate):
+        return jnp.sum(rate[:, None] * _f(weights, k) * v)
+
+    gradients = [jax.grad(objective)(weights, rates[:, i]) for i in range(3)]
+    return FastWeights(*(gradients[i][i] for i in range(3)))
+
+
+def _one_document(rule, start, tokens, is_mine):
+    """f(q) [C, L, H] of a row and head, its tokens in chunks, with those of one document alone."""
+
+    def one_chunk(state, chunk):
+        raw, used, before = state
+        (q, k, v, rates, votes), mine = chunk
+        mu = 0.0 if votes is None else jnp.where(mine, votes, 0).sum() / jnp.maximum(mine.sum(), 1)
+        step = _descent(used, k, v, jnp.where(mine[:, None], rates, 0))
+        step = jax.tree.map(lambda d, m: d + mu * m, step, before)
+        raw = jax.tree.map(jnp.add, raw if rule.keeps_raw else used, step)
+
+        def rescaled(w, w_start):
+            return w / (jnp.linalg.norm(w, axis=0) + 1e-5) * jnp.linalg.norm(w_start, axis=0)
+
+        behind = (raw, jax.tree.map(rescaled, raw, start), step)
+        return jax.tree.map(lambda x, y: jnp.where(mine.any(), x, y), behind, state), _f(used, q)
+
+    state = (start, start, jax.tree.map(jnp.zeros_like, start))
+    return jax.lax.scan(one_chunk, state, (tuple(tokens), is_mine))[1]
+
+
+def _definition(rule, start, tokens, ids):
+    """[B, T, N, H], every document from the start; `ids` are numpy's."""
+    chunks = jax.tree.map(lambda x: to_chunks(x, L), tokens)
+    rows, documents = np.array([(b, i) for b in range(B) for i in set(ids[b].tolist())]).T
+    is_mine = np.pad(ids[rows] == documents[:, None], ((0, 0), (0, -T % L)))
+    is_mine = is_mine.reshape(-1, T // L + 1, L)
+    heads = jax.vmap(functools.partial(_one_document, rule), (0, 2, None), 2)
+    each = jax.vmap(heads, (None, 0, 0))(start, jax.tree.map(lambda x: x[rows], chunks), is_mine)
+    own = jnp.where(is_mine[..., None, None], each, 0)
+    return from_chunks(jnp.zeros(chunks.q.shape).at[rows].add(own), T)
+
+
+def _with_gradients(run, start, tokens):
+    weight = jnp.cos(jnp.arange(B * T * N * H)).reshape(B, T, N, H)
+
+    @jax.jit
+    def evaluate(start, tokens):
+        y, pull = jax.vjp(run, start, tokens)
+        return y, pull(weight)
+
+    return evaluate(start, tokens)
+
+
+@pytest.mark.parametrize("keeps_raw", [False, True])
+def test_every_document_learns_alone_by_the_definition(keeps_raw, float64):
+    """Values and gradients; the definition differentiates f where the memory has formulas."""
+    rule, start, tokens = _rule(keeps_raw=keeps_raw), _start(), _tokens()
+    ids = jnp.asarray(TWO_ROWS)
+    ours = _with_gradients(lambda s, t: _run(rule, s, t, ids), start, tokens)
+    theirs = _with_gradients(lambda s, t: _definition(rule, s, t, TWO_ROWS), start, tokens)
+    assert_close(ours, theirs, 1e-9)
+
+
+def test_without_momentum_steps_forget_each_other(float64):
+    rule, start, tokens = _rule(), _start(), _tokens(has_momentum=False)
+    one = np.zeros_like(TWO_ROWS)
+    assert_close(_run(rule, start, tokens), _definition(rule, start, tokens, one), 1e-9)
+
+
+def test_one_document_needs_no_ids(float64):
+    rule, start, tokens = _rule(), _start(), _tokens()
+    ids = jnp.zeros((B, T), jnp.int32)
+    assert_close(_run(rule, start, tokens), _run(rule, start, tokens, ids))
+
+
+def test_a_token_reads_itself_and_earlier_chunks_of_its_document(float64):
+    start = _start()
+
+    def run(x):
+        parts = jnp.split(x, np.cumsum([N * H] * 3 + [3 * N]), axis=-1)
+        q, k, v = (part.reshape(B, T, N, H) for part in parts[:3])
+        tokens = FastInputs(q, k, v, parts[3].reshape(B, T, N, 3), parts[4])
+        return _run(_rule(), start, tokens, jnp.asarray(TWO_ROWS)).reshape(B, T, -1)
+
+    (x,) = draw(3, (B, T, 3 * N * H + 3 * N + N))
+    chunk = np.arange(T) // L
+    is_earlier = (chunk[:, None] > chunk[None, :])[None, :, None]
+    expected = may_see(TWO_ROWS) & is_earlier | may_see(TWO_ROWS, 1)
+    np.testing.assert_array_equal(influence(run, x) > 0, expected)
+
+
+@pytest.mark.parametrize("size", [1, L - 1, L])
+def test_one_chunk_is_read_and_not_written(size, float64):
+    start, tokens = _start(), _tokens(tokens=size)
+    plain = jax.vmap(jax.vmap(_f, (0, 1), 1), (None, 0))(start, tokens.q)
+    assert_close(_run(_rule(), start, tokens), plain)
+    gradients = jax.grad(lambda t: _run(_rule(), start, t).sum())(tokens)
+    assert not any(np.asarray(x).any() for x in gradients[1:])
+    assert np.asarray(gradients.q).all()
+
+
+def test_rates_of_zero_leave_the_start_in_place(float64):
+    """But for the 1e-5 of every normalisation."""
+    start, tokens = _start(), _tokens()._replace(rates=jnp.zeros((B, T, N, 3)))
+    whole = _run(_rule(), start, tokens, chunk_size=T)
+    assert_close(_run(_rule(), start, tokens), whole, 1e-3)
+    assert_close(_run(_rule(orthogonalizes=True), start, tokens), whole, 1e-3)
+
+
+def test_a_row_may_be_ragged(float64):
+    start, tokens = _start(), _tokens()
+    short = jax.tree.map(lambda x: x[:, :9], tokens)
+    assert_close(_run(_rule(), start, short), _run(_rule(), start, tokens)[:, :9])
+
+
+def test_lengths_have_a_gradient_of_zero_at_zero(float64):
+    (x,) = draw(0, (3, 4))
+    x = x.at[1].set(0)
+    assert_close(length(x, -1)[:, 0], jnp.linalg.norm(x, axis=-1))
+    assert_close(unit(x, -1), x / (length(x, -1) + 1e-5))
+    gradient = np.asarray(jax.grad(lambda x: length(x, -1).sum())(x))
+    assert_close(gradient[::2], x[::2] / jnp.linalg.norm(x[::2], axis=-1, keepdims=True))
+    assert not gradient[1].any()
+
+
+def test_the_backward_keeps_states_and_no_activations():
+    """Activations of the whole row [B, T, N, F] never exist: per chunk three matrices are kept."""
+    hidden, tokens, size = 64, 32, 8
+    start = FastWeights(*draw(0, (1, H, hidden), (1, hidden, H), (1, H, hidden)))
+    inputs = FastInputs(
+        *draw(1, *[(1, tokens, 1, H)] * 3), jnp.ones((1, tokens, 1, 3)), jnp.ones((1, tokens, 1))
+    )
+    run = jax.grad(lambda s, t: _run(FastRule(), s, t, chunk_size=size).sum(), argnums=(0, 1))
+    states = (tokens // size) * H * hidden
+    assert largest_array(traced(run, start, inputs)) <= states < tokens * hidden
+
+
+def test_narrow_operands_give_a_narrow_result_near_the_wide_one():
+    start, tokens = _start(), _tokens()
+    narrow = tokens._replace(**{x: getattr(tokens, x).astype(jnp.bfloat16) for x in "qkv"})
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
+    ours = _run(FastRule(), start, narrow)
+    assert ours.dtype == jnp.bfloat16
+    assert_close(ours, _run(FastRule(), start, wide), 0.05)

@@ -1,0 +1,323 @@
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, assert_same, draw, temporary_bytes, traced
+
+from ttcd_jax.memory.chunks import memory_mask
+from ttcd_jax.memory.delta import newton_schulz
+from ttcd_jax.memory.prefix import (
+    MemoryRule,
+    apply_memory,
+    segmented_sum,
+)
+
+FORMS = ("blocked", "associative", "attention")
+B, L, F, D = 2, 3, 6, 5
+
+
+def _operands(num_chunks, batch=B, size=L, dtype=None):
+    """(z, keys, errors, w_base, initial state)."""
+    z, keys, errors, w_base, initial = draw(
+        0,
+        (batch, num_chunks, size, F),
+        (batch, num_chunks, size, F),
+        (batch, num_chunks, size, D),
+        (F, D),
+        (batch, F, D),
+        dtype=dtype,
+    )
+    return z, keys, errors, w_base, initial
+
+
+def _rule(**changes) -> MemoryRule:
+    return MemoryRule(**({"eta": 0.3, "block_chunks": 3, "state_dtype": jnp.float64} | changes))
+
+
+def _definition(rule, ids, length, z, keys, errors, w_base, initial):
+    """Token by token: p reads what q wrote if q stands in an earlier chunk and in p's document.
+    The state belongs to the row's last document; what came before the row to its first."""
+    B, C, L = z.shape[:3]
+    z, keys, errors = (x.reshape(B, C * L, -1) for x in (z, keys, errors))
+    ids = jnp.pad(ids, ((0, 0), (0, C * L - length)), mode="edge")
+    position = jnp.arange(C * L)
+    is_earlier = position[None, :] // L < position[:, None] // L
+    visible = is_earlier & (ids[:, :, None] == ids[:, None, :]) & (position < length)
+    fast = jnp.einsum("bpf,bqf,bpq,bqd->bpd", z, keys, visible.astype(z.dtype), errors)
+    # The row before is read by the first document, unless another one ends the chunk before.
+    carried = (ids == ids[:, :1])[..., None] * jnp.einsum("bpf,bfd->bpd", z, initial)
+    y = z @ w_base + rule.eta * (fast + carried)
+    writes = (ids == ids[:, -1:]) & (position < length)
+    state = jnp.einsum("bq,bqf,bqd->bfd", writes.astype(z.dtype), keys, errors)
+    state = state + (ids[:, 0] == ids[:, -1])[:, None, None] * initial
+    return y.reshape(B, C, L, -1), state
+
+
+def _documents(*lengths) -> jax.Array:
+    """Segment ids of one row of documents of these lengths, and of another row with one more cut
+    in the middle of its first document."""
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    other = np.where(np.arange(len(row)) < lengths[0] // 2, len(lengths), row)
+    return jnp.asarray(np.stack([row, other]))
+
+
+# name: (tokens, documents or none, eta, chunks per block)
+CASES = {
+    "one document, whole blocks": (18, None, 0.3, 3),
+    "one document, ragged everywhere": (20, None, 0.3, 3),
+    "one chunk": (3, None, 0.3, 4),
+    "less than a chunk": (2, None, 0.3, 4),
+    "documents": (21, (7, 2, 8, 4), 0.3, 3),
+    "documents shorter than a chunk, ragged": (20, (1, 1, 9, 1, 8), 0.3, 2),
+    "documents on the chunk grid": (18, (9, 6, 3), 0.3, 4),
+    "nothing learned": (20, (12, 8), 0.0, 3),
+    "one chunk at a time": (13, (5, 8), 0.3, 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_forms_equal_the_definition(name, float64):
+    """Values, state, and the gradients of everything through both."""
+    length, documents, eta, block_chunks = CASES[name]
+    num_chunks = -(-length // L)
+    ids = None if documents is None else _documents(*documents)
+    operands = _operands(num_chunks)
+    cotangents = tuple(draw(1, (B, num_chunks, L, D), (B, F, D)))
+    rule = _rule(eta=eta, block_chunks=block_chunks)
+
+    def form(form):
+        def run(z, keys, errors, w_base, initial):
+            mask = memory_mask(ids, length, L)
+            return apply_memory(rule._replace(form=form), z, keys, errors, w_base, mask, initial)
+
+        return run
+
+    known = jnp.zeros((B, length), int) if ids is None else ids
+    runs = [partial(_definition, rule, known, length), *map(form, FORMS)]
+
+    @jax.jit
+    def compare(operands, cotangents):
+        results = []
+        for run in runs:
+            value, pull = jax.vjp(run, *operands)
+            results.append((value, pull(cotangents)))
+        return results
+
+    expected, *others = compare(operands, cotangents)
+    for ours in others:
+        assert_close(ours, expected)
+
+
+def test_no_initial_state_is_an_empty_one(float64):
+    z, keys, errors, w_base, initial = _operands(4)
+    mask = memory_mask(None, 12, L)
+    run = jax.jit(partial(apply_memory, _rule(), z, keys, errors, w_base, mask))
+    assert_same(run(), run(jnp.zeros_like(initial)))
+
+
+def test_a_row_in_two_halves_equals_the_whole_row(float64):
+    z, keys, errors, w_base, initial = _operands(8)
+
+    @jax.jit
+    def both(z, keys, errors):
+        mask = memory_mask(None, 12, L)
+        whole = apply_memory(_rule(), z, keys, errors, w_base, memory_mask(None, 24, L), initial)
+        halves, state = [], initial
+        for part in (slice(0, 4), slice(4, 8)):
+            y, state = apply_memory(
+                _rule(), z[:, part], keys[:, part], errors[:, part], w_base, mask, state
+            )
+            halves.append(y)
+        return whole, (jnp.concatenate(halves, axis=1), state)
+
+    assert_close(*both(z, keys, errors))
+
+
+def testsegmented_sum_is_associative(float64):
+    rng = np.random.default_rng(0)
+    for flags in np.ndindex(2, 2, 2):
+        runs = [
+            (jnp.full((1,), bool(flag)), jnp.asarray(rng.standard_normal((1, 2, 2))))
+            for flag in flags
+        ]
+        a, b, c = runs
+        left = segmented_sum(segmented_sum(a, b), c)
+        right = segmented_sum(a, segmented_sum(b, c))
+        assert_close(left[1], right[1])
+        assert bool(left[0]) == bool(right[0]) == any(flags)
+
+
+def test_documents_of_a_row_equal_rows_of_their_own(float64):
+    """When each starts on the chunk grid: values, and nothing of one in another's gradient."""
+    z, keys, errors, w_base, _ = _operands(7, batch=1)
+    ids = jnp.asarray(np.repeat([[4, 2, 9]], [6, 3, 12], axis=1))
+    ends = np.cumsum([2, 1, 4])
+
+    @jax.jit
+    def both(z, keys, errors):
+        packed, _ = apply_memory(_rule(), z, keys, errors, w_base, memory_mask(ids, 21, L))
+        alone = [
+            apply_memory(
+                _rule(),
+                *(x[:, end - n : end] for x in (z, keys, errors)),
+                w_base,
+                memory_mask(None, int(n) * L, L),
+            )[0]
+            for n, end in zip((2, 1, 4), ends, strict=True)
+        ]
+        return packed, jnp.concatenate(alone, axis=1)
+
+    assert_close(*both(z, keys, errors))
+
+
+def test_orthogonalised_updates_are_orthogonalised_chunk_by_chunk(float64):
+    z, keys, errors, w_base, initial = _operands(7)
+    cotangents = tuple(draw(1, (B, 7, L, D), (B, F, D)))
+    mask = memory_mask(None, 20, L)
+    rule = _rule(orthogonalizes=True)
+
+    def definition(z, keys, errors, w_base, initial):
+        state, y = initial, []
+        for chunk in range(7):
+            y.append(jnp.einsum("BLF,BFD->BLD", z[:, chunk], w_base + rule.eta * state))
+            written = errors[:, chunk] * (chunk * L + jnp.arange(L) < 20)[:, None]
+            state = state + newton_schulz(jnp.einsum("BLF,BLD->BFD", keys[:, chunk], written))
+        return jnp.stack(y, axis=1), state
+
+    def form(form):
+        def run(z, keys, errors, w_base, initial):
+            return apply_memory(rule._replace(form=form), z, keys, errors, w_base, mask, initial)
+
+        return run
+
+    @jax.jit
+    def compare(operands, cotangents):
+        results = []
+        for run in (definition, form("blocked"), form("associative")):
+            value, pull = jax.vjp(run, *operands)
+            results.append((value, pull(cotangents)))
+        return results
+
+    expected, *others = compare((z, keys, errors, w_base, initial), cotangents)
+    for ours in others:
+        assert_close(ours, expected, 1e-11)
+
+
+def test_folding_the_state_changes_rounding_only(float64):
+    z, keys, errors, w_base, _ = _operands(5)
+    mask = memory_mask(None, 15, L)
+
+    def run(folds, form, dtype):
+        narrow = [x.astype(dtype) for x in (z, keys, errors, w_base)]
+        rule = _rule(folds_state=folds, form=form, state_dtype=jnp.promote_types(dtype, "float32"))
+
+        def loss(*operands):
+            y, _ = apply_memory(rule, *operands, mask)
+            return (y.astype(float) ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*narrow)
+
+    plain = run(False, "blocked", "float64")
+    assert_close(run(True, "blocked", "float64"), plain)
+    assert_close(run(True, "associative", "float64"), plain)
+    assert_close(run(True, "blocked", "bfloat16"), plain, 5e-2)
+
+
+def test_reading_the_memory_apart_keeps_what_folding_rounds_away():
+    """|S| is about 1 % of |W_base|, and z reads nothing from W_base: its halves cancel."""
+    z, keys, errors, w_base, _ = _operands(6, dtype=jnp.bfloat16)
+    z = jnp.concatenate([z[..., :3], z[..., :3]], axis=-1)
+    w_base = jnp.concatenate([w_base[:3], -w_base[:3]])
+    errors = errors * jnp.bfloat16(0.002)
+
+    def read(folds, dtype):
+        operands = [x.astype(dtype) for x in (z, keys, errors, w_base)]
+        rule = _rule(folds_state=folds, eta=1.0, state_dtype=jnp.float32)
+        return np.asarray(apply_memory(rule, *operands, memory_mask(None, 18, L))[0], np.float32)
+
+    exact = read(False, jnp.float32)
+    apart, folded = (
+        np.linalg.norm(read(folds, jnp.bfloat16) - exact) / np.linalg.norm(exact)
+        for folds in (False, True)
+    )
+    assert apart < 0.01
+    assert folded > 10 * apart
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_documents", "message"),
+    [
+        ({"folds_state": True}, True, "segment_ids must be None"),
+        ({"form": "attention", "orthogonalizes": True}, False, "use blocked or associative"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changes, has_documents, message):
+    z, keys, errors, w_base, _ = _operands(2)
+    ids = jnp.zeros((B, 6), jnp.int32) if has_documents else None
+    rule = _rule(state_dtype=jnp.float32, **changes)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        apply_memory(rule, z, keys, errors, w_base, memory_mask(ids, 6, L))
+
+
+def _wide_gradient(form, num_chunks):
+    """Peak memory of the gradient where a state is far larger than its chunk's tokens."""
+    shape = (1, num_chunks, 2, 128)
+    struct = jax.ShapeDtypeStruct
+    operands = [struct(shape, jnp.float32)] * 3 + [struct((128, 128), jnp.float32)]
+    rule = MemoryRule(eta=0.3, form=form, block_chunks=4)
+
+    def loss(*operands):
+        y, _ = apply_memory(rule, *operands, memory_mask(None, 2 * num_chunks, 2))
+        return (y**2).sum()
+
+    return temporary_bytes(jax.grad(loss, argnums=(0, 1, 2, 3)), *operands)
+
+
+def test_the_blocked_gradient_keeps_no_states():
+    one_state = 4 * 128 * 128
+    short, long = _wide_gradient("blocked", 32), _wide_gradient("blocked", 64)
+    assert long - short < 4 * one_state  # 32 chunks more cost less than 4 states
+    assert _wide_gradient("associative", 64) > 64 * one_state > 2 * long
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "changes", "expected"),
+    [
+        (10, {}, "attention"),  # 2 F D / (F + D) = 170.7 tokens
+        (11, {}, "blocked"),
+        (2, {"orthogonalizes": True}, "blocked"),
+        (2, {"folds_state": True}, "blocked"),
+    ],
+)
+def test_auto_takes_the_form_that_multiplies_less(num_chunks, changes, expected):
+    def program(form):
+        shapes = [(1, num_chunks, 16, F) for F in (256, 256, 128)] + [(256, 128)]
+        rule = MemoryRule(eta=0.3, form=form, block_chunks=1, **changes)
+        mask = memory_mask(None, 16 * num_chunks, 16)
+        read = jax.jit(lambda *operands: apply_memory(rule, *operands, mask)[0])
+        lowered = read.lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+        return lowered.as_text()
+
+    assert program("auto") == program(expected)
+    assert program("auto") != program("associative")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_products_have_narrow_operands_and_float32_sums(form):
+    z, keys, errors, w_base, _ = _operands(5, batch=1, dtype=jnp.bfloat16)
+    rule = _rule(form=form, state_dtype=jnp.float32)
+    ids = jnp.asarray(np.repeat([[1, 2]], [7, 8], axis=1))
+
+    def run(*operands):
+        (y, state), pull = jax.vjp(
+            lambda *xs: apply_memory(rule, *xs, memory_mask(ids, 15, L)), *operands
+        )
+        return y, pull((y, state))
+
+    for eqn in traced(run, z, keys, errors, w_base):
+        if eqn.primitive.name == "dot_general":
+            assert {x.aval.dtype for x in eqn.invars} == {jnp.dtype(jnp.bfloat16)}
+            assert eqn.outvars[0].aval.dtype == jnp.float32

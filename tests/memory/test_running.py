@@ -1,0 +1,159 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, assert_same, draw
+
+from ttcd_jax.memory.chunks import memory_mask
+from ttcd_jax.memory.prefix import MemoryRule
+from ttcd_jax.memory.running import ideal_memory, read_running, renormalized_memory
+
+B, L, F, D = 2, 3, 6, 5
+
+
+def _operands(num_chunks, batch=B):
+    """(z, keys, errors, w_base)."""
+    features, errors = (batch, num_chunks, L, F), (batch, num_chunks, L, D)
+    return draw(0, features, features, errors, (F, D))
+
+
+def _rule(**changes) -> MemoryRule:
+    return MemoryRule(**({"eta": 0.3, "state_dtype": jnp.float64} | changes))
+
+
+def _read(memory, mask):
+    """(y, what was written over eta)."""
+    y, end = read_running(memory, mask)
+    return y, memory.written(end)
+
+
+def _renormalised(rule, z, keys, errors, w_base, mask, group_chunks):
+    return _read(renormalized_memory(rule, z, keys, errors, w_base, mask, group_chunks), mask)
+
+
+def _renormalised_loop(eta, length, z, keys, errors, w_base, group_chunks):
+    """One row of whole chunks, sequentially, as the equations stand. numpy."""
+    norm = np.linalg.norm(w_base)
+
+    def renorm(matrix):
+        return matrix * norm / max(np.linalg.norm(matrix), 1e-6)
+
+    start, total, y = w_base, np.zeros_like(w_base), []
+    for chunk in range(z.shape[0]):
+        y.append(z[chunk] @ renorm(start + eta * total))
+        rows = np.arange(chunk * L, chunk * L + L) < length
+        total = total + keys[chunk][rows].T @ errors[chunk][rows]
+        if (chunk + 1) % group_chunks == 0:
+            start, total = renorm(start + eta * total), np.zeros_like(w_base)
+    return np.stack(y), renorm(start + eta * total)
+
+
+@pytest.mark.parametrize("group_chunks", [1, 2, 16])
+def test_renormalised_memory_follows_its_loop(group_chunks, float64):
+    z, keys, errors, w_base = _operands(5)
+    mask = memory_mask(None, 14, L)
+    run = jax.jit(partial(_renormalised, _rule(), mask=mask, group_chunks=group_chunks))
+    y, state = run(z, keys, errors, w_base)
+    for row in range(B):
+        arrays = (np.asarray(x) for x in (z[row], keys[row], errors[row], w_base))
+        expected, end = _renormalised_loop(0.3, 14, *arrays, group_chunks)
+        assert_close(y[row], expected)
+        assert_close(w_base + 0.3 * state[row], end)
+    held = jnp.linalg.norm(w_base + 0.3 * state, axis=(-2, -1))
+    assert_close(held, jnp.broadcast_to(jnp.linalg.norm(w_base), (B,)))
+
+
+def test_renormalised_documents_of_a_row_equal_rows_of_their_own(float64):
+    z, keys, errors, w_base = _operands(6, batch=1)
+    ids = jnp.asarray(np.repeat([[1, 2]], [9, 9], axis=1))  # the first ends inside a group of two
+
+    @jax.jit
+    def run(z, keys, errors):
+        def memory(part, ids, length):
+            return _renormalised(
+                _rule(),
+                *(x[:, part] for x in (z, keys, errors)),
+                w_base,
+                memory_mask(ids, length, L),
+                2,
+            )[0]
+
+        alone = [memory(slice(0, 3), None, 9), memory(slice(3, 6), None, 9)]
+        return memory(slice(None), ids, 18), jnp.concatenate(alone, axis=1)
+
+    assert_close(*run(z, keys, errors))
+
+
+def test_renormalised_memory_that_learns_nothing_is_the_base(float64):
+    z, keys, errors, w_base = _operands(3)
+    y, state = _renormalised(_rule(eta=0.0), z, keys, errors, w_base, memory_mask(None, 9, L), 2)
+    assert_close(y, z @ w_base)
+    assert_close(state, jnp.zeros_like(state), 1e-12)
+
+
+def _ideal(z_teacher, z_student, w_base, mask, eta=0.3):
+    memory = ideal_memory(z_teacher, z_student, w_base, mask, eta=eta, state_dtype=jnp.float64)
+    return _read(memory, mask)
+
+
+def _distillation_loss(weight, running, z_teacher, z_student):
+    """L_CD of a chunk: mean over its tokens of |stopgrad(z_teacher W_i) - z_student W|^2 / 2."""
+    target = jax.lax.stop_gradient(z_teacher @ running)
+    return 0.5 * jnp.sum((target - z_student @ weight) ** 2, axis=-1).mean()
+
+
+@pytest.mark.parametrize("length", [15, 13])
+def test_the_ideal_memory_descends_the_distillation_loss(length, float64):
+    """Every delta_w is -eta times `jax.grad` of L_CD at the running weight."""
+    z_teacher, z_student, _, w_base = _operands(5)
+    y, state = jax.jit(_ideal)(z_teacher, z_student, w_base, memory_mask(None, length, L))
+    for row in range(B):
+        weight = w_base
+        for chunk in range(5):
+            assert_close(y[row, chunk], z_teacher[row, chunk] @ weight)
+            real = slice(0, min(L, length - chunk * L))
+            slope = jax.grad(_distillation_loss)(
+                weight, weight, z_teacher[row, chunk, real], z_student[row, chunk, real]
+            )
+            weight = weight - 0.3 * slope
+        assert_close(w_base + 0.3 * state[row], weight)
+
+
+def test_no_gradient_reaches_the_teacher_through_an_update(float64):
+    """Only what the last chunk reads has a gradient with respect to teacher features."""
+    z_teacher, z_student, _, w_base = _operands(3, batch=1)
+    mask = memory_mask(None, 9, L)
+
+    def last_chunk(z_teacher, z_student, w_base):
+        return jnp.cos(_ideal(z_teacher, z_student, w_base, mask)[0][:, -1]).sum()
+
+    d_teacher, d_student, d_base = jax.grad(last_chunk, argnums=(0, 1, 2))(
+        z_teacher, z_student, w_base
+    )
+    assert_same(d_teacher[:, :-1], jnp.zeros_like(d_teacher[:, :-1]))
+    assert abs(d_teacher[:, -1]).min() > 0
+    assert abs(d_student[:, :-1]).min() > 0
+    assert abs(d_base).min() > 0
+
+
+def test_ideal_documents_of_a_row_equal_rows_of_their_own(float64):
+    z_teacher, z_student, _, w_base = _operands(6, batch=1)
+    ids = jnp.asarray(np.repeat([[1, 2]], [7, 11], axis=1))
+    whole, _ = _ideal(z_teacher, z_student, w_base, memory_mask(ids, 18, L))
+    first, _ = _ideal(z_teacher[:, :3], z_student[:, :3], w_base, memory_mask(None, 7, L))
+    assert_close(whole[:, :2], first[:, :2])
+    assert_close(whole[0, 2, 0], first[0, 2, 0])
+    # The second document starts inside chunk 2: its own tokens of that chunk are its first write.
+    mask = memory_mask(jnp.asarray([[1] + [2] * 11]), 12, L)
+    second, _ = _ideal(z_teacher[:, 2:], z_student[:, 2:], w_base, mask)
+    assert_close(whole[0, 2, 1:], second[0, 0, 1:])
+    assert_close(whole[:, 3:], second[:, 1:])
+
+
+def test_an_ideal_memory_without_rate_is_the_base(float64):
+    z_teacher, z_student, _, w_base = _operands(3)
+    y, state = _ideal(z_teacher, z_student, w_base, memory_mask(None, 9, L), eta=0.0)
+    assert_close(y, z_teacher @ w_base)
+    assert_same(state, jnp.zeros_like(state))

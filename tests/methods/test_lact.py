@@ -1,0 +1,196 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import (
+    TWO_ROWS,
+    assert_close,
+    dot_operand_types,
+    draw,
+    influence,
+    may_see,
+    randomize,
+    traced,
+    value_and_gradients,
+)
+from flax import nnx
+
+from ttcd_jax.axes import LOGICAL_AXES
+from ttcd_jax.errors import UserError
+from ttcd_jax.methods.lact import LaCT, LaCTConfig, LaCTMemoryConfig
+from ttcd_jax.nn.attention import AttentionConfig, row_positions
+from ttcd_jax.precision import Precision
+
+D, T, L = 8, 14, 4
+FLOAT64 = Precision(param="float64", compute="float64", state="float64")
+
+
+def _config(precision=FLOAT64, window: int | None = 3, **memory) -> LaCTConfig:
+    return LaCTConfig(
+        attention=AttentionConfig(
+            dim=D, num_heads=2, num_kv_heads=2, head_dim=4, window=window, precision=precision
+        ),
+        memory=LaCTMemoryConfig(**({"num_fast_heads": 2, "chunk_size": L, "low_rank": 2} | memory)),
+    )
+
+
+def _module(precision=FLOAT64, **changes) -> LaCT:
+    return randomize(LaCT, _config(precision, **changes))
+
+
+# What the reference files say of every switch holds here too; two modules differ in all of them.
+VARIANTS = {
+    "published": {},
+    "everything else": {
+        "low_rank": None,
+        "hidden_expansion": 1.5,
+        "keeps_raw_state": True,
+        "has_momentum": False,
+        "has_value_silu": False,
+        "has_scale": False,
+        "has_rope": False,
+        "has_qk_norm": True,
+        "has_qkv_bias": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_token_depends_on_the_past_of_its_document_and_nothing_else(name, float64):
+    """And the memory reaches beyond the window, to every earlier chunk of the document."""
+    module = _module(**VARIANTS[name])
+    (h,) = draw(1, (*TWO_ROWS.shape, D))
+    ids = jnp.asarray(TWO_ROWS)
+    reach = influence(lambda h: module(h, row_positions(h), ids), h) > 0
+    visible = may_see(TWO_ROWS)
+    assert not reach[~visible].any()
+    chunk = np.arange(T) // L
+    is_earlier = (chunk[:, None] > chunk[None, :])[None, :, None]
+    np.testing.assert_array_equal(reach, visible & is_earlier | may_see(TWO_ROWS, 3))
+
+
+def test_the_published_memory_leaks_from_document_to_document(float64):
+    module = _module(resets_at_document=False)
+    (h,) = draw(1, (*TWO_ROWS.shape, D))
+    ids = jnp.asarray(TWO_ROWS)
+    reach = influence(lambda h: module(h, row_positions(h), ids), h) > 0
+    chunk = np.arange(T) // L
+    same_row = np.eye(2, dtype=bool)[:, None, :, None]
+    is_earlier = (chunk[:, None] > chunk[None, :])[None, :, None] & same_row
+    np.testing.assert_array_equal(reach, is_earlier | may_see(TWO_ROWS, 3))
+
+
+@pytest.mark.parametrize("length", [L, L + 1])
+def test_rates_and_momentum_matter_as_soon_as_there_is_a_second_chunk(length, float64):
+    module = _module()
+    (h,) = draw(1, (2, length, D))
+    _, gradients, _ = value_and_gradients(module, lambda m, h: m(h, row_positions(h)), h)
+    for name in ("rate", "rate_bias", "momentum", "momentum_bias"):
+        # The first step has no step before it, so momentum waits for the third chunk.
+        is_used = length > L and "rate" in name
+        assert np.asarray(gradients[name]).any() == is_used, name
+
+
+def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
+    narrow, wide = (
+        _module(Precision(compute=compute), low_rank=None) for compute in ("bfloat16", "float32")
+    )
+    (h,) = draw(1, (2, T, D), dtype=jnp.bfloat16)
+    ids = jnp.asarray(np.repeat([[3, 8], [4, 4]], [6, 8], axis=1))
+    graph, params = nnx.split(narrow)
+
+    def run(module, h):
+        return module(h, row_positions(h), ids)
+
+    def loss(params, h):
+        return run(nnx.merge(graph, params), h).astype(jnp.float32).sum()
+
+    assert dot_operand_types(traced(jax.grad(loss, argnums=(0, 1)), params, h)) == {"bfloat16"}
+    ours = value_and_gradients(narrow, run, h)
+    assert ours[0].dtype == jnp.bfloat16
+    assert_close(ours, value_and_gradients(wide, run, h.astype(jnp.float32)), 0.1)
+
+
+def test_rates_keep_their_digits_in_bfloat16():
+    (h,) = draw(1, (2, T, D), dtype=jnp.bfloat16)
+    rates = _module(Precision(compute="bfloat16"))._rates(h)
+    assert rates.dtype == jnp.float32
+    assert_close(rates, _module(Precision())._rates(h.astype(jnp.float32)), 0.02)
+
+
+def test_a_zero_hidden_state_has_finite_gradients():
+    module = LaCT(_config(Precision()), rngs=nnx.Rngs(0))
+    h = jnp.zeros((1, T, D)).at[:, 3].set(1)
+    results = value_and_gradients(module, lambda m, h: m(h, row_positions(h)), h)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(results))
+
+
+def test_start_is_as_published():
+    """Wide enough to measure the deviations."""
+    config = LaCTConfig(
+        attention=AttentionConfig(dim=256, num_heads=4, num_kv_heads=4, head_dim=64, window=None),
+        memory=LaCTMemoryConfig(
+            num_fast_heads=2, low_rank=16, hidden_expansion=0.5, has_qkv_bias=True, has_qk_norm=True
+        ),
+    )
+    module = LaCT(config, rngs=nnx.Rngs(0))
+    full = LaCT(config.replace(memory=config.memory.replace(low_rank=None)), rngs=nnx.Rngs(0))
+    stds = {"qkv": 0.02, "rate": 0.02, "scale": 0.02, "momentum": 0.02, "out": 0.02}
+    stds |= {f"w{i}_left": 0.5 / 16**0.5 for i in (0, 2)}
+    stds |= {f"w{i}_right": 0.5 / 128**0.5 for i in (0, 2)} | {"w1": 1 / 64**0.5}
+    for name, std in stds.items():
+        assert_close(jnp.std(getattr(module, name)[...]), std, 0.1)
+    assert_close(jnp.std(full.w0[...]), 1 / 128**0.5, 0.1)
+    assert_close(jnp.std(full.w2[...]), 1 / 128**0.5, 0.1)
+    for name in ("query_norm", "key_norm", "fast_norm", "qk_scale"):
+        assert (np.asarray(getattr(module, name)[...]) == 1).all()
+    for name in ("qkv_bias", "rate_bias", "scale_bias", "momentum_bias", "qk_offset"):
+        assert not np.asarray(getattr(module, name)[...]).any()
+    w0 = module.w0_right[...] @ module.w0_left[...] + 0.5 * jnp.eye(128, 64)
+    assert_close(module._start().w0, w0)
+
+
+def test_rates_start_at_a_thousandth(float64):
+    module = LaCT(_config(), rngs=nnx.Rngs(0))
+    assert_close(module._rates(jnp.zeros((1, 3, D))), jnp.full((1, 3, 2, 3), 0.001), 1e-9)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameters_name_their_axes(name):
+    state = nnx.state(_module(Precision(), **VARIANTS[name]), nnx.Param)
+    for value in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Param)):
+        axes = value.get_metadata()["axes"]
+        assert set(axes) <= set(LOGICAL_AXES)
+        assert len(axes) == value[...].ndim
+
+
+def test_configurations_survive_json():
+    config = _config(low_rank=None, hidden_expansion=1.5)
+    assert LaCTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("attention", "memory", "message"),
+    [
+        ({"num_kv_heads": 1}, {}, "num_kv_heads 1 must be num_heads 2"),
+        ({"head_dim": 2}, {}, "num_heads 2 times head_dim 2 must be dim 8"),
+        ({"has_qk_norm": True}, {}, "set memory.has_qk_norm"),
+        ({"has_qkv_bias": True}, {}, "set memory.has_qkv_bias"),
+        ({}, {"num_fast_heads": 3}, "num_fast_heads 3 does not divide dim 8"),
+        ({}, {"num_fast_heads": 0}, "num_fast_heads 0 must be at least 1"),
+        ({}, {"chunk_size": 0}, "chunk_size 0 must be at least 1"),
+        ({}, {"low_rank": 0}, "low_rank 0 must be at least 1"),
+        ({}, {"hidden_expansion": 0.0}, "hidden_expansion 0.0 must be positive"),
+        ({}, {"hidden_expansion": float("nan")}, "hidden_expansion nan must be positive"),
+        ({}, {"hidden_expansion": 0.2}, "hidden_expansion 0.2 leaves nothing of a fast head of"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused_in_one_line(attention, memory, message):
+    base = _config()
+    with pytest.raises(UserError, match=message) as caught:
+        LaCTConfig(
+            attention=base.attention.replace(**attention), memory=base.memory.replace(**memory)
+        )
+    assert "\n" not in str(caught.value)

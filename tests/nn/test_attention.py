@@ -1,0 +1,126 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import (
+    TWO_ROWS,
+    assert_close,
+    dot_operand_types,
+    draw,
+    influence,
+    may_see,
+    randomize,
+    traced,
+    value_and_gradients,
+)
+from flax import nnx
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.nn.attention import Attention, AttentionConfig, row_positions
+from ttcd_jax.nn.rope import RopeConfig
+from ttcd_jax.precision import Precision
+
+T, D = 10, 6
+FLOAT64 = Precision(param="float64", compute="float64", state="float64")
+
+
+def _module(precision=FLOAT64, **changes):
+    fields = {"dim": D, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "window": 3} | changes
+    config = AttentionConfig(precision=precision, **fields)
+    return randomize(Attention, config)
+
+
+@pytest.mark.parametrize("window", [1, 3, None])
+def test_a_token_depends_on_its_window_of_its_document_and_nothing_else(window, float64):
+    attention = _module(window=window, has_qk_norm=True)
+    (h,) = draw(1, (*TWO_ROWS.shape, D))
+    ids = jnp.asarray(TWO_ROWS)
+    reach = influence(lambda h: attention(h, row_positions(h), ids), h)
+    np.testing.assert_array_equal(reach > 0, may_see(TWO_ROWS, window))
+
+
+def _by_formula(attention, h):
+    """numpy, head by head."""
+    c = attention.config
+    weights = {
+        name: np.asarray(getattr(attention, name)[...])
+        for name in ("query", "key", "value", "out", "query_norm", "key_norm")
+    }
+
+    def heads(name, norm=None):
+        x = (h @ weights[name]).reshape(T, -1, c.head_dim)
+        if norm is None:
+            return x
+        x = weights[norm] * x / np.sqrt((x**2).mean(-1, keepdims=True) + c.qk_norm_eps)
+        first, second = np.split(x, 2, axis=-1)
+        angle = np.arange(T)[:, None] * c.rope.base ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    q, k, v = heads("query", "query_norm"), heads("key", "key_norm"), heads("value")
+    outs = []
+    for n in range(c.num_heads):
+        kv = n // (c.num_heads // c.num_kv_heads)
+        score = q[:, n] @ k[:, kv].T / np.sqrt(c.head_dim)
+        weight = np.exp(score) * may_see(np.zeros((1, T)), c.window)[0, :, 0]
+        outs.append(weight / weight.sum(-1, keepdims=True) @ v[:, kv])
+    return np.concatenate(outs, axis=-1) @ weights["out"]
+
+
+def test_output_follows_its_formula(float64):
+    attention = _module(has_qk_norm=True, qk_norm_eps=0.1, rope=RopeConfig(base=50.0))
+    (h,) = draw(1, (1, T, D))
+    ours = jax.jit(lambda h: attention(h, row_positions(h)))(h)
+    assert_close(ours[0], _by_formula(attention, np.asarray(h[0])), 1e-6)  # float32 angles
+
+
+def test_both_implementations_agree_with_all_gradients(float64):
+    (h,) = draw(1, (2, T, D))
+    results = [
+        value_and_gradients(_module(implementation=form), lambda m, h: m(h, row_positions(h)), h)
+        for form in ("xla", "reference")
+    ]
+    assert_close(*results)
+
+
+def test_positions_matter_by_their_differences(float64):
+    attention = _module(window=None)
+    (h,) = draw(1, (1, T, D))
+    run = jax.jit(attention)
+    assert_close(run(h, row_positions(h) + 77), run(h, row_positions(h)), 1e-5)
+
+
+def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
+    narrow, wide = (
+        _module(Precision(compute=compute), window=4) for compute in ("bfloat16", "float32")
+    )
+    (h,) = draw(1, (2, T, D), dtype=jnp.bfloat16)
+
+    def run(module, h):
+        return module(h, row_positions(h))
+
+    graph, params = nnx.split(narrow)
+
+    def loss(params, h):
+        return run(nnx.merge(graph, params), h).astype(jnp.float32).sum()
+
+    eqns = traced(jax.grad(loss, argnums=(0, 1)), params, h)
+    assert dot_operand_types(eqns) == {"bfloat16"}
+    ours = value_and_gradients(narrow, run, h)
+    assert ours[0].dtype == jnp.bfloat16
+    assert_close(ours, value_and_gradients(wide, run, h.astype(jnp.float32)), 0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads 3 does not divide num_heads 4"),
+        ({"head_dim": 5}, "head_dim 5 is odd"),
+        ({"head_dim": 0}, "head_dim 0 must be at least 1"),
+        ({"num_kv_heads": 0}, "num_kv_heads 0 must be at least 1"),
+        ({"window": 0}, "window 0 must be at least 1"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        _module(Precision(), **changes)

@@ -1,0 +1,69 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import TWO_ROWS, assert_close, draw, influence, may_see, randomize
+from flax import nnx
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.nn.attention import Attention, AttentionConfig, row_positions
+from ttcd_jax.nn.dual_window import DualWindowAttention, DualWindowConfig
+from ttcd_jax.precision import Precision
+
+T, D = 10, 6
+FLOAT64 = Precision(param="float64", compute="float64", state="float64")
+IDS = jnp.asarray(np.repeat([[5, 2, 9]], [4, 1, 5], axis=1))
+
+
+def _config(teacher, student) -> DualWindowConfig:
+    attention = AttentionConfig(
+        dim=D, num_heads=4, num_kv_heads=2, head_dim=4, window=teacher, precision=FLOAT64
+    )
+    return DualWindowConfig(attention=attention, student_window=student)
+
+
+def _module(teacher=5, student=2):
+    return randomize(DualWindowAttention, _config(teacher, student))
+
+
+@pytest.mark.parametrize(("which", "window"), [(0, 5), (1, 2)], ids=["teacher", "student"])
+def test_each_output_depends_on_its_own_window_and_nothing_else(which, window, float64):
+    attention = _module()
+    (h,) = draw(1, (*TWO_ROWS.shape, D))
+    ids = jnp.asarray(TWO_ROWS)
+    reach = influence(lambda h: attention(h, row_positions(h), ids)[which], h)
+    np.testing.assert_array_equal(reach > 0, may_see(TWO_ROWS, window))
+
+
+@pytest.mark.parametrize("teacher", [5, None])
+def test_outputs_are_those_of_two_attentions_with_these_weights(teacher, float64):
+    dual = _module(teacher)
+    (h,) = draw(1, (2, T, D))
+
+    def single(window):
+        config = dual.config.replace(window=window)
+        attention = nnx.eval_shape(lambda: Attention(config, rngs=nnx.Rngs(0)))
+        nnx.update(attention, nnx.state(dual, nnx.Param))
+        return jax.jit(attention)(h, row_positions(h))
+
+    ours = jax.jit(lambda h: dual(h, row_positions(h)))(h)
+    assert_close(ours, (single(teacher), single(2)))
+
+
+def test_the_first_tokens_of_a_document_have_no_error_to_learn_from(float64):
+    (h,) = draw(1, (1, T, D))
+    teacher, student = jax.jit(_module())(h, row_positions(h), IDS)
+    equal = np.asarray(jnp.isclose(teacher, student, rtol=1e-12, atol=1e-12).all(-1)[0])
+    assert equal.tolist() == [True, True, False, False, True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("teacher", "student", "message"),
+    [
+        (4, 5, "student_window 5 is wider than the teacher's window 4"),
+        (4, 0, "student_window 0 must be at least 1"),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused(teacher, student, message):
+    with pytest.raises(UserError, match=message):
+        _config(teacher, student)

@@ -1,0 +1,290 @@
+"""The (gated) delta rule: a state whose value for a key is replaced, not added to.
+
+Per head, with state S [H, X], forgetting exp(g_t) (1 without a gate) and strength beta_t:
+
+    S <- exp(g_t) S,   u_t = beta_t (v_t - S^T k_t),   S <- S + k_t u_t^T,   o_t = S^T q_t / sqrt(H)
+
+(Yang et al., "Parallelizing linear transformers with the delta rule", and "Gated delta networks").
+`delta_rule_recurrent` is this definition, token by token. `delta_rule` computes the same in chunks
+of L tokens: with D_ij = exp(g_{j+1} + .. + g_i), the share of token j's write that is left at i
+(j = 0: of the state S_0 in front of the chunk), a chunk's writes solve a unit lower triangular
+system,
+
+    (I + A) U = beta V - (beta D_i0 K) S_0,   A_ij = beta_i D_ij (k_i . k_j) for j < i,
+
+so all chunks are solved at once for both right sides, and only products with S_0 are sequential.
+Documents need no masks: the first token of a document forgets everything.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from ttcd_jax.memory.chunks import from_chunks, to_chunks
+from ttcd_jax.nn.product import product
+
+NORM_EPS = 1e-6
+# g of a token that forgets everything: exp is 0, sums over a chunk stay finite in float32.
+FORGET_ALL = -1e30
+
+
+def l2_normalize_inside(x: Float[Array, "... X"]) -> Float[Array, "... X"]:
+    """x / sqrt(|x|^2 + 1e-6) over the last axis: smooth at zero, where `ttt.update.l2_normalize` is
+    not. Statistics in float32 or better."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    scale = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + NORM_EPS)
+    return (wide * scale).astype(x.dtype)
+
+
+def delta_rule(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N X"],
+    beta: Float[Array, "B T N"],
+    *,
+    log_decay: Float[Array, "B T N"] | None = None,
+    initial_state: Float[Array, "B N H X"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    previous_segment: Int[Array, " B"] | None = None,
+    chunk_size: int,
+    state_dtype: DTypeLike,
+    carried: Callable[["Transition"], Float[Array, "B N H X"]] | None = None,
+) -> tuple[Float[Array, "B T N X"], Float[Array, "B N H X"]]:
+    """(o in the dtype of v, state after the row) for any T, chunk by chunk.
+
+    `log_decay` is g <= 0, finite. Every document of a row is contiguous and has a `segment_ids`
+    value of its own; it starts from zero, but the row's first one (`previous_segment`, if given)
+    from `initial_state`, and the state after the row is the last one's. `carried` gives the
+    initial state instead, from what the row will do to it. Products take operands in the dtype of v
+    and accumulate in float32 or better, as gates and the triangular solve do; the state stands in
+    `state_dtype`. Differentiable in all floating arguments through both results. The backward keeps
+    one state per chunk and recomputes what stands inside.
+    """
+    length, wide = q.shape[1], jnp.promote_types(state_dtype, jnp.float32)
+    log_decay = _forgetting(log_decay, segment_ids, previous_segment, wide)
+    arrange = functools.partial(_to_head_chunks, chunk_size=min(chunk_size, length))
+    solve = jax.checkpoint(functools.partial(_solve, wide=wide))
+    chunks = solve(*jax.tree.map(arrange, (q, k, v, beta, log_decay)))
+    start = _start(initial_state, k, v, state_dtype)
+    if carried is not None:
+        start = carried(_transition(chunks, start))
+    state, o = jax.lax.scan(jax.checkpoint(_advance, prevent_cse=False), start, chunks)
+    return from_chunks(jnp.moveaxis(o, (0, 2), (1, 3)), length), state
+
+
+class Transition(NamedTuple):
+    """What a part of a row does to the state in front of it: S -> keeps S + adds. Such maps compose
+    associatively."""
+
+    keeps: Float[Array, "B N H H"]
+    adds: Float[Array, "B N H X"]
+
+
+def compose(first: Transition, then: Transition) -> Transition:
+    """`first`, then `then`."""
+    apply = functools.partial(jnp.einsum, "BNHK,BNKX->BNHX", then.keeps, precision="highest")
+    return Transition(apply(first.keeps), apply(first.adds) + then.adds)
+
+
+def unchanged(transition: Transition) -> Transition:
+    """The map that leaves the state as it is, in the shapes of `transition`."""
+    identity = jnp.eye(transition.keeps.shape[-1], dtype=transition.keeps.dtype)
+    return Transition(
+        jnp.broadcast_to(identity, transition.keeps.shape), jnp.zeros_like(transition.adds)
+    )
+
+
+def _transition(chunks: "_Chunk", zero: jax.Array) -> Transition:
+    """All chunks together: the state they make of zero, and of the identity when nothing is
+    written."""
+    blank = unchanged(Transition(jnp.zeros((*zero.shape[:-1], zero.shape[-2]), zero.dtype), zero))
+
+    def advance(state: Transition, chunk: _Chunk) -> tuple[Transition, None]:
+        homogeneous = chunk._replace(writes=jnp.zeros((), chunk.writes.dtype))
+        return Transition(_behind(state.keeps, homogeneous), _behind(state.adds, chunk)), None
+
+    return jax.lax.scan(jax.checkpoint(advance, prevent_cse=False), blank, chunks)[0]
+
+
+def delta_rule_recurrent(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N X"],
+    beta: Float[Array, "B T N"],
+    *,
+    log_decay: Float[Array, "B T N"] | None = None,
+    initial_state: Float[Array, "B N H X"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    state_dtype: DTypeLike,
+) -> tuple[Float[Array, "B T N X"], Float[Array, "B N H X"]]:
+    """`delta_rule` by its definition, one token after the other, in float32 or better throughout.
+    The oracle of the tests."""
+    wide = jnp.promote_types(state_dtype, jnp.float32)
+    log_decay = _forgetting(log_decay, segment_ids, None, wide)
+    decay = jnp.ones_like(beta) if log_decay is None else jnp.exp(log_decay)
+    scale = q.shape[-1] ** -0.5
+
+    def one_token(state, token):
+        q, k, v, beta, decay = token
+        kept = decay[..., None, None] * state
+        u = beta[..., None] * (v - jnp.einsum("BNHX,BNH->BNX", kept, k))
+        after = kept + k[..., None] * u[..., None, :]
+        return after.astype(state.dtype), scale * jnp.einsum("BNHX,BNH->BNX", after, q)
+
+    tokens = (jnp.moveaxis(x.astype(wide), 1, 0) for x in (q, k, v, beta, decay))
+    state, o = jax.lax.scan(one_token, _start(initial_state, k, v, state_dtype), tuple(tokens))
+    return jnp.moveaxis(o, 0, 1).astype(v.dtype), state
+
+
+def _start(initial_state, k, v, dtype) -> jax.Array:
+    if initial_state is not None:
+        return initial_state.astype(dtype)
+    return jnp.zeros((k.shape[0], *k.shape[2:], v.shape[-1]), dtype)
+
+
+def _forgetting(log_decay, segment_ids, previous_segment, dtype) -> jax.Array | None:
+    """g [B, T, N or 1], `FORGET_ALL` where a document but the row's first begins; None: 0."""
+    log_decay = None if log_decay is None else log_decay.astype(dtype)
+    if segment_ids is None:
+        return log_decay
+    first = segment_ids[:, 0] if previous_segment is None else previous_segment
+    before = jnp.concatenate([first[:, None], segment_ids[:, :-1]], axis=1)
+    begins = (segment_ids != before)[..., None]
+    decay_inside = jnp.zeros((), dtype) if log_decay is None else log_decay
+    return jnp.where(begins, jnp.asarray(FORGET_ALL, dtype), decay_inside)
+
+
+def _to_head_chunks(x: jax.Array, chunk_size: int) -> jax.Array:
+    """[B, T, N, ...] -> [C, B, N, L, ...]. Padding has beta = 0 and g = 0: it writes and forgets
+    nothing."""
+    return jnp.moveaxis(to_chunks(x, chunk_size), (1, 3), (0, 2))
+
+
+class _Chunk(NamedTuple):
+    """A chunk as a function of the state S in front of it, [C, B, N, ...]: u = writes - erases S,
+    o = queries S + scores u, and S <- kept S + keys^T u. What decays is in the factors."""
+
+    queries: jax.Array  # [L, H], operands of products in the dtype of the inputs
+    scores: jax.Array  # [L, S], zero for later S
+    keys: jax.Array  # [L, H]
+    erases: jax.Array  # [L, H]
+    writes: jax.Array  # [L, X], wide
+    kept: jax.Array  # [1, 1], wide
+
+
+def _solve(q, k, v, beta, log_decay, *, wide) -> _Chunk:
+    """All chunks at once, from arrays [C, B, N, L, ...]."""
+    narrow, scale = v.dtype, q.shape[-1] ** -0.5
+    of_writes, of_state = _decays(log_decay, q.shape[-2], wide)
+    of_state = jnp.broadcast_to(of_state, beta.shape)[..., None]
+    beta = beta.astype(wide)[..., None]
+    overlap = beta * of_writes * product("CBNLH,CBNSH->CBNLS", k, k, wide)
+    sides = jnp.concatenate([beta * v, beta * of_state * k], axis=-1).astype(wide)
+    solved = _unit_lower_solve(overlap, sides)
+    writes, erases = jnp.split(solved, [v.shape[-1]], axis=-1)
+    scores = scale * of_writes * product("CBNLH,CBNSH->CBNLS", q, k, wide)
+    return _Chunk(
+        queries=(scale * of_state * q).astype(narrow),
+        scores=scores.astype(narrow),
+        keys=(of_writes[..., -1, :, None] * k).astype(narrow),
+        erases=erases.astype(narrow),
+        writes=writes,
+        kept=of_state[..., -1:, :],
+    )
+
+
+def _unit_lower_solve(a: jax.Array, b: jax.Array) -> jax.Array:
+    """X of (I + A) X = B for the strictly lower triangle A of `a` [.., L, L] and B [.., L, Z]."""
+    return cast(jax.Array, _solve_by_inverse(a, b))
+
+
+@jax.custom_vjp
+def _solve_by_inverse(a, b):
+    return _full_product(_unit_lower_inverse(a), b)
+
+
+def _solve_forward(a, b):
+    inverse = _unit_lower_inverse(a)
+    x = _full_product(inverse, b)
+    return x, (inverse, x)
+
+
+def _solve_backward(saved, d_x):
+    inverse, x = saved
+    d_b = _full_product(inverse.mT, d_x)
+    return -jnp.tril(_full_product(d_b, x.mT), k=-1), d_b
+
+
+_solve_by_inverse.defvjp(_solve_forward, _solve_backward)
+
+
+def _full_product(a, b):
+    # In all digits of its operands, also where a GPU would round float32 to TF32.
+    return jnp.matmul(a, b, precision="highest")
+
+
+def _unit_lower_inverse(a: jax.Array) -> jax.Array:
+    """(I + A)^-1, by doubling: from the inverses X, Y of two neighbouring diagonal blocks that of
+    both, [[X, 0], [-Y C X, Y]], C the block of A below X. All blocks of a size at once: products
+    only, L^3 / 1.5 of multiply-adds.
+
+    As exact as forward substitution: every number on the way stands in the inverse. (The short
+    product of powers (I - A)(I + A^2).. loses all digits where keys repeat; LAPACK's batched solve
+    is one call per matrix.)
+    """
+    size = a.shape[-1]
+    padding = [(0, 0)] * (a.ndim - 2) + [(0, (1 << (size - 1).bit_length()) - size)] * 2
+    a = jnp.pad(a, padding)
+    blocks = jnp.ones((*a.shape[:-1], 1, 1), a.dtype)  # [.., number of blocks, s, s]
+    while blocks.shape[-1] < a.shape[-1]:
+        s = blocks.shape[-1]
+        pairs = a.shape[-1] // (2 * s)
+        below = a.reshape(*a.shape[:-2], pairs, 2, s, pairs, 2, s)[..., 1, :, :, 0, :]
+        below = jnp.moveaxis(jnp.diagonal(below, axis1=-4, axis2=-2), -1, -3)
+        left, right = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
+        corner = -_full_product(right, _full_product(below, left))
+        upper = jnp.concatenate([left, jnp.zeros_like(left)], axis=-1)
+        blocks = jnp.concatenate([upper, jnp.concatenate([corner, right], axis=-1)], axis=-2)
+    return blocks[..., 0, :size, :size]
+
+
+def _decays(log_decay: jax.Array | None, size: int, dtype) -> tuple[jax.Array, jax.Array]:
+    """(share of the write of S left at L, zero for later S [.., L, S]; share of the state in front
+    of the chunk left at L [.., L])."""
+    is_past = jnp.tri(size, dtype=bool)
+    if log_decay is None:
+        return is_past.astype(dtype), jnp.ones((size,), dtype)
+    # Sums of what lies between, not differences of running sums: those lose their digits behind a
+    # strong decay. No sum exceeds 0, so no exp overflows. Multiplying by ones is a cumsum at a
+    # fraction of its time.
+    later = jnp.where(jnp.tri(size, k=-1, dtype=bool), log_decay[..., None], 0)
+    between = jnp.einsum("LZ,...ZS->...LS", is_past.astype(dtype), later, precision="highest")
+    return jnp.where(is_past, jnp.exp(between), 0), jnp.exp(jnp.cumsum(log_decay, axis=-1))
+
+
+def _advance(state: jax.Array, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
+    """(state behind the chunk, o [B, N, L, X])."""
+    narrow, wide = chunk.scores.dtype, chunk.writes.dtype
+    u = _written(state, chunk)
+    o = product("BNLH,BNHX->BNLX", chunk.queries, state.astype(narrow), wide)
+    o = o + product("BNLS,BNSX->BNLX", chunk.scores, u, wide)
+    return _behind(state, chunk, u), o.astype(narrow)
+
+
+def _written(state: jax.Array, chunk: _Chunk) -> jax.Array:
+    """u [B, N, L, X]."""
+    narrow, wide = chunk.scores.dtype, chunk.writes.dtype
+    erased = product("BNLH,BNHX->BNLX", chunk.erases, state.astype(narrow), wide)
+    return (chunk.writes - erased).astype(narrow)
+
+
+def _behind(state: jax.Array, chunk: _Chunk, u: jax.Array | None = None) -> jax.Array:
+    """The state behind a chunk."""
+    u = _written(state, chunk) if u is None else u
+    added = product("BNLH,BNLX->BNHX", chunk.keys, u, chunk.writes.dtype)
+    return (chunk.kept * state + added).astype(state.dtype)

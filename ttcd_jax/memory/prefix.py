@@ -1,0 +1,323 @@
+"""Reading a memory that is a prefix sum: chunk i sees W_i = W_base + eta * sum_{j<i} delta_w_j.
+
+Three forms of one function, equal in values and gradients:
+
+    blocked      a scan over blocks of chunks with an associative scan inside each, and a VJP of
+                 its own that keeps no state
+    associative  `jax.lax.associative_scan` over all chunks; every W_i exists at once
+    attention    y_i = z_i W_base + eta * sum_{j<i} (z_i k_j^T) e_j, O(T^2): the oracle of the tests
+
+"auto", the default, takes attention where it multiplies less (`cheapest_form`: below 2,234 tokens
+at 1536 by 4096), else blocked.
+
+The read is two products, z W_base + eta * (z S): folding S into W_base first and rounding to
+bfloat16, as the published code does (`folds_state`), costs 17 % of the fast part when |S| /
+|W_base| is 1 %. All sums of delta_w stand in `state_dtype`. Memories that are no prefix sum stand
+in `running.py`.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from ttcd_jax.memory.chunks import ChunkedMemory, MemoryMask, masked
+from ttcd_jax.memory.delta import chunk_delta
+from ttcd_jax.nn.product import product
+
+Form = Literal["auto", "blocked", "associative", "attention"]
+
+
+class MemoryRule(NamedTuple):
+    """Static facts of a read."""
+
+    eta: float
+    orthogonalizes: bool = False
+    folds_state: bool = False
+    form: Form = "auto"
+    block_chunks: int = 4  # chunks whose states exist at once in the blocked form
+    state_dtype: DTypeLike = jnp.float32
+
+
+def apply_memory(
+    rule: MemoryRule,
+    z: Float[Array, "B C L F"],
+    keys: Float[Array, "B C L F"],
+    errors: Float[Array, "B C L D"],
+    w_base: Float[Array, "F D"],
+    mask: MemoryMask,
+    initial_state: Float[Array, "B F D"] | None = None,
+) -> tuple[Float[Array, "B C L D"], Float[Array, "B F D"]]:
+    """(y, state after the row): every chunk read through the memory of the chunks before it.
+
+    Differentiable in everything but the mask, through both results. The state is the plain sum of
+    delta_w of the row's last document (eta not included), `initial_state` the same sum from earlier
+    rows.
+
+    Raises:
+        ValueError: the attention form asked for orthogonalised updates, or documents with
+        `folds_state`.
+    """
+    if rule.folds_state and mask.reads is not None:
+        raise ValueError("folds_state reproduces code without documents: segment_ids must be None")
+    errors = masked(errors, mask.writes)
+    if initial_state is None:
+        initial_state = jnp.zeros((z.shape[0], z.shape[-1], w_base.shape[-1]), rule.state_dtype)
+    form = chosen_form(rule, z.shape[1] * z.shape[2], *w_base.shape)
+    if form == "attention":
+        return _attention_form(rule, z, keys, errors, w_base, mask, initial_state)
+    operands = _Operands(z, keys, errors, mask.reads, mask.resets)
+    if form == "associative":
+        rule = rule._replace(block_chunks=z.shape[1])
+        y, state = _read_block(rule, w_base, initial_state, _chunks_first(operands))
+        return jnp.moveaxis(y, 0, 1), state
+    return _blocked(rule, operands, w_base, initial_state)
+
+
+def chosen_form(rule: MemoryRule, length: int, hidden_dim: int, dim: int) -> Form:
+    """The form that a row of T = `length` is read in."""
+    return cheapest_form(rule, length, hidden_dim, dim) if rule.form == "auto" else rule.form
+
+
+def cheapest_form(
+    rule: MemoryRule, length: int, hidden_dim: int, dim: int
+) -> Literal["blocked", "attention"]:
+    """Which form "auto" takes for T = `length`: the one that multiplies less, forward and backward.
+
+    Per token, states take 7 F D (written and read, written again in the backward, four gradients),
+    scores 3 T (F + D), and F D for the state behind the row.
+    """
+    is_short = length * (hidden_dim + dim) < 2 * hidden_dim * dim
+    return "attention" if is_short and not (rule.folds_state or rule.orthogonalizes) else "blocked"
+
+
+class _Operands(NamedTuple):
+    """Per-chunk arrays, [B, C, ...] outside and [C, B, ...] inside the scans."""
+
+    z: jax.Array
+    keys: jax.Array
+    errors: jax.Array
+    reads: jax.Array | None
+    resets: jax.Array | None
+
+
+def _chunks_first(tree):
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tree)
+
+
+def _in_blocks(tree, block_chunks: int):
+    """[B, C, ...] -> [blocks, G, B, ...]; the added chunks are zero: they write and reset
+    nothing."""
+
+    def split(x):
+        x = jnp.moveaxis(x, 1, 0)
+        x = jnp.pad(x, ((0, -len(x) % block_chunks),) + ((0, 0),) * (x.ndim - 1))
+        return x.reshape(-1, block_chunks, *x.shape[1:])
+
+    return jax.tree.map(split, tree)
+
+
+def _from_blocks(x: jax.Array, num_chunks: int) -> jax.Array:
+    return jnp.moveaxis(x.reshape(-1, *x.shape[2:])[:num_chunks], 0, 1)
+
+
+def segmented_sum(left, right):
+    """(was reset, sum) of two neighbouring runs: what stands left of a reset is forgotten.
+    Associative."""
+    left_reset, left_sum = left
+    right_reset, right_sum = right
+    kept = jnp.where(right_reset[..., None, None], 0, left_sum)
+    return left_reset | right_reset, kept + right_sum
+
+
+def _segmented_sums(elements, *, reverse: bool = False):
+    """The associative scan of `segmented_sum`. Recomputed in a backward: it meets arrays of size
+    zero on its way, and Shardy (jax 0.11.2) crashes when one is kept across a sharded region."""
+    scan = functools.partial(jax.lax.associative_scan, segmented_sum, reverse=reverse)
+    return jax.checkpoint(scan, prevent_cse=False)(elements)
+
+
+def _states(delta: jax.Array, resets: jax.Array | None, carry: jax.Array):
+    """States in front of each chunk [G, B, F, D], and the one after the last, from delta_w [G, B,
+    F, D]."""
+    if resets is None:
+        after = jax.lax.associative_scan(jnp.add, delta) + carry
+    else:
+        was_reset, total = _segmented_sums((resets, delta))
+        after = total + jnp.where(was_reset[..., None, None], 0, carry)
+    return jnp.concatenate([carry[None], after[:-1]]), after[-1]
+
+
+def row_total(
+    rule: MemoryRule,
+    keys: Float[Array, "B C L F"],
+    errors: Float[Array, "B C L D"],
+    mask: MemoryMask,
+) -> tuple[Bool[Array, " B"], Float[Array, "B F D"]]:
+    """(whether the row drops the state in front of it, the sum of what it writes behind its last
+    reset): an element of `segmented_sum`."""
+    errors = masked(errors, mask.writes)
+    if mask.resets is None:
+        was_reset = jnp.zeros(len(keys), bool)
+    else:
+        was_reset = mask.resets.any(1)
+        later = jax.lax.cumsum(mask.resets.astype(jnp.int32), axis=1, reverse=True) - mask.resets
+        errors = masked(errors, jnp.broadcast_to((later == 0)[..., None], errors.shape[:3]))
+    if rule.orthogonalizes:
+        return was_reset, _delta(rule, errors, keys).sum(1)
+    return was_reset, _product(rule, "BCLF,BCLD->BFD", keys, errors)
+
+
+def _delta(rule: MemoryRule, errors, keys):
+    return chunk_delta(errors, keys, orthogonalizes=rule.orthogonalizes, dtype=rule.state_dtype)
+
+
+def _product(rule: MemoryRule, equation: str, a, b):
+    """A matrix product accumulated in the state dtype; operands stay narrow."""
+    return product(equation, a, b, rule.state_dtype)
+
+
+def _read_block(rule: MemoryRule, w_base, carry, block: _Operands):
+    """y [G, B, L, D] of G chunks and the state after them."""
+    before, after = _states(_delta(rule, block.errors, block.keys), block.resets, carry)
+    return _read(rule, w_base, before, block.z, block.reads), after
+
+
+def _read(rule: MemoryRule, w_base, state, z, reads):
+    """y [G, B, L, D] of chunks that find `state` [G, B, F, D] in front of them."""
+    narrow = z.dtype
+    if rule.folds_state:
+        folded = (w_base.astype(rule.state_dtype) + rule.eta * state).astype(narrow)
+        return _product(rule, "GBLF,GBFD->GBLD", z, folded).astype(narrow)
+    fast = _product(rule, "GBLF,GBFD->GBLD", masked(z, reads), state.astype(narrow))
+    y = _product(rule, "GBLF,FD->GBLD", z, w_base) + rule.eta * fast
+    return y.astype(narrow)
+
+
+def chunked_memory(rule: MemoryRule, w_base: Float[Array, "F D"]) -> ChunkedMemory:
+    """The same memory, a chunk at a time: its state is the sum of delta_w [B, F, D], it is read by
+    features z [B, T, F] and written by keys and errors of a chunk."""
+
+    def read(state, z):
+        return _read(rule, w_base, state[None], z[None], None)[0]
+
+    def write(state, operands):
+        keys, errors = (x[:, None] for x in operands)
+        return state + _delta(rule, errors, keys)[:, 0]
+
+    return ChunkedMemory(read, write)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blocked(rule: MemoryRule, operands: _Operands, w_base, initial_state):
+    return _blocked_forward(rule, operands, w_base, initial_state)[0]
+
+
+def _blocked_forward(rule: MemoryRule, operands: _Operands, w_base, initial_state):
+    def body(carry, block):
+        y, carry = _read_block(rule, w_base, carry, block)
+        return carry, y
+
+    size = min(rule.block_chunks, operands.z.shape[1])
+    state, y = jax.lax.scan(body, initial_state, _in_blocks(operands, size))
+    y = _from_blocks(y, operands.z.shape[1])
+    return (y, state), (operands, w_base, initial_state)
+
+
+def _blocked_backward(rule: MemoryRule, saved, cotangents):
+    """Two scans: forward once more over the states for dz, backward over their cotangents for the
+    rest.
+
+    cot(S_i) = eta z_i^T dy_i + [no reset] cot(S_{i+1}) and cot(delta_w_i) = cot(S_{i+1}). Where
+    every token reads, the running sum of z_i^T dy_i is the gradient of W_base as well: no product
+    of its own.
+    """
+    operands, w_base, initial_state = saved
+    dy, d_state = cotangents
+    num_chunks = operands.z.shape[1]
+    size = min(rule.block_chunks, num_chunks)
+    blocks = _in_blocks((operands, dy), size)
+
+    def features(carry, block):
+        block, dy = block
+        dz, carry = _feature_cotangent(rule, w_base, carry, block, dy)
+        return carry, dz
+
+    def writes(carry, block):
+        block, dy = block
+        carry, d_errors, d_keys = _write_cotangent(rule, carry, block, dy)
+        return carry, (d_errors, d_keys)
+
+    _, dz = jax.lax.scan(features, initial_state, blocks)
+    start = (d_state.astype(rule.state_dtype), jnp.zeros(w_base.shape, rule.state_dtype))
+    (d_initial, d_base), (d_errors, d_keys) = jax.lax.scan(writes, start, blocks, reverse=True)
+    dz, d_keys, d_errors = (_from_blocks(x, num_chunks) for x in (dz, d_keys, d_errors))
+    return _Operands(dz, d_keys, d_errors, None, None), d_base.astype(w_base.dtype), d_initial
+
+
+def _feature_cotangent(rule: MemoryRule, w_base, carry, block: _Operands, dy):
+    """dz [G, B, L, F] = dy W_base^T + eta dy S^T, and the state after the block."""
+    before, after = _states(_delta(rule, block.errors, block.keys), block.resets, carry)
+    if rule.folds_state:
+        folded = (w_base.astype(rule.state_dtype) + rule.eta * before).astype(dy.dtype)
+        return _product(rule, "GBLD,GBFD->GBLF", dy, folded).astype(dy.dtype), after
+    fast = _product(rule, "GBLD,GBFD->GBLF", dy, before.astype(dy.dtype))
+    dz = _product(rule, "GBLD,FD->GBLF", dy, w_base) + rule.eta * masked(fast, block.reads)
+    return dz.astype(dy.dtype), after
+
+
+def _write_cotangent(rule: MemoryRule, carry, block: _Operands, dy):
+    """((cot(S) in front of the block, sum of dW_base), d_errors, d_keys) from the same behind
+    it."""
+    d_after, d_base = carry
+    outer = _product(rule, "GBLF,GBLD->GBFD", masked(block.z, block.reads), dy)
+    if block.reads is None:
+        d_base = d_base + outer.sum((0, 1))
+    else:
+        d_base = d_base + _product(rule, "GBLF,GBLD->FD", block.z, dy)
+    outer = rule.eta * outer
+    # In reverse, chunk i adds to cot(S_i) and hands it on; a reset at i cuts it off from
+    # cot(S_{i+1}).
+    if block.resets is None:
+        d_before = jax.lax.associative_scan(jnp.add, outer, reverse=True) + d_after
+    else:
+        was_reset, total = _segmented_sums((block.resets, outer), reverse=True)
+        d_before = total + jnp.where(was_reset[..., None, None], 0, d_after)
+    d_delta = jnp.concatenate([d_before[1:], d_after[None]])
+    _, pull = jax.vjp(functools.partial(_delta, rule), block.errors, block.keys)
+    d_errors, d_keys = pull(d_delta)
+    return (d_before[0], d_base), d_errors, d_keys
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _attention_form(rule: MemoryRule, z, keys, errors, w_base, mask: MemoryMask, initial_state):
+    if rule.orthogonalizes:
+        raise ValueError(
+            "orthogonalised updates have no attention form: use blocked or associative"
+        )
+    B, C, L, _ = z.shape
+    chunk = jnp.arange(C)
+    visible = jnp.broadcast_to(chunk[:, None] > chunk[None, :], (B, C, C))
+    reads = jnp.ones((B, C, L), bool) if mask.reads is None else mask.reads
+    resets = jnp.zeros((B, C), bool) if mask.resets is None else mask.resets
+    # Chunk i still holds what chunk j wrote if no chunk in between, j + 1 .. i - 1, reset the
+    # state.
+    count = jnp.cumsum(resets, axis=1)
+    before = count - resets
+    visible = visible & (before[:, :, None] == count[:, None, :])
+    score = _product(rule, "BCLF,BJMF->BCLJM", z, keys)
+    score = jnp.where((visible[:, :, None, :] & reads[..., None])[..., None], score, 0)
+    fast = _product(rule, "BCLJM,BJMD->BCLD", score.astype(z.dtype), errors)
+    carried = masked(_product(rule, "BCLF,BFD->BCLD", z, initial_state.astype(z.dtype)), reads)
+    fast = fast + jnp.where((before == 0)[..., None, None], carried, 0)
+    y = _product(rule, "BCLF,FD->BCLD", z, w_base) + rule.eta * fast
+    # The row's state holds what was written since the last reset.
+    is_kept = jnp.broadcast_to((count == count[:, -1:])[..., None], (B, C, L))
+    state = _product(rule, "BCLF,BCLD->BFD", keys, masked(errors, is_kept))
+    state = state + jnp.where((count[:, -1] == 0)[:, None, None], initial_state, 0)
+    return y.astype(z.dtype), state

@@ -1,0 +1,23 @@
+"""Weight matrices in [in, out] layout: how they start and how they are applied."""
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from ttcd_jax.axes import param
+from ttcd_jax.nn.product import weight_product
+
+
+def normal_param(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float, dtype: DTypeLike
+) -> nnx.Param:
+    """A parameter drawn from N(0, std^2)."""
+    return param(std * jax.random.normal(rngs.params(), shape, dtype), axes)
+
+
+def linear(
+    x: Float[Array, "*batch X"], kernel: Float[Array, "X Z"], dtype: DTypeLike
+) -> Float[Array, "*batch Z"]:
+    """x kernel, operands and result in `dtype`."""
+    return weight_product(x.astype(dtype), kernel.astype(dtype))

@@ -1,0 +1,172 @@
+"""From a `RunConfig` to the objects of a run: data, optimizer, jitted step, state."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh, NamedSharding
+
+from ttcd_jax.data.pipeline import Batches
+from ttcd_jax.data.sources import build_source, is_shuffled, vocab_size
+from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.directory import RunDirectory, load_params, model_config
+from ttcd_jax.sharding.batch import Placement, replicated
+from ttcd_jax.sharding.rules import BATCH, spec
+from ttcd_jax.train.fit import misfit
+from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
+from ttcd_jax.train.schedule import learning_rate
+from ttcd_jax.train.state import (
+    TrainState,
+    abstract_model,
+    init_state,
+    logical_axes,
+    placed_as,
+    state_shardings,
+)
+from ttcd_jax.train.step import TrainStep, make_train_step
+
+BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+
+
+def check(config: RunConfig) -> None:
+    """What no single configuration can see. Raises `UserError`."""
+    needed = vocab_size(config.data)
+    if config.model.vocab_size < needed:
+        raise UserError(
+            f"model vocab_size {config.model.vocab_size} is smaller than the data's {needed}: set "
+            f"TransformerConfig.vocab_size to at least {needed}"
+        )
+
+
+def inherited_model(
+    run_dir: RunDirectory,
+) -> Callable[[str, dict[str, Any]], TransformerConfig | None]:
+    """For `load_config`: a run without a model of its own has that of the run it starts from; once
+    it has started, its own directory tells."""
+
+    def inherit(field: str, values: dict[str, Any]) -> TransformerConfig | None:
+        start_from = values.get("start_from")
+        if field != "model" or not isinstance(start_from, str):
+            return None
+        return model_config(run_dir if run_dir.is_claimed else RunDirectory(start_from))
+
+    return inherit
+
+
+def check_start(config: RunConfig) -> None:
+    """The run that this one starts from has the same parameters. Raises `UserError`, a
+    `CheckpointError` that lists the differences."""
+    if config.start_from is None:
+        return
+    stored = _shapes(model_config(RunDirectory(config.start_from)))
+    problem = misfit(_shapes(config.model), stored)
+    if problem:
+        raise CheckpointError(
+            f"the model has other parameters than that of start_from {config.start_from!r}: "
+            f"{problem}; bind no TransformerConfig to take its model"
+        )
+
+
+def _shapes(config: TransformerConfig) -> Mapping[str, Any]:
+    params = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
+    return flatten_dict(params, sep="/")
+
+
+def placement(config: RunConfig, mesh: Mesh) -> Placement:
+    """Where the batches of the run lie. Raises `UserError` when they, or the parts they are
+    computed in, do not divide among the devices."""
+    devices = math.prod(mesh.shape[axis] for axis in BATCH)
+    rows = config.batch_size // config.accumulation_steps
+    if rows % devices:
+        raise UserError(
+            f"batch_size {config.batch_size} in accumulation_steps {config.accumulation_steps} "
+            f"makes parts of {rows} rows, which do not divide among the {devices} devices of mesh "
+            f"axes {' x '.join(BATCH)}: lower accumulation_steps or change MeshConfig"
+        )
+    return Placement(mesh, batch_size=config.batch_size, length=config.data.seq_len)
+
+
+def build_data(config: RunConfig, rows: Sequence[int]) -> tuple[Batches, dict[str, Any]]:
+    """(batches of the training split, of which this process makes `rows`; manifest)."""
+    source, manifest = build_source(config.data, seed=config.seed)
+    batches = Batches(
+        source,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        rows=rows,
+        is_shuffled=is_shuffled(config.data),
+    )
+    return batches, manifest
+
+
+def _optimizer(config: RunConfig) -> tuple[OptimizerConfig, optax.GradientTransformation]:
+    """The schedule lasts as long as the run, unless it says otherwise."""
+    schedule = config.optimizer.schedule
+    if schedule.steps is None:
+        schedule = schedule.replace(steps=config.steps)
+    resolved = config.optimizer.replace(schedule=schedule)
+    return resolved, build_optimizer(resolved, logical_axes(config.model))
+
+
+def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
+    """The compiled step, to be called under `jax.set_mesh(mesh)`; the state it is given is
+    consumed."""
+    resolved, optimizer = _optimizer(config)
+    step = make_train_step(
+        config.model,
+        optimizer,
+        learning_rate(resolved.schedule),
+        accumulation_steps=config.accumulation_steps,
+        loss_rows=config.loss_rows,
+    )
+    places = _places(config, mesh), replicated(mesh)
+    return jax.jit(step, donate_argnums=0, out_shardings=places)
+
+
+def _places(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    return state_shardings(config.model, _optimizer(config)[1], mesh)
+
+
+def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and places of the training state; nothing is allocated."""
+    return placed_as(jax.eval_shape(_init(config)), _places(config, mesh))
+
+
+def fresh_state(config: RunConfig, mesh: Mesh) -> TrainState:
+    return jax.jit(_init(config), out_shardings=_places(config, mesh))()
+
+
+def started_state(config: RunConfig, mesh: Mesh) -> tuple[int, TrainState]:
+    """(step of the other run, state): the newest parameters of `start_from`, all else fresh."""
+    assert config.start_from is not None
+    _, optimizer = _optimizer(config)
+    params, _, step = load_params(config.start_from)
+    dtype = config.model.precision.param_dtype
+
+    def start(params: Any) -> TrainState:
+        params = jax.tree.map(lambda value: value.astype(dtype), params)
+        count = jnp.zeros((), jnp.int32)
+        return TrainState(params=params, opt_state=optimizer.init(params), step=count)
+
+    return step, jax.jit(start, out_shardings=_places(config, mesh), donate_argnums=0)(params)
+
+
+def _init(config: RunConfig):
+    _, optimizer = _optimizer(config)
+    return functools.partial(init_state, config.model, optimizer, config.seed)
+
+
+def abstract_batch(config: RunConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and places of one batch."""
+    shape = (config.batch_size, config.data.seq_len)
+    place = NamedSharding(mesh, spec(("batch", "length"), mesh))
+    kinds = dict.fromkeys(BATCH_FIELDS, "int32") | {"loss_mask": "bool"}
+    return {name: jax.ShapeDtypeStruct(shape, kind, sharding=place) for name, kind in kinds.items()}
