@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from checks import assert_close, draw
 
-from ttcd_jax.memory.delta import chunk_delta, chunk_errors, newton_schulz
+from ttcd_jax.memory.delta import chunk_delta, chunk_errors
+from ttcd_jax.memory.newton_schulz import newton_schulz
 
 
 @pytest.mark.parametrize("shape", [(8, 20), (20, 8), (12, 12), (3, 2, 5, 9)])

@@ -8,7 +8,7 @@ import pytest
 from checks import assert_close, assert_same, draw, temporary_bytes, traced
 
 from ttcd_jax.memory.chunks import memory_mask
-from ttcd_jax.memory.delta import newton_schulz
+from ttcd_jax.memory.newton_schulz import newton_schulz
 from ttcd_jax.memory.prefix import (
     MemoryRule,
     apply_memory,

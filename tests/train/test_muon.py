@@ -19,7 +19,7 @@ from devices import environment
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.memory import update
+from ttcd_jax.memory.newton_schulz import NEWTON_SCHULZ
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.train.muon import group_of, orthogonalized, parameter_groups
 from ttcd_jax.train.optimizer import OptimizerConfig, build_with_schedule
@@ -109,7 +109,7 @@ def test_taps_are_rows(float64):
     (taps,) = draw(2, (4, 5, 24))
     length = jnp.linalg.norm(taps, axis=1, keepdims=True)
     value = length / (length + 1e-7)
-    for a, b, c in update.NEWTON_SCHULZ:
+    for a, b, c in NEWTON_SCHULZ:
         value = a * value + b * value**3 + c * value**5
     result = orthogonalized(taps, ("layers", "taps", "mlp"), float)
     assert_close(result, 0.2 * 5**0.5 * value * taps / length)

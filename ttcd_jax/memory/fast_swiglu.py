@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from ttcd_jax.memory.chunks import ChunkedMemory, MemoryMask
-from ttcd_jax.memory.delta import newton_schulz
+from ttcd_jax.memory.newton_schulz import newton_schulz
 from ttcd_jax.nn.product import product
 
 UNIT_EPS = 1e-5

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ttcd_jax.memory.delta import newton_schulz
+from ttcd_jax.memory.newton_schulz import newton_schulz
 
 Axes = tuple[str, ...]
 Group = Literal["muon", "adamw"]
