@@ -30,12 +30,21 @@ LOGICAL_AXES = (
 )
 
 
-def param(value: jax.Array, axes: tuple[str, ...]) -> nnx.Param:
-    """A parameter whose dimensions are named. Raises `KeyError` for a name outside the legend."""
+def param(
+    value: jax.Array, axes: tuple[str, ...], *, is_operand: bool | None = None
+) -> nnx.Param:
+    """A parameter whose dimensions are named.
+
+    `is_operand`: all that is done with it are products in the compute dtype, so it may be rounded
+    to that dtype early (before an exchange between devices, once for inference). Default: for
+    matrices. Raises `KeyError` for a name that the legend lacks.
+    """
     for name in axes:
         if name not in LOGICAL_AXES:
             raise KeyError(
                 f"unknown logical axis {name!r}; the legend has {', '.join(LOGICAL_AXES)}"
             )
     assert len(axes) == value.ndim, f"{len(axes)} axis names for a parameter of shape {value.shape}"
-    return nnx.Param(value, axes=axes)
+    return nnx.Param(
+        value, axes=axes, is_operand=value.ndim > 1 if is_operand is None else is_operand
+    )

@@ -1,66 +1,116 @@
-"""Grouped-query attention under one causal sliding window (`window=None`: full attention)."""
+"""Grouped-query attention: one QKV projection under one window, or under a teacher's and a
+student's."""
 
 import dataclasses
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from ttcd_kernels import window_attention
 from ttcd_kernels.dual_window.api import Implementation
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
-from ttcd_jax.nn.cache import KVCache, cached_attention, empty_cache
+from ttcd_jax.nn.block import Dims, Names, Sublayer, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.nn.rope import RopeConfig, rotate
-from ttcd_jax.nn.stream import Piece
-from ttcd_jax.precision import Precision
-from ttcd_jax.sharding.attention import over_parts
+from ttcd_jax.nn.row import Piece, Row
+from ttcd_jax.nn.windows import KVCache, Outputs, Windows, attend, attend_cached, empty_cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig(Config):
-    """Windows count the query itself. `qk_norm_eps` is 1e-6 in Hugging Face's Qwen3 and 1e-5 in the
-    reference implementation, whatever its other norms use."""
+class AttentionConfig(Dims, SublayerConfig):
+    """Windows count the query itself; `window=None` is full attention. `num_kv_heads=None` means
+    `num_heads`, `head_dim=None` dim / num_heads. `qk_norm_eps` is 1e-6 in Hugging Face's Qwen3 and
+    1e-5 in the reference implementation, whatever its other norms use."""
 
-    dim: int
+    reference_names: ClassVar[Names] = {
+        "q_proj.weight": ("query", "linear"),
+        "k_proj.weight": ("key", "linear"),
+        "v_proj.weight": ("value", "linear"),
+        "o_proj.weight": ("out", "linear"),
+        "q_proj.bias": ("query_bias", "same"),
+        "k_proj.bias": ("key_bias", "same"),
+        "v_proj.bias": ("value_bias", "same"),
+        "q_norm.weight": ("query_norm", "same"),
+        "k_norm.weight": ("key_norm", "same"),
+    }
+
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    window: int | None = None
     rope: RopeConfig = RopeConfig()
     has_qk_norm: bool = False
     has_qkv_bias: bool = False
     qk_norm_eps: float = 1e-6
-    init_std: float = 0.02
-    implementation: Implementation = "auto"
-    precision: Precision = Precision()
+    attention_implementation: Implementation = "auto"
 
     def validate(self) -> None:
-        for name in ("dim", "num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise UserError(f"AttentionConfig.{name} {getattr(self, name)} must be at least 1")
-        if self.num_heads % self.num_kv_heads:
+        for name in ("dim", "num_heads", "num_kv_heads", "head_dim", "window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{type(self).__name__}.{name} {value} must be at least 1")
+        if self.head_dim is None and self.dim % self.num_heads:
             raise UserError(
-                f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}"
+                f"num_heads {self.num_heads} does not divide dim {self.dim}; set head_dim"
             )
-        if self.head_dim % 2:
-            raise UserError(f"head_dim {self.head_dim} is odd; rotary embedding turns pairs")
-        if self.window is not None and self.window < 1:
-            raise UserError(f"window {self.window} must be at least 1 (it counts the query itself)")
+        if self.num_heads % self.kv_heads:
+            raise UserError(
+                f"num_kv_heads {self.kv_heads} does not divide num_heads {self.num_heads}"
+            )
+        if self.head_size % 2:
+            raise UserError(f"head_dim {self.head_size} is odd; rotary embedding turns pairs")
+
+    @property
+    def dims(self) -> Dims:
+        """The configuration itself."""
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        """K, resolved."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """H, resolved."""
+        return self.head_dim or self.dim // self.num_heads
+
+    @property
+    def width(self) -> int:
+        """N * H."""
+        return self.num_heads * self.head_size
+
+    def build(self, *, rngs: nnx.Rngs) -> "Attention":
+        """The layer, its parameters drawn."""
+        return Attention(self, rngs=rngs)
+
+    def flops(self, length: int) -> float:
+        """Projections and scores."""
+        narrow = self.kv_heads * self.head_size
+        return 2 * length * self.dim * 2 * (self.width + narrow) + self.score_flops(length)
+
+    def score_flops(self, length: int) -> float:
+        """q k^T and the weighted values."""
+        return 4 * visible_pairs(length, self.window) * self.width
 
 
-class Attention(nnx.Module):
+def visible_pairs(length: int, window: int | None) -> int:
+    """(query, key) pairs that a causal window shows in a row of `length` tokens."""
+    window = length if window is None else min(window, length)
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+class Attention(Sublayer):
     """h [B, T, D] -> [B, T, D]: projections, optional q/k norm, rotary, window attention,
     output."""
 
     def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs):
         self.config = config
-        D, H = config.dim, config.head_dim
-        wide, narrow = config.num_heads * H, config.num_kv_heads * H
+        D, H, wide = config.dim, config.head_size, config.width
+        narrow = config.kv_heads * H
         std, dtype = config.init_std, config.precision.param_dtype
         self.query = normal_param(rngs, (D, wide), ("embed", "heads"), std, dtype)
         self.key = normal_param(rngs, (D, narrow), ("embed", "kv_heads"), std, dtype)
@@ -74,12 +124,52 @@ class Attention(nnx.Module):
             self.query_norm = param(jnp.ones((H,), dtype), ("head_dim",))
             self.key_norm = param(jnp.ones((H,), dtype), ("head_dim",))
 
+    @property
+    def windows(self) -> Windows:
+        """The windows that the projections are attended under."""
+        return (self.config.window,)
+
+    def __call__(
+        self,
+        h: Float[Array, "B T D"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Any:
+        """The output; with two windows (teacher, student), equal in the first `student_window`
+        tokens of a document."""
+        return self.forward(h, Row.of(h, positions, segment_ids))[0]
+
+    def forward(
+        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
+    ) -> tuple[Any, None]:
+        """(output, no statistics)."""
+        q, k, v = self.project(x, row.positions)
+        implementation = self.config.attention_implementation
+        return self._out(attend(q, k, v, row.segment_ids, self.windows, implementation)), None
+
+    def start(self, batch_size: int, max_length: int | None) -> KVCache:
+        """An empty cache of what the window reaches."""
+        return start_cache(self.config, batch_size, max_length)
+
+    def extend(
+        self,
+        x: Float[Array, "B T D"],
+        piece: Piece,
+        state: KVCache,
+        student: Float[Array, "B T D"] | None = None,
+    ) -> tuple[Any, KVCache]:
+        """(output, the cache after the piece)."""
+        q, k, v = self.project(x, piece.positions(x.shape[1]))
+        implementation = self.config.attention_implementation
+        seen, state = attend_cached(q, k, v, piece, state, self.windows, implementation)
+        return self._out(seen), state
+
     def project(
         self, h: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Rotated q and k, and v."""
         config, dtype = self.config, self.config.precision.compute_dtype
-        heads = (*h.shape[:2], -1, config.head_dim)
+        heads = (*h.shape[:2], -1, config.head_size)
         q, k, v = (linear(h, w[...], dtype) for w in (self.query, self.key, self.value))
         if config.has_qkv_bias:
             biases = (self.query_bias, self.key_bias, self.value_bias)
@@ -90,80 +180,17 @@ class Attention(nnx.Module):
             k = rms_norm(k, self.key_norm[...], config.qk_norm_eps)
         return rotate(q, positions, config.rope), rotate(k, positions, config.rope), v
 
+    def _out(self, seen: Outputs) -> Any:
+        return self.project_out(seen[0])
+
     def project_out(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """The output projection of all heads."""
         flat = heads.reshape(*heads.shape[:2], -1)
         return linear(flat, self.out[...], self.config.precision.compute_dtype)
-
-    def __call__(
-        self,
-        h: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        q, k, v = self.project(h, positions)
-        return self.project_out(attend(self.config, q, k, v, segment_ids))
-
-    def start(self, batch_size: int, max_length: int | None) -> KVCache:
-        """What `extend` finds in front of a row; `max_length` bounds rows of full attention."""
-        return start_cache(self.config, batch_size, max_length)
-
-    def extend(
-        self, h: Float[Array, "B T D"], piece: Piece, cache: KVCache
-    ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """The same for a piece of a row: (output, the cache behind it)."""
-        q, k, v = self.project(h, piece.positions(h.shape[1]))
-        heads, cache = attend_cached(self.config, q, k, v, piece, cache)
-        return self.project_out(heads), cache
-
-
-def attend(
-    config: AttentionConfig,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    segment_ids: Int[Array, "B T"] | None,
-) -> Float[Array, "B T N H"]:
-    """Attention under the configuration's one window."""
-
-    def window(q, k, v, segment_ids):
-        return window_attention(
-            q,
-            k,
-            v,
-            window=config.window,
-            segment_ids=segment_ids,
-            implementation=config.implementation,
-        )
-
-    return over_parts(window, q, k, v, segment_ids, config.window, num_outputs=1)
 
 
 def start_cache(config: AttentionConfig, batch_size: int, max_length: int | None) -> KVCache:
     """An empty cache of what the configuration's window reaches."""
     slots = max_length if config.window is None else config.window
-    heads = config.num_kv_heads, config.head_dim
-    return empty_cache(batch_size, slots, *heads, config.precision.compute_dtype)
-
-
-def attend_cached(
-    config: AttentionConfig,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    piece: Piece,
-    cache: KVCache,
-) -> tuple[Float[Array, "B T N H"], KVCache]:
-    """`attend` for a piece of a row: (output, the cache behind it)."""
-    _, seen, cache = cached_attention(
-        *(q, k, v, piece, cache),
-        window=config.window,
-        student_window=config.window,
-        implementation=config.implementation,
-    )
-    return seen, cache
-
-
-def row_positions(tokens_or_hidden: jax.Array) -> Int[Array, "B T"]:
-    """0 .. T-1 for every row."""
-    B, T = tokens_or_hidden.shape[:2]
-    return jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    dtype = config.precision.compute_dtype
+    return empty_cache(batch_size, slots, config.kv_heads, config.head_size, dtype)

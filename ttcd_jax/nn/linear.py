@@ -10,10 +10,17 @@ from ttcd_jax.nn.product import weight_product
 
 
 def normal_param(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float, dtype: DTypeLike
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    std: float,
+    dtype: DTypeLike,
+    *,
+    is_operand: bool | None = None,
 ) -> nnx.Param:
     """A parameter drawn from N(0, std^2)."""
-    return param(std * jax.random.normal(rngs.params(), shape, dtype), axes)
+    value = std * jax.random.normal(rngs.params(), shape, dtype)
+    return param(value, axes, is_operand=is_operand)
 
 
 def linear(

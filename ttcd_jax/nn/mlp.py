@@ -1,25 +1,50 @@
 """SwiGLU: features silu(x W_gate) * (x W_up), output features W_down."""
 
 import dataclasses
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ttcd_jax.config import Config
+from ttcd_jax.nn.block import Dims, Names, Sublayer, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param
-from ttcd_jax.precision import Precision
+from ttcd_jax.nn.row import Piece, Row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MLPConfig(Config):
-    dim: int
+class MLPConfig(Dims, SublayerConfig):
+    """F = `hidden_dim`."""
+
+    reference_names: ClassVar[Names] = {
+        "gate_proj.weight": ("gate", "linear"),
+        "up_proj.weight": ("up", "linear"),
+        "down_proj.weight": ("down", "linear"),
+    }
+
     hidden_dim: int
-    init_std: float = 0.02
-    precision: Precision = Precision()
+
+    @property
+    def dims(self) -> Dims:
+        """The configuration itself."""
+        return self
+
+    def build(self, *, rngs: nnx.Rngs) -> "SwiGLU":
+        """The layer, its parameters drawn."""
+        return SwiGLU(self, rngs=rngs)
+
+    def unit_flops(self, length: int) -> float:
+        """One product of a row with a D by F matrix."""
+        return 2 * length * self.dim * self.hidden_dim
+
+    def flops(self, length: int) -> float:
+        """Gate, up and down."""
+        return 3 * self.unit_flops(length)
 
 
-class SwiGLU(nnx.Module):
+class SwiGLU(Sublayer):
+    """x [B, T, D] -> [B, T, D]."""
+
     def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs):
         self.config = config
         D, F, std = config.dim, config.hidden_dim, config.init_std
@@ -29,8 +54,30 @@ class SwiGLU(nnx.Module):
         self.down = normal_param(rngs, (F, D), ("mlp", "embed"), std, dtype)
 
     def features(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        """silu(x W_gate) * (x W_up)."""
         dtype = self.config.precision.compute_dtype
         return jax.nn.silu(linear(x, self.gate[...], dtype)) * linear(x, self.up[...], dtype)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def plain(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """features(x) W_down."""
         return linear(self.features(x), self.down[...], self.config.precision.compute_dtype)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The same as `plain`."""
+        return self.plain(x)
+
+    def forward(
+        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """(output, no statistics)."""
+        return self.plain(x), None
+
+    def extend(
+        self,
+        x: Float[Array, "B T D"],
+        piece: Piece,
+        state: Any,
+        student: Float[Array, "B T D"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """(output, no state)."""
+        return self.plain(x), None

@@ -1,13 +1,15 @@
-"""Logical axes on mesh axes: the only table, for parameters and activations alike.
+"""The only table from logical axes to mesh axes, for parameters and activations alike.
 
-Layers name their dimensions (`ttcd_jax.axes`); this table says which mesh axes cut each of them. To
-shard a model otherwise, change the table.
+Layers name their dimensions (`ttcd_jax.axes`); the table maps each name to the mesh axes that shard
+it. To shard a model differently, change the table.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -21,7 +23,7 @@ Names = Sequence[str | None]
 BATCH, LENGTH = ("data", "fsdp"), ("seq",)
 
 RULES: dict[str, tuple[str, ...]] = {
-    # Of parameters. Named with nothing behind it: always whole.
+    # Parameter axes. `()` means replicated.
     "embed": ("fsdp", "seq"),
     "embed_out": (),
     "mlp": ("tensor",),
@@ -34,7 +36,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "fast_mlp": (),
     "rank": (),
     "layers": (),
-    # Of activations. The model dimension of an activation is always whole: None.
+    # Activation axes. The model dimension of an activation is always whole: None.
     "batch": BATCH,
     "length": LENGTH,
 }
@@ -78,42 +80,84 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, where)
 
 
+class Shard(NamedTuple):
+    """The part of every array that one device computes on, inside `sharded`. Without a mesh it is
+    all of it, and every collective returns its argument."""
+
+    axes: frozenset[str] = frozenset()  # mesh axes that are manual here
+
+    def size(self, axis: str) -> int:
+        """Devices along `axis`."""
+        return jax.lax.axis_size(axis) if axis in self.axes else 1
+
+    def index(self, axis: str) -> jax.Array:
+        """This device's position along `axis`."""
+        return jax.lax.axis_index(axis) if axis in self.axes else jnp.zeros((), jnp.int32)
+
+    def sum(self, tree: Any, *axes: str) -> Any:
+        """Every array summed over the devices along `axes`."""
+        return self._reduced(jax.lax.psum, tree, axes)
+
+    def max(self, tree: Any, *axes: str) -> Any:
+        """The largest of the devices along `axes`."""
+        return self._reduced(jax.lax.pmax, tree, axes)
+
+    def min(self, tree: Any, *axes: str) -> Any:
+        """The smallest of the devices along `axes`."""
+        return self._reduced(jax.lax.pmin, tree, axes)
+
+    def _reduced(self, reduce: Callable[..., Any], tree: Any, axes: tuple[str, ...]) -> Any:
+        own = tuple(axis for axis in axes if axis in self.axes)
+        return reduce(tree, own) if own else tree
+
+
 def sharded(
     function: Callable[..., Any], inputs: Sequence[Any], outputs: Any
 ) -> Callable[..., Any]:
-    """`function` run by every device on its own part of the arrays, whose logical axes `inputs` and
-    `outputs` name (None for an argument that is None). Mesh axes have their names inside
-    (`jax.lax.psum(x, "tensor")`); what no axis cuts is whole on every device."""
+    """`function(shard, *arrays)`, run by every device on its own part of the arrays.
+
+    `inputs` and `outputs` hold logical axes: one tuple of names per array, or one for all arrays of
+    a tree; dimensions that are not named are whole on every device. Without a mesh `function` gets
+    the arrays as they are: this is the only place that asks.
+    """
+    if not is_distributed():
+        return functools.partial(function, Shard())
     mesh = jax.sharding.get_abstract_mesh()
 
     def specs(tree: Any) -> Any:
         is_names = isinstance(tree, tuple) and all(isinstance(x, str | None) for x in tree)
         return spec(tree, mesh) if is_names else tuple(map(specs, tree))
 
-    in_specs = tuple(PartitionSpec() if names is None else specs(tuple(names)) for names in inputs)
-    return jax.shard_map(function, in_specs=in_specs, out_specs=specs(outputs), check_vma=False)
+    return jax.shard_map(
+        functools.partial(function, Shard(frozenset(_free_axes(mesh)))),
+        in_specs=tuple(specs(tuple(names)) for names in inputs),
+        out_specs=specs(outputs),
+        check_vma=False,
+    )
 
 
 # What remat never keeps: it is exchanged again instead.
 GATHERED = "gathered"
 
 
-def gathered(x: jax.Array, names: Names, dtype: DTypeLike) -> jax.Array:
-    """A stored parameter as computations take it, whole along `embed`; matrices rounded to `dtype`.
+def gathered(weight: Any, dtype: DTypeLike) -> jax.Array:
+    """A stored parameter as computations take it, whole along `embed`; `rounded` to `dtype`.
 
     The devices of `fsdp` and `seq` hold parts of it and exchange them here, in the narrow dtype;
-    its gradient, in x's dtype, goes back to the same parts. Without a mesh it is x itself.
+    its gradient, in the stored dtype, returns to the same parts. Without a mesh it is the stored
+    array itself. `weight`: a parameter with its metadata (`ttcd_jax.axes.param`).
     """
+    x = weight[...]
     if not is_distributed():
         return x
-    return _whole_along_embed(rounded(x, names, dtype), names).astype(x.dtype)
+    names = weight.get_metadata("axes")[-x.ndim :]
+    return _whole_along_embed(rounded(x, weight, dtype), names).astype(x.dtype)
 
 
-def rounded(x: jax.Array, names: Names, dtype: DTypeLike) -> jax.Array:
-    """A stored parameter, rounded to `dtype` if all that is done with it are products in that
+def rounded(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:
+    """x, rounded to `dtype` if all that is done with the parameter `weight` are products in that
     dtype."""
-    is_matrix = sum(name != "layers" for name in names) > 1
-    return x.astype(dtype) if is_matrix and not {"taps", "rank", "fast_mlp"} & {*names} else x
+    return x.astype(dtype) if weight.get_metadata("is_operand") else x
 
 
 def _whole_along_embed(x: jax.Array, names: Names) -> jax.Array:

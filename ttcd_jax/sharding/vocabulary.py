@@ -1,32 +1,33 @@
-"""Words cut along `tensor`: looking them up."""
+"""Vocabulary-parallel embedding lookup."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ttcd_jax.sharding import rules
+from ttcd_jax.sharding.rules import Shard, sharded
 
 TENSOR = "tensor"
 
 
-def own_words(ids: Int[Array, "..."], num_words: int) -> tuple[jax.Array, jax.Array]:
-    """(row of this device's part of `num_words` words, whether the word is in it) of every id,
-    inside `rules.sharded`; a word of another device has row 0."""
-    row = ids - jax.lax.axis_index(TENSOR) * num_words
-    is_own = (row >= 0) & (row < num_words)
+def own_entries(
+    shard: Shard, ids: Int[Array, "..."], num_entries: int
+) -> tuple[jax.Array, jax.Array]:
+    """(row in this device's shard of `num_entries` vocabulary entries, whether the entry is in it)
+    of every id; an entry of another device has row 0."""
+    row = ids - shard.index(TENSOR) * num_entries
+    is_own = (row >= 0) & (row < num_entries)
     return jnp.where(is_own, row, 0), is_own
 
 
 def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """table[tokens], the table's words cut along `tensor`, the tokens along rows and positions."""
-    if not rules.is_distributed():
-        return table[tokens]
+    """table[tokens]: the table sharded by entries along `tensor`, the tokens by rows and
+    positions."""
 
-    def on_part(table, tokens):
-        row, is_own = own_words(tokens, table.shape[0])
-        return jax.lax.psum(jnp.where(is_own[..., None], table[row], 0), TENSOR)
+    def on_shard(shard: Shard, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        if shard.size(TENSOR) == 1:
+            return table[tokens]
+        row, is_own = own_entries(shard, tokens, table.shape[0])
+        return shard.sum(jnp.where(is_own[..., None], table[row], 0), TENSOR)
 
-    tokens_axes = ("batch", "length")
-    return rules.sharded(on_part, (("vocab", None), tokens_axes), (*tokens_axes, None))(
-        table, tokens
-    )
+    rows = ("batch", "length")
+    return sharded(on_shard, (("vocab",), rows), rows)(table, tokens)

@@ -1,0 +1,208 @@
+"""The residual stream: what a sub-layer is, and the pre-norm block made of them."""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ttcd_jax.axes import param
+from ttcd_jax.config import Config
+from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.row import Piece, Row
+from ttcd_jax.precision import Precision
+
+# Reference name -> (our name, how the array is laid out there).
+Names = dict[str, tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dims(Config):
+    """What all layers of a model share."""
+
+    dim: int
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    precision: Precision = Precision()
+
+
+class SublayerConfig(Config, abc.ABC):
+    """A layer on the residual stream: builds itself, and knows its cost and its names."""
+
+    # Names of the parameters in the reference implementation's checkpoints.
+    reference_names: ClassVar[Names] = {}
+    # The tokens of a chunk, if the layer's memory is written chunk by chunk.
+    chunk_size: Any = None
+    # Whether the layer is a plain one plus a memory that rows can bypass.
+    is_in_place: ClassVar[bool] = False
+
+    @property
+    @abc.abstractmethod
+    def dims(self) -> Dims:
+        """What the layer shares with its neighbors."""
+
+    @abc.abstractmethod
+    def build(self, *, rngs: nnx.Rngs) -> "Sublayer":
+        """The layer, its parameters drawn."""
+
+    @abc.abstractmethod
+    def flops(self, length: int) -> float:
+        """Floating-point operations of a forward pass over a row of `length` tokens: 2 m k n per
+        product of [m, k] and [k, n]; everything else is left out, and so are products with a
+        column or two per head (rates, gates)."""
+
+
+class MemoryStats(NamedTuple):
+    """Scalars of one layer with an in-place memory, without gradient."""
+
+    # |eta * sum of delta_w|_F / |W_base|_F at the end of the row, batch mean
+    memory_ratio: Any
+    # mean of beta over tokens; 1 without a token rate
+    gate_mean: Any
+
+
+class Views(NamedTuple):
+    """One layer's output under two windows: the teacher's joins the residual stream, the student's
+    is shown to the next layer beside it."""
+
+    teacher: Float[Array, "B T D"]
+    student: Float[Array, "B T D"]
+
+
+class Sublayer(nnx.Module):
+    """Normed hidden states [B, T, D] -> what is added to the residual stream.
+
+    `student`: the normed hidden states that a student would see, after a layer that gave `Views`.
+    """
+
+    def forward(
+        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
+    ) -> tuple[Any, MemoryStats | None]:
+        """(output or `Views`, statistics of the layer's memory if it reports any)."""
+        raise AssertionError(f"{type(self).__name__} defines its own forward")
+
+    def start(self, batch_size: int, max_length: int | None) -> Any:
+        """The state before rows begin; `max_length` bounds those of full attention."""
+        return None
+
+    def extend(
+        self,
+        x: Float[Array, "B T D"],
+        piece: Piece,
+        state: Any,
+        student: Float[Array, "B T D"] | None = None,
+    ) -> tuple[Any, Any]:
+        """`forward` for a piece of rows: (output or `Views`, the state after the piece). Piece
+        after piece, the outputs are those of `forward`, without gradient."""
+        raise AssertionError(f"{type(self).__name__} defines its own extend")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig(Config):
+    """The sub-layers of a block, run in the order of `order`."""
+
+    # Name in our tree -> prefix and norm in the reference's.
+    order: ClassVar[dict[str, tuple[str, str]]] = {
+        "mixer": ("attn.", "attn_norm.weight"),
+        "mlp": ("mlp.", "mlp_norm.weight"),
+    }
+    mixer: SublayerConfig
+    mlp: SublayerConfig
+
+    @property
+    def sublayers(self) -> dict[str, SublayerConfig]:
+        """The sub-layers by name, in order."""
+        return {name: getattr(self, name) for name in self.order}
+
+    def flops(self, length: int) -> float:
+        """Floating-point operations of a forward pass over a row of `length` tokens."""
+        return sum(layer.flops(length) for layer in self.sublayers.values())
+
+    @property
+    def chunk_size(self) -> int | None:
+        """Tokens per chunk of the block's memory; None where nothing is written chunk by chunk."""
+        return next((x.chunk_size for x in self.sublayers.values() if x.chunk_size), None)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether a sub-layer has a memory that rows can bypass."""
+        return any(layer.is_in_place for layer in self.sublayers.values())
+
+    @property
+    def reference_names(self) -> Names:
+        """The names of the block's parameters in the reference implementation's checkpoints."""
+        names: Names = {}
+        for ours, (prefix, norm) in self.order.items():
+            names[norm] = (f"{ours}_norm", "same")
+            for theirs, (name, layout) in getattr(self, ours).reference_names.items():
+                names[prefix + theirs] = (f"{ours}/{name}", layout)
+        return names
+
+
+class Block(nnx.Module):
+    """h -> h + layer(norm(h)), sub-layer after sub-layer.
+
+    After a sub-layer that gives `Views`, h + teacher continues, and the next sub-layer also gets
+    norm(h + student), same norm.
+    """
+
+    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        for name, layer in config.sublayers.items():
+            ones = jnp.ones((layer.dims.dim,), layer.dims.precision.param_dtype)
+            setattr(self, f"{name}_norm", param(ones, ("embed",)))
+            setattr(self, name, layer.build(rngs=rngs))
+
+    def __call__(
+        self,
+        h: Float[Array, "B T D"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The block's output. `embeddings`, of the tokens, are what an IP-TTT memory of embeddings
+        stores."""
+        return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]
+
+    def forward(
+        self, h: Float[Array, "B T D"], row: Row
+    ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
+        """(output, statistics of the block's memory at the end of the row; None without one)."""
+        stats, student = None, None
+        for name in self.config.order:
+            x, t = self._normed(name, h, student)
+            y, found = getattr(self, name).forward(x, row, t)
+            h, student = _added(h, y)
+            stats = stats if found is None else found
+        return h, stats
+
+    def start(self, batch_size: int, max_length: int | None) -> dict[str, Any]:
+        """The states of the sub-layers before rows begin."""
+        return {name: getattr(self, name).start(batch_size, max_length) for name in self.config.order}
+
+    def extend(
+        self, h: Float[Array, "B T D"], piece: Piece, state: dict[str, Any]
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """`forward` for a piece of rows: (output, the states after it)."""
+        after, student = {}, None
+        for name in self.config.order:
+            x, t = self._normed(name, h, student)
+            y, after[name] = getattr(self, name).extend(x, piece, state[name], t)
+            h, student = _added(h, y)
+        return h, after
+
+    def _normed(
+        self, name: str, h: jax.Array, student: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        weight, eps = getattr(self, f"{name}_norm")[...], getattr(self.config, name).dims.norm_eps
+        return rms_norm(h, weight, eps), None if student is None else rms_norm(student, weight, eps)
+
+
+def _added(h: jax.Array, y: Any) -> tuple[jax.Array, jax.Array | None]:
+    """(residual stream, that of a student if y has `Views`)."""
+    if isinstance(y, Views):
+        return h + y.teacher, h + y.student
+    return h + y, None

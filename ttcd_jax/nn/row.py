@@ -1,0 +1,107 @@
+"""What layers know of the tokens of rows besides hidden states: a whole row, or a piece of one."""
+
+from typing import Any, Literal, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Row(NamedTuple):
+    """Whole rows, several documents packed into each."""
+
+    positions: Int[Array, "B T"]  # only differences inside a document matter
+    segment_ids: Int[Array, "B T"] | None = None  # one value per document; None: one document
+    embeddings: Float[Array, "B T D"] | None = None  # of the tokens, as the model looked them up
+
+    @classmethod
+    def of(
+        cls,
+        h: Float[Array, "B T *rest"] | Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
+    ) -> Self:
+        """The row of `h`; positions default to 0 .. T-1."""
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(h.shape[1], dtype=jnp.int32), h.shape[:2])
+        return cls(positions, segment_ids, embeddings)
+
+
+class Piece(NamedTuple):
+    """The next T positions of every row, the first `lengths` of them tokens, the rest padding; a
+    row of a piece is one document.
+
+    A piece fits the chunks of the model's memories in one of two ways: no row has more tokens than
+    its open chunk takes (T <= L), or every row that has any is at the start of a chunk and T is a
+    multiple of L.
+    """
+
+    start: Int[Array, " B"]  # position of a row's first token
+    lengths: Int[Array, " B"]
+    phase: Int[Array, " B"] | None  # tokens in the row's open chunk; None: no memory has chunks
+    # Static: how many earlier positions the queries may attend to, of all rows. One token (T = 1)
+    # attends to all that is cached.
+    halo: int
+    has_gap: bool  # static: some row has fewer positions than that before it
+    # Rows that bypass in-place memories; True: all do, and the memories are not even computed.
+    is_plain: Bool[Array, " B"] | Literal[True] | None = None
+    embeddings: Float[Array, "B T D"] | None = None
+
+    def positions(self, length: int) -> Int[Array, "B T"]:
+        """Positions of the piece's T = `length` tokens."""
+        return self.start[:, None] + jnp.arange(length, dtype=jnp.int32)
+
+    def is_token(self, length: int) -> Bool[Array, "B T"]:
+        """Which of T = `length` positions are tokens."""
+        return jnp.arange(length) < self.lengths[:, None]
+
+
+def where_rows(mask: jax.Array, x: Any, other: Any) -> Any:
+    """Every array of the tree x where `mask` is true, else of `other` (a like tree, or a number);
+    the mask has the first axes of all arrays."""
+
+    def choose(x: jax.Array, other: jax.Array | int) -> jax.Array:
+        return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, other)
+
+    if isinstance(other, int):
+        return jax.tree.map(lambda x: choose(x, other), x)
+    return jax.tree.map(choose, x, other)
+
+
+def zero_padding(tree: Any, piece: Piece) -> Any:
+    """Arrays [B, T, ...] with the padding of a piece set to zero."""
+    length = jax.tree.leaves(tree)[0].shape[1]
+    return where_rows(piece.is_token(length), tree, 0)
+
+
+def scatter(buffer: jax.Array, new: jax.Array, slots: Int[Array, "B T"]) -> jax.Array:
+    """buffer [B, W, ...] with new [B, T, ...] in `slots`; a slot of W or more is dropped."""
+    return jax.vmap(lambda row, new, slots: row.at[slots].set(new, mode="drop"))(buffer, new, slots)
+
+
+def scatter_from(
+    buffer: jax.Array, new: jax.Array, start: Int[Array, " B"], lengths: Int[Array, " B"]
+) -> jax.Array:
+    """buffer [B, W, ...] with the first `lengths` of new [B, T, ...] in the slots from `start` on;
+    what falls outside is dropped."""
+    offset = jnp.arange(new.shape[1])
+    slots = start[:, None] + offset
+    is_kept = (slots >= 0) & (offset < lengths[:, None])
+    return scatter(buffer, new, jnp.where(is_kept, slots, buffer.shape[1]))
+
+
+def after_tail(tail: Any, x: Any) -> Any:
+    """Arrays [B, T, ...] after the tokens before them: what a causal convolution needs."""
+    return jax.tree.map(lambda tail, x: jnp.concatenate([tail, x], axis=1), tail, x)
+
+
+def next_tail(tail: Any, x: Any, piece: Piece) -> Any:
+    """The tail [B, R - 1, ...] after the piece, of every array of a tree."""
+
+    def newest(tail: jax.Array, around: jax.Array) -> jax.Array:
+        return jax.vmap(
+            lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, tail.shape[1])
+        )(around, piece.lengths)
+
+    return jax.tree.map(newest, tail, after_tail(tail, x))
