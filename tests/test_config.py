@@ -91,7 +91,7 @@ class Bounded(Config):
     [
         ("count", 0, "must be at least 1"),
         ("start", -1, "must be at least 0"),
-        ("length", 1, "must be at least 2"),
+        ("length", 1, "must be at least 2, or None"),
         ("sizes", (1, 0), "must each be at least 1"),
         ("limit", 0, "must be at least 1"),
         ("rate", 0.0, "must be positive and finite"),

@@ -78,7 +78,8 @@ def _refusal(value: Any, hint: Any) -> str | None:
                 return f"must be {bound.wording}"
         return _refusal(value, args[0])
     if origin in (Union, types.UnionType):
-        return _refusal(value, next(option for option in args if _matches(value, option)))
+        refusal = _refusal(value, next(option for option in args if _matches(value, option)))
+        return refusal and refusal + ", or None" * (types.NoneType in args)
     if origin is tuple:
         refusals = (_refusal(entry, args[0]) for entry in value)
         refusal = next(filter(None, refusals), None)
