@@ -18,7 +18,7 @@ import dataclasses
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from experiments.gin_reading import (
     Binding,
@@ -30,7 +30,7 @@ from experiments.gin_reading import (
     read_file,
     read_params,
 )
-from ttcd_jax.config import Config, closest
+from ttcd_jax.config import Config, closest, config_classes
 from ttcd_jax.errors import UserError
 
 Classes = dict[str, type[Config]]
@@ -74,15 +74,9 @@ def reachable_classes(root: type[Config]) -> Classes:
         if cls.__name__ not in classes:
             classes[cls.__name__] = cls
             for hint in typing.get_type_hints(cls).values():
-                pending += _config_classes(hint)
+                pending += config_classes(hint)
         assert classes[cls.__name__] is cls, f"two configuration classes are called {cls.__name__}"
     return classes
-
-
-def _config_classes(hint: Any) -> list[type[Config]]:
-    if isinstance(hint, type) and issubclass(hint, Config):
-        return [hint]
-    return [cls for option in get_args(hint) for cls in _config_classes(option)]
 
 
 class _Builder:
@@ -105,7 +99,7 @@ class _Builder:
                 values[field.name] = self._evaluate(binding.value, scope)
                 places[field.name] = binding.where
             elif _is_required(field):
-                if _config_classes(hints[field.name]) == [hints[field.name]]:
+                if config_classes(hints[field.name]) == [hints[field.name]]:
                     open_fields.append(field.name)
                 else:
                     missing.append(f"{cls.__name__}.{field.name} = {_example(hints[field.name])}")
@@ -166,7 +160,7 @@ def _is_required(field: dataclasses.Field) -> bool:
 
 
 def _example(hint: Any) -> str:
-    choices = " or ".join(f"@{cls.__name__}()" for cls in _config_classes(hint))
+    choices = " or ".join(f"@{cls.__name__}()" for cls in config_classes(hint))
     return choices or f"<{getattr(hint, '__name__', hint)}>"
 
 
@@ -240,7 +234,7 @@ def _unused(binding: Binding, classes: Classes) -> str:
         f"{cls.__name__}.{field} = {target}"
         for cls in classes.values()
         for field, hint in typing.get_type_hints(cls).items()
-        if classes[binding.owner] in _config_classes(hint)
+        if classes[binding.owner] in config_classes(hint)
     ]
     place = f" in scope {binding.scope!r}" if binding.scope else ""
     return f"{message}{place}; remove it or bind {' or '.join(holders)}"

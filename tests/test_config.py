@@ -1,12 +1,23 @@
 import dataclasses
 import json
+import math
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 
 from ttcd_jax import axes, errors
-from ttcd_jax.config import Config, closest
+from ttcd_jax.config import (
+    AtLeast,
+    Config,
+    Decay,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    closest,
+)
 from ttcd_jax.errors import UserError
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.catalog import TransformerConfig
@@ -60,6 +71,47 @@ def test_a_field_of_the_wrong_type_is_named_with_its_value(field, value, expecte
     message = f"Outer.{field} must be {expected}, got {value!r} ({type(value).__name__})"
     with pytest.raises(UserError, match=re.escape(message)):
         Outer(**{field: value})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bounded(Config):
+    count: Positive = 1
+    start: NonNegative = 0
+    length: Annotated[int, AtLeast(2)] | None = None
+    sizes: tuple[Positive, ...] = ()
+    limit: Positive | Literal["all"] = "all"
+    rate: PositiveFloat = 1.0
+    penalty: NonNegativeFloat = 0.0
+    share: Fraction = 0.0
+    momentum: Decay = 0.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "refusal"),
+    [
+        ("count", 0, "must be at least 1"),
+        ("start", -1, "must be at least 0"),
+        ("length", 1, "must be at least 2, or None"),
+        ("sizes", (1, 0), "must each be at least 1"),
+        ("limit", 0, "must be at least 1"),
+        ("rate", 0.0, "must be positive and finite"),
+        ("rate", math.inf, "must be positive and finite"),
+        ("rate", math.nan, "must be positive and finite"),
+        ("penalty", -0.1, "must be 0 or more, finite"),
+        ("share", 1.01, "must be between 0 and 1"),
+        ("momentum", 1.0, "must be in [0, 1)"),
+    ],
+)
+def test_a_value_outside_its_bounds_is_named_with_what_is_allowed(field, value, refusal):
+    with pytest.raises(UserError) as caught:
+        Bounded(**{field: value})
+    assert str(caught.value) == f"Bounded.{field} {value} {refusal}"
+
+
+def test_bounds_include_their_ends_and_leave_types_as_they_are():
+    Bounded(length=2, sizes=[1], limit=1, share=1, penalty=0)
+    with pytest.raises(UserError, match=r"Bounded\.length must be int \| NoneType, got 2\.0"):
+        Bounded(length=2.0)
 
 
 def test_integers_are_floats_and_lists_become_tuples():

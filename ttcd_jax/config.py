@@ -1,19 +1,49 @@
-"""Frozen configuration dataclasses: types checked at construction, exact JSON both ways.
+"""Frozen configuration dataclasses: types and bounds checked at construction, exact JSON both ways.
 
 gin and JSON check nothing themselves, so every configuration class inherits `Config`: a field of
-the wrong type, an unknown key or a missing one is a `UserError` that names the field.
+the wrong type or outside its bounds, an unknown key or a missing one is a `UserError` that names
+the field. A bound is part of the field's annotation: `num_taps: Positive = 5`,
+`seq_len: Annotated[int, AtLeast(2)]`, `limit: Positive | None = None`.
 """
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
-from typing import Any, Literal, Self, Union, get_args, get_origin
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from ttcd_jax.errors import UserError
 
 
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A condition on a field's value. `wording` completes "must be ..."; NaN meets no comparison,
+    so a condition is written as what is allowed."""
+
+    wording: str
+    allows: Callable[[Any], bool]
+
+
+class AtLeast(Bound):
+    """Numbers from `least` on."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__(f"at least {least}", lambda value: value >= least)
+
+
+Positive = Annotated[int, AtLeast(1)]
+NonNegative = Annotated[int, AtLeast(0)]
+PositiveFloat = Annotated[float, Bound("positive and finite", lambda value: 0 < value < math.inf)]
+NonNegativeFloat = Annotated[float, Bound("0 or more, finite", lambda value: 0 <= value < math.inf)]
+Fraction = Annotated[float, Bound("between 0 and 1", lambda value: 0 <= value <= 1)]
+Decay = Annotated[float, Bound("in [0, 1)", lambda value: 0 <= value < 1)]
+
+
 def _describe(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        return _describe(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return " | ".join(repr(choice) for choice in get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
@@ -23,6 +53,8 @@ def _describe(hint: Any) -> str:
 
 def _matches(value: Any, hint: Any) -> bool:
     origin = get_origin(hint)
+    if origin is Annotated:
+        return _matches(value, get_args(hint)[0])
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     if origin in (Union, types.UnionType):
@@ -35,6 +67,24 @@ def _matches(value: Any, hint: Any) -> bool:
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
+
+
+def _refusal(value: Any, hint: Any) -> str | None:
+    """`"must be ..."` by the first bound in `hint` that `value`, of the right type, is outside."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        for bound in hint.__metadata__:
+            if isinstance(bound, Bound) and not bound.allows(value):
+                return f"must be {bound.wording}"
+        return _refusal(value, args[0])
+    if origin in (Union, types.UnionType):
+        refusal = _refusal(value, next(option for option in args if _matches(value, option)))
+        return refusal and refusal + ", or None" * (types.NoneType in args)
+    if origin is tuple:
+        refusals = (_refusal(entry, args[0]) for entry in value)
+        refusal = next(filter(None, refusals), None)
+        return refusal and refusal.replace("must", "must each", 1)
+    return None
 
 
 def closest(name: str, known: list[str]) -> str:
@@ -64,20 +114,23 @@ def _plain(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of every configuration: field types are checked, then `validate` checks the values."""
+    """Base of every configuration: field types and bounds are checked, then `validate` checks how
+    the values fit together."""
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
+        hints = typing.get_type_hints(type(self), include_extras=True)
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+            value, hint = getattr(self, field.name), hints[field.name]
+            name = f"{type(self).__name__}.{field.name}"
             if isinstance(value, list):
                 value = tuple(value)
                 object.__setattr__(self, field.name, value)
-            if not _matches(value, hints[field.name]):
+            if not _matches(value, hint):
                 raise UserError(
-                    f"{type(self).__name__}.{field.name} must be {_describe(hints[field.name])}, "
-                    f"got {value!r} ({type(value).__name__})"
+                    f"{name} must be {_describe(hint)}, got {value!r} ({type(value).__name__})"
                 )
+            if refusal := _refusal(value, hint):
+                raise UserError(f"{name} {value} {refusal}")
         self.validate()
 
     def validate(self) -> None:
@@ -109,16 +162,17 @@ class Config:
         return cls(**{name: _revive(source[name], hints[name]) for name in names})
 
 
-def _config_classes(hint: Any) -> list[type[Config]]:
+def config_classes(hint: Any) -> list[type[Config]]:
+    """The configuration classes that a field with this hint can hold."""
     if isinstance(hint, type) and issubclass(hint, Config):
         return [hint]
-    return [cls for option in get_args(hint) for cls in _config_classes(option)]
+    return [cls for option in get_args(hint) for cls in config_classes(option)]
 
 
 def _revive(value: Any, hint: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    for cls in _config_classes(hint):
+    for cls in config_classes(hint):
         if cls.__name__ == value.get("type"):
             return cls.from_dict(value)
     raise UserError(

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ttcd_jax.config import Config
+from ttcd_jax.config import Config, Positive
 from ttcd_jax.errors import NonFiniteError, UserError
 from ttcd_jax.inference.decode import decode, one_token
 from ttcd_jax.inference.model import InferenceModel, inference_model
@@ -44,11 +44,7 @@ class Way(Config):
     form: Form | None = None
     compute: Compute | None = None
     path: TokenPath = "forward"
-    piece_size: int = 2048
-
-    def validate(self) -> None:
-        if self.piece_size < 1:
-            raise UserError(f"a piece of {self.piece_size} tokens: give 1 or more")
+    piece_size: Positive = 2048
 
     def applied(self, config: TransformerConfig) -> TransformerConfig:
         """The model's configuration, computed this way. Raises `UserError` for a form that its

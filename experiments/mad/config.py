@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -11,13 +11,15 @@ from experiments.mad.problem import WINDOWS
 from experiments.mad.sweep import Hyper, RecipeConfig
 from experiments.mad.tasks.config import TaskName
 from experiments.mad.tasks.settings import NUM_TEST, TASKS, Setting, settings
-from ttcd_jax.config import Config
-from ttcd_jax.errors import UserError
+from ttcd_jax.config import Bound, Config, NonNegative, NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.precision import Precision
 
 # Fields that choose what is trained, or where it fits, and leave every result as it is.
 _SELECTION = ("tasks", "settings", "methods", "memory_gib")
+
+
+DISTINCT = Bound("one or more, none twice", lambda values: 0 < len(values) == len(set(values)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,34 +35,19 @@ class MADSweepConfig(Config):
 
     recipe: RecipeConfig
     precision: Precision
-    tasks: tuple[TaskName, ...] = TASKS
+    tasks: Annotated[tuple[TaskName, ...], DISTINCT] = TASKS
     settings: Literal["default", "all"] = "default"
-    methods: tuple[MADMethod, ...] = MAD_METHODS
-    rates: tuple[float, ...] = (1e-4, 5e-4, 1e-3)
-    weight_decays: tuple[float, ...] = (0.0, 0.1)
-    seeds: tuple[int, ...] = (12345,)
+    methods: Annotated[tuple[MADMethod, ...], DISTINCT] = MAD_METHODS
+    rates: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = (1e-4, 5e-4, 1e-3)
+    weight_decays: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = (0.0, 0.1)
+    seeds: Annotated[tuple[NonNegative, ...], DISTINCT] = (12345,)
     data_seed: int = 12345
-    num_train: int | None = None
-    num_test: int = NUM_TEST
-    dim: int = 128
-    mlp_dim: int = 256
-    init_std: float = 0.02
-    memory_gib: float | None = None
-
-    def validate(self) -> None:
-        for name in ("tasks", "methods", "rates", "weight_decays", "seeds"):
-            values = getattr(self, name)
-            if not values or len(set(values)) != len(values):
-                raise UserError(
-                    f"MADSweepConfig.{name} {values} must hold something, and nothing twice"
-                )
-        for name in ("num_train", "num_test", "dim", "mlp_dim", "init_std", "memory_gib"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UserError(f"MADSweepConfig.{name} {value} must be positive")
-        for name, lowest in (("rates", 0.0), ("weight_decays", 0.0), ("seeds", 0)):
-            if min(getattr(self, name)) < lowest:
-                raise UserError(f"MADSweepConfig.{name} {getattr(self, name)} has a negative one")
+    num_train: Positive | None = None
+    num_test: Positive = NUM_TEST
+    dim: Positive = 128
+    mlp_dim: Positive = 256
+    init_std: PositiveFloat = 0.02
+    memory_gib: PositiveFloat | None = None
 
     def comparable(self) -> dict[str, Any]:
         """What all records of one directory have in common."""

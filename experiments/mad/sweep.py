@@ -19,8 +19,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from experiments.mad.tasks.rows import IGNORE
-from ttcd_jax.config import Config
-from ttcd_jax.errors import UserError
+from ttcd_jax.config import Config, Decay, NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.train.optimizer import global_norm
 
 Params = Any
@@ -40,31 +39,17 @@ class RecipeConfig(Config):
     rows), `stops_at` (a run ends as soon as its test accuracy is higher; published: 0.999).
     """
 
-    epochs: int = 200
-    max_steps: int | None = None
-    batch_size: int = 128
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    min_rate: float = 1e-6
-    num_evaluations: int = 10  # at the ends of equally many epochs, and of the last one
+    epochs: Positive = 200
+    max_steps: Positive | None = None
+    batch_size: Positive = 128
+    beta1: Decay = 0.9
+    beta2: Decay = 0.999
+    eps: PositiveFloat = 1e-8
+    min_rate: NonNegativeFloat = 1e-6
+    num_evaluations: Positive = 10  # at the ends of equally many epochs, and of the last one
     schedule: Literal["cosine", "constant"] = "cosine"
     selects: Literal["last", "best_test_loss"] = "last"
     stops_at: float | None = None
-
-    def validate(self) -> None:
-        for name in ("epochs", "batch_size", "num_evaluations"):
-            if getattr(self, name) < 1:
-                raise UserError(f"RecipeConfig.{name} {getattr(self, name)} must be at least 1")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise UserError(f"RecipeConfig.max_steps {self.max_steps} must be at least 1")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"RecipeConfig.{name} {getattr(self, name)} must lie in [0, 1)")
-        if self.eps <= 0 or self.min_rate < 0:
-            raise UserError(
-                f"RecipeConfig needs eps > 0 and min_rate >= 0, got {self.eps} and {self.min_rate}"
-            )
 
     def steps_per_epoch(self, num_train: int) -> int:
         """The last batch of an epoch may be a part of one."""

@@ -28,7 +28,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ttcd_jax.config import Config
+from ttcd_jax.config import Config, NonNegative, Positive, PositiveFloat
 from ttcd_jax.errors import NonFiniteError, UserError
 from ttcd_jax.methods.ideal import IdealConfig, IdealMemoryConfig, IdealMLP
 from ttcd_jax.models.block import IPTTCDBlock, IPTTCDBlockConfig
@@ -67,9 +67,9 @@ class PropositionConfig(Config):
 
     window: int = 8
     student_window: int = 4
-    chunk_size: int = 4
-    num_fillers: int = 16
-    eta: float = 0.3
+    chunk_size: Positive = 4
+    num_fillers: NonNegative = 16
+    eta: PositiveFloat = 0.3
 
     def validate(self) -> None:
         if not 1 <= self.student_window < self.window:
@@ -77,12 +77,6 @@ class PropositionConfig(Config):
                 f"student_window {self.student_window} must lie between 1 and window - 1 = "
                 f"{self.window - 1}: no token is inside the teacher's window alone"
             )
-        if self.chunk_size < 1:
-            raise UserError(f"chunk_size {self.chunk_size} must be at least 1")
-        if self.num_fillers < 0:
-            raise UserError(f"num_fillers {self.num_fillers} must not be negative")
-        if not 0 < self.eta < math.inf:
-            raise UserError(f"eta {self.eta} must be positive and finite")
 
     @property
     def span(self) -> slice:

@@ -131,8 +131,8 @@ def test_split_without_a_document_is_an_error(tmp_path):
     [
         ({"kind": "text"}, "kind 'text' takes the path"),
         ({"path": "x"}, "kind 'stdlib' takes none"),
-        ({"validation_percent": 100}, "validation_percent is 100; give 0 to 99"),
-        ({"max_bytes": 0}, "max_bytes is 0; give 1 or more"),
+        ({"validation_percent": 100}, "validation_percent 100 must be between 0 and 99"),
+        ({"max_bytes": 0}, "max_bytes 0 must be at least 1, or None"),
         ({"kind": "text", "path": "x", "glob": "/etc/*"}, "give a pattern below path"),
     ],
 )

@@ -310,8 +310,8 @@ def test_a_split_that_is_not_there(tmp_path, folder):
     [
         ({"paths": ()}, "names no folder"),
         ({"weights": (1.0, 2.0)}, r"weights \(1\.0, 2\.0\) are 2 numbers for 1 paths"),
-        ({"weights": (0.0,)}, "must be above 0"),
-        ({"weights": (float("nan"),)}, "must be above 0"),
+        ({"weights": (0.0,)}, "must each be positive"),
+        ({"weights": (float("nan"),)}, "must each be positive"),
         ({"seq_len": 1}, "seq_len 1 must be at least 2"),
     ],
 )

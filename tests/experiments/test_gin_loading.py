@@ -8,7 +8,7 @@ import pytest
 
 from experiments.gin_loading import load_config, reachable_classes
 from experiments.gin_reading import find_gin_file
-from ttcd_jax.config import Config
+from ttcd_jax.config import Config, Positive
 from ttcd_jax.errors import DataError, UserError
 
 
@@ -57,7 +57,7 @@ class CopyConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TreeConfig(Config):
-    steps: int = 10
+    steps: Positive = 10
     name: str = "run"
     taps: tuple[int, ...] = (1, 2)
     attention: AttentionConfig
@@ -223,6 +223,7 @@ def test_scopes_and_macros_mean_what_gin_means(load):
             "run.gin:2: TreeConfig.steps is already bound",
         ),
         ("TreeConfig.steps = 'x'", "run.gin:1: TreeConfig.steps must be int, got 'x' (str)"),
+        ("\nTreeConfig.steps = 0", "run.gin:2: TreeConfig.steps 0 must be at least 1"),
         ("TreeConfig.blocks = (@CopyConfig(),)", "run.gin:1: TreeConfig.blocks must be tuple["),
         (
             "TreeConfig.data = @MemoryConfig()",
@@ -248,7 +249,7 @@ def test_a_missing_choice_names_the_classes(tmp_path):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class ChoiceConfig(Config):
         data: RecallConfig | CopyConfig
-        steps: int
+        steps: Positive
 
     (tmp_path / "run.gin").touch()
     with pytest.raises(UserError, match="ChoiceConfig lacks a value") as caught:

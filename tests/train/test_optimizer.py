@@ -37,10 +37,10 @@ def test_global_norm_of_bfloat16_is_summed_wide():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"beta1": 1.0}, "beta1 must lie in [0, 1), got 1.0"),
-        ({"eps": 0.0}, "eps > 0"),
-        ({"weight_decay": -0.1}, "weight_decay >= 0"),
-        ({"clip_norm": 0.0}, "clip_norm must be positive, or None"),
+        ({"beta1": 1.0}, "OptimizerConfig.beta1 1.0 must be in [0, 1)"),
+        ({"eps": 0.0}, "eps 0.0 must be positive"),
+        ({"weight_decay": -0.1}, "weight_decay -0.1 must be 0 or more"),
+        ({"clip_norm": 0.0}, "clip_norm 0.0 must be positive and finite, or None"),
     ],
 )
 def test_wrong_settings_are_named(change, message):

@@ -55,11 +55,11 @@ def test_floor_holds_after_the_last_step():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"peak": 0.0}, "peak must be positive, got 0.0"),
-        ({"steps": 0}, "steps >= 1"),
-        ({"steps": 9, "warmup": -1}, "warmup >= 0, got 9 and -1"),
-        ({"decay_ratio": 1.5}, "decay_ratio must lie between 0 and 1, got 1.5"),
-        ({"floor_ratio": -0.1}, "floor_ratio must lie between 0 and 1, got -0.1"),
+        ({"peak": 0.0}, "ScheduleConfig.peak 0.0 must be positive"),
+        ({"steps": 0}, "steps 0 must be at least 1"),
+        ({"warmup": -1}, "warmup -1 must be at least 0"),
+        ({"decay_ratio": 1.5}, "decay_ratio 1.5 must be between 0 and 1"),
+        ({"floor_ratio": -0.1}, "floor_ratio -0.1 must be between 0 and 1"),
         ({"decay": "square"}, "must be 'linear' | 'sqrt' | 'cosine'"),
     ],
 )

@@ -5,9 +5,9 @@ import hashlib
 import pathlib
 import sysconfig
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ttcd_jax.config import Config
+from ttcd_jax.config import Bound, Config, Positive
 from ttcd_jax.data.documents import Document, holds_many, read_documents
 from ttcd_jax.errors import DataError, UserError
 
@@ -34,8 +34,8 @@ class CorpusConfig(Config):
     path: str | None = None
     glob: str = "**/*.txt"
     field: str = "text"
-    validation_percent: int = 5
-    max_bytes: int | None = None
+    validation_percent: Annotated[int, Bound("between 0 and 99", lambda p: 0 <= p < 100)] = 5
+    max_bytes: Positive | None = None
 
     def validate(self) -> None:
         if (self.kind == "text") != (self.path is not None):
@@ -47,12 +47,6 @@ class CorpusConfig(Config):
             raise UserError(
                 f"CorpusConfig.glob is {self.glob!r}; give a pattern below path, such as **/*.txt"
             )
-        if not 0 <= self.validation_percent < 100:
-            raise UserError(
-                f"CorpusConfig.validation_percent is {self.validation_percent}; give 0 to 99"
-            )
-        if self.max_bytes is not None and self.max_bytes <= 0:
-            raise UserError(f"CorpusConfig.max_bytes is {self.max_bytes}; give 1 or more, or None")
 
 
 class Census:

@@ -1,13 +1,12 @@
 """Rows of several folders of token records, drawn by weight: pure functions of (seed, index)."""
 
 import dataclasses
-import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import grain
 
-from ttcd_jax.config import Config
+from ttcd_jax.config import AtLeast, Config, PositiveFloat
 from ttcd_jax.data.corpus import Split
 from ttcd_jax.data.packing import PackedRows, Row
 from ttcd_jax.data.records import TokenRecords, open_records, read_manifest
@@ -23,22 +22,16 @@ class RecordsConfig(Config):
     """
 
     paths: tuple[str, ...]
-    weights: tuple[float, ...] = ()
-    seq_len: int
+    weights: tuple[PositiveFloat, ...] = ()
+    seq_len: Annotated[int, AtLeast(2)]
 
     def validate(self) -> None:
-        if self.seq_len < 2:
-            raise UserError(f"RecordsConfig.seq_len {self.seq_len} must be at least 2")
         if not self.paths:
             raise UserError("RecordsConfig.paths () names no folder; name one or more")
         if self.weights and len(self.weights) != len(self.paths):
             raise UserError(
                 f"RecordsConfig.weights {self.weights} are {len(self.weights)} numbers for "
                 f"{len(self.paths)} paths; give one each, or none"
-            )
-        if not all(0 < weight < math.inf for weight in self.weights):
-            raise UserError(
-                f"RecordsConfig.weights {self.weights} must be above 0; leave a path out instead"
             )
 
     def manifests(self) -> list[dict[str, Any]]:

@@ -1,18 +1,17 @@
 """What a run trains on: a configuration, its rows, and the manifest that pins them."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import grain
 
-from ttcd_jax.config import Config
+from ttcd_jax.config import AtLeast, Config
 from ttcd_jax.data.corpus import CorpusConfig, load_documents, manifest
 from ttcd_jax.data.mixture import MixedRows, RecordsConfig
 from ttcd_jax.data.packing import PackedRows, encode_documents
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
 from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
-from ttcd_jax.errors import UserError
 
 _ENDLESS = 2**31 - 1  # rows: more than any run takes
 
@@ -23,11 +22,7 @@ class TextConfig(Config):
 
     corpus: CorpusConfig
     tokenizer: TokenizerConfig
-    seq_len: int
-
-    def validate(self) -> None:
-        if self.seq_len < 2:
-            raise UserError(f"TextConfig.seq_len {self.seq_len} must be at least 2")
+    seq_len: Annotated[int, AtLeast(2)]
 
 
 DataConfig = TextConfig | RecordsConfig | RecallConfig

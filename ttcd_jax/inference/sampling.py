@@ -6,17 +6,15 @@ row's seed and index alone, so a text depends neither on its neighbours nor on i
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from ttcd_jax.config import Config
-from ttcd_jax.errors import UserError
+from ttcd_jax.config import Bound, Config, Fraction, NonNegativeFloat, PositiveFloat
 
 _ALL_TOKENS = np.iinfo(np.int32).max  # top_k of a row without one
 
@@ -31,25 +29,12 @@ class SamplingConfig(Config):
     divides positive logits of tokens seen before by r and multiplies negative ones (CTRL).
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-
-    def validate(self) -> None:
-        def demand(name: str, is_valid: bool, allowed: str) -> None:
-            if not is_valid:
-                raise UserError(f"{name} must be {allowed}, got {getattr(self, name)}")
-
-        demand("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
-        demand("top_k", self.top_k is None or 1 <= self.top_k < 2**31, "1 or more")
-        demand("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)")
-        demand("min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1")
-        is_factor = 0 < self.repetition_penalty < math.inf
-        demand("repetition_penalty", is_factor, "a positive number (1: off)")
-        demand("seed", 0 <= self.seed < 2**32, "between 0 and 2**32 - 1")
+    temperature: NonNegativeFloat = 0.0
+    top_k: Annotated[int, Bound("between 1 and 2**31 - 1", lambda k: 1 <= k < 2**31)] | None = None
+    top_p: Annotated[float, Bound("above 0 and at most 1", lambda p: 0 < p <= 1)] = 1.0
+    min_p: Fraction = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    seed: Annotated[int, Bound("between 0 and 2**32 - 1", lambda seed: 0 <= seed < 2**32)] = 0
 
 
 class Sampler(NamedTuple):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ttcd_jax.config import Config
+from ttcd_jax.config import Config, Positive
 from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.models.catalog import TransformerConfig
@@ -25,29 +25,18 @@ class RunConfig(Config):
     model: TransformerConfig
     data: DataConfig
     optimizer: OptimizerConfig
-    steps: int
-    batch_size: int
-    accumulation_steps: int = 1
+    steps: Positive
+    batch_size: Positive
+    accumulation_steps: Positive = 1
     seed: int = 0
-    log_every: int = 10
-    checkpoint_every: int = 200
-    keep_checkpoints: int = 3
-    loss_rows: int = DEFAULT_ROWS
+    log_every: Positive = 10
+    checkpoint_every: Positive = 200
+    keep_checkpoints: Positive = 3
+    loss_rows: Positive = DEFAULT_ROWS
     start_from: str | None = None
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
     def validate(self) -> None:
-        for name in (
-            "steps",
-            "batch_size",
-            "accumulation_steps",
-            "log_every",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "loss_rows",
-        ):
-            if getattr(self, name) < 1:
-                raise UserError(f"RunConfig.{name} {getattr(self, name)} must be at least 1")
         if self.batch_size % self.accumulation_steps:
             raise UserError(
                 f"accumulation_steps {self.accumulation_steps} does not divide batch_size "

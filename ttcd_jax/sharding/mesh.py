@@ -11,17 +11,20 @@ The last axes lie closest together: `tensor` and `seq` want the fast links insid
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from ttcd_jax.config import Config
+from ttcd_jax.config import Bound, Config, Positive
 from ttcd_jax.errors import UserError
 
 AXES = ("data", "fsdp", "seq", "tensor")
+
+
+Size = Annotated[int, Bound("at least 1, or -1 for the rest", lambda size: size >= 1 or size == -1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,19 +33,13 @@ class MeshConfig(Config):
     groups of devices (slices of a pod, or hosts) joined by a slower network, over which only `data`
     goes."""
 
-    data: int = 1
-    fsdp: int = -1
-    seq: int = 1
-    tensor: int = 1
-    slices: int = 1
+    data: Size = 1
+    fsdp: Size = -1
+    seq: Size = 1
+    tensor: Size = 1
+    slices: Positive = 1
 
     def validate(self) -> None:
-        for name in AXES:
-            size = getattr(self, name)
-            if size < 1 and size != -1:
-                raise UserError(f"MeshConfig.{name} {size} must be at least 1, or -1 for the rest")
-        if self.slices < 1:
-            raise UserError(f"MeshConfig.slices {self.slices} must be at least 1")
         open_axes = [name for name in AXES if getattr(self, name) == -1]
         if len(open_axes) > 1:
             raise UserError(

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ttcd_jax.config import Config
-from ttcd_jax.errors import UserError
+from ttcd_jax.config import Config, Decay, NonNegativeFloat, PositiveFloat
 from ttcd_jax.train.muon import parameter_groups, scale_by_muon
 from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
 
@@ -22,33 +21,16 @@ class OptimizerConfig(Config):
     """
 
     kind: Literal["adamw", "muon"] = "adamw"
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float | None = 1.0
-    momentum: float = 0.95
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    clip_norm: PositiveFloat | None = 1.0
+    momentum: Decay = 0.95
     is_nesterov: bool = True
     # float16 is missing: a small momentum vanishes in it before it is normalised.
     orthogonalization: Literal["float64", "float32", "bfloat16"] = "bfloat16"
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
-
-    def validate(self) -> None:
-        for name in ("beta1", "beta2", "momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(
-                    f"OptimizerConfig.{name} must lie in [0, 1), got {getattr(self, name)}"
-                )
-        if self.eps <= 0 or self.weight_decay < 0:
-            raise UserError(
-                "OptimizerConfig needs eps > 0 and weight_decay >= 0, "
-                f"got {self.eps} and {self.weight_decay}"
-            )
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise UserError(
-                "OptimizerConfig.clip_norm must be positive, or None for no clip, "
-                f"got {self.clip_norm}"
-            )
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -7,8 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from ttcd_jax.config import Config
-from ttcd_jax.errors import UserError
+from ttcd_jax.config import Config, Fraction, NonNegative, Positive, PositiveFloat
 
 _DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "linear": lambda progress: 1 - progress,
@@ -23,25 +22,12 @@ class ScheduleConfig(Config):
     decaying (warm-up, stable, decay); None decays from the end of the warm-up on. The decay leads
     to `floor_ratio * peak`."""
 
-    peak: float = 3e-4
-    steps: int | None = None
-    warmup: int = 50
-    decay_ratio: float | None = None
+    peak: PositiveFloat = 3e-4
+    steps: Positive | None = None
+    warmup: NonNegative = 50
+    decay_ratio: Fraction | None = None
     decay: Literal["linear", "sqrt", "cosine"] = "cosine"
-    floor_ratio: float = 0.1
-
-    def validate(self) -> None:
-        if self.peak <= 0:
-            raise UserError(f"ScheduleConfig.peak must be positive, got {self.peak}")
-        if (self.steps is not None and self.steps < 1) or self.warmup < 0:
-            raise UserError(
-                "ScheduleConfig needs steps >= 1 and warmup >= 0, "
-                f"got {self.steps} and {self.warmup}"
-            )
-        for name in ("decay_ratio", "floor_ratio"):
-            ratio = getattr(self, name)
-            if ratio is not None and not 0 <= ratio <= 1:
-                raise UserError(f"ScheduleConfig.{name} must lie between 0 and 1, got {ratio}")
+    floor_ratio: Fraction = 0.1
 
 
 def learning_rate(config: ScheduleConfig) -> Callable[[jax.typing.ArrayLike], jax.Array]:

@@ -95,7 +95,7 @@ def test_words_name_a_way():
         (["decoded", "forward"], "'decoded' and 'forward' are both path"),
         (["decoded:4"], "'decoded:4': only streamed takes a number of tokens"),
         (["streamed:x"], "'streamed:x': only streamed takes a number of tokens"),
-        (["streamed:0"], "a piece of 0 tokens: give 1 or more"),
+        (["streamed:0"], "piece_size 0 must be at least 1"),
     ],
 )
 def test_words_that_name_no_way_are_refused(words, message):

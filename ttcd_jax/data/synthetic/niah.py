@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ttcd_jax.config import Config
+from ttcd_jax.config import Config, Positive
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import UserError
 
@@ -82,14 +82,9 @@ class NIAHConfig(Config):
     (seed, i), of tokenizer and essay."""
 
     task: TaskName
-    length: int
-    num_samples: int
+    length: Positive
+    num_samples: Positive
     seed: int = 0
-
-    def validate(self) -> None:
-        for name in ("length", "num_samples"):
-            if getattr(self, name) < 1:
-                raise UserError(f"NIAHConfig.{name} {getattr(self, name)} must be at least 1")
 
 
 class Sample(NamedTuple):

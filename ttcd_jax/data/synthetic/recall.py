@@ -6,11 +6,11 @@ the last time it was shown. Beyond the reach of its attention windows only a mem
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from ttcd_jax.config import Config
+from ttcd_jax.config import AtLeast, Config, Positive
 from ttcd_jax.errors import UserError
 
 
@@ -18,16 +18,9 @@ from ttcd_jax.errors import UserError
 class RecallConfig(Config):
     """`num_slots` pairs per row. Token ids: keys are 0..num_keys-1, values follow them."""
 
-    num_slots: int
-    num_keys: int
-    num_values: int
-
-    def validate(self) -> None:
-        if self.num_slots < 2 or self.num_keys < 1 or self.num_values < 1:
-            raise UserError(
-                f"RecallConfig has num_slots {self.num_slots}, num_keys {self.num_keys} and "
-                f"num_values {self.num_values}; it needs 2 slots and 1 of the others at least"
-            )
+    num_slots: Annotated[int, AtLeast(2)]
+    num_keys: Positive
+    num_values: Positive
 
     @property
     def seq_len(self) -> int:
