@@ -117,7 +117,7 @@ def _decoded(source: dict[str, Any], run) -> tuple[int, dict[str, list[dict[str,
     from ttcd_jax.eval.recall import while_decoding
     from ttcd_jax.inference.model import inference_model
     from ttcd_jax.inference.prefill import Memory
-    from ttcd_jax.models.catalog import METHODS, has_in_place_memory
+    from ttcd_jax.models.config import METHODS, has_in_place_memory
 
     if jax.process_count() > 1:
         raise UserError(
@@ -154,7 +154,7 @@ def _write(result: dict[str, Any]) -> None:
 
 def _variants(config) -> dict[str, dict[str, Any]]:
     """Label -> changes to the model's configuration."""
-    from ttcd_jax.models.catalog import METHODS, without_memory
+    from ttcd_jax.models.config import METHODS, without_memory
 
     name, off = FLAGS.label or METHODS[config.method].label, without_memory(config)
     if off is None:

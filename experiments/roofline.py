@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ttcd_jax.models.catalog import Remat
+from ttcd_jax.models.config import Remat
 from ttcd_jax.sharding.collectives import Collective
 from ttcd_jax.train.hardware import Hardware
 

@@ -5,7 +5,7 @@ from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.precision import Precision
 
 CHUNK, WINDOW, D = 4, 4, 8

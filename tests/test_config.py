@@ -20,7 +20,7 @@ from ttcd_jax.config import (
 )
 from ttcd_jax.errors import UserError
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.nn.rope import RopeConfig, YarnConfig
 from ttcd_jax.precision import Precision
 

@@ -30,9 +30,7 @@ LOGICAL_AXES = (
 )
 
 
-def param(
-    value: jax.Array, axes: tuple[str, ...], *, is_operand: bool | None = None
-) -> nnx.Param:
+def param(value: jax.Array, axes: tuple[str, ...], *, is_operand: bool | None = None) -> nnx.Param:
     """A parameter whose dimensions are named.
 
     `is_operand`: all that is done with it are products in the compute dtype, so it may be rounded

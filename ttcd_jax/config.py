@@ -133,6 +133,11 @@ class Config:
                 raise UserError(f"{name} {value} {refusal}")
         self.validate()
 
+    @classmethod
+    def alternatives(cls) -> list[type["Config"]]:
+        """The classes that a field of this type can hold: this one, unless the class is open."""
+        return [cls]
+
     def validate(self) -> None:
         """Raises `UserError` when the values do not fit together."""
 
@@ -165,7 +170,7 @@ class Config:
 def config_classes(hint: Any) -> list[type[Config]]:
     """The configuration classes that a field with this hint can hold."""
     if isinstance(hint, type) and issubclass(hint, Config):
-        return [hint]
+        return hint.alternatives()
     return [cls for option in get_args(hint) for cls in config_classes(option)]
 
 

@@ -103,7 +103,7 @@ def _step_report(lengths: list[int]) -> dict[str, Any]:
 
     from experiments.bench.layer_cost import step_memory
     from ttcd_jax.methods.ipttcd import MemoryConfig
-    from ttcd_jax.models.catalog import TransformerConfig
+    from ttcd_jax.models.config import TransformerConfig
 
     config = TransformerConfig(
         vocab_size=258,

@@ -16,7 +16,7 @@ from ttcd_jax.memory.chunks import MemoryMask
 from ttcd_jax.memory.prefix import Form, MemoryRule, apply_memory
 from ttcd_jax.methods.ipttcd import IPTTCDMLP, IPTTCDConfig, MemoryConfig
 from ttcd_jax.models.block import IPTTCDBlock, IPTTCDBlockConfig
-from ttcd_jax.models.catalog import Remat, TransformerConfig
+from ttcd_jax.models.config import Remat, TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.attention import AttentionConfig
 from ttcd_jax.nn.dual_window import DualWindowConfig

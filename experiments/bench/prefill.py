@@ -118,7 +118,7 @@ def _shape():
 
     from experiments.bench.prefill_models import COMPETITORS
     from experiments.gin_loading import load_config
-    from ttcd_jax.models.catalog import TransformerConfig
+    from ttcd_jax.models.config import TransformerConfig
     from ttcd_jax.precision import Precision
 
     for name in FLAGS.models or [""]:

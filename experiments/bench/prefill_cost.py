@@ -18,7 +18,7 @@ from ttcd_jax.inference import prefill as reading
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState, start_state, state_bytes
-from ttcd_jax.models.catalog import TransformerConfig, has_in_place_memory
+from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
 from ttcd_jax.train.flops import forward_flops
 from ttcd_jax.train.state import abstract_model
 

@@ -24,7 +24,7 @@ from ttcd_jax.inference.prefill import prefill, stream
 from ttcd_jax.inference.state import InferenceState, start_state, state_bytes
 from ttcd_jax.memory.prefix import Form
 from ttcd_jax.methods.in_place import FastWeightConfig
-from ttcd_jax.models.catalog import METHODS, TransformerConfig
+from ttcd_jax.models.config import METHODS, TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.state import with_params
 

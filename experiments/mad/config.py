@@ -12,7 +12,7 @@ from experiments.mad.sweep import Hyper, RecipeConfig
 from experiments.mad.tasks.config import TaskName
 from experiments.mad.tasks.settings import NUM_TEST, TASKS, Setting, settings
 from ttcd_jax.config import Bound, Config, NonNegative, NonNegativeFloat, Positive, PositiveFloat
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.precision import Precision
 
 # Fields that choose what is trained, or where it fits, and leave every result as it is.

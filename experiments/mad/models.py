@@ -16,7 +16,7 @@ from ttcd_jax.methods.in_place import MemoryStats
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
-from ttcd_jax.models.catalog import TransformerConfig, without_memory
+from ttcd_jax.models.config import TransformerConfig, without_memory
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm

@@ -21,7 +21,7 @@ from ttcd_jax.methods.ip_ttt import IPTTTMLP, IPTTTConfig
 from ttcd_jax.methods.ipttcd import IPTTCDMLP, IPTTCDConfig
 from ttcd_jax.methods.lact import LaCT, LaCTConfig
 from ttcd_jax.models.block import build_block
-from ttcd_jax.models.catalog import TransformerConfig, block_configs
+from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.nn.attention import row_positions
 from ttcd_jax.nn.mlp import SwiGLU
 from ttcd_jax.precision import Precision

@@ -11,7 +11,7 @@ from experiments.parity import modules
 from experiments.parity.golden import Comparison, Golden, bound, worst
 from ttcd_jax.interop import reference
 from ttcd_jax.models.block import build_block
-from ttcd_jax.models.catalog import TransformerConfig, block_configs
+from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.train.loss import next_token_loss_of

@@ -14,7 +14,7 @@ from experiments.parity.golden import Golden
 from ttcd_jax.errors import DataError
 from ttcd_jax.interop import reference
 from ttcd_jax.interop.reference_config import transformer_config
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.precision import Precision
 
 

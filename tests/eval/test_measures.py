@@ -10,7 +10,7 @@ from ttcd_jax.eval import results
 from ttcd_jax.eval.perplexity import bucket_edges, by_position
 from ttcd_jax.eval.recall import attention_reach, by_distance
 from ttcd_jax.eval.scorer import Scores
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 
 
 def test_buckets_double_and_end_at_the_length():

@@ -15,7 +15,7 @@ from flax import nnx
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.interop.reference_checkpoint import export_reference
 from ttcd_jax.interop.weight_files import SINGLE, open_weights, write_safetensors
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import load_params, load_run
 

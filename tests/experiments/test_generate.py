@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import IMPORTED, RunDirectory
 from ttcd_jax.train.checkpoint import Checkpoints

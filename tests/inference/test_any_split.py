@@ -13,7 +13,7 @@ from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import stream
 from ttcd_jax.inference.state import start_state
-from ttcd_jax.models.catalog import METHODS, TransformerConfig
+from ttcd_jax.models.config import METHODS, TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 
 pytestmark = pytest.mark.usefixtures("float64")

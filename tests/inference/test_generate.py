@@ -10,7 +10,7 @@ from ttcd_jax.inference.generate import Event, Request, generate
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.inference.state import start_state
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 
 TOKENIZER = ByteTokenizer()

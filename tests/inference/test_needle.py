@@ -9,7 +9,7 @@ from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows, needles
 from ttcd_jax.eval.recall import while_decoding
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train.state import init_state, with_params
 from ttcd_jax.train.step import make_train_step
 

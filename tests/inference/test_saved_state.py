@@ -12,7 +12,7 @@ from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill
 from ttcd_jax.inference.saved_state import load_state, save_state
 from ttcd_jax.inference.state import start_state
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 

@@ -18,7 +18,7 @@ from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import stream
 from ttcd_jax.inference.state import start_state, state_axes, state_bytes
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.catalog import METHODS, TransformerConfig
+from ttcd_jax.models.config import METHODS, TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 

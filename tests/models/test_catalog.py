@@ -16,7 +16,7 @@ from ttcd_jax.models.block import (
     IPTTTBlockConfig,
     PlainBlockConfig,
 )
-from ttcd_jax.models.catalog import METHODS, TransformerConfig, block_configs, without_memory
+from ttcd_jax.models.config import METHODS, TransformerConfig, block_configs, without_memory
 from ttcd_jax.nn.attention import AttentionConfig
 from ttcd_jax.precision import Precision
 

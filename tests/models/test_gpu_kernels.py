@@ -8,7 +8,7 @@ from flax import nnx
 from ttcd_kernels.aot import launched_kernels
 
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 
 CONFIG = TransformerConfig(

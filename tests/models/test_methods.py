@@ -24,7 +24,7 @@ from ttcd_kernels.short_conv.xla import short_conv
 
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
 from ttcd_jax.models.block import build_block
-from ttcd_jax.models.catalog import METHODS, TransformerConfig, block_configs, without_memory
+from ttcd_jax.models.config import METHODS, TransformerConfig, block_configs, without_memory
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.mlp import SwiGLU
 from ttcd_jax.precision import Precision

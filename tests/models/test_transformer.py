@@ -18,7 +18,7 @@ from flax import nnx
 
 from ttcd_jax.axes import LOGICAL_AXES
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.catalog import TransformerConfig, block_configs
+from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Place, Run, Transformer, place_of_layer, scan_plan
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.loss import next_token_loss

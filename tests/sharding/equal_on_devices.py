@@ -17,7 +17,7 @@ from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.batch import Placement

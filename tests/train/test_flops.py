@@ -9,7 +9,7 @@ from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
-from ttcd_jax.models.catalog import METHODS, TransformerConfig
+from ttcd_jax.models.config import METHODS, TransformerConfig
 from ttcd_jax.train.flops import forward_flops, training_flops_per_token, visible_pairs
 from ttcd_jax.train.state import abstract_model
 

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.newton_schulz import NEWTON_SCHULZ
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train.muon import group_of, orthogonalized, parameter_groups
 from ttcd_jax.train.optimizer import OptimizerConfig, build_with_schedule
 from ttcd_jax.train.state import init_state, logical_axes

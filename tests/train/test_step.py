@@ -11,7 +11,7 @@ from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
 from ttcd_jax.errors import NonFiniteError
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train.loop import MetricCallback, StateCallback, train
 from ttcd_jax.train.state import init_state
 from ttcd_jax.train.step import make_train_step

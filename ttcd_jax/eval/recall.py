@@ -14,7 +14,7 @@ from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.prefill import Memory, prefill
 from ttcd_jax.inference.state import start_state
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 
 _BUCKETS_BEYOND = 4
 

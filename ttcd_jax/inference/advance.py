@@ -9,9 +9,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState
-from ttcd_jax.models.catalog import memory_chunk
+from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.nn.norm import rms_norm
-from ttcd_jax.nn.stream import Piece
+from ttcd_jax.nn.row import Piece
 from ttcd_jax.sharding.rules import constrain, gathered
 from ttcd_jax.sharding.vocabulary import lookup
 
@@ -26,11 +26,11 @@ def advance(
     has_gap: bool,
     is_plain: Bool[Array, " B"] | Literal[True] | None = None,
 ) -> tuple[Float[Array, "B T D"], InferenceState]:
-    """(final normed hidden states, the state behind the piece) of the next tokens of every row.
+    """(final normed hidden states, the state after the piece) of the next tokens of every row.
 
     The first `lengths` of a row's T places are tokens, the rest may be anything; a row of length 0
-    keeps its state. A piece stands to the chunks of memories as `layers.stream.Piece` says, and
-    `halo` is how many positions in front of it attention may look at (all that matter: the window
+    keeps its state. A piece fits the chunks of memories as `nn.row.Piece` says, and
+    `halo` is how many positions before it attention may look at (all that matter: the window
     less one, or every position read so far), `has_gap` whether some row has read fewer;
     `prefill.stream` sees to all of it. T = 1 is the step of decoding, at any state, and needs no
     halo. `is_plain`: rows whose in-place memories count neither for what they read nor for what
@@ -38,16 +38,15 @@ def advance(
     """
     chunk_size, dtype = memory_chunk(model.config), model.config.precision.compute_dtype
     phase = None if chunk_size is None else (state.position - state.chunk_start) % chunk_size
-    piece = Piece(state.position, lengths, phase, halo, has_gap, is_plain)
-    embeddings = lookup(_whole(model, model.embedding).astype(dtype), tokens)
-    h, layers = embeddings, []
+    h, layers = lookup(_whole(model, model.embedding).astype(dtype), tokens), []
+    piece = Piece(state.position, lengths, phase, halo, has_gap, is_plain, h)
     for graph, params, before in zip(model.blocks, model.layers, state.layers, strict=True):
         params = jax.tree.map(
             lambda weight: weight.replace(_whole(model, weight)),
             params,
             is_leaf=lambda x: isinstance(x, nnx.Variable),
         )
-        h, after = nnx.merge(graph, params).extend(h, piece, before, embeddings)
+        h, after = nnx.merge(graph, params).extend(h, piece, before)
         h = constrain(h, "batch", "length", None)
         layers.append(after)
     hidden = rms_norm(h, _whole(model, model.final_norm), model.config.norm_eps)
@@ -63,8 +62,7 @@ def head_logits(
 
 
 def _whole(model: InferenceModel, weight: nnx.Variable) -> jax.Array:
-    dtype = model.config.precision.compute_dtype
-    return gathered(weight[...], weight.get_metadata("axes"), dtype)
+    return gathered(weight, model.config.precision.compute_dtype)
 
 
 def newest(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer, place_of_layer
 from ttcd_jax.sharding.rules import rounded
 
@@ -30,9 +30,11 @@ def inference_model(model: Transformer) -> InferenceModel:
     product does with them first; all others as they are."""
     dtype = model.config.precision.compute_dtype
 
-    def own(weight: nnx.Variable, row: int) -> nnx.Variable:
-        _, *axes = weight.get_metadata("axes")  # the first, `layers`, is cut
-        return nnx.Param(rounded(weight[...][row], axes, dtype), axes=tuple(axes))
+    def own(weight: nnx.Param, row: int | None = None) -> nnx.Param:
+        axes = weight.get_metadata("axes")
+        value = weight[...] if row is None else weight[...][row]
+        metadata = {"axes": axes[-value.ndim :], "is_operand": weight.get_metadata("is_operand")}
+        return nnx.Param(rounded(value, weight, dtype), **metadata)
 
     graphs, layers = [], []
     for layer in range(model.config.num_layers):
@@ -46,17 +48,12 @@ def inference_model(model: Transformer) -> InferenceModel:
                 is_leaf=lambda x: isinstance(x, nnx.Variable),
             )
         )
-
-    def rounded_param(weight: nnx.Param) -> nnx.Param:
-        axes = weight.get_metadata("axes")
-        return nnx.Param(rounded(weight[...], axes, dtype), axes=axes)
-
-    embedding = rounded_param(model.embedding)
+    embedding = own(model.embedding)
     return InferenceModel(
         embedding,
         tuple(layers),
-        rounded_param(model.final_norm),
-        embedding if model.config.has_tied_head else rounded_param(model.head),
+        own(model.final_norm),
+        embedding if model.config.has_tied_head else own(model.head),
         model.config,
         tuple(graphs),
     )

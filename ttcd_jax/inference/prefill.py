@@ -21,7 +21,7 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.inference.advance import advance, head_logits, newest
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState, cache_slots, fresh_memories
-from ttcd_jax.models.catalog import TransformerConfig, has_in_place_memory, memory_chunk
+from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memory_chunk
 
 # "kept": what is read and generated goes on being written. "published": as the authors' code does
 # (its memory is off whenever fewer tokens than a chunk are passed: at every step of decoding, and

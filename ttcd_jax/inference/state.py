@@ -1,7 +1,7 @@
-"""What is kept of rows that were read: constant in their length.
+"""The decoding state: constant in size, whatever was read.
 
 Elements per row and layer, with W the window (`max_length` of full attention), L the tokens of a
-chunk, R the taps of a convolution; sums and running weights stand in the state dtype (float32), all
+chunk, R the taps of a convolution; sums and running weights are in the state dtype (float32), all
 else in the compute dtype:
 
     attention       2 W K H                 keys and values, a ring
@@ -17,6 +17,7 @@ else in the compute dtype:
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,13 +27,9 @@ from jaxtyping import Array, Int
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.model import InferenceModel, inference_model
-from ttcd_jax.methods.delta_net import DeltaState
-from ttcd_jax.methods.in_place import MemoryState
-from ttcd_jax.methods.lact import LaCTState
-from ttcd_jax.models.block import BlockState
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.cache import KVCache
+from ttcd_jax.nn.windows import KVCache
 from ttcd_jax.sharding import rules
 
 
@@ -41,13 +38,13 @@ class InferenceState(NamedTuple):
 
     position: Int[Array, " B"]  # tokens read so far
     chunk_start: Int[Array, " B"]  # where chunks are counted from: 0 but in published decoding
-    layers: tuple[BlockState, ...]
+    layers: tuple[dict[str, Any], ...]  # a block's sub-layers by name
 
 
 def start_state(
     model: InferenceModel, batch_size: int, *, max_length: int | None = None
 ) -> InferenceState:
-    """The state in front of `batch_size` rows, laid out on the mesh in use as `state_axes` says.
+    """The state before `batch_size` rows, laid out on the mesh in use as `state_axes` says.
 
     `max_length`: the most tokens that a row will have, for full attention, which keeps all keys;
     a window needs none.
@@ -86,20 +83,18 @@ _started = jax.jit(_start, static_argnames=("batch_size", "max_length"))
 
 def cache_slots(state: InferenceState) -> int | None:
     """Positions that the rings hold; None without attention."""
-    caches = [layer.mixer for layer in state.layers]
-    for cache in (getattr(mixer, "cache", mixer) for mixer in caches):
-        if isinstance(cache, KVCache):
-            return cache.keys.shape[1]
-    return None
+    caches = jax.tree.leaves(state.layers, is_leaf=lambda x: isinstance(x, KVCache))
+    return next((x.keys.shape[1] for x in caches if isinstance(x, KVCache)), None)
 
 
 def fresh_memories(model: InferenceModel, state: InferenceState) -> InferenceState:
-    """The state with in-place memories as they were in front of the rows, and chunks counted from
+    """The state with in-place memories as they are before rows begin, and chunks counted from
     here."""
     fresh = _start(model, batch_size=len(state.position), max_length=1)
+    blocks = zip(block_configs(model.config), state.layers, fresh.layers, strict=True)
     layers = tuple(
-        old._replace(memory=new.memory) if isinstance(old.memory, MemoryState) else old
-        for old, new in zip(state.layers, fresh.layers, strict=True)
+        {name: (new if layer.is_in_place else old)[name] for name, layer in block.sublayers.items()}
+        for block, old, new in blocks
     )
     return state._replace(chunk_start=state.position, layers=layers)
 
@@ -108,21 +103,10 @@ def state_axes(state: InferenceState) -> InferenceState:
     """The logical axes (`sharding.rules`) of every array: rows by `batch`, rings by `kv_heads`,
     sums of delta_w and running weights by `mlp`."""
 
-    def rows(x: Any) -> tuple[str | None, ...]:
-        return ("batch", *(None,) * (x.ndim - 1))
-
     def axes(node: Any) -> Any:
-        if isinstance(node, KVCache):
-            return jax.tree.map(lambda _: ("batch", None, "kv_heads", None), node)
-        if isinstance(node, MemoryState):
-            weights = jax.tree.map(
-                lambda x: ("batch", "mlp", None) if x.ndim == 3 else rows(x), node.streamed.memory
-            )
-            others = jax.tree.map(rows, node)
-            return others._replace(streamed=others.streamed._replace(memory=weights))
-        return rows(node)
+        return node.axes() if hasattr(node, "axes") else ("batch", *(None,) * (node.ndim - 1))
 
-    return jax.tree.map(axes, state, is_leaf=lambda x: isinstance(x, KVCache | MemoryState))
+    return jax.tree.map(axes, state, is_leaf=lambda node: hasattr(node, "axes"))
 
 
 def state_bytes(
@@ -130,27 +114,18 @@ def state_bytes(
 ) -> dict[str, int]:
     """Bytes of a state by what they hold, without making it: `attention` (rings of keys and
     values), `memory` (sums, running weights and delta-rule states), `open chunk` (with the tokens
-    that convolutions look back at), `total`."""
+    that convolutions look back at), `total`. A layer's state says which of its arrays is what
+    (`kinds`)."""
     model = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
     make = functools.partial(_start, batch_size=batch_size, max_length=max_length)
     state = jax.eval_shape(make, model)
     sizes = {"attention": 0, "memory": 0, "open chunk": 0}
-
-    def count(kind: str, tree: Any) -> None:
-        sizes[kind] += sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-    for part in (part for layer in state.layers for part in layer):
-        match part:
-            case KVCache():
-                count("attention", part)
-            case LaCTState(cache, streamed):
-                count("attention", cache)
-                count("memory", streamed.memory)
-                count("open chunk", streamed.open)
-            case MemoryState(streamed, tail):
-                count("memory", streamed.memory)
-                count("open chunk", (streamed.open, tail))
-            case DeltaState(memory, tail):
-                count("memory", memory)
-                count("open chunk", tail)
+    for kind, part in _kinds(state.layers):
+        arrays = jax.tree.leaves(part)
+        sizes[kind] += sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
     return sizes | {"total": sum(sizes.values())}
+
+
+def _kinds(layers: Any) -> Iterator[tuple[str, Any]]:
+    for node in jax.tree.leaves(layers, is_leaf=lambda node: hasattr(node, "kinds")):
+        yield from node.kinds().items()

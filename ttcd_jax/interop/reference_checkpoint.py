@@ -27,7 +27,7 @@ from ttcd_jax.interop.reference import (
 from ttcd_jax.interop.reference_config import reference_config, transformer_config, unread_keys
 from ttcd_jax.interop.strict_json import parse_json, read_json_file
 from ttcd_jax.interop.weight_files import StoredTensor, WeightFiles, open_weights
-from ttcd_jax.models.catalog import TransformerConfig, block_configs
+from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.train.fit import misfit
 
 CONFIG = "config.json"
@@ -46,8 +46,8 @@ _PREFIX = "model."
 _DROPPED = (".ttt_lr", "inv_freq")
 # Fields of our blocks that change speed, start, gradient or documents, not a document's output.
 _UNSEEN = {
-    "block_chunks", "folds_state", "form", "implementation", "init_std", "precision", "proj_init",
-    "resets_at_document", "student_conv_init", "teacher_conv_init", "zero_slope",
+    "attention_implementation", "block_chunks", "folds_state", "form", "init_std", "precision",
+    "proj_init", "resets_at_document", "student_conv_init", "teacher_conv_init", "zero_slope",
 }  # fmt: skip
 
 

@@ -5,10 +5,9 @@ Per head, with state S [H, X], forgetting exp(g_t) (1 without a gate) and streng
     S <- exp(g_t) S,   u_t = beta_t (v_t - S^T k_t),   S <- S + k_t u_t^T,   o_t = S^T q_t / sqrt(H)
 
 (Yang et al., "Parallelizing linear transformers with the delta rule", and "Gated delta networks").
-`delta_rule_recurrent` is this definition, token by token. `delta_rule` computes the same in chunks
-of L tokens: with D_ij = exp(g_{j+1} + .. + g_i), the share of token j's write that is left at i
-(j = 0: of the state S_0 in front of the chunk), a chunk's writes solve a unit lower triangular
-system,
+`DeltaMemory` computes this in chunks of L tokens: with D_ij = exp(g_{j+1} + .. + g_i), the share of
+token j's write that is left at i (j = 0: of the state S_0 before the chunk), a chunk's writes solve
+a unit lower triangular system,
 
     (I + A) U = beta V - (beta D_i0 K) S_0,   A_ij = beta_i D_ij (k_i . k_j) for j < i,
 
@@ -16,8 +15,8 @@ so all chunks are solved at once for both right sides, and only products with S_
 Documents need no masks: the first token of a document forgets everything.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import jax
@@ -26,6 +25,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
+from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes
 from ttcd_jax.nn.product import product
 
 NORM_EPS = 1e-6
@@ -34,8 +34,8 @@ FORGET_ALL = -1e30
 
 
 def l2_normalize_inside(x: Float[Array, "... X"]) -> Float[Array, "... X"]:
-    """x / sqrt(|x|^2 + 1e-6) over the last axis: smooth at zero, where `ttt.update.l2_normalize` is
-    not. Statistics in float32 or better."""
+    """x / sqrt(|x|^2 + 1e-6) over the last axis: smooth at zero, where
+    `ttcd_kernels.normalize.l2_normalize` is not. Statistics in float32 or better."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     scale = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + NORM_EPS)
     return (wide * scale).astype(x.dtype)
@@ -50,101 +50,120 @@ def delta_rule(
     log_decay: Float[Array, "B T N"] | None = None,
     initial_state: Float[Array, "B N H X"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    previous_segment: Int[Array, " B"] | None = None,
     chunk_size: int,
     state_dtype: DTypeLike,
-    carried: Callable[["Transition"], Float[Array, "B N H X"]] | None = None,
 ) -> tuple[Float[Array, "B T N X"], Float[Array, "B N H X"]]:
-    """(o in the dtype of v, state after the row) for any T, chunk by chunk.
+    """(o in the dtype of v, state after the row) for any T: `DeltaMemory` along a row.
 
     `log_decay` is g <= 0, finite. Every document of a row is contiguous and has a `segment_ids`
-    value of its own; it starts from zero, but the row's first one (`previous_segment`, if given)
-    from `initial_state`, and the state after the row is the last one's. `carried` gives the
-    initial state instead, from what the row will do to it. Products take operands in the dtype of v
-    and accumulate in float32 or better, as gates and the triangular solve do; the state stands in
-    `state_dtype`. Differentiable in all floating arguments through both results. The backward keeps
-    one state per chunk and recomputes what stands inside.
+    value of its own; it starts from zero, but the row's first one from `initial_state`, and the
+    state after the row is the last one's. Differentiable in all floating arguments through both
+    results.
     """
-    length, wide = q.shape[1], jnp.promote_types(state_dtype, jnp.float32)
-    log_decay = _forgetting(log_decay, segment_ids, previous_segment, wide)
-    arrange = functools.partial(_to_head_chunks, chunk_size=min(chunk_size, length))
-    solve = jax.checkpoint(functools.partial(_solve, wide=wide))
-    chunks = solve(*jax.tree.map(arrange, (q, k, v, beta, log_decay)))
-    start = _start(initial_state, k, v, state_dtype)
-    if carried is not None:
-        start = carried(_transition(chunks, start))
-    state, o = jax.lax.scan(jax.checkpoint(_advance, prevent_cse=False), start, chunks)
-    return from_chunks(jnp.moveaxis(o, (0, 2), (1, 3)), length), state
+    memory = DeltaMemory(chunk_size, state_dtype)
+    writes = DeltaWrites(k, v, beta, log_decay)
+    prepared = memory.prepared(q, writes, segment_ids, length=q.shape[1])
+    if initial_state is not None:
+        initial_state = initial_state.astype(state_dtype)
+    return memory.row(prepared, initial_state)
+
+
+class DeltaWrites(NamedTuple):
+    """What tokens write."""
+
+    k: Float[Array, "B T N H"]
+    v: Float[Array, "B T N X"]
+    beta: Float[Array, "B T N"]
+    log_decay: Float[Array, "B T N"] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeltaMemory(AssociativeMemory):
+    """The delta rule as a memory: its state is S [B, N, H, X], read by q [B, T, N, H], written by
+    `DeltaWrites`; a token reads its own write. `chunk_size` changes the speed, not the result.
+
+    Products take operands in the dtype of v and accumulate in float32 or better, as gates and the
+    triangular solve do; the state is in `state_dtype`. The backward keeps one state per chunk and
+    recomputes the inside of chunks.
+    """
+
+    chunk_size: int = dataclasses.field(metadata={"static": True})
+    state_dtype: DTypeLike = dataclasses.field(metadata={"static": True})
+
+    def axes(self) -> Axes:
+        """Heads are independent."""
+        heads = (*ROWS, "heads")
+        return Axes((), heads, heads, heads)
+
+    def prepared(
+        self,
+        reads: Float[Array, "B T N H"],
+        writes: DeltaWrites,
+        segments: Int[Array, "B T"] | None,
+        *,
+        length: int,
+        previous_segment: Int[Array, " B"] | None = None,
+    ) -> "Solved":
+        """All chunks of the row, solved at once."""
+        wide = jnp.promote_types(self.state_dtype, jnp.float32)
+        k, v, beta, log_decay = writes
+        log_decay = _forgetting(log_decay, segments, previous_segment, wide)
+        arrange = functools.partial(_to_head_chunks, chunk_size=min(self.chunk_size, length))
+        solve = jax.checkpoint(functools.partial(_solve, wide=wide))
+        return Solved(solve(*jax.tree.map(arrange, (reads, k, v, beta, log_decay))), length)
+
+    def start_of(self, prepared: "Solved") -> Float[Array, "B N H X"]:
+        """Zero."""
+        chunks = prepared.chunks
+        shape = (*chunks.keys.shape[1:3], chunks.keys.shape[-1], chunks.writes.shape[-1])
+        return jnp.zeros(shape, self.state_dtype)
+
+    def row(
+        self, prepared: "Solved", state: jax.Array | None = None, *, needs_end: bool = True
+    ) -> tuple[Float[Array, "B T N X"], Float[Array, "B N H X"]]:
+        """(o in the dtype of v, state after the row)."""
+        state = self.start_of(prepared) if state is None else state
+        advance = jax.checkpoint(_advance, prevent_cse=False)
+        state, o = jax.lax.scan(advance, state, prepared.chunks)
+        return from_chunks(jnp.moveaxis(o, (0, 2), (1, 3)), prepared.length), state
+
+    def summary(self, prepared: "Solved") -> "Transition":
+        """All chunks together: the state they make of zero, and of the identity when nothing is
+        written."""
+        zero = self.start_of(prepared)
+        keeps = jnp.zeros((*zero.shape[:-1], zero.shape[-2]), zero.dtype)
+
+        def advance(state: Transition, chunk: _Chunk) -> tuple[Transition, None]:
+            homogeneous = chunk._replace(writes=jnp.zeros((), chunk.writes.dtype))
+            return Transition(_after(state.keeps, homogeneous), _after(state.adds, chunk)), None
+
+        begin = self.neutral(Transition(keeps, zero))
+        step = jax.checkpoint(advance, prevent_cse=False)
+        return jax.lax.scan(step, begin, prepared.chunks)[0]
+
+    def combine(self, first: "Transition", then: "Transition") -> "Transition":
+        """`first`, then `then`."""
+        apply = functools.partial(jnp.einsum, "BNHK,BNKX->BNHX", then.keeps, precision="highest")
+        return Transition(apply(first.keeps), apply(first.adds) + then.adds)
+
+    def neutral(self, summary: "Transition") -> "Transition":
+        """The map that leaves the state as it is."""
+        identity = jnp.eye(summary.keeps.shape[-1], dtype=summary.keeps.dtype)
+        return Transition(
+            jnp.broadcast_to(identity, summary.keeps.shape), jnp.zeros_like(summary.adds)
+        )
+
+    def state_after(self, summary: "Transition") -> Float[Array, "B N H X"]:
+        """What the map makes of zero."""
+        return summary.adds
 
 
 class Transition(NamedTuple):
-    """What a part of a row does to the state in front of it: S -> keeps S + adds. Such maps compose
-    associatively."""
+    """What a stretch of a row does to the state before it: S -> keeps S + adds."""
 
     keeps: Float[Array, "B N H H"]
     adds: Float[Array, "B N H X"]
-
-
-def compose(first: Transition, then: Transition) -> Transition:
-    """`first`, then `then`."""
-    apply = functools.partial(jnp.einsum, "BNHK,BNKX->BNHX", then.keeps, precision="highest")
-    return Transition(apply(first.keeps), apply(first.adds) + then.adds)
-
-
-def unchanged(transition: Transition) -> Transition:
-    """The map that leaves the state as it is, in the shapes of `transition`."""
-    identity = jnp.eye(transition.keeps.shape[-1], dtype=transition.keeps.dtype)
-    return Transition(
-        jnp.broadcast_to(identity, transition.keeps.shape), jnp.zeros_like(transition.adds)
-    )
-
-
-def _transition(chunks: "_Chunk", zero: jax.Array) -> Transition:
-    """All chunks together: the state they make of zero, and of the identity when nothing is
-    written."""
-    blank = unchanged(Transition(jnp.zeros((*zero.shape[:-1], zero.shape[-2]), zero.dtype), zero))
-
-    def advance(state: Transition, chunk: _Chunk) -> tuple[Transition, None]:
-        homogeneous = chunk._replace(writes=jnp.zeros((), chunk.writes.dtype))
-        return Transition(_behind(state.keeps, homogeneous), _behind(state.adds, chunk)), None
-
-    return jax.lax.scan(jax.checkpoint(advance, prevent_cse=False), blank, chunks)[0]
-
-
-def delta_rule_recurrent(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"],
-    v: Float[Array, "B T N X"],
-    beta: Float[Array, "B T N"],
-    *,
-    log_decay: Float[Array, "B T N"] | None = None,
-    initial_state: Float[Array, "B N H X"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    state_dtype: DTypeLike,
-) -> tuple[Float[Array, "B T N X"], Float[Array, "B N H X"]]:
-    """`delta_rule` by its definition, one token after the other, in float32 or better throughout.
-    The oracle of the tests."""
-    wide = jnp.promote_types(state_dtype, jnp.float32)
-    log_decay = _forgetting(log_decay, segment_ids, None, wide)
-    decay = jnp.ones_like(beta) if log_decay is None else jnp.exp(log_decay)
-    scale = q.shape[-1] ** -0.5
-
-    def one_token(state, token):
-        q, k, v, beta, decay = token
-        kept = decay[..., None, None] * state
-        u = beta[..., None] * (v - jnp.einsum("BNHX,BNH->BNX", kept, k))
-        after = kept + k[..., None] * u[..., None, :]
-        return after.astype(state.dtype), scale * jnp.einsum("BNHX,BNH->BNX", after, q)
-
-    tokens = (jnp.moveaxis(x.astype(wide), 1, 0) for x in (q, k, v, beta, decay))
-    state, o = jax.lax.scan(one_token, _start(initial_state, k, v, state_dtype), tuple(tokens))
-    return jnp.moveaxis(o, 0, 1).astype(v.dtype), state
-
-
-def _start(initial_state, k, v, dtype) -> jax.Array:
-    if initial_state is not None:
-        return initial_state.astype(dtype)
-    return jnp.zeros((k.shape[0], *k.shape[2:], v.shape[-1]), dtype)
 
 
 def _forgetting(log_decay, segment_ids, previous_segment, dtype) -> jax.Array | None:
@@ -165,8 +184,15 @@ def _to_head_chunks(x: jax.Array, chunk_size: int) -> jax.Array:
     return jnp.moveaxis(to_chunks(x, chunk_size), (1, 3), (0, 2))
 
 
+class Solved(NamedTuple):
+    """The chunks of a row of `length` tokens."""
+
+    chunks: "_Chunk"
+    length: int
+
+
 class _Chunk(NamedTuple):
-    """A chunk as a function of the state S in front of it, [C, B, N, ...]: u = writes - erases S,
+    """A chunk as a function of the state S before it, [C, B, N, ...]: u = writes - erases S,
     o = queries S + scores u, and S <- kept S + keys^T u. What decays is in the factors."""
 
     queries: jax.Array  # [L, H], operands of products in the dtype of the inputs
@@ -254,8 +280,8 @@ def _unit_lower_inverse(a: jax.Array) -> jax.Array:
 
 
 def _decays(log_decay: jax.Array | None, size: int, dtype) -> tuple[jax.Array, jax.Array]:
-    """(share of the write of S left at L, zero for later S [.., L, S]; share of the state in front
-    of the chunk left at L [.., L])."""
+    """(share of the write of S left at L, zero for later S [.., L, S]; share of the state before
+    the chunk left at L [.., L])."""
     is_past = jnp.tri(size, dtype=bool)
     if log_decay is None:
         return is_past.astype(dtype), jnp.ones((size,), dtype)
@@ -268,12 +294,12 @@ def _decays(log_decay: jax.Array | None, size: int, dtype) -> tuple[jax.Array, j
 
 
 def _advance(state: jax.Array, chunk: _Chunk) -> tuple[jax.Array, jax.Array]:
-    """(state behind the chunk, o [B, N, L, X])."""
+    """(state after the chunk, o [B, N, L, X])."""
     narrow, wide = chunk.scores.dtype, chunk.writes.dtype
     u = _written(state, chunk)
     o = product("BNLH,BNHX->BNLX", chunk.queries, state.astype(narrow), wide)
     o = o + product("BNLS,BNSX->BNLX", chunk.scores, u, wide)
-    return _behind(state, chunk, u), o.astype(narrow)
+    return _after(state, chunk, u), o.astype(narrow)
 
 
 def _written(state: jax.Array, chunk: _Chunk) -> jax.Array:
@@ -283,8 +309,8 @@ def _written(state: jax.Array, chunk: _Chunk) -> jax.Array:
     return (chunk.writes - erased).astype(narrow)
 
 
-def _behind(state: jax.Array, chunk: _Chunk, u: jax.Array | None = None) -> jax.Array:
-    """The state behind a chunk."""
+def _after(state: jax.Array, chunk: _Chunk, u: jax.Array | None = None) -> jax.Array:
+    """The state after a chunk."""
     u = _written(state, chunk) if u is None else u
     added = product("BNLH,BNLX->BNHX", chunk.keys, u, chunk.writes.dtype)
     return (chunk.kept * state + added).astype(state.dtype)

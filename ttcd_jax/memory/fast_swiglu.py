@@ -15,7 +15,7 @@ the whole chain of updates, the column norms and the start. One step per chunk, 
 backward: it keeps one set of matrices per chunk and the activations of one chunk.
 """
 
-import functools
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from ttcd_jax.memory.chunks import ChunkedMemory, MemoryMask
 from ttcd_jax.memory.newton_schulz import newton_schulz
+from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.nn.product import product
 
 UNIT_EPS = 1e-5
@@ -42,38 +42,25 @@ class FastRule(NamedTuple):
     """Static facts of the memory."""
 
     orthogonalizes: bool = False  # Newton-Schulz on every step
-    keeps_raw: bool = False  # steps add to weights that are never normalised; only reads are
+    keeps_raw: bool = False  # steps add to weights that are never normalized; only reads are
+    has_momentum: bool = True
     state_dtype: DTypeLike = jnp.float32
 
 
-class FastInputs(NamedTuple):
-    """What tokens bring to the memory, in chunks."""
+class FastWrites(NamedTuple):
+    """What tokens write, in chunks."""
 
-    q: Float[Array, "B C L N H"]
-    k: Float[Array, "B C L N H"]
-    v: Float[Array, "B C L N H"]
-    rates: Float[Array, "B C L N 3"]  # of w0, w1, w2
-    momentum: Float[Array, "B C L N"] | None  # mu is its mean over a chunk; None: no momentum
-
-
-class _Chunk(NamedTuple):
-    """One chunk of `FastInputs` with its mask, heads before tokens."""
-
-    q: Float[Array, "B N L H"]
-    k: Float[Array, "B N L H"]
-    v: Float[Array, "B N L H"]
-    rates: Float[Array, "B N L 3"]
-    momentum: Float[Array, "B N L"] | None
-    writes: Bool[Array, "#B L"] | None
-    reads: Bool[Array, "B L"] | None
-    resets: Bool[Array, " B"] | None
+    k: Float[Array, "*B L N H"]
+    v: Float[Array, "*B L N H"]
+    rates: Float[Array, "*B L N 3"]  # of w0, w1, w2
+    momentum: Float[Array, "*B L N"] | None  # mu is its mean over a chunk; None: no momentum
 
 
 class FastState(NamedTuple):
     """The memory between two chunks."""
 
     weights: FastWeights  # what chunks use
-    raw: FastWeights | None  # the same, never normalised (`keeps_raw`)
+    raw: FastWeights | None  # the same, never normalized (`keeps_raw`)
     previous: FastWeights | None  # the last step with its momentum, before Newton-Schulz
 
 
@@ -88,137 +75,76 @@ def unit(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
     return x / (length(x, axis) + UNIT_EPS)
 
 
-def fast_swiglu(
-    rule: FastRule, start: FastWeights, inputs: FastInputs, mask: MemoryMask
-) -> Float[Array, "B C L N H"]:
-    """f(q) of every token through the memory of the chunks before its own, in q's dtype.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FastSwiGLU(ChunkedMemory):
+    """The memory that starts at `weights` (no batch axis): read by q [B, L, N, H], written by
+    `FastWrites`. A document begins with `weights`, and with a momentum of zero."""
 
-    In a row of one chunk, whole or not, nothing is written. Documents: only a chunk's last document
-    writes; a token whose document did not write the memory in front of its chunk reads `start`;
-    where the last document is a new one, the weights return to `start` (and the momentum to zero)
-    before it writes.
-    """
-    begin = fresh_state(rule, start, inputs)
-    earlier = jax.tree.map(lambda x: x[:, :-1], (inputs, mask))
-    state, y = continued_swiglu(rule, start, earlier[0], earlier[1], begin)
-    chunk = jax.tree.map(lambda x: x[-1], _chunks_first(inputs, mask))
-    y_last = _read(rule, begin, state, chunk).transpose(0, 2, 1, 3)
-    return jnp.concatenate([y, y_last[:, None]], axis=1)
+    weights: FastWeights
+    rule: FastRule = dataclasses.field(metadata={"static": True})
 
+    def start(self, batch_size: int) -> FastState:
+        """The weights of every row at the start of a document."""
+        dtype = self.rule.state_dtype
+        weights = jax.tree.map(
+            lambda w: jnp.broadcast_to(w.astype(dtype), (batch_size, *w.shape)), self.weights
+        )
+        zeros = jax.tree.map(jnp.zeros_like, weights)
+        has_momentum = self.rule.has_momentum
+        return FastState(
+            weights, weights if self.rule.keeps_raw else None, zeros if has_momentum else None
+        )
 
-def continued_swiglu(
-    rule: FastRule, start: FastWeights, inputs: FastInputs, mask: MemoryMask, state: FastState
-) -> tuple[FastState, Float[Array, "B C L N H"]]:
-    """(the memory behind the row, f(q)) of a row that finds `state` in front of it and whose every
-    chunk is written, the last one too."""
-    begin = fresh_state(rule, start, inputs)
-    sizes = _column_norms(begin.weights)
+    def read(self, state: FastState, reads: Float[Array, "B L N H"]) -> Float[Array, "B L N H"]:
+        """f(q) in the dtype of q."""
+        w0, w1, w2 = (w.astype(reads.dtype) for w in state.weights)
+        q, dtype = reads.swapaxes(1, 2), self.rule.state_dtype
+        gate = product("BNLH,BNHF->BNLF", q, w0, dtype)
+        up = product("BNLH,BNHF->BNLF", q, w2, dtype)
+        hidden = (jax.nn.silu(gate) * up).astype(q.dtype)
+        y = product("BNLF,BNFH->BNLH", hidden, w1, dtype)
+        return y.astype(q.dtype).swapaxes(1, 2)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def one_chunk(state: FastState, chunk: _Chunk):
-        return _write(rule, begin, sizes, state, chunk), _read(rule, begin, state, chunk)
+    def write(
+        self, state: FastState, writes: FastWrites, mask: Bool[Array, "#B L"] | None = None
+    ) -> FastState:
+        """The state after a chunk."""
+        step = self._step(state.weights, writes, mask)
+        previous = None
+        if writes.momentum is not None:
+            # Only a chunk of a single document has a step before it: its tokens all have a vote.
+            mu = writes.momentum.mean(1)[:, :, None, None]
+            step = jax.tree.map(lambda dw, before: dw + mu * before, step, state.previous)
+            previous = step
+        if self.rule.orthogonalizes:
+            step = jax.tree.map(newton_schulz, step)
+        raw = jax.tree.map(jnp.add, state.weights if state.raw is None else state.raw, step)
+        sizes = jax.tree.map(lambda w: length(w.astype(self.rule.state_dtype), -2), self.weights)
+        weights = jax.tree.map(lambda w, size: unit(w, -2) * size, raw, sizes)
+        return FastState(weights, raw if self.rule.keeps_raw else None, previous)
 
-    state, y = jax.lax.scan(one_chunk, state, _chunks_first(inputs, mask))
-    return state, y.transpose(1, 0, 3, 2, 4)
-
-
-def chunked_memory(rule: FastRule, start: FastWeights) -> ChunkedMemory:
-    """The same memory, a chunk at a time: read by q [B, T, N, H], written by the `FastInputs` of a
-    chunk. Its state is a `FastState`."""
-
-    def alone(inputs: FastInputs) -> _Chunk:
-        heads_first = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 1), inputs)
-        return _Chunk(*heads_first, writes=None, reads=None, resets=None)
-
-    def read(state: FastState, q):
-        return _apply(rule, state.weights, q.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
-
-    def write(state: FastState, inputs: FastInputs):
-        sizes = _column_norms(jax.tree.map(lambda w: w[None].astype(rule.state_dtype), start))
-        return _write(rule, state, sizes, state, alone(inputs))
-
-    return ChunkedMemory(read, write)
-
-
-def _column_norms(weights: FastWeights) -> FastWeights:
-    """What the columns of a state's weights are held at, from weights of any batch."""
-    return jax.tree.map(lambda w: length(w[0], -2), weights)
-
-
-def fresh_state(rule: FastRule, start: FastWeights, inputs: FastInputs) -> FastState:
-    """The memory in front of a document, for every row of `inputs`."""
-    batch = inputs.q.shape[0]
-    weights = jax.tree.map(
-        lambda w: jnp.broadcast_to(w.astype(rule.state_dtype), (batch, *w.shape)), start
-    )
-    return FastState(
-        weights,
-        weights if rule.keeps_raw else None,
-        None if inputs.momentum is None else jax.tree.map(jnp.zeros_like, weights),
-    )
-
-
-def _chunks_first(inputs: FastInputs, mask: MemoryMask) -> _Chunk:
-    """[C, B, N, L, ...], in one copy: the order of the scan and of the batched products."""
-    heads_first = jax.tree.map(lambda x: jnp.moveaxis(jnp.moveaxis(x, 3, 1), 2, 0), inputs)
-    return _Chunk(*heads_first, *jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), mask))
-
-
-def _read(rule: FastRule, begin: FastState, state: FastState, chunk: _Chunk) -> jax.Array:
-    """f(q) [B, N, L, H] of one chunk."""
-    y = _apply(rule, state.weights, chunk.q)
-    if chunk.reads is None:
-        return y
-    return jnp.where(chunk.reads[:, None, :, None], y, _apply(rule, begin.weights, chunk.q))
-
-
-def _apply(rule: FastRule, weights: FastWeights, q: jax.Array) -> jax.Array:
-    w0, w1, w2 = (w.astype(q.dtype) for w in weights)
-    gate = product("BNLH,BNHF->BNLF", q, w0, rule.state_dtype)
-    up = product("BNLH,BNHF->BNLF", q, w2, rule.state_dtype)
-    hidden = (jax.nn.silu(gate) * up).astype(q.dtype)
-    return product("BNLF,BNFH->BNLH", hidden, w1, rule.state_dtype).astype(q.dtype)
-
-
-def _write(
-    rule: FastRule, begin: FastState, sizes: FastWeights, state: FastState, chunk: _Chunk
-) -> FastState:
-    """The state behind one chunk; `sizes` are the column norms of the start."""
-    if chunk.resets is not None:
-        is_new = chunk.resets[:, None, None, None]
-        state = jax.tree.map(lambda first, now: jnp.where(is_new, first, now), begin, state)
-    step = _step(rule, state.weights, chunk)
-    if chunk.momentum is not None:
-        # Only a chunk of a single document has a step before it: its tokens all have a vote.
-        mu = chunk.momentum.mean(-1)[:, :, None, None]
-        step = jax.tree.map(lambda dw, before: dw + mu * before, step, state.previous)
-    previous = None if chunk.momentum is None else step
-    if rule.orthogonalizes:
-        step = jax.tree.map(newton_schulz, step)
-    raw = jax.tree.map(jnp.add, state.weights if state.raw is None else state.raw, step)
-    weights = jax.tree.map(lambda w, size: unit(w, -2) * size, raw, sizes)
-    return FastState(weights, raw if rule.keeps_raw else None, previous)
-
-
-def _step(rule: FastRule, weights: FastWeights, chunk: _Chunk) -> FastWeights:
-    """dw of one chunk, before momentum."""
-    k, v, dtype = chunk.k, chunk.v, rule.state_dtype
-    w0, w1, w2 = (w.astype(k.dtype) for w in weights)
-    gate = product("BNLH,BNHF->BNLF", k, w0, dtype)
-    up = product("BNLH,BNHF->BNLF", k, w2, dtype)
-    back = product("BNLH,BNFH->BNLF", v, w1, dtype)
-    rates = chunk.rates.astype(dtype)
-    if chunk.writes is not None:
-        rates = jnp.where(chunk.writes[:, None, :, None], rates, 0)
-    lr0, lr1, lr2 = (rates[..., i, None] for i in range(3))
-    share = jax.nn.sigmoid(gate)
-    active = gate * share
-    slope = share + active * (1 - share)  # silu'(gate)
-    d_gate = (lr0 * back * up * slope).astype(k.dtype)
-    hidden = (lr1 * active * up).astype(k.dtype)
-    d_up = (lr2 * back * active).astype(k.dtype)
-    return FastWeights(
-        w0=product("BNLH,BNLF->BNHF", k, d_gate, dtype),
-        w1=product("BNLF,BNLH->BNFH", hidden, v, dtype),
-        w2=product("BNLH,BNLF->BNHF", k, d_up, dtype),
-    )
+    def _step(
+        self, weights: FastWeights, writes: FastWrites, mask: Bool[Array, "#B L"] | None
+    ) -> FastWeights:
+        """dw of one chunk, before momentum."""
+        dtype = self.rule.state_dtype
+        k, v, rates = (x.swapaxes(1, 2) for x in (writes.k, writes.v, writes.rates.astype(dtype)))
+        w0, w1, w2 = (w.astype(k.dtype) for w in weights)
+        gate = product("BNLH,BNHF->BNLF", k, w0, dtype)
+        up = product("BNLH,BNHF->BNLF", k, w2, dtype)
+        back = product("BNLH,BNFH->BNLF", v, w1, dtype)
+        if mask is not None:
+            rates = jnp.where(mask[:, None, :, None], rates, 0)
+        lr0, lr1, lr2 = (rates[..., i, None] for i in range(3))
+        share = jax.nn.sigmoid(gate)
+        active = gate * share
+        slope = share + active * (1 - share)  # silu'(gate)
+        d_gate = (lr0 * back * up * slope).astype(k.dtype)
+        hidden = (lr1 * active * up).astype(k.dtype)
+        d_up = (lr2 * back * active).astype(k.dtype)
+        return FastWeights(
+            w0=product("BNLH,BNLF->BNHF", k, d_gate, dtype),
+            w1=product("BNLF,BNLH->BNFH", hidden, v, dtype),
+            w2=product("BNLH,BNLF->BNHF", k, d_up, dtype),
+        )

@@ -12,27 +12,29 @@ at 1536 by 4096), else blocked.
 
 The read is two products, z W_base + eta * (z S): folding S into W_base first and rounding to
 bfloat16, as the published code does (`folds_state`), costs 17 % of the fast part when |S| /
-|W_base| is 1 %. All sums of delta_w stand in `state_dtype`. Memories that are no prefix sum stand
-in `running.py`.
+|W_base| is 1 %. All sums of delta_w are in `state_dtype`.
 """
 
+import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from ttcd_jax.memory.chunks import ChunkedMemory, MemoryMask, masked
+from ttcd_jax.memory.chunks import MemoryMask, masked
 from ttcd_jax.memory.delta import chunk_delta
+from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes, ChunkedMemory, Chunks
 from ttcd_jax.nn.product import product
 
 Form = Literal["auto", "blocked", "associative", "attention"]
 
 
 class MemoryRule(NamedTuple):
-    """Static facts of a read."""
+    """Static facts of a memory that is a prefix sum; `PrefixMemory` wants the form chosen
+    (`at_length`)."""
 
     eta: float
     orthogonalizes: bool = False
@@ -41,8 +43,86 @@ class MemoryRule(NamedTuple):
     block_chunks: int = 4  # chunks whose states exist at once in the blocked form
     state_dtype: DTypeLike = jnp.float32
 
+    def at_length(self, length: int, hidden_dim: int, dim: int) -> "MemoryRule":
+        """The rule with the form that rows of T = `length` are read in."""
+        return self._replace(form=chosen_form(self, length, hidden_dim, dim))
 
-def apply_memory(
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefixMemory(ChunkedMemory, AssociativeMemory):
+    """W_base and the sum of delta_w, as a memory: its state is the sum [B, F, D] without eta, it is
+    read by features z [B, C, L, F] and written by (keys, errors)."""
+
+    w_base: Float[Array, "F D"]
+    rule: MemoryRule = dataclasses.field(metadata={"static": True})
+
+    def axes(self) -> Axes:
+        """F is sharded where no product sums over it and no norm runs over it."""
+        if self.rule.form == "attention" or self.rule.orthogonalizes:
+            return Axes()
+        features = (*ROWS, None, "mlp")
+        return Axes(("mlp",), features, (features, ROWS), ROWS, ("tensor",))
+
+    def start(self, batch_size: int) -> Float[Array, "B F D"]:
+        """Nothing written."""
+        return jnp.zeros((batch_size, *self.w_base.shape), self.rule.state_dtype)
+
+    def read(self, state: Float[Array, "B F D"], reads: Float[Array, "B L F"]) -> jax.Array:
+        """z W_base + eta z S."""
+        return _read(self.rule, self.w_base, state[None], reads[None], None)[0]
+
+    def write(
+        self, state: Float[Array, "B F D"], writes: Any, mask: jax.Array | None = None
+    ) -> Float[Array, "B F D"]:
+        """S + delta_w of the chunk."""
+        keys, errors = writes
+        errors = masked(errors, mask)
+        return state + _delta(self.rule, errors[:, None], keys[:, None])[:, 0]
+
+    def row(
+        self, prepared: Chunks, state: jax.Array | None = None, *, needs_end: bool = True
+    ) -> tuple[jax.Array, jax.Array]:
+        """`read_prefix` in the form of the rule."""
+        keys, errors = prepared.writes
+        return read_prefix(
+            self.rule, prepared.reads, keys, errors, self.w_base, prepared.mask, state
+        )
+
+    def summary(self, prepared: Chunks) -> tuple[Bool[Array, " B"], Float[Array, "B F D"]]:
+        """(whether the stretch drops the state before it, the sum of what it writes after its last
+        reset): an element of `segmented_sum`."""
+        (keys, errors), mask = prepared.writes, prepared.mask
+        errors = masked(errors, mask.writes)
+        if mask.resets is None:
+            was_reset = jnp.zeros(len(keys), bool)
+        else:
+            resets = mask.resets
+            was_reset = resets.any(1)
+            later = jax.lax.cumsum(resets.astype(jnp.int32), axis=1, reverse=True) - resets
+            errors = masked(errors, jnp.broadcast_to((later == 0)[..., None], errors.shape[:3]))
+        if self.rule.orthogonalizes:
+            return was_reset, _delta(self.rule, errors, keys).sum(1)
+        return was_reset, _product(self.rule, "BCLF,BCLD->BFD", keys, errors)
+
+    def combine(self, first: Any, then: Any) -> Any:
+        """`segmented_sum`."""
+        return segmented_sum(first, then)
+
+    def neutral(self, summary: Any) -> Any:
+        """No reset, a sum of zero."""
+        return jax.tree.map(jnp.zeros_like, summary)
+
+    def state_after(self, summary: Any) -> Float[Array, "B F D"]:
+        """The sum."""
+        return summary[1]
+
+    def squared_size(self, state: Float[Array, "B F D"]) -> Float[Array, " B"]:
+        """|S|_F^2."""
+        return jnp.sum(state.astype(jnp.float32) ** 2, axis=(-2, -1))
+
+
+def read_prefix(
     rule: MemoryRule,
     z: Float[Array, "B C L F"],
     keys: Float[Array, "B C L F"],
@@ -151,26 +231,6 @@ def _states(delta: jax.Array, resets: jax.Array | None, carry: jax.Array):
     return jnp.concatenate([carry[None], after[:-1]]), after[-1]
 
 
-def row_total(
-    rule: MemoryRule,
-    keys: Float[Array, "B C L F"],
-    errors: Float[Array, "B C L D"],
-    mask: MemoryMask,
-) -> tuple[Bool[Array, " B"], Float[Array, "B F D"]]:
-    """(whether the row drops the state in front of it, the sum of what it writes behind its last
-    reset): an element of `segmented_sum`."""
-    errors = masked(errors, mask.writes)
-    if mask.resets is None:
-        was_reset = jnp.zeros(len(keys), bool)
-    else:
-        was_reset = mask.resets.any(1)
-        later = jax.lax.cumsum(mask.resets.astype(jnp.int32), axis=1, reverse=True) - mask.resets
-        errors = masked(errors, jnp.broadcast_to((later == 0)[..., None], errors.shape[:3]))
-    if rule.orthogonalizes:
-        return was_reset, _delta(rule, errors, keys).sum(1)
-    return was_reset, _product(rule, "BCLF,BCLD->BFD", keys, errors)
-
-
 def _delta(rule: MemoryRule, errors, keys):
     return chunk_delta(errors, keys, orthogonalizes=rule.orthogonalizes, dtype=rule.state_dtype)
 
@@ -195,20 +255,6 @@ def _read(rule: MemoryRule, w_base, state, z, reads):
     fast = _product(rule, "GBLF,GBFD->GBLD", masked(z, reads), state.astype(narrow))
     y = _product(rule, "GBLF,FD->GBLD", z, w_base) + rule.eta * fast
     return y.astype(narrow)
-
-
-def chunked_memory(rule: MemoryRule, w_base: Float[Array, "F D"]) -> ChunkedMemory:
-    """The same memory, a chunk at a time: its state is the sum of delta_w [B, F, D], it is read by
-    features z [B, T, F] and written by keys and errors of a chunk."""
-
-    def read(state, z):
-        return _read(rule, w_base, state[None], z[None], None)[0]
-
-    def write(state, operands):
-        keys, errors = (x[:, None] for x in operands)
-        return state + _delta(rule, errors, keys)[:, 0]
-
-    return ChunkedMemory(read, write)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -4,12 +4,12 @@
     o = delta_rule(q / |q|, k / |k|, v, beta),   y = RMSNorm(o) W_out       norm per head
 
 `DeltaSublayer` is its bare form, without convolution, SiLU and norm: the residual sub-layer that
-the paper's hybrid baseline puts behind attention.
+the paper's hybrid baseline puts after attention.
 """
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,54 +18,63 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels.short_conv.xla import short_conv
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import Config
+from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.memory.delta_rule import delta_rule as continued_delta_rule
-from ttcd_jax.memory.delta_rule import l2_normalize_inside
+from ttcd_jax.memory.delta_rule import (
+    DeltaMemory,
+    DeltaWrites,
+    l2_normalize_inside,
+)
+from ttcd_jax.memory.rows import over_rows
+from ttcd_jax.methods.registry import (
+    ATTENTION_FIXED,
+    COMMON_KEYS,
+    FAST_KEYS,
+    Key,
+    Method,
+    ModelConfig,
+    Reference,
+    Settings,
+    Source,
+    register,
+)
+from ttcd_jax.nn.block import BlockConfig, Dims, Names, Sublayer, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.nn.product import product
-from ttcd_jax.nn.stream import Piece, next_tail, real, with_tail
-from ttcd_jax.precision import Precision
-from ttcd_jax.sharding.attention import convolved_row
-from ttcd_jax.sharding.recurrent import delta_rule
+from ttcd_jax.nn.row import Piece, Row, after_tail, next_tail, zero_padding
+from ttcd_jax.sharding import rules, sequence
 
 # q and k [B, T, N * H], v [B, T, N * X].
 Channels = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeltaRuleConfig(Config):
+class DeltaRuleConfig(Settings):
     """The switches of the method. `chunk_size` changes the speed, not the result."""
 
-    num_taps: int = 4
+    num_taps: Positive = 4
     value_expansion: float = 1  # value head dim over key head dim
-    chunk_size: int = 64
-
-    def validate(self) -> None:
-        for name in ("num_taps", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"DeltaRuleConfig.{name} {getattr(self, name)} must be at least 1")
+    chunk_size: Positive = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeltaNetConfig(Config):
-    """`head_dim` is that of queries and keys. `DeltaSublayer` has neither taps nor a norm."""
+class DeltaSublayerConfig(Dims, SublayerConfig):
+    """`head_dim` is that of queries and keys. The bare sub-layer has neither taps nor a norm."""
 
-    dim: int
-    num_heads: int
-    head_dim: int
+    reference_names: ClassVar[Names] = {
+        "q_proj.weight": ("query", "linear"),
+        "k_proj.weight": ("key", "linear"),
+        "v_proj.weight": ("value", "linear"),
+        "o_proj.weight": ("out", "linear"),
+        "b_proj.weight": ("rate", "linear"),
+    }
+
+    num_heads: Positive
+    head_dim: Positive
     rule: DeltaRuleConfig = DeltaRuleConfig()
-    norm_eps: float = 1e-6
-    init_std: float = 0.02
-    precision: Precision = Precision()
 
     def validate(self) -> None:
-        for name in ("dim", "num_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"{type(self).__name__}.{name} {getattr(self, name)} must be at least 1"
-                )
         exact = self.head_dim * self.rule.value_expansion
         if self.value_head_dim < 1 or not math.isclose(exact, self.value_head_dim):
             raise UserError(
@@ -75,7 +84,45 @@ class DeltaNetConfig(Config):
 
     @property
     def value_head_dim(self) -> int:
+        """X."""
         return round(self.head_dim * self.rule.value_expansion)
+
+    @property
+    def dims(self) -> Dims:
+        """The configuration itself."""
+        return self
+
+    def build(self, *, rngs: nnx.Rngs) -> "DeltaSublayer":
+        """The layer, its parameters drawn."""
+        return DeltaSublayer(self, rngs=rngs)
+
+    def flops(self, length: int) -> float:
+        """Projections, the inside of chunks, and the state."""
+        N, H, X = self.num_heads, self.head_dim, self.value_head_dim
+        chunk = min(self.rule.chunk_size, length)
+        projections = 2 * length * self.dim * N * (2 * H + 2 * X)
+        # Overlaps k k^T and q k^T, the solved system, scores times u; then the inverse by doubling.
+        inside = 2 * length * N * chunk * (2 * H + (H + X) + X)
+        padded = 1 << (chunk - 1).bit_length()
+        inside += length / chunk * N * 2 * padded * (padded**2 - 1) / 3
+        state = 3 * 2 * length * N * H * X  # two reads, one write
+        return projections + inside + state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaNetConfig(DeltaSublayerConfig):
+    """The sub-layer with convolutions and a norm."""
+
+    reference_names: ClassVar[Names] = DeltaSublayerConfig.reference_names | {
+        "q_conv1d.weight": ("query_conv", "conv"),
+        "k_conv1d.weight": ("key_conv", "conv"),
+        "v_conv1d.weight": ("value_conv", "conv"),
+        "o_norm.weight": ("head_norm", "same"),
+    }
+
+    def build(self, *, rngs: nnx.Rngs) -> "DeltaNet":
+        """The layer, its parameters drawn."""
+        return DeltaNet(self, rngs=rngs)
 
 
 class DeltaState(NamedTuple):
@@ -84,12 +131,16 @@ class DeltaState(NamedTuple):
     memory: Float[Array, "B N H X"]
     tail: Channels | None  # raw q, k, v that the convolutions look back at [B, R - 1, ...]
 
+    def kinds(self) -> dict[str, Any]:
+        """What the arrays hold."""
+        return {"memory": self.memory, "open chunk": self.tail}
 
-class DeltaSublayer(nnx.Module):
+
+class DeltaSublayer(Sublayer):
     """h [B, T, D] -> [B, T, D]: q, k, v linear in h, beta = sigmoid(h W_rate), delta rule,
     output."""
 
-    def __init__(self, config: DeltaNetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DeltaSublayerConfig, *, rngs: nnx.Rngs):
         self.config = config
         D, N, std = config.dim, config.num_heads, config.init_std
         dtype = config.precision.param_dtype
@@ -103,77 +154,92 @@ class DeltaSublayer(nnx.Module):
     def __call__(
         self,
         h: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """`positions` are part of every mixer's call; the delta rule knows order without them."""
-        return self._project_out(self._read(h, self._project(h), segment_ids))
+        """The output; the delta rule knows order without positions."""
+        return self.forward(h, Row.of(h, positions, segment_ids))[0]
+
+    def forward(
+        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
+    ) -> tuple[Float[Array, "B T D"], None]:
+        """(output, no statistics)."""
+        q, writes = self._operands(x, self.channels(self._project(x), row.segment_ids))
+        o, _ = over_rows(self._memory(), q, writes, row.segment_ids, length=x.shape[1])
+        return self.project_out(x, o), None
 
     def start(self, batch_size: int, max_length: int | None = None) -> DeltaState:
-        """What `extend` finds in front of a row; a state has no length to bound."""
+        """The state before rows begin; it has no length to bound."""
         config = self.config
         heads = batch_size, config.num_heads, config.head_dim, config.value_head_dim
-        return DeltaState(jnp.zeros(heads, config.precision.state_dtype), None)
+        tail = None
+        if self.look_back:
+            h = jax.ShapeDtypeStruct((batch_size, self.look_back, config.dim), jnp.float32)
+            shapes = jax.eval_shape(self._project, h)
+            tail = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return DeltaState(jnp.zeros(heads, config.precision.state_dtype), tail)
 
     def extend(
-        self, h: Float[Array, "B T D"], piece: Piece, state: DeltaState
+        self,
+        x: Float[Array, "B T D"],
+        piece: Piece,
+        state: DeltaState,
+        student: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], DeltaState]:
-        """The same for a piece of a row of one document: (output, the state behind it)."""
-        o, memory = self._read_piece(h, self._project(h), piece, state)
-        return self._project_out(o), DeltaState(memory, None)
+        """(output, the state after the piece). Padding neither writes nor forgets."""
+        channels, tail = self._project(x), state.tail
+        if tail is None:
+            around = channels
+        else:
+            around, tail = after_tail(tail, channels), next_tail(tail, channels, piece)
+        around = self.channels(around, None)
+        q, writes = self._operands(x, jax.tree.map(lambda c: c[:, -x.shape[1] :], around))
+        kept = zero_padding({"beta": writes.beta, "log_decay": writes.log_decay}, piece)
+        memory = self._memory()
+        prepared = memory.prepared(q, writes._replace(**kept), None, length=x.shape[1])
+        o, after = memory.row(prepared, state.memory)
+        return self.project_out(x, o), DeltaState(after, tail)
 
-    def _project(self, h) -> Channels:
+    look_back = 0  # tokens before its own that a convolution reads
+
+    def channels(self, channels: Channels, segment_ids: Int[Array, "B T"] | None) -> Channels:
+        """What becomes of the projected q, k, v [B, T, ...]."""
+        return channels
+
+    def log_decay(self, h: Float[Array, "B T D"]) -> Float[Array, "B T N"] | None:
+        """g <= 0; None: nothing is forgotten."""
+        return None
+
+    def project_out(
+        self, h: Float[Array, "B T D"], o: Float[Array, "B T N X"]
+    ) -> Float[Array, "B T D"]:
+        """The layer's output, of what the memory gave."""
+        flat = o.reshape(*o.shape[:2], -1)
+        return linear(flat, self.out[...], self.config.precision.compute_dtype)
+
+    def _memory(self) -> DeltaMemory:
+        return DeltaMemory(self.config.rule.chunk_size, self.config.precision.state_dtype)
+
+    def _project(self, h: Float[Array, "B T D"]) -> Channels:
         dtype = self.config.precision.compute_dtype
         q, k, v = (linear(h, w[...], dtype) for w in (self.query, self.key, self.value))
         return q, k, v
 
-    def _read(
-        self,
-        h: Float[Array, "B T D"],
-        channels: Channels,
-        segment_ids: Int[Array, "B T"] | None,
-        log_decay: Float[Array, "B T N"] | None = None,
-    ) -> Float[Array, "B T N X"]:
-        """What the memory answers to q."""
-        return delta_rule(
-            *self._normalized(channels),
-            self._rates(h),
-            log_decay=log_decay,
-            segment_ids=segment_ids,
-            chunk_size=self.config.rule.chunk_size,
-            state_dtype=self.config.precision.state_dtype,
-        )
-
-    def _read_piece(self, h, channels: Channels, piece: Piece, state: DeltaState, log_decay=None):
-        """(what the memory answers to q, the memory behind the piece). Padding neither writes nor
-        forgets."""
-        return continued_delta_rule(
-            *self._normalized(channels),
-            real(self._rates(h), piece),
-            log_decay=None if log_decay is None else real(log_decay, piece),
-            initial_state=state.memory,
-            chunk_size=self.config.rule.chunk_size,
-            state_dtype=self.config.precision.state_dtype,
-        )
-
-    def _normalized(self, channels: Channels) -> Channels:
-        """q, k, v [B, T, N, ...]; q and k of unit length per head."""
+    def _operands(
+        self, h: Float[Array, "B T D"], channels: Channels
+    ) -> tuple[Float[Array, "B T N H"], DeltaWrites]:
+        """(q, what is written); q and k of unit length per head."""
         heads = self.config.num_heads
         q, k, v = (x.reshape(*x.shape[:2], heads, -1) for x in channels)
-        return l2_normalize_inside(q), l2_normalize_inside(k), v
+        beta = jax.nn.sigmoid(self.per_head(h, self.rate))
+        writes = DeltaWrites(l2_normalize_inside(k), v, beta, self.log_decay(h))
+        return l2_normalize_inside(q), writes
 
-    def _rates(self, h) -> Float[Array, "B T N"]:
-        return jax.nn.sigmoid(self._per_head(h, self.rate))
-
-    def _per_head(self, h, weight: nnx.Param) -> Float[Array, "B T N"]:
+    def per_head(self, h: Float[Array, "B T D"], weight: nnx.Param) -> Float[Array, "B T N"]:
         """h W for the argument of a gate, in float32 or better: gates multiply over many tokens."""
         narrow = self.config.precision.compute_dtype
         wide = jnp.promote_types(self.config.precision.state_dtype, jnp.float32)
         return product("BTD,DN->BTN", h.astype(narrow), weight[...].astype(narrow), wide)
-
-    def _project_out(self, o: Float[Array, "B T N X"]) -> Float[Array, "B T D"]:
-        flat = o.reshape(*o.shape[:2], -1)
-        return linear(flat, self.out[...], self.config.precision.compute_dtype)
 
 
 class DeltaNet(DeltaSublayer):
@@ -193,68 +259,126 @@ class DeltaNet(DeltaSublayer):
         shape = (self.config.rule.num_taps, self.config.num_heads * head_dim)
         bound, dtype = shape[0] ** -0.5, self.config.precision.param_dtype
         taps = jax.random.uniform(rngs.params(), shape, dtype, -bound, bound)
-        return param(taps, ("taps", "heads"))
+        return param(taps, ("taps", "heads"), is_operand=False)
 
-    def __call__(
-        self,
-        h: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        """`positions` are part of every mixer's call; the delta rule knows order without them."""
-        o = self._read(h, self._convolved(h, segment_ids), segment_ids)
-        return self._project_out(self._normed(o))
+    @property
+    def look_back(self) -> int:
+        """Tokens before its own that a convolution reads."""
+        return self.config.rule.num_taps - 1
 
-    def start(self, batch_size: int, max_length: int | None = None) -> DeltaState:
-        """What `extend` finds in front of a row; a state has no length to bound."""
-        back, dtype = self.config.rule.num_taps - 1, self.config.precision.compute_dtype
-        if not back:
-            return super().start(batch_size)
-        q, k, v = (jnp.zeros((batch_size, back, w[...].shape[1]), dtype) for w in self._taps())
-        return super().start(batch_size)._replace(tail=(q, k, v))
-
-    def extend(
-        self, h: Float[Array, "B T D"], piece: Piece, state: DeltaState
-    ) -> tuple[Float[Array, "B T D"], DeltaState]:
-        """The same for a piece of a row of one document: (output, the state behind it)."""
-        channels, tail = self._convolved_piece(h, piece, state)
-        o, memory = self._read_piece(h, channels, piece, state)
-        return self._project_out(self._normed(o)), DeltaState(memory, tail)
-
-    def _convolved(self, h, segment_ids) -> Channels:
+    def channels(self, channels: Channels, segment_ids: Int[Array, "B T"] | None) -> Channels:
         """silu(conv(q, k, v))."""
-
-        def convolve(x, taps, segment_ids):
-            ids = None if segment_ids is None else segment_ids[:, None]
-            return _convolved_row(x, taps, ids)
-
+        taps = (self.query_conv, self.key_conv, self.value_conv)
         q, k, v = (
-            jax.nn.silu(convolved_row(convolve, x, w[...], segment_ids))
-            for x, w in zip(self._project(h), self._taps(), strict=True)
+            jax.nn.silu(_convolved_rows(x, w[...], segment_ids))
+            for x, w in zip(channels, taps, strict=True)
         )
         return q, k, v
 
-    def _convolved_piece(self, h, piece: Piece, state: DeltaState) -> tuple[Channels, Any]:
-        """(silu(conv(q, k, v)), the tokens that the next piece's convolutions look back at)."""
-        new = self._project(h)
-        if state.tail is None:
-            around, tail = new, None
-        else:
-            around = jax.tree.map(with_tail, state.tail, new)
-            tail = jax.tree.map(lambda tail, x: next_tail(tail, x, piece), state.tail, new)
-        q, k, v = (
-            jax.nn.silu(_convolved_row(x, w[...], None)[:, -h.shape[1] :])
-            for x, w in zip(around, self._taps(), strict=True)
-        )
-        return (q, k, v), tail
+    def project_out(
+        self, h: Float[Array, "B T D"], o: Float[Array, "B T N X"]
+    ) -> Float[Array, "B T D"]:
+        """The projection of the normed heads."""
+        return super().project_out(h, self.normed(o))
 
-    def _taps(self) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
-        return self.query_conv, self.key_conv, self.value_conv
-
-    def _normed(self, o: Float[Array, "B T N X"]) -> Float[Array, "B T N X"]:
+    def normed(self, o: Float[Array, "B T N X"]) -> Float[Array, "B T N X"]:
+        """RMSNorm per head."""
         return rms_norm(o, self.head_norm[...], self.config.norm_eps)
 
 
-def _convolved_row(x, taps, segment_ids) -> Float[Array, "B T X"]:
-    """The causal convolution of a row, which is one chunk of it."""
-    return short_conv(x[:, None], taps, is_causal=True, segment_ids=segment_ids)[:, 0]
+def _convolved_rows(
+    x: Float[Array, "B T X"], taps: Float[Array, "R X"], segment_ids: Int[Array, "B T"] | None
+) -> Float[Array, "B T X"]:
+    """The causal convolution of rows, a row one chunk; rows may be on several devices."""
+
+    def on_shard(
+        shard: rules.Shard, x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None
+    ) -> jax.Array:
+        length = x.shape[1]
+        x, segment_ids = sequence.halo(shard, x, segment_ids, taps.shape[0] - 1)
+        ids = None if segment_ids is None else segment_ids[:, None]
+        return short_conv(x[:, None], taps, is_causal=True, segment_ids=ids)[:, 0, -length:]
+
+    names = ("batch", "length", "heads")
+    inputs = (names, (None, "heads"), ("batch", "length"))
+    return rules.sharded(on_shard, inputs, names)(x, taps, segment_ids)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridBlockConfig(BlockConfig):
+    """Attention, a delta rule after it, SwiGLU."""
+
+    order: ClassVar[dict[str, tuple[str, str]]] = {
+        "mixer": BlockConfig.order["mixer"],
+        "delta": ("dn_", "dn_norm.weight"),
+        "mlp": BlockConfig.order["mlp"],
+    }
+    delta: DeltaSublayerConfig
+
+
+def delta_config[C: DeltaSublayerConfig](
+    cls: type[C], config: ModelConfig, settings: DeltaRuleConfig
+) -> C:
+    """The layer of a model's width, with heads of its own."""
+    return config.part(cls, head_dim=config.head_size, rule=settings)
+
+
+def _block(config: ModelConfig, settings: DeltaRuleConfig) -> BlockConfig:
+    return BlockConfig(mixer=delta_config(DeltaNetConfig, config, settings), mlp=config.mlp())
+
+
+def _hybrid_block(config: ModelConfig, settings: DeltaRuleConfig) -> BlockConfig:
+    delta = delta_config(DeltaSublayerConfig, config, settings)
+    return HybridBlockConfig(mixer=config.attention(), delta=delta, mlp=config.mlp())
+
+
+DELTA_KEYS = (*COMMON_KEYS, Key("num_heads", "num_heads"), Key("conv_size", "memory.num_taps", 4))
+DELTA_FIXED = {
+    "use_short_conv": True,
+    "conv_bias": False,
+    "attn": None,
+    "allow_neg_eigval": False,
+    "num_v_heads": None,
+}
+
+
+def _read(source: Source) -> dict[str, Any]:
+    expand_k = source.positive("expand_k", 1)
+    key_width = source.positive("hidden_size") * expand_k
+    return {
+        "head_dim": int(key_width) // source.positive("num_heads"),
+        "memory.value_expansion": source.positive("expand_v", 1) / expand_k,
+    }
+
+
+def _write(config: ModelConfig, settings: DeltaRuleConfig) -> dict[str, Any]:
+    expand_k = config.width / config.dim
+    return {"expand_k": expand_k, "expand_v": expand_k * settings.value_expansion}
+
+
+_FIXED = {
+    "use_gate": False,
+    "use_beta": True,
+    "use_output_norm": True,
+    "qk_norm": "l2",
+    "qk_activation": "silu",
+}
+METHOD = register(
+    Method(
+        "deltanet",
+        "DeltaNet",
+        _block,
+        "all",
+        settings=DeltaRuleConfig,
+        reference=Reference(("delta_net",), DELTA_KEYS, DELTA_FIXED | _FIXED, _read, _write),
+    )
+)
+HYBRID = register(
+    Method(
+        "deltanet_hybrid",
+        "SWA + DeltaNet",
+        _hybrid_block,
+        settings=DeltaRuleConfig,
+        reference=Reference(("deltanet_baseline",), FAST_KEYS, ATTENTION_FIXED),
+    )
+)

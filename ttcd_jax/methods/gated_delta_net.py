@@ -7,22 +7,48 @@
 """
 
 import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ttcd_jax.axes import param
-from ttcd_jax.methods.delta_net import DeltaNet, DeltaNetConfig, DeltaState
+from ttcd_jax.methods.delta_net import (
+    DELTA_FIXED,
+    DELTA_KEYS,
+    DeltaNet,
+    DeltaNetConfig,
+    DeltaRuleConfig,
+    delta_config,
+)
+from ttcd_jax.methods.registry import Key, Method, ModelConfig, Reference, Source, register
+from ttcd_jax.nn.block import BlockConfig, Names
 from ttcd_jax.nn.linear import linear, normal_param
-from ttcd_jax.nn.stream import Piece
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedDeltaNetConfig(DeltaNetConfig):
     """The fields of DeltaNet; the gates have no switches."""
+
+    reference_names: ClassVar[Names] = DeltaNetConfig.reference_names | {
+        "a_proj.weight": ("decay", "linear"),
+        "A_log": ("decay_log", "same"),
+        "dt_bias": ("decay_bias", "same"),
+        "g_proj.weight": ("gate", "linear"),
+    }
+
+    def build(self, *, rngs: nnx.Rngs) -> "GatedDeltaNet":
+        """The layer, its parameters drawn."""
+        return GatedDeltaNet(self, rngs=rngs)
+
+    def flops(self, length: int) -> float:
+        """Besides DeltaNet: the output gate, and sums of log decays as a product with ones."""
+        chunk, N = min(self.rule.chunk_size, length), self.num_heads
+        gate = 2 * length * self.dim * N * self.value_head_dim
+        return super().flops(length) + gate + 2 * length * N * chunk**2
 
 
 class GatedDeltaNet(DeltaNet):
@@ -50,30 +76,46 @@ class GatedDeltaNet(DeltaNet):
         softplus_inverse = step + jnp.log(-jnp.expm1(-step))
         self.decay_bias = param(softplus_inverse.astype(dtype), ("heads",))
 
-    def __call__(
-        self,
-        h: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"] | None = None,
+    def project_out(
+        self, h: Float[Array, "B T D"], o: Float[Array, "B T N X"]
     ) -> Float[Array, "B T D"]:
-        """`positions` are part of every mixer's call; the delta rule knows order without them."""
-        o = self._read(h, self._convolved(h, segment_ids), segment_ids, self.log_decay(h))
-        return self._gated(h, o)
-
-    def extend(
-        self, h: Float[Array, "B T D"], piece: Piece, state: DeltaState
-    ) -> tuple[Float[Array, "B T D"], DeltaState]:
-        """The same for a piece of a row of one document: (output, the state behind it)."""
-        channels, tail = self._convolved_piece(h, piece, state)
-        o, memory = self._read_piece(h, channels, piece, state, self.log_decay(h))
-        return self._gated(h, o), DeltaState(memory, tail)
-
-    def _gated(self, h, o) -> Float[Array, "B T D"]:
+        """The projection of the normed heads, gated."""
         gate = jax.nn.silu(linear(h, self.gate[...], self.config.precision.compute_dtype))
-        return self._project_out(self._normed(o) * gate.reshape(o.shape))
+        return super(DeltaNet, self).project_out(h, self.normed(o) * gate.reshape(o.shape))
 
     def log_decay(self, h: Float[Array, "B T D"]) -> Float[Array, "B T N"]:
         """g <= 0, in float32 or better."""
-        x = self._per_head(h, self.decay)
+        x = self.per_head(h, self.decay)
         speed = jnp.exp(self.decay_log[...].astype(x.dtype))
         return -speed * jax.nn.softplus(x + self.decay_bias[...].astype(x.dtype))
+
+
+def _block(config: ModelConfig, settings: DeltaRuleConfig) -> BlockConfig:
+    mixer = delta_config(GatedDeltaNetConfig, config, settings)
+    return BlockConfig(mixer=mixer, mlp=config.mlp())
+
+
+def _read(source: Source) -> dict[str, Any]:
+    return {"memory.value_expansion": source.positive("expand_v", 2)}
+
+
+def _write(config: ModelConfig, settings: DeltaRuleConfig) -> dict[str, Any]:
+    return {"head_dim": config.head_size, "expand_v": settings.value_expansion}
+
+
+METHOD = register(
+    Method(
+        "gated_deltanet",
+        "Gated DeltaNet",
+        _block,
+        "all",
+        settings=DeltaRuleConfig,
+        reference=Reference(
+            ("gated_deltanet",),
+            (*DELTA_KEYS, Key("head_dim", "head_dim", 256)),
+            DELTA_FIXED | {"use_gate": True},
+            _read,
+            _write,
+        ),
+    )
+)

@@ -1,69 +1,70 @@
 """The ideal IP-TTCD MLP: a SwiGLU whose down projection descends the distillation loss itself.
 
-Where `ipttcd` approximates (errors against the base weight, convolutions, P, beta, normalised
+Where `ipttcd` approximates (errors against the base weight, convolutions, P, beta, normalized
 keys), this follows the paper's eq. inplace_update_sw to the letter, at the price of a loop over
-chunks that no prefix sum replaces. It is what Proposition 1 speaks of.
+chunks that no prefix sum replaces. Proposition 1 is about this layer.
 """
 
 import dataclasses
 
-import jax.numpy as jnp
+import jax
 from flax import nnx
+from jaxtyping import Array, Float
 
-from ttcd_jax.config import Config
-from ttcd_jax.memory.chunks import to_chunks
-from ttcd_jax.memory.running import chunked_memory, ideal_memory, ideal_rule
-from ttcd_jax.methods.in_place import InPlaceConfig, MemoryMLP, Remembered
+from ttcd_jax.memory.running import IdealMemory
+from ttcd_jax.methods.in_place import InPlaceConfig, InPlaceMLP, InPlaceSettings
+from ttcd_jax.methods.ipttcd import dual_window_block
+from ttcd_jax.methods.registry import Method, ModelConfig, register
+from ttcd_jax.nn.block import BlockConfig
 from ttcd_jax.nn.mlp import MLPConfig
-from ttcd_jax.sharding.recurrent import running_memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IdealMemoryConfig(InPlaceConfig):
+class IdealMemoryConfig(InPlaceSettings):
     """`eta` multiplies the mean over a chunk: eta / chunk_size per token, where `MemoryConfig.eta`
     multiplies the sum."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IdealConfig(Config):
+class IdealConfig(InPlaceConfig):
     """An MLP with the ideal memory in its down projection."""
 
     mlp: MLPConfig
     memory: IdealMemoryConfig = IdealMemoryConfig()
 
+    def build(self, *, rngs: nnx.Rngs) -> "IdealMLP":
+        """The layer, its parameters drawn."""
+        return IdealMLP(self, rngs=rngs)
 
-class IdealMLP(MemoryMLP):
+    def flops(self, length: int) -> float:
+        """Besides a SwiGLU: student gate and up, both sides of the error, delta_w; W is read
+        instead of W_base."""
+        return (3 + 5) * self.mlp.unit_flops(length)
+
+
+class IdealMLP(InPlaceMLP):
     """(x, t) [B, T, D] -> y [B, T, D], any T: teacher and student. y is the teacher's features read
     through the running weight. The parameters of SwiGLU and no others."""
 
-    def __init__(self, config: IdealConfig, *, rngs: nnx.Rngs):
-        super().__init__(config.mlp, config.memory, rngs=rngs)
-
-    def _remember(self, x, t, segments, segment_ids) -> Remembered:
-        memory = self.memory
-        features = tuple(to_chunks(x, memory.chunk_size) for x in self._tokens(x, t))
-        w_base = self.down[...].astype(features[0].dtype)
-        row = segment_ids, x.shape[1], memory.chunk_size
-        dtype = self.config.precision.state_dtype
-
-        def make(features, w_base, mask):
-            z, z_student = features
-            return ideal_memory(z, z_student, w_base, mask, eta=memory.eta, state_dtype=dtype)
-
-        return Remembered(*running_memory(make, features, w_base, *row))
-
-    def _tokens(self, x, t):
+    def tokens(
+        self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
+        """Features of teacher and student."""
         return self.features(x), self.features(t)
 
-    def _operands(self, convolved):
+    def operands(
+        self, convolved: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """(z_teacher, (z_teacher, z_student))."""
         return convolved[0], convolved
 
-    def _chunked(self, batch_size: int):
-        w_base = self.down[...].astype(self.config.precision.compute_dtype)
-        dtype = self.config.precision.state_dtype
-        rule = ideal_rule(w_base, eta=self.memory.eta, state_dtype=dtype)
+    def memory(self, length: int) -> IdealMemory:
+        """Gradient descent from W_base."""
+        return IdealMemory(self.w_base(), self.settings.eta, self.config.precision.state_dtype)
 
-        def write(state, features):
-            return rule.write(state, (*features, jnp.ones(features[0].shape[:2], bool)))
 
-        return chunked_memory(rule)._replace(write=write), rule.start(batch_size)
+def _block(config: ModelConfig, settings: IdealMemoryConfig) -> BlockConfig:
+    return dual_window_block(config, IdealConfig(mlp=config.mlp(), memory=settings))
+
+
+METHOD = register(Method("ipttcd_ideal", "ideal IP-TTCD", _block, settings=IdealMemoryConfig))

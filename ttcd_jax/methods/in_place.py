@@ -1,8 +1,7 @@
-"""What every MLP that writes into its own down projection shares: switches, call, statistics."""
+"""What every MLP that writes into its own down projection shares: settings, rows, pieces."""
 
 import dataclasses
-import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +10,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import Config
+from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.memory.chunks import ChunkedMemory, chunk_segments, from_chunks, to_chunks
+from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
+from ttcd_jax.memory.pieces import OpenChunk, inside_open_chunk, over_piece, start_pieces
 from ttcd_jax.memory.prefix import Form, MemoryRule
+from ttcd_jax.memory.protocol import ChunkedMemory
+from ttcd_jax.memory.rows import check_parts, over_rows
+from ttcd_jax.methods.registry import Settings
+from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
-from ttcd_jax.nn.stream import (
-    Piece,
-    Streamed,
-    continued,
-    inside_open_chunk,
-    next_tail,
-    real,
-    with_tail,
-)
+from ttcd_jax.nn.row import Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.precision import Precision
 
 ConvInit = Literal["zeros", "identity", "normal"]
@@ -33,41 +29,34 @@ ProjInit = Literal["identity", "gaussian_diagonal", "zeros", "normal"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InPlaceConfig(Config):
+class InPlaceSettings(Settings):
     """A memory in the down projection: a chunk reads what the chunks before it wrote, at rate
     eta."""
 
-    chunk_size: int = 1024
+    chunk_size: Positive = 1024
     eta: float = 0.3
     resets_at_document: bool = True  # published: the memory leaks from document to document
 
-    def validate(self) -> None:
-        if self.chunk_size < 1:
-            raise UserError(
-                f"{type(self).__name__}.chunk_size {self.chunk_size} must be at least 1"
-            )
+    def switched_off(self, length: int) -> Self:
+        """eta = 0."""
+        return self.replace(eta=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FastWeightConfig(InPlaceConfig):
+class PrefixSettings(InPlaceSettings):
     """A memory that is a prefix sum: chunk i reads W_base + eta * (what chunks before i wrote)."""
 
-    num_taps: int = 5
+    num_taps: Positive = 5
     is_conv_causal: bool = True
     has_proj: bool = True
     # 0.02 I, 0.02 diag(N(0, 1)), zero, or dense N(0, init_std^2).
     proj_init: ProjInit = "identity"
     folds_state: bool = False  # published read: round W_base + eta S, then one product
     form: Form = "auto"
-    block_chunks: int = 4
+    block_chunks: Positive = 4
 
     def validate(self) -> None:
         super().validate()
-        for name in ("num_taps", "block_chunks"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"{type(self).__name__}.{name} {getattr(self, name)} must be at least 1"
-                )
         if self.folds_state and self.resets_at_document:
             raise UserError(
                 "folds_state reproduces code without documents: set resets_at_document=False"
@@ -76,7 +65,7 @@ class FastWeightConfig(InPlaceConfig):
             raise UserError("form 'attention' does not know folds_state")
 
     def rule(self, precision: Precision, *, orthogonalizes: bool = False) -> MemoryRule:
-        """The static facts of a read, for `ttt.scan.apply_memory`."""
+        """The static facts of the memory."""
         return MemoryRule(
             eta=self.eta,
             orthogonalizes=orthogonalizes,
@@ -86,56 +75,65 @@ class FastWeightConfig(InPlaceConfig):
             state_dtype=precision.state_dtype,
         )
 
+    @property
+    def look_ahead(self) -> int:
+        """Tokens after its own that a convolution reads."""
+        return 0 if self.is_conv_causal else self.num_taps - 1 - self.num_taps // 2
 
-class MemoryStats(NamedTuple):
-    """Scalars of one fast layer, without gradient."""
-
-    # |eta * sum of delta_w|_F / |W_base|_F at the end of the row, batch mean
-    memory_ratio: jax.Array
-    # mean of beta over tokens; 1 without a token rate
-    gate_mean: jax.Array
-
-
-def memory_stats(
-    size: Float[Array, " B"],
-    w_base: Float[Array, "F D"],
-    eta: float,
-    beta: Float[Array, "B T"] | None = None,
-) -> MemoryStats:
-    """What stands in the memory at the end of the row; `size` is |S|_F, of the sum without eta."""
-    base = jax.lax.stop_gradient(w_base).astype(jnp.float32)
-    gate = jnp.ones(()) if beta is None else jax.lax.stop_gradient(beta).mean()
-    return MemoryStats(abs(eta) * size.mean() / jnp.linalg.norm(base), gate.astype(jnp.float32))
+    def refuse_ahead(self, what: str) -> None:
+        """Raises `UserError` if the convolution of `what` reads later tokens."""
+        if self.look_ahead:
+            raise UserError(
+                f"{type(self).__name__}.is_conv_causal=False with {what} reads features of tokens "
+                "that are not there yet: such a model cannot generate; train it with "
+                "is_conv_causal=True"
+            )
 
 
-class Remembered(NamedTuple):
-    """What a memory gives for a row: y in chunks, the Frobenius norm of the sum of what was written
-    (without eta, and without gradient), and the token rate if there is one."""
+class InPlaceConfig(SublayerConfig):
+    """An MLP with a memory in its down projection; subclasses have `mlp` and `memory`."""
 
-    y: Float[Array, "B C L D"]
-    size: Float[Array, " B"]
-    beta: Float[Array, "B T"] | None = None
+    is_in_place: ClassVar[bool] = True
+    reference_names: ClassVar[Names] = MLPConfig.reference_names | {
+        "ttt_proj.weight": ("proj", "same")
+    }
+    mlp: MLPConfig
+    memory: InPlaceSettings
+
+    @property
+    def dims(self) -> Dims:
+        """Those of the MLP."""
+        return self.mlp
+
+    @property
+    def chunk_size(self) -> int | None:
+        """That of the memory."""
+        return self.memory.chunk_size
 
 
-class MemoryState(NamedTuple):
-    """A memory in the middle of a row: what full chunks wrote, the operands of the open chunk, and
-    the tokens of it that a convolution will look back at (None without convolution)."""
+class InPlaceState(NamedTuple):
+    """A memory in the middle of a row: full chunks and open chunk, and the tokens of it that a
+    convolution will look back at (None without convolution)."""
 
-    streamed: Streamed
+    chunks: OpenChunk
     tail: Any | None
 
+    def kinds(self) -> dict[str, Any]:
+        """What the arrays hold."""
+        return {"memory": self.chunks.memory, "open chunk": (self.chunks.open, self.tail)}
 
-class MemoryMLP(SwiGLU):
+
+class InPlaceMLP(SwiGLU):
     """(x, t) [B, T, D] -> y [B, T, D], any T: x is read through the memory in the down projection.
 
-    What t is and what is written the method says, in four steps that a whole row and a piece of one
-    share: `_tokens` (of each token alone), `_convolved` (inside chunks), `_operands` (of read and
-    write), and then either `_remember`, for a row, or `_chunked`, chunk by chunk.
+    A method says what t is and what is written, in four steps that a whole row and a piece of one
+    share: `tokens` (of each token alone), `convolved` (inside chunks), `operands` (of read and
+    write), `memory`.
     """
 
-    def __init__(self, mlp: MLPConfig, memory: InPlaceConfig, *, rngs: nnx.Rngs):
-        super().__init__(mlp, rngs=rngs)
-        self.memory = memory
+    def __init__(self, config: Any, *, rngs: nnx.Rngs):
+        super().__init__(config.mlp, rngs=rngs)
+        self.settings = config.memory
 
     def __call__(
         self,
@@ -143,117 +141,143 @@ class MemoryMLP(SwiGLU):
         t: Float[Array, "B T D"],
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        return self.forward(x, t, segment_ids)[0]
+        """y. Documents (`segment_ids`) neither share nor leak the memory."""
+        return self.remember(x, t, segment_ids)[0]
 
     def forward(
+        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
+    ) -> tuple[Float[Array, "B T D"], MemoryStats]:
+        """(y, what the memory holds at the end of the row)."""
+        return self.remember(x, self.source(x, row, student), row.segment_ids)
+
+    def remember(
         self,
         x: Float[Array, "B T D"],
         t: Float[Array, "B T D"],
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], MemoryStats]:
-        """y and what the memory holds. Documents (`segment_ids`) neither share nor leak it."""
-        memory, length = self.memory, x.shape[1]
-        if not memory.resets_at_document:
-            segment_ids = None
-        segments = chunk_segments(segment_ids, memory.chunk_size)
-        y, size, beta = self._remember(x, t, segments, segment_ids)
-        stats = memory_stats(size, self.down[...], memory.eta, beta)
-        return from_chunks(y, length), stats
+        """(y, what the memory holds at the end of the row)."""
+        settings, length = self.settings, x.shape[1]
+        check_parts(length, settings.chunk_size)
+        tokens = self.tokens(x, t)
+        segments = None
+        if settings.resets_at_document:
+            segments = chunk_segments(segment_ids, settings.chunk_size)
+        chunks = jax.tree.map(lambda x: to_chunks(x, settings.chunk_size), tokens)
+        reads, writes = self.operands(self.convolved(chunks, segments))
+        memory = self.memory(reads.shape[1] * settings.chunk_size)
+        y, size = over_rows(memory, reads, writes, segments, length=length, reports_size=True)
+        assert size is not None
+        return from_chunks(y, length), self._stats(size, self.token_rate(tokens))
 
-    def _remember(
-        self,
-        x: Float[Array, "B T D"],
-        t: Float[Array, "B T D"],
-        segments: Int[Array, "B C L"] | None,
-        segment_ids: Int[Array, "B T"] | None,
-    ) -> Remembered:
-        raise AssertionError(f"{type(self).__name__} defines its own _remember")
+    def _stats(self, size: Float[Array, " B"], beta: Float[Array, "B T"] | None) -> MemoryStats:
+        """`size`: |S|_F, of the sum without eta."""
+        base = jax.lax.stop_gradient(self.down[...]).astype(jnp.float32)
+        gate = jnp.ones(()) if beta is None else jax.lax.stop_gradient(beta).mean()
+        ratio = abs(self.settings.eta) * size.mean() / jnp.linalg.norm(base)
+        return MemoryStats(ratio, gate.astype(jnp.float32))
 
-    def start(self, batch_size: int) -> MemoryState:
-        """What `extend` finds in front of a row.
+    def start(self, batch_size: int, max_length: int | None = None) -> InPlaceState:
+        """The state before rows begin.
 
         Raises `UserError` for a layer that reads tokens which are not there yet.
         """
-        self._check_causal()
-        size, dtype = self.memory.chunk_size, self.config.precision.compute_dtype
+        self.check_causal()
+        size, dtype = self.settings.chunk_size, self.config.precision.compute_dtype
         x = jax.ShapeDtypeStruct((batch_size, size, self.config.dim), dtype)
 
-        def written(x):
-            tokens = self._tokens(x, x)
+        def one_chunk(x: jax.Array) -> tuple[Any, Any]:
+            tokens = self.tokens(x, x)
             chunks = jax.tree.map(lambda x: x[:, None], tokens)
-            return tokens, self._operands(self._convolved(chunks, None))[1]
+            return tokens, self.operands(self.convolved(chunks, None))[1]
 
-        tokens, writes = jax.eval_shape(written, x)
-
-        def zeros(num_tokens: int, axis: int, x: jax.ShapeDtypeStruct) -> jax.Array:
-            return jnp.zeros((batch_size, num_tokens, *x.shape[axis + 1 :]), x.dtype)
-
-        held = jax.tree.map(functools.partial(zeros, size, 2), writes)
+        tokens, writes = jax.eval_shape(one_chunk, x)
         tail = None
-        if self._look_back:
-            tail = jax.tree.map(functools.partial(zeros, self._look_back, 1), tokens)
-        return MemoryState(Streamed(self._chunked(batch_size)[1], held), tail)
+        if self.look_back:
+            tail = jax.tree.map(
+                lambda x: jnp.zeros((batch_size, self.look_back, *x.shape[2:]), x.dtype), tokens
+            )
+        return InPlaceState(start_pieces(self.memory(size), batch_size, size, writes), tail)
 
     def extend(
-        self, x: Float[Array, "B T D"], t: Float[Array, "B T D"], piece: Piece, state: MemoryState
-    ) -> tuple[Float[Array, "B T D"], MemoryState]:
-        """`forward` for a piece of a row of one document: (y, the state behind it).
+        self,
+        x: Float[Array, "B T D"],
+        piece: Piece,
+        state: InPlaceState,
+        student: Float[Array, "B T D"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], InPlaceState]:
+        """(y, the state after the piece).
 
-        Read and write are those of a row: the convolutions see the tokens of their chunk in front
-        of the piece, and a chunk is written when its last token is there.
+        Read and write are those of a row: the convolutions see the tokens of their chunk before the
+        piece, and a chunk is written when its last token is there.
         """
         if piece.is_plain is True:
-            return SwiGLU.__call__(self, x), state
-        length, size = x.shape[1], self.memory.chunk_size
-        tokens = jax.tree.map(lambda x: real(x, piece), self._tokens(x, t))
+            return self.plain(x), state
+        length, size = x.shape[1], self.settings.chunk_size
+        tokens = zero_padding(self.tokens(x, self.source(x, piece, student)), piece)
         lead = back = 0
         if length > size:
             chunks = jax.tree.map(lambda x: to_chunks(x, size), tokens)
         else:
-            lead, back = self._look_ahead, self._look_back
-            around = tokens if state.tail is None else jax.tree.map(with_tail, state.tail, tokens)
+            lead, back = self.look_ahead, self.look_back
+            around = tokens if state.tail is None else after_tail(state.tail, tokens)
             chunks = jax.tree.map(lambda x: x[:, None], around)
-        # Only the places whose errors are new, or change by what the piece shows.
-        convolved = jax.tree.map(lambda x: x[:, :, back - lead :], self._convolved(chunks, None))
+        # Only the positions whose errors are new, or change by what the piece shows.
+        convolved = jax.tree.map(lambda x: x[:, :, back - lead :], self.convolved(chunks, None))
         reads, writes = (
             jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), operands)
-            for operands in self._operands(convolved)
+            for operands in self.operands(convolved)
         )
-        memory, _ = self._chunked(x.shape[0])
-        y, streamed = continued(memory, state.streamed, reads[:, lead:], writes, piece)
+        y, open_chunk = over_piece(self.memory(size), state.chunks, reads[:, lead:], writes, piece)
         if piece.is_plain is not None:
-            y = jnp.where(piece.is_plain[:, None, None], SwiGLU.__call__(self, x), y)
+            y = jnp.where(piece.is_plain[:, None, None], self.plain(x), y)
         tail = state.tail
         if tail is not None:
-            tail = jax.tree.map(lambda tail, x: next_tail(tail, x, piece), tail, tokens)
-            tail = jax.tree.map(lambda x: inside_open_chunk(x, piece, size), tail)
-        return y, MemoryState(streamed, tail)
+            tail = inside_open_chunk(next_tail(tail, tokens, piece), piece, size)
+        return y, InPlaceState(open_chunk, tail)
 
-    _look_back = 0  # tokens in front of its own that a convolution reads
-    _look_ahead = 0  # tokens behind its own that it reads
+    look_back = 0  # tokens before its own that a convolution reads
+    look_ahead = 0  # tokens after its own that it reads
 
-    def _check_causal(self) -> None:
+    def check_causal(self) -> None:
         """Raises `UserError` when y depends on later tokens."""
 
-    def _tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Any:
-        raise AssertionError(f"{type(self).__name__} defines its own _tokens")
+    def source(
+        self, x: Float[Array, "B T D"], row: Row | Piece, student: Float[Array, "B T D"] | None
+    ) -> Float[Array, "B T D"]:
+        """t, of the layer's normed input, its row, and what a student sees."""
+        assert student is not None, f"{type(self).__name__} follows attention under two windows"
+        return student
 
-    def _convolved(self, tokens: Any, segments: Int[Array, "B C L"] | None) -> Any:
+    def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Any:
+        """What each token brings by itself, a tree of [B, T, ...]."""
+        raise AssertionError(f"{type(self).__name__} defines its own tokens")
+
+    def convolved(self, tokens: Any, segments: Int[Array, "B C L"] | None) -> Any:
+        """The same after the convolutions inside chunks, a tree of [B, C, L, ...]."""
         return tokens
 
-    def _operands(self, convolved: Any) -> tuple[Float[Array, "B C L F"], Any]:
+    def operands(self, convolved: Any) -> tuple[Float[Array, "B C L F"], Any]:
         """(what is read, what is written)."""
-        raise AssertionError(f"{type(self).__name__} defines its own _operands")
+        raise AssertionError(f"{type(self).__name__} defines its own operands")
 
-    def _chunked(self, batch_size: int) -> tuple[ChunkedMemory, Any]:
-        """(the memory chunk by chunk, its state in front of a row)."""
-        raise AssertionError(f"{type(self).__name__} defines its own _chunked")
+    def memory(self, length: int) -> ChunkedMemory:
+        """The memory of rows of `length` tokens."""
+        raise AssertionError(f"{type(self).__name__} defines its own memory")
 
-    def _init_proj(self, memory: FastWeightConfig, rngs: nnx.Rngs) -> nnx.Param:
+    def token_rate(self, tokens: Any) -> Float[Array, "B T"] | None:
+        """The token rate, for statistics."""
+        return None
+
+    def w_base(self) -> Float[Array, "F D"]:
+        """The down projection in the compute dtype."""
+        return self.down[...].astype(self.config.precision.compute_dtype)
+
+    def _init_proj(self, settings: PrefixSettings, rngs: nnx.Rngs) -> nnx.Param:
         """P [D, D], which multiplies errors from the right."""
         D, std, dtype = self.config.dim, self.config.init_std, self.config.precision.param_dtype
         axes = ("embed", "embed_out")
-        match memory.proj_init:
+        match settings.proj_init:
             case "identity":
                 return param(0.02 * jnp.eye(D, dtype=dtype), axes)
             case "gaussian_diagonal":
@@ -265,7 +289,7 @@ class MemoryMLP(SwiGLU):
 
     def _init_conv(
         self,
-        memory: FastWeightConfig,
+        settings: PrefixSettings,
         init: ConvInit,
         rngs: nnx.Rngs,
         axis: Literal["embed", "mlp"],
@@ -273,30 +297,19 @@ class MemoryMLP(SwiGLU):
         """Taps [R, channels] for the D or F channels; the identity passes the current token
         through."""
         channels = {"embed": self.config.dim, "mlp": self.config.hidden_dim}[axis]
-        shape, dtype = (memory.num_taps, channels), self.config.precision.param_dtype
+        shape, dtype = (settings.num_taps, channels), self.config.precision.param_dtype
         if init == "normal":
-            return normal_param(rngs, shape, ("taps", axis), self.config.init_std, dtype)
-        if init == "identity":
-            return param(identity_taps(memory, channels, dtype), ("taps", axis))
-        return param(jnp.zeros(shape, dtype), ("taps", axis))
+            taps = self.config.init_std * jax.random.normal(rngs.params(), shape, dtype)
+        elif init == "identity":
+            taps = identity_taps(settings, channels, dtype)
+        else:
+            taps = jnp.zeros(shape, dtype)
+        return param(taps, ("taps", axis), is_operand=False)
 
 
 def identity_taps(
-    memory: FastWeightConfig, channels: int, dtype: DTypeLike = jnp.float32
+    settings: PrefixSettings, channels: int, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "R X"]:
     """Taps that pass the current token through."""
-    here = -1 if memory.is_conv_causal else memory.num_taps // 2
-    return jnp.zeros((memory.num_taps, channels), dtype).at[here].set(1)
-
-
-def look_ahead(memory: FastWeightConfig) -> int:
-    """Tokens behind its own that a convolution reads."""
-    return 0 if memory.is_conv_causal else memory.num_taps - 1 - memory.num_taps // 2
-
-
-def reads_ahead(config: str, what: str) -> UserError:
-    """The error of a model that cannot go token by token."""
-    return UserError(
-        f"{config}.is_conv_causal=False with {what} reads features of tokens that are not there "
-        "yet: such a model cannot generate; train it with is_conv_causal=True"
-    )
+    here = -1 if settings.is_conv_causal else settings.num_taps // 2
+    return jnp.zeros((settings.num_taps, channels), dtype).at[here].set(1)

@@ -10,32 +10,41 @@ what a chunk writes; a symmetric activation convolution would not be.
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-import jax.numpy as jnp
+import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 from ttcd_kernels.short_conv.xla import short_conv
 
-from ttcd_jax.config import Config
-from ttcd_jax.memory import prefix as scan
 from ttcd_jax.memory.chunks import chunk_segments, to_chunks
+from ttcd_jax.memory.prefix import PrefixMemory
 from ttcd_jax.methods.in_place import (
     ConvInit,
-    FastWeightConfig,
-    MemoryMLP,
+    InPlaceConfig,
+    InPlaceMLP,
+    PrefixSettings,
     ProjInit,
-    Remembered,
-    look_ahead,
-    reads_ahead,
 )
+from ttcd_jax.methods.registry import (
+    ATTENTION_FIXED,
+    FAST_KEYS,
+    PROJ_INIT,
+    Key,
+    Method,
+    ModelConfig,
+    Reference,
+    register,
+)
+from ttcd_jax.nn.block import BlockConfig, Names
 from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.nn.product import weight_product
-from ttcd_jax.sharding.memory import apply_memory
+from ttcd_jax.nn.row import Piece, Row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TargetMemoryConfig(FastWeightConfig):
+class TargetMemoryConfig(PrefixSettings):
     """What IP-TTT writes. The defaults are the published ones."""
 
     target: Literal["embedding", "hidden"] = "hidden"
@@ -47,83 +56,157 @@ class TargetMemoryConfig(FastWeightConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IPTTTConfig(Config):
+class IPTTTConfig(InPlaceConfig):
     """An MLP that stores targets in its down projection."""
+
+    reference_names: ClassVar[Names] = InPlaceConfig.reference_names | {
+        "ttt_conv.weight": ("target_conv", "conv"),
+        "ttt_activation_conv.weight": ("activation_conv", "conv"),
+    }
 
     mlp: MLPConfig
     memory: TargetMemoryConfig = TargetMemoryConfig()
 
+    def build(self, *, rngs: nnx.Rngs) -> "IPTTTMLP":
+        """The layer, its parameters drawn."""
+        return IPTTTMLP(self, rngs=rngs)
 
-class IPTTTMLP(MemoryMLP):
+    def flops(self, length: int) -> float:
+        """Besides a SwiGLU: delta_w, the read of the memory; and the projection."""
+        proj = 2 * length * self.mlp.dim**2
+        return (3 + 2) * self.mlp.unit_flops(length) + self.memory.has_proj * proj
+
+
+class IPTTTMLP(InPlaceMLP):
     """(x, targets) [B, T, D] -> y [B, T, D], any T. Parameters of SwiGLU plus P and the
     convolutions; gradient flows into the targets."""
 
-    memory: TargetMemoryConfig
+    settings: TargetMemoryConfig
 
     def __init__(self, config: IPTTTConfig, *, rngs: nnx.Rngs):
-        memory = config.memory
-        super().__init__(config.mlp, memory, rngs=rngs)
-        if memory.has_proj:
-            self.proj = self._init_proj(memory, rngs)
-        if memory.has_target_conv:
-            self.target_conv = self._init_conv(memory, memory.conv_init, rngs, "embed")
-        if memory.has_activation_conv:
-            self.activation_conv = self._init_conv(memory, memory.conv_init, rngs, "mlp")
+        super().__init__(config, rngs=rngs)
+        settings = config.memory
+        if settings.has_proj:
+            self.proj = self._init_proj(settings, rngs)
+        if settings.has_target_conv:
+            self.target_conv = self._init_conv(settings, settings.conv_init, rngs, "embed")
+        if settings.has_activation_conv:
+            self.activation_conv = self._init_conv(settings, settings.conv_init, rngs, "mlp")
 
-    def _remember(self, x, targets, segments, segment_ids) -> Remembered:
-        size = self.memory.chunk_size
-        tokens = tuple(to_chunks(x, size) for x in self._tokens(x, targets))
-        h, (keys, v) = self._operands(self._convolved(tokens, segments))
-        rule = self.memory.rule(self.config.precision)
-        w_base = self.down[...].astype(h.dtype)
-        return Remembered(*apply_memory(rule, h, keys, v, w_base, segment_ids, x.shape[1]))
+    def source(
+        self, x: Float[Array, "B T D"], row: Row | Piece, student: Float[Array, "B T D"] | None
+    ) -> Float[Array, "B T D"]:
+        """The targets: x itself, or the token embeddings of the row. Raises `ValueError` for a row
+        without them."""
+        if self.settings.target == "hidden":
+            return x
+        if row.embeddings is None:
+            raise ValueError("this block stores token embeddings: pass embeddings=[B, T, D]")
+        return row.embeddings
 
-    def _tokens(self, x, targets):
+    def tokens(
+        self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T F"], Float[Array, "B T D"]]:
+        """Features and targets."""
         h = self.features(x)
-        return h, targets.astype(h.dtype)
+        return h, t.astype(h.dtype)
 
-    def _convolved(self, tokens, segments):
-        (h, v), causal = tokens, self.memory.is_conv_causal
-        if self.memory.has_activation_conv:
+    def convolved(
+        self, tokens: tuple[jax.Array, jax.Array], segments: Int[Array, "B C L"] | None
+    ) -> tuple[Float[Array, "B C L F"], Float[Array, "B C L D"]]:
+        """Both after their convolutions."""
+        (h, v), causal = tokens, self.settings.is_conv_causal
+        if self.settings.has_activation_conv:
             h = self._activation_convolved(h, segments)
-        if self.memory.has_target_conv:
+        if self.settings.has_target_conv:
             v = short_conv(v, self.target_conv[...], is_causal=causal, segment_ids=segments)
         return h, v
 
-    def _operands(self, convolved):
+    def operands(
+        self, convolved: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """(h, (h, v P))."""
         h, v = convolved
-        if self.memory.has_proj:
+        if self.settings.has_proj:
             v = weight_product(v, self.proj[...].astype(v.dtype))
         return h, (h, v)
 
-    def _chunked(self, batch_size: int):
-        precision = self.config.precision
-        w_base = self.down[...].astype(precision.compute_dtype)
-        start = jnp.zeros((batch_size, *w_base.shape), precision.state_dtype)
-        return scan.chunked_memory(self.memory.rule(precision), w_base), start
+    def memory(self, length: int) -> PrefixMemory:
+        """A prefix sum."""
+        w_base, rule = self.w_base(), self.settings.rule(self.config.precision)
+        return PrefixMemory(w_base, rule.at_length(length, *w_base.shape))
 
     @property
-    def _look_back(self) -> int:
-        memory = self.memory
-        return memory.num_taps - 1 if memory.has_target_conv or memory.has_activation_conv else 0
+    def look_back(self) -> int:
+        """Tokens before its own that a convolution reads."""
+        settings = self.settings
+        has_conv = settings.has_target_conv or settings.has_activation_conv
+        return settings.num_taps - 1 if has_conv else 0
 
     @property
-    def _look_ahead(self) -> int:
-        return look_ahead(self.memory) if self.memory.has_target_conv else 0
+    def look_ahead(self) -> int:
+        """Tokens after its own that the target convolution reads."""
+        return self.settings.look_ahead if self.settings.has_target_conv else 0
 
-    def _check_causal(self) -> None:
-        if self.memory.has_activation_conv and look_ahead(self.memory):
-            raise reads_ahead("TargetMemoryConfig", "has_activation_conv")
+    def check_causal(self) -> None:
+        """Raises `UserError` when y depends on later tokens."""
+        if self.settings.has_activation_conv:
+            self.settings.refuse_ahead("has_activation_conv")
 
     def keys(
-        self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None
+        self, t: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B C L F"]:
-        """What `forward` writes under, padding included."""
-        h = to_chunks(self.features(x), self.memory.chunk_size)
-        if not self.memory.has_activation_conv:
+        """The keys that `forward` writes under, padding included, of the layer's normed input t."""
+        h = to_chunks(self.features(t), self.settings.chunk_size)
+        if not self.settings.has_activation_conv:
             return h
-        return self._activation_convolved(h, chunk_segments(segment_ids, self.memory.chunk_size))
+        return self._activation_convolved(h, chunk_segments(segment_ids, self.settings.chunk_size))
 
-    def _activation_convolved(self, h, segments):
-        causal, taps = self.memory.is_conv_causal, self.activation_conv[...]
+    def _activation_convolved(self, h: jax.Array, segments: jax.Array | None) -> jax.Array:
+        causal, taps = self.settings.is_conv_causal, self.activation_conv[...]
         return short_conv(h, taps, is_causal=causal, segment_ids=segments)
+
+
+def _block(config: ModelConfig, settings: TargetMemoryConfig) -> BlockConfig:
+    mlp = IPTTTConfig(mlp=config.mlp(), memory=settings)
+    return BlockConfig(mixer=config.attention(), mlp=mlp)
+
+
+_TARGETS: Mapping[str, str] = {
+    **dict.fromkeys(("hidden", "hidden_state", "hidden_states"), "hidden"),
+    **dict.fromkeys(("embedding", "embed", "input_embed", "input_embeds"), "embedding"),
+}
+# Both of its diagonal starts are random.
+_PROJ_INIT = PROJ_INIT | {"diagonal": "gaussian_diagonal"}
+
+
+def _write(config: ModelConfig, settings: TargetMemoryConfig) -> dict[str, Any]:
+    return {"ttt_mode": True}
+
+
+METHOD = register(
+    Method(
+        "ipttt",
+        "IP-TTT",
+        _block,
+        settings=TargetMemoryConfig,
+        reference=Reference(
+            ("ipttt",),
+            (
+                *FAST_KEYS,
+                Key("ttt_chunk", "memory.chunk_size", 8192),
+                Key("ttt_lr", "memory.eta", 0.3),
+                Key("ttt_target", "memory.target", "hidden", _TARGETS),
+                Key("ttt_proj", "memory.has_proj", True),
+                Key("ttt_proj_init", "memory.proj_init", "diagonal_gaussian", _PROJ_INIT),
+                Key("ttt_conv", "memory.has_target_conv", True),
+                Key("ttt_activation_conv", "memory.has_activation_conv", False),
+                Key("ttt_conv_kernel_size", "memory.num_taps", 5),
+                Key("ttt_conv_causal", "memory.is_conv_causal", False),
+            ),
+            ATTENTION_FIXED,
+            write=_write,
+            has_switch=True,
+        ),
+    )
+)

@@ -8,7 +8,7 @@ x is the teacher's normed hidden state, t the student's; W_base is the down proj
 """
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +17,39 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels import short_conv_residual
 from ttcd_kernels.normalize import l2_normalize
 
-from ttcd_jax.config import Config
+from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.memory import prefix as scan
-from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
+from ttcd_jax.memory.chunks import chunk_segments, to_chunks
 from ttcd_jax.memory.delta import chunk_errors
-from ttcd_jax.memory.running import chunked_memory, renormalized_memory, renormalized_rule
+from ttcd_jax.memory.prefix import PrefixMemory
+from ttcd_jax.memory.protocol import ChunkedMemory
+from ttcd_jax.memory.running import RenormalizedMemory
 from ttcd_jax.methods.in_place import (
     ConvInit,
-    FastWeightConfig,
-    MemoryMLP,
-    Remembered,
+    InPlaceConfig,
+    InPlaceMLP,
+    PrefixSettings,
     identity_taps,
-    look_ahead,
-    reads_ahead,
 )
+from ttcd_jax.methods.registry import (
+    ATTENTION_FIXED,
+    FAST_KEYS,
+    PROJ_INIT,
+    Key,
+    Method,
+    ModelConfig,
+    Reference,
+    Source,
+    register,
+)
+from ttcd_jax.nn.block import Block, BlockConfig, Names
+from ttcd_jax.nn.dual_window import DualWindowConfig
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig
-from ttcd_jax.sharding.memory import apply_memory
-from ttcd_jax.sharding.recurrent import running_memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryConfig(FastWeightConfig):
+class MemoryConfig(PrefixSettings):
     """How the memory is written and read. The defaults are the paper's from-scratch recipe.
 
     A model trained from scratch reads through the teacher convolution, which starts at zero
@@ -53,19 +63,17 @@ class MemoryConfig(FastWeightConfig):
     has_token_rate: bool = True
     normalizes_keys: bool = True
     normalizes_errors: bool = False
-    # Which features are read through the memory: the teacher's behind its convolution, before it,
+    # Which features are read through the memory: the teacher's after its convolution, before it,
     # or the student's.
     output: Literal["teacher", "teacher_raw", "student"] = "teacher"
     teacher_conv_init: ConvInit = "zeros"
     student_conv_init: ConvInit = "normal"
-    renorm_chunks: int | None = None  # hold |W| at |W_base|, in groups of so many chunks
+    renorm_chunks: Positive | None = None  # hold |W| at |W_base|, in groups of so many chunks
     orthogonalizes_updates: bool = False  # Newton-Schulz on every delta_w
     zero_slope: float = 1.0  # gradient of a normalisation at a zero vector; published: 1e6
 
     def validate(self) -> None:
         super().validate()
-        if self.renorm_chunks is not None and self.renorm_chunks < 1:
-            raise UserError(f"MemoryConfig.renorm_chunks {self.renorm_chunks} must be at least 1")
         if self.renorm_chunks is not None and (
             self.form not in ("auto", "blocked") or self.folds_state
         ):
@@ -83,23 +91,39 @@ class MemoryConfig(FastWeightConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IPTTCDConfig(Config):
+class IPTTCDConfig(InPlaceConfig):
     """An MLP with a memory in its down projection."""
+
+    reference_names: ClassVar[Names] = InPlaceConfig.reference_names | {
+        "ttt_teacher_conv.weight": ("teacher_conv", "conv"),
+        "ttt_student_conv.weight": ("student_conv", "conv"),
+        "b_proj": ("rate", "same"),
+    }
 
     mlp: MLPConfig
     memory: MemoryConfig = MemoryConfig()
 
+    def build(self, *, rngs: nnx.Rngs) -> "IPTTCDMLP":
+        """The layer, its parameters drawn."""
+        return IPTTCDMLP(self, rngs=rngs)
 
-class _Tokens(NamedTuple):
-    """What a token brings by itself."""
+    def flops(self, length: int) -> float:
+        """Besides a SwiGLU: student gate and up, error, delta_w, the read of the memory beside that
+        of W_base; and the projection."""
+        proj = 2 * length * self.mlp.dim**2
+        return (3 + 5) * self.mlp.unit_flops(length) + self.memory.has_proj * proj
 
-    z: jax.Array
-    z_student: jax.Array
+
+class Features(NamedTuple):
+    """Per-token features and gate, before the convolutions."""
+
+    teacher: jax.Array
+    student: jax.Array
     beta: jax.Array | None
 
 
-class _Convolved(NamedTuple):
-    """The same behind the convolutions."""
+class ChunkInputs(NamedTuple):
+    """The same after the convolutions: what is read, the key, and what the student missed."""
 
     z_out: jax.Array
     keys: jax.Array
@@ -107,135 +131,224 @@ class _Convolved(NamedTuple):
     beta: jax.Array | None
 
 
-class IPTTCDMLP(MemoryMLP):
+class IPTTCDMLP(InPlaceMLP):
     """(x, t) [B, T, D] -> y [B, T, D], any T: teacher and student. Parameters of SwiGLU plus P, b
     and the two convolutions."""
 
-    memory: MemoryConfig
+    settings: MemoryConfig
 
     def __init__(self, config: IPTTCDConfig, *, rngs: nnx.Rngs):
-        memory, mlp = config.memory, config.mlp
-        super().__init__(mlp, memory, rngs=rngs)
-        if memory.has_proj:
-            self.proj = self._init_proj(memory, rngs)
-        if memory.has_token_rate:
+        super().__init__(config, rngs=rngs)
+        settings, mlp = config.memory, config.mlp
+        if settings.has_proj:
+            self.proj = self._init_proj(settings, rngs)
+        if settings.has_token_rate:
             dtype = mlp.precision.param_dtype
             self.rate = normal_param(rngs, (mlp.dim,), ("embed",), mlp.init_std, dtype)
-        if memory.has_teacher_conv:
-            self.teacher_conv = self._init_conv(memory, memory.teacher_conv_init, rngs, "mlp")
-        if memory.has_student_conv:
-            self.student_conv = self._init_conv(memory, memory.student_conv_init, rngs, "mlp")
+        if settings.has_teacher_conv:
+            self.teacher_conv = self._init_conv(settings, settings.teacher_conv_init, rngs, "mlp")
+        if settings.has_student_conv:
+            self.student_conv = self._init_conv(settings, settings.student_conv_init, rngs, "mlp")
 
-    def _remember(self, x, t, segments, segment_ids) -> Remembered:
-        memory = self.memory
-        tokens = jax.tree.map(lambda x: to_chunks(x, memory.chunk_size), self._tokens(x, t))
-        z_out, (keys, errors) = self._operands(self._convolved(tokens, segments))
-        row = segment_ids, x.shape[1]
-        beta = None if tokens.beta is None else from_chunks(tokens.beta, x.shape[1])
-        return Remembered(*self._read(z_out, keys, errors, *row), beta)
-
-    def _tokens(self, x, t) -> _Tokens:
+    def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Features:
+        """Features of teacher and student, and beta = sigmoid(t . b)."""
         beta = None
-        if self.memory.has_token_rate:
+        if self.settings.has_token_rate:
             beta = jax.nn.sigmoid(jnp.einsum("BTD,D->BT", t, self.rate[...].astype(t.dtype)))
-        return _Tokens(self.features(x), self.features(t), beta)
+        return Features(self.features(x), self.features(t), beta)
 
-    def _convolved(self, tokens: _Tokens, segments) -> _Convolved:
-        memory = self.memory
+    def convolved(self, tokens: Features, segments: Int[Array, "B C L"] | None) -> ChunkInputs:
+        """The features after both convolutions, and the keys."""
+        settings = self.settings
         # Read through the student's features, they are needed as they are.
-        normalizes = memory.normalizes_keys and memory.output != "student"
-        z, z_student, beta = tokens
-        difference, z_target, keys = self._residual(z, z_student, segments, normalizes)
-        z_out = {"teacher": z_target, "teacher_raw": z, "student": keys}[memory.output]
-        if memory.normalizes_keys and not normalizes:
-            keys = l2_normalize(keys, memory.zero_slope)
-        return _Convolved(z_out, keys, difference, beta)
+        normalizes = settings.normalizes_keys and settings.output != "student"
+        residual = self._residual(tokens.teacher, tokens.student, segments, normalizes)
+        difference, z_target, keys = residual
+        outputs = {"teacher": z_target, "teacher_raw": tokens.teacher, "student": keys}
+        if settings.normalizes_keys and not normalizes:
+            keys = l2_normalize(keys, settings.zero_slope)
+        return ChunkInputs(outputs[settings.output], keys, difference, tokens.beta)
 
-    def _operands(self, convolved: _Convolved):
-        memory, dtype = self.memory, convolved.z_out.dtype
+    def operands(
+        self, convolved: ChunkInputs
+    ) -> tuple[Float[Array, "B C L F"], tuple[Float[Array, "B C L F"], Float[Array, "B C L D"]]]:
+        """(z, (keys, errors))."""
+        settings, dtype = self.settings, convolved.z_out.dtype
         errors = chunk_errors(
             convolved.difference,
             self.down[...].astype(dtype),
             beta=convolved.beta,
-            proj=self.proj[...].astype(dtype) if memory.has_proj else None,
-            normalizes=memory.normalizes_errors,
-            zero_slope=memory.zero_slope,
+            proj=self.proj[...].astype(dtype) if settings.has_proj else None,
+            normalizes=settings.normalizes_errors,
+            zero_slope=settings.zero_slope,
         )
         return convolved.z_out, (convolved.keys, errors)
 
-    def _chunked(self, batch_size: int):
-        memory, precision = self.memory, self.config.precision
-        w_base = self.down[...].astype(precision.compute_dtype)
-        rule = memory.rule(precision, orthogonalizes=memory.orthogonalizes_updates)
-        if memory.renorm_chunks is None:
-            start = jnp.zeros((batch_size, *w_base.shape), rule.state_dtype)
-            return scan.chunked_memory(rule, w_base), start
-        running = renormalized_rule(rule, w_base, memory.renorm_chunks)
-        return chunked_memory(running), running.start(batch_size)
+    def memory(self, length: int) -> ChunkedMemory:
+        """A prefix sum, or its renormalized form."""
+        settings, w_base = self.settings, self.w_base()
+        rule = settings.rule(self.config.precision, orthogonalizes=settings.orthogonalizes_updates)
+        if settings.renorm_chunks is not None:
+            return RenormalizedMemory(w_base, rule, settings.renorm_chunks)
+        return PrefixMemory(w_base, rule.at_length(length, *w_base.shape))
+
+    def token_rate(self, tokens: Features) -> Float[Array, "B T"] | None:
+        """beta."""
+        return tokens.beta
 
     @property
-    def _look_back(self) -> int:
-        memory = self.memory
-        return memory.num_taps - 1 if memory.has_teacher_conv or memory.has_student_conv else 0
+    def _has_conv(self) -> bool:
+        return self.settings.has_teacher_conv or self.settings.has_student_conv
 
     @property
-    def _look_ahead(self) -> int:
-        has_conv = self.memory.has_teacher_conv or self.memory.has_student_conv
-        return look_ahead(self.memory) if has_conv else 0
+    def look_back(self) -> int:
+        """Tokens before its own that a convolution reads."""
+        return self.settings.num_taps - 1 if self._has_conv else 0
 
-    def _check_causal(self) -> None:
-        memory = self.memory
+    @property
+    def look_ahead(self) -> int:
+        """Tokens after its own that it reads."""
+        return self.settings.look_ahead if self._has_conv else 0
+
+    def check_causal(self) -> None:
+        """Raises `UserError` when y depends on later tokens."""
+        settings = self.settings
         is_convolved = {
-            "teacher": memory.has_teacher_conv,
+            "teacher": settings.has_teacher_conv,
             "teacher_raw": False,
-            "student": memory.has_student_conv,
-        }[memory.output]
-        if is_convolved and look_ahead(memory):
-            raise reads_ahead("MemoryConfig", f"output {memory.output!r}")
+            "student": settings.has_student_conv,
+        }[settings.output]
+        if is_convolved:
+            settings.refuse_ahead(f"output {settings.output!r}")
 
     def keys(
         self, t: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B C L F"]:
-        """What `forward` writes under, padding included."""
-        segments = chunk_segments(segment_ids, self.memory.chunk_size)
-        z = to_chunks(self.features(t), self.memory.chunk_size)
-        return self._residual(z, z, segments, self.memory.normalizes_keys)[2]
+        """The keys that `forward` writes under, padding included."""
+        size = self.settings.chunk_size
+        z = to_chunks(self.features(t), size)
+        segments = chunk_segments(segment_ids, size)
+        return self._residual(z, z, segments, self.settings.normalizes_keys)[2]
 
-    def _residual(self, z, z_student, segments, normalizes_keys: bool):
-        """(z_target - z_student, z_target, k) behind both convolutions; one that is off passes
+    def _residual(
+        self,
+        teacher: jax.Array,
+        student: jax.Array,
+        segments: jax.Array | None,
+        normalizes_keys: bool,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(z_teacher - z_student, z_teacher, k) after both convolutions; one that is off passes
         everything through."""
-        memory = self.memory
-        taps = [identity_taps(memory, z.shape[-1])] * 2
-        if memory.has_teacher_conv:
+        settings = self.settings
+        taps = [identity_taps(settings, teacher.shape[-1])] * 2
+        if settings.has_teacher_conv:
             taps[0] = self.teacher_conv[...]
-        if memory.has_student_conv:
+        if settings.has_student_conv:
             taps[1] = self.student_conv[...]
         return short_conv_residual(
-            z,
-            z_student,
+            teacher,
+            student,
             *taps,
-            is_causal=memory.is_conv_causal,
+            is_causal=settings.is_conv_causal,
             normalizes_keys=normalizes_keys,
-            zero_slope=memory.zero_slope,
+            zero_slope=settings.zero_slope,
             segment_ids=segments,
         )
 
-    def _read(self, z_out, keys, errors, segment_ids, length):
-        memory, w_base = self.memory, self.down[...].astype(z_out.dtype)
-        rule = memory.rule(self.config.precision, orthogonalizes=memory.orthogonalizes_updates)
-        group = memory.renorm_chunks
-        if group is None:
-            return apply_memory(rule, z_out, keys, errors, w_base, segment_ids, length)
 
-        def make(chunks, w_base, mask):
-            z, keys, errors = chunks
-            return renormalized_memory(rule, z, keys, errors, w_base, mask, group)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IPTTCDBlockConfig(BlockConfig):
+    """Attention under two windows, and an MLP that learns what the student missed."""
 
-        return running_memory(
-            make,
-            (z_out, keys, errors),
-            w_base,
-            segment_ids,
-            length,
-            memory.chunk_size,
+    mixer: DualWindowConfig
+    mlp: InPlaceConfig
+
+
+class IPTTCDBlock(Block):
+    """One block with a memory. The teacher's residual r = h + attention_T continues; with
+    x = norm(r) and t = norm(h + attention_S), same norm, the MLP reads and writes its memory:
+    r + MLP(x, t)."""
+
+    def __init__(self, config: IPTTCDBlockConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+
+
+def dual_window_block(config: ModelConfig, mlp: InPlaceConfig) -> IPTTCDBlockConfig:
+    """A block whose attention shows the MLP a student."""
+    mixer = DualWindowConfig(attention=config.attention(), student_window=config.student_window)
+    return IPTTCDBlockConfig(mixer=mixer, mlp=mlp)
+
+
+def _block(config: ModelConfig, settings: MemoryConfig) -> BlockConfig:
+    return dual_window_block(config, IPTTCDConfig(mlp=config.mlp(), memory=settings))
+
+
+_CONV_INIT = {"zero": "zeros", "identity": "identity", "random": "normal"}
+
+
+def _read(source: Source) -> dict[str, Any]:
+    if source.values.get("ttt_output_source", "teacher") == "student":
+        output = "student"
+    elif source.flag("ttt_teacher_conv", True) and not source.flag(
+        "ttt_output_use_teacher_conv", True
+    ):
+        output = "teacher_raw"
+    else:
+        output = "teacher"
+    group = source.positive("ttt_update_every", 4)
+    chunk, visible = source.positive("ttt_chunk", 8192), source.positive("ttt_visible_chunks", 1)
+    return {
+        "memory.output": output,
+        "memory.renorm_chunks": group if source.flag("ttt_weight_renorm", False) else None,
+        "student_window": chunk * visible,
+    }
+
+
+def _write(config: ModelConfig, memory: MemoryConfig) -> dict[str, Any]:
+    if config.student_window % memory.chunk_size:
+        raise UserError(
+            f"the reference's student window is a multiple of the chunk, this model's "
+            f"{config.student_window} is none of {memory.chunk_size}"
         )
+    return {
+        "ttt_mode": True,
+        "ttt_output_source": "student" if memory.output == "student" else "teacher",
+        "ttt_output_use_teacher_conv": memory.output != "teacher_raw",
+        "ttt_weight_renorm": memory.renorm_chunks is not None,
+        "ttt_update_every": memory.renorm_chunks or 4,
+        "ttt_visible_chunks": config.student_window // memory.chunk_size,
+    }
+
+
+METHOD = register(
+    Method(
+        "ipttcd",
+        "IP-TTCD",
+        _block,
+        settings=MemoryConfig,
+        reference=Reference(
+            ("ipttcdv9", "ipttcdv9_lowcopy", "ipttcdv8", "ipttcd"),
+            (
+                *FAST_KEYS,
+                Key("ttt_chunk", "memory.chunk_size", 8192),
+                Key("ttt_lr", "memory.eta", 0.3),
+                Key("ttt_proj", "memory.has_proj", True),
+                Key("ttt_proj_init", "memory.proj_init", "diagonal", PROJ_INIT),
+                Key("ttt_teacher_conv", "memory.has_teacher_conv", True),
+                Key("ttt_student_conv", "memory.has_student_conv", True),
+                Key("ttt_conv_kernel_size", "memory.num_taps", 5),
+                Key("ttt_conv_causal", "memory.is_conv_causal", True),
+                Key("ttt_teacher_conv_init", "memory.teacher_conv_init", "zero", _CONV_INIT),
+                Key("ttt_student_conv_init", "memory.student_conv_init", "zero", _CONV_INIT),
+                Key("dynamic_lr", "memory.has_token_rate", True),
+                Key("ttt_normalize_student_features", "memory.normalizes_keys", True),
+                Key("ttt_norm_proj_diff", "memory.normalizes_errors", False),
+                Key("use_muon", "memory.orthogonalizes_updates", False),
+            ),
+            ATTENTION_FIXED,
+            _read,
+            _write,
+            has_switch=True,
+        ),
+    )
+)

@@ -3,14 +3,14 @@
     q, k, v = h W_qkv
     y = (attention(q, k, v) + silu(h W_s) * RMSNorm(f(fast q))) W_out          (scale per fast head)
 
-f is the memory of `ttt.fast_swiglu`, read by fast q and written with fast k and v: q and k under a
-scale and an offset per channel, SiLU, unit length per fast head, rotary in the attention's head
+f is the memory of `memory.fast_swiglu`, read by fast q and written with fast k and v: q and k under
+a scale and an offset per channel, SiLU, unit length per fast head, rotary in the attention's head
 layout. Published as "Test-Time Training Done Right" (Zhang et al. 2025), its language model form.
 """
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +18,30 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import Config
+from ttcd_jax.config import Positive, PositiveFloat
 from ttcd_jax.errors import UserError
-from ttcd_jax.memory.chunks import from_chunks, to_chunks
-from ttcd_jax.memory.fast_swiglu import (
-    FastInputs,
-    FastRule,
-    FastWeights,
-    chunked_memory,
-    fresh_state,
-    unit,
+from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
+from ttcd_jax.memory.fast_swiglu import FastRule, FastSwiGLU, FastWeights, FastWrites, unit
+from ttcd_jax.memory.pieces import OpenChunk, over_piece, start_pieces
+from ttcd_jax.memory.rows import check_parts, over_rows
+from ttcd_jax.methods.registry import (
+    COMMON_KEYS,
+    Key,
+    Method,
+    ModelConfig,
+    Reference,
+    Settings,
+    Source,
+    register,
 )
-from ttcd_jax.nn.attention import AttentionConfig, attend, attend_cached, start_cache
-from ttcd_jax.nn.cache import KVCache
+from ttcd_jax.nn.attention import AttentionConfig, start_cache
+from ttcd_jax.nn.block import BlockConfig, Dims, Names, Sublayer, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.nn.product import product
 from ttcd_jax.nn.rope import rotate
-from ttcd_jax.nn.stream import Piece, Streamed, continued
-from ttcd_jax.sharding.recurrent import lact_memory
+from ttcd_jax.nn.row import Piece, Row
+from ttcd_jax.nn.windows import KVCache, attend, attend_cached
 
 NORM_EPS = 1e-5
 # A learning rate is softplus(. + this): 0.001 where the projection says nothing.
@@ -44,13 +49,13 @@ RATE_SHIFT = 0.001 + math.log(-math.expm1(-0.001))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaCTMemoryConfig(Config):
+class LaCTMemoryConfig(Settings):
     """The switches of the method, as published but for `resets_at_document`."""
 
-    num_fast_heads: int = 4
-    hidden_expansion: float = 1  # hidden size of a fast head over its width, rounded down
-    chunk_size: int = 2048
-    low_rank: int | None = 32  # w0, w2 start as such a product plus 0.5 I; None: full matrices
+    num_fast_heads: Positive = 4
+    hidden_expansion: PositiveFloat = 1  # hidden size of a fast head over its width, rounded down
+    chunk_size: Positive = 2048
+    low_rank: Positive | None = 32  # w0, w2 start as such a product plus 0.5 I; None: full matrices
     has_momentum: bool = True
     orthogonalizes_updates: bool = False  # Newton-Schulz on every step, in precision.state
     keeps_raw_state: bool = False  # steps add to weights that are normalised for reading only
@@ -62,35 +67,53 @@ class LaCTMemoryConfig(Config):
     has_qkv_bias: bool = False
     resets_at_document: bool = True  # published: the memory leaks from document to document
 
-    def validate(self) -> None:
-        for name in ("num_fast_heads", "chunk_size", "low_rank"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"LaCTMemoryConfig.{name} {value} must be at least 1")
-        if not 0 < self.hidden_expansion < math.inf:
-            raise UserError(
-                f"LaCTMemoryConfig.hidden_expansion {self.hidden_expansion} must be positive"
-            )
+    def switched_off(self, length: int) -> Self:
+        """A row of one chunk, in which nothing is learned."""
+        return self.replace(chunk_size=length)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaCTConfig(Config):
+class LaCTConfig(SublayerConfig):
     """`attention` gives width, heads, window, rotary, start and precision."""
+
+    reference_names: ClassVar[Names] = {
+        "qkv.weight": ("qkv", "linear"),
+        "qkv.bias": ("qkv_bias", "same"),
+        "o_proj.weight": ("out", "linear"),
+        "q_norm.weight": ("query_norm", "same"),
+        "k_norm.weight": ("key_norm", "same"),
+        "qk_scale": ("qk_scale", "same"),
+        "qk_offset": ("qk_offset", "same"),
+        "w0": ("w0", "linear"),
+        "w1": ("w1", "linear"),
+        "w2": ("w2", "linear"),
+        "w0.w_left": ("w0_left", "linear"),
+        "w0.w_right": ("w0_right", "linear"),
+        "w2.w_left": ("w2_left", "linear"),
+        "w2.w_right": ("w2_right", "linear"),
+        "lr_proj.weight": ("rate", "linear"),
+        "lr_proj.bias": ("rate_bias", "same"),
+        "ttt_scale_proj.weight": ("scale", "linear"),
+        "ttt_scale_proj.bias": ("scale_bias", "same"),
+        "ttt_norm.weight": ("fast_norm", "same"),
+        "momentum_proj.0.weight": ("momentum", "linear"),
+        "momentum_proj.0.bias": ("momentum_bias", "same"),
+    }
 
     attention: AttentionConfig
     memory: LaCTMemoryConfig = LaCTMemoryConfig()
 
     def validate(self) -> None:
         attention, N = self.attention, self.memory.num_fast_heads
-        if attention.num_kv_heads != attention.num_heads:
+        if attention.kv_heads != attention.num_heads:
             raise UserError(
-                f"LaCT shares its keys with the memory: num_kv_heads {attention.num_kv_heads} must "
+                f"LaCT shares its keys with the memory: num_kv_heads {attention.kv_heads} must "
                 f"be num_heads {attention.num_heads}"
             )
-        if attention.num_heads * attention.head_dim != attention.dim:
+        if attention.width != attention.dim:
             raise UserError(
                 f"LaCT needs heads that fill the width: num_heads {attention.num_heads} times "
-                f"head_dim {attention.head_dim} must be dim {attention.dim}"
+                f"head_dim {attention.head_size} must be dim {attention.dim}"
             )
         for name in ("has_qk_norm", "has_qkv_bias"):
             if getattr(attention, name):
@@ -116,15 +139,39 @@ class LaCTConfig(Config):
         """F of the memory."""
         return int(self.fast_width * self.memory.hidden_expansion)
 
+    @property
+    def dims(self) -> Dims:
+        """Those of the attention."""
+        return self.attention
+
+    @property
+    def chunk_size(self) -> int | None:
+        """That of the memory."""
+        return self.memory.chunk_size
+
+    def build(self, *, rngs: nnx.Rngs) -> "LaCT":
+        """The layer, its parameters drawn."""
+        return LaCT(self, rngs=rngs)
+
+    def flops(self, length: int) -> float:
+        """Projections and scores of the attention, reads and writes of the memory."""
+        attention, unit = self.attention, 2 * self.attention.dim * self.fast_hidden
+        projections = 2 * length * attention.dim * 4 * attention.width
+        written = (
+            length - 1 - (length - 1) % self.memory.chunk_size
+        )  # the last chunk writes nothing
+        memory = unit * (3 * length + 6 * written)
+        return projections + attention.score_flops(length) + memory
+
 
 class LaCTState(NamedTuple):
     """Attention and memory in the middle of a row."""
 
     cache: KVCache
-    streamed: Streamed
+    chunks: OpenChunk
 
 
-class LaCT(nnx.Module):
+class LaCT(Sublayer):
     """h [B, T, D] -> [B, T, D], any T. In a row of at most one chunk the memory learns nothing."""
 
     def __init__(self, config: LaCTConfig, *, rngs: nnx.Rngs):
@@ -138,8 +185,8 @@ class LaCT(nnx.Module):
         if memory.has_qk_norm:
             self.query_norm = param(jnp.ones((D,), dtype), ("heads",))
             self.key_norm = param(jnp.ones((D,), dtype), ("heads",))
-        self.qk_scale = param(jnp.ones((D, 2), dtype), ("heads", "rank"))
-        self.qk_offset = param(jnp.zeros((D, 2), dtype), ("heads", "rank"))
+        self.qk_scale = param(jnp.ones((D, 2), dtype), ("heads", "rank"), is_operand=False)
+        self.qk_offset = param(jnp.zeros((D, 2), dtype), ("heads", "rank"), is_operand=False)
         self._init_fast_weights(rngs)
         # Heads before matrices: [N, 3], the three rates of a head beside each other.
         self.rate = normal_param(rngs, (D, 3 * N), ("embed", "fast_heads"), std, dtype)
@@ -159,7 +206,8 @@ class LaCT(nnx.Module):
         dtype = self.config.attention.precision.param_dtype
 
         def start(shape: tuple[int, ...], inner: str, outer: str, std: float) -> nnx.Param:
-            return normal_param(rngs, (N, *shape), ("fast_heads", inner, outer), std, dtype)
+            axes = ("fast_heads", inner, outer)
+            return normal_param(rngs, (N, *shape), axes, std, dtype, is_operand=False)
 
         if r is None:
             self.w0 = start((H, F), "head_dim", "fast_mlp", H**-0.5)
@@ -174,43 +222,60 @@ class LaCT(nnx.Module):
     def __call__(
         self,
         h: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        q, k, v = self._project(h)
-        rotated = self._rotated(q, k, v, positions)
-        seen = attend(self.config.attention, *rotated, segment_ids)
-        memory, length = self.config.memory, h.shape[1]
-        tokens = self._fast_inputs(h, q, k, v, positions)
-        chunks = jax.tree.map(lambda x: to_chunks(x, memory.chunk_size), tokens)
-        documents = segment_ids if memory.resets_at_document else None
-        fast = lact_memory(self._rule(), self._start(), chunks, documents, length)
-        return self._joined(h, seen, from_chunks(fast, length))
+        """The output."""
+        return self.forward(h, Row.of(h, positions, segment_ids))[0]
+
+    def forward(
+        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
+    ) -> tuple[Float[Array, "B T D"], None]:
+        """(output, no statistics)."""
+        attention, memory, length = self.config.attention, self.config.memory, x.shape[1]
+        check_parts(length, memory.chunk_size)
+        q, k, v = self._project(x)
+        rotated = self._rotated(q, k, v, row.positions)
+        windows, implementation = (attention.window,), attention.attention_implementation
+        (seen,) = attend(*rotated, row.segment_ids, windows, implementation)
+        operands = self._operands(x, q, k, v, row.positions)
+        reads, writes = jax.tree.map(lambda x: to_chunks(x, memory.chunk_size), operands)
+        segments = None
+        if memory.resets_at_document:
+            segments = chunk_segments(row.segment_ids, memory.chunk_size)
+        fast, _ = over_rows(self._memory(), reads, writes, segments, length=length)
+        return self._joined(x, seen, from_chunks(fast, length)), None
 
     def start(self, batch_size: int, max_length: int | None) -> LaCTState:
-        """What `extend` finds in front of a row; `max_length` bounds rows of full attention."""
+        """The state before rows begin; `max_length` bounds rows of full attention."""
         config, size = self.config.attention, self.config.memory.chunk_size
         h = jax.ShapeDtypeStruct((batch_size, size, config.dim), config.precision.compute_dtype)
         positions = jax.ShapeDtypeStruct((batch_size, size), jnp.int32)
-        tokens = jax.eval_shape(
-            lambda h, positions: self._fast_inputs(h, *self._project(h), positions), h, positions
-        )
-        fresh = fresh_state(self._rule(), self._start(), tokens)
-        held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tokens)
-        return LaCTState(start_cache(config, batch_size, max_length), Streamed(fresh, held))
+
+        def one_chunk(h: jax.Array, positions: jax.Array) -> FastWrites:
+            _, writes = self._operands(h, *self._project(h), positions)
+            return jax.tree.map(lambda x: x[:, None], writes)
+
+        writes = jax.eval_shape(one_chunk, h, positions)
+        chunks = start_pieces(self._memory(), batch_size, size, writes)
+        return LaCTState(start_cache(config, batch_size, max_length), chunks)
 
     def extend(
-        self, h: Float[Array, "B T D"], piece: Piece, state: LaCTState
+        self,
+        x: Float[Array, "B T D"],
+        piece: Piece,
+        state: LaCTState,
+        student: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], LaCTState]:
-        """The same for a piece of a row of one document: (output, the state behind it)."""
-        positions = piece.positions(h.shape[1])
-        q, k, v = self._project(h)
+        """(output, the state after the piece)."""
+        attention, positions = self.config.attention, piece.positions(x.shape[1])
+        q, k, v = self._project(x)
         rotated = self._rotated(q, k, v, positions)
-        seen, cache = attend_cached(self.config.attention, *rotated, piece, state.cache)
-        tokens = self._fast_inputs(h, q, k, v, positions)
-        memory = chunked_memory(self._rule(), self._start())
-        fast, streamed = continued(memory, state.streamed, tokens.q, tokens, piece)
-        return self._joined(h, seen, fast), LaCTState(cache, streamed)
+        windows, implementation = (attention.window,), attention.attention_implementation
+        (seen,), cache = attend_cached(*rotated, piece, state.cache, windows, implementation)
+        reads, writes = self._operands(x, q, k, v, positions)
+        fast, chunks = over_piece(self._memory(), state.chunks, reads, writes, piece)
+        return self._joined(x, seen, fast), LaCTState(cache, chunks)
 
     def _project(self, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q, k, v [B, T, D] before any rotation."""
@@ -224,36 +289,39 @@ class LaCT(nnx.Module):
             k = rms_norm(k, self.key_norm[...], NORM_EPS)
         return q, k, v
 
-    def _rotated(self, q, k, v, positions) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _rotated(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q, k, v [B, T, N, H] of the attention."""
         config = self.config.attention
-        heads = (*q.shape[:2], config.num_heads, config.head_dim)
+        heads = (*q.shape[:2], config.num_heads, config.head_size)
         q, k = (rotate(x.reshape(heads), positions, config.rope) for x in (q, k))
         return q, k, v.reshape(heads)
 
-    def _fast_inputs(self, h, q, k, v, positions) -> FastInputs:
-        """What the tokens bring to the memory, [B, T, ...]."""
+    def _operands(
+        self, h: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
+    ) -> tuple[Float[Array, "B T N H"], FastWrites]:
+        """(what the tokens read the memory with, what they write), [B, T, ...]."""
         momentum = None
         if self.config.memory.has_momentum:
             momentum = jax.nn.sigmoid(self._gate(h, self.momentum, self.momentum_bias))
-        return FastInputs(
-            self._fast_feature(q, positions, 0),
-            self._fast_feature(k, positions, 1),
-            self._fast_value(v),
-            rates=self._rates(h),
-            momentum=momentum,
-        )
+        scale, offset = self.qk_scale[...], self.qk_offset[...]
+        fast_q = self._fast_feature(q, scale[:, 0], offset[:, 0], positions)
+        fast_k = self._fast_feature(k, scale[:, 1], offset[:, 1], positions)
+        return fast_q, FastWrites(fast_k, self._fast_value(v), self._rates(h), momentum)
 
-    def _rule(self) -> FastRule:
+    def _memory(self) -> FastSwiGLU:
         memory = self.config.memory
-        return FastRule(
+        rule = FastRule(
             orthogonalizes=memory.orthogonalizes_updates,
             keeps_raw=memory.keeps_raw_state,
+            has_momentum=memory.has_momentum,
             state_dtype=self.config.attention.precision.state_dtype,
         )
+        return FastSwiGLU(self._start(), rule)
 
-    def _joined(self, h, seen, fast) -> Float[Array, "B T D"]:
-        """The output, from the attention's heads and what the memory says, normed and scaled."""
+    def _joined(self, h: jax.Array, seen: jax.Array, fast: jax.Array) -> Float[Array, "B T D"]:
+        """The output, from the attention's heads and what the memory gives, normed and scaled."""
         fast = rms_norm(fast, self.fast_norm[...], NORM_EPS)
         if self.config.memory.has_scale:
             scale = jax.nn.silu(self._gate(h, self.scale, self.scale_bias))
@@ -261,17 +329,19 @@ class LaCT(nnx.Module):
         both = seen.reshape(h.shape) + fast.reshape(h.shape)
         return linear(both, self.out[...], self.config.attention.precision.compute_dtype)
 
-    def _fast_feature(self, x: jax.Array, positions: jax.Array, which: int) -> jax.Array:
-        """q (`which` 0) or k (1) as the memory takes it [B, T, N, H]; float32 until the end."""
+    def _fast_feature(
+        self, x: jax.Array, scale: jax.Array, offset: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        """q or k as the memory takes it [B, T, N, H]; float32 until the end."""
         config, memory = self.config.attention, self.config.memory
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        scale, offset = (w[...][:, which].astype(wide) for w in (self.qk_scale, self.qk_offset))
+        scale, offset = scale.astype(wide), offset.astype(wide)
         fast = x.astype(wide) * scale + offset
         if memory.has_qk_silu:
             fast = jax.nn.silu(fast)
         fast = unit(self._split(fast), -1)
         if memory.has_rope:
-            heads = fast.reshape(*x.shape[:2], config.num_heads, config.head_dim)
+            heads = fast.reshape(*x.shape[:2], config.num_heads, config.head_size)
             fast = self._split(rotate(heads, positions, config.rope).reshape(x.shape))
         return fast.astype(x.dtype)
 
@@ -296,7 +366,7 @@ class LaCT(nnx.Module):
         return sums + bias[...].astype(wide)
 
     def _start(self) -> FastWeights:
-        """The fast weights in front of every row and document."""
+        """The fast weights before every row and document."""
         if self.config.memory.low_rank is None:
             return FastWeights(self.w0[...], self.w1[...], self.w2[...])
         # In the state dtype: small, and what the running weights are added to.
@@ -310,3 +380,58 @@ class LaCT(nnx.Module):
         w0 = full(self.w0_right, self.w0_left)
         w2 = full(self.w2_right, self.w2_left)
         return FastWeights(w0, self.w1[...], w2)
+
+
+def _block(config: ModelConfig, settings: LaCTMemoryConfig) -> BlockConfig:
+    mixer = LaCTConfig(attention=config.attention(), memory=settings)
+    return BlockConfig(mixer=mixer, mlp=config.mlp())
+
+
+def _read(source: Source) -> dict[str, Any]:
+    rank = source.number("w0_w2_low_rank", -1)
+    return {
+        "memory.low_rank": rank if rank > 0 else None,
+        "memory.has_value_silu": not source.flag("no_v_silu", False),
+        "memory.has_rope": not source.flag("ttt_nope", False),
+    }
+
+
+def _write(config: ModelConfig, settings: LaCTMemoryConfig) -> dict[str, Any]:
+    return {
+        "w0_w2_low_rank": settings.low_rank or -1,
+        "no_v_silu": not settings.has_value_silu,
+        "ttt_nope": not settings.has_rope,
+    }
+
+
+METHOD = register(
+    Method(
+        "lact",
+        "LaCT",
+        _block,
+        "all",
+        settings=LaCTMemoryConfig,
+        reference=Reference(
+            ("lact",),
+            (
+                *COMMON_KEYS,
+                Key("num_attn_heads", "num_heads"),
+                Key("window_size", "window", None),
+                Key("rope_theta", "rope.base", 10000.0),
+                Key("num_lact_heads", "memory.num_fast_heads"),
+                Key("inter_multi", "memory.hidden_expansion", 1),
+                Key("lact_chunk_size", "memory.chunk_size", 2048),
+                Key("use_momentum", "memory.has_momentum", False),
+                Key("use_muon", "memory.orthogonalizes_updates", False),
+                Key("ttt_prenorm", "memory.keeps_raw_state", False),
+                Key("qkv_silu", "memory.has_qk_silu", True),
+                Key("learnable_ttt_scale", "memory.has_scale", False),
+                Key("attn_qk_norm", "memory.has_qk_norm", False),
+                Key("qkv_bias", "memory.has_qkv_bias", False),
+            ),
+            {"lr_dim": 1, "lr_parameterization": "mamba"},
+            _read,
+            _write,
+        ),
+    )
+)

@@ -1,6 +1,7 @@
 """The stacked transformer: embedding, groups of scanned blocks, final norm, tied or untied head."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
-from ttcd_jax.methods.in_place import MemoryStats
-from ttcd_jax.models.block import Block, BlockConfig, build_block
-from ttcd_jax.models.catalog import Remat, TransformerConfig, block_configs
-from ttcd_jax.nn.attention import row_positions
+from ttcd_jax.models.config import Remat, TransformerConfig, block_configs
+from ttcd_jax.nn.block import Block, BlockConfig, MemoryStats
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.row import Row
 from ttcd_jax.sharding.rules import constrain, gathered, is_distributed, never_saves_gathered
 from ttcd_jax.sharding.vocabulary import lookup
 
@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a layer's parameters stand: attribute names, and the row of the stacked arrays."""
+    """Where a layer's parameters are: attribute names, and the row of the stacked arrays."""
 
     group: str
     block: str
@@ -68,7 +68,7 @@ class _Unit(nnx.Module):
     def __init__(self, blocks: tuple[BlockConfig, ...], *, rngs: nnx.Rngs):
         self.num_blocks = len(blocks)
         for index, config in enumerate(blocks):
-            setattr(self, f"block_{index}", build_block(config, rngs=rngs))
+            setattr(self, f"block_{index}", Block(config, rngs=rngs))
 
     def blocks(self) -> list[Block]:
         return [getattr(self, f"block_{index}") for index in range(self.num_blocks)]
@@ -119,8 +119,7 @@ class Transformer(nnx.Module):
         return self._gathered(self.embedding if self.config.has_tied_head else self.head)
 
     def _gathered(self, weight: nnx.Param) -> jax.Array:
-        dtype = self.config.precision.compute_dtype
-        return gathered(weight[...], weight.get_metadata("axes"), dtype)
+        return gathered(weight, self.config.precision.compute_dtype)
 
     def forward(
         self,
@@ -146,11 +145,10 @@ class Transformer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
-        """(residual stream behind the last block, statistics), for heads of other shapes."""
-        positions = row_positions(tokens) if positions is None else positions
+        """(residual stream after the last block, statistics), for heads of other shapes."""
         dtype = self.config.precision.compute_dtype
-        embeddings = lookup(self._gathered(self.embedding).astype(dtype), tokens)
-        h, row = embeddings, (positions, segment_ids, embeddings)
+        h = lookup(self._gathered(self.embedding).astype(dtype), tokens)
+        row = Row.of(tokens, positions, segment_ids, h)
         stats = []
         for index, run in enumerate(self.plan):
             unit = getattr(self, f"group_{index}")
@@ -158,12 +156,14 @@ class Transformer(nnx.Module):
             stats.extend(run_stats)
         return h, _join(stats)
 
-    def _run(self, unit: _Unit, run: Run, h, row: tuple):
+    def _run(
+        self, unit: _Unit, run: Run, h: jax.Array, row: Row
+    ) -> tuple[jax.Array, list[MemoryStats]]:
         """(h, statistics of the fast layers in order) after all repeats of a unit."""
         graph, params = nnx.split(unit)
         is_scanned = self.config.scans_layers and run.repeats > 1
 
-        def body(h, layer_params):
+        def body(h: jax.Array, layer_params: Any) -> tuple[jax.Array, list[MemoryStats]]:
             stats = []
             for block in nnx.merge(graph, layer_params).blocks():
                 h, block_stats = self._apply(block, h, row, is_scanned)
@@ -180,19 +180,20 @@ class Transformer(nnx.Module):
                 rows.append(stats)
         return h, [block_stats for stats in rows for block_stats in stats]
 
-    def _apply(self, block: Block, h, row: tuple, is_scanned: bool):
-        """(h, statistics or None) behind one block: what remat recomputes."""
+    def _apply(
+        self, block: Block, h: jax.Array, row: Row, is_scanned: bool
+    ) -> tuple[jax.Array, MemoryStats | None]:
+        """(h, statistics or None) after one block: what remat recomputes."""
         graph, params = nnx.split(block)
         dtype = self.config.precision.compute_dtype
 
         def whole(weight: nnx.Variable) -> nnx.Variable:
-            _, *axes = weight.get_metadata("axes")  # the first, `layers`, is scanned over
-            return weight.replace(gathered(weight[...], axes, dtype))
+            return weight.replace(gathered(weight, dtype))
 
-        def forward(h, params):
+        def forward(h: jax.Array, params: Any) -> tuple[jax.Array, MemoryStats | None]:
             h = checkpoint_name(h, _BOUNDARY)
             params = jax.tree.map(whole, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-            h, stats = nnx.merge(graph, params).forward(h, *row)
+            h, stats = nnx.merge(graph, params).forward(h, row)
             return constrain(h, "batch", "length", None), stats
 
         return _with_remat(forward, self.config.remat, is_scanned)(h, params)
@@ -211,7 +212,7 @@ _POLICIES = {
 }
 
 
-def _with_remat(forward, remat: Remat, is_scanned: bool):
+def _with_remat(forward: Callable, remat: Remat, is_scanned: bool) -> Callable:
     """Outside a loop XLA would find forward and recomputation equal, and keep the forward's. On a
     mesh "none" still exchanges the parameters anew: kept whole, they would undo `fsdp`."""
     if remat == "none" and not is_distributed():

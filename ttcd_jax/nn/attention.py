@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels.dual_window.api import Implementation
 
 from ttcd_jax.axes import param
+from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.nn.block import Dims, Names, Sublayer, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param
@@ -20,27 +21,18 @@ from ttcd_jax.nn.windows import KVCache, Outputs, Windows, attend, attend_cached
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig(Dims, SublayerConfig):
-    """Windows count the query itself; `window=None` is full attention. `num_kv_heads=None` means
+class Heads(Dims):
+    """The attention of a model, the same in all its layers.
+
+    Windows count the query itself; `window=None` is full attention. `num_kv_heads=None` means
     `num_heads`, `head_dim=None` dim / num_heads. `qk_norm_eps` is 1e-6 in Hugging Face's Qwen3 and
-    1e-5 in the reference implementation, whatever its other norms use."""
+    1e-5 in the reference implementation, whatever its other norms use.
+    """
 
-    reference_names: ClassVar[Names] = {
-        "q_proj.weight": ("query", "linear"),
-        "k_proj.weight": ("key", "linear"),
-        "v_proj.weight": ("value", "linear"),
-        "o_proj.weight": ("out", "linear"),
-        "q_proj.bias": ("query_bias", "same"),
-        "k_proj.bias": ("key_bias", "same"),
-        "v_proj.bias": ("value_bias", "same"),
-        "q_norm.weight": ("query_norm", "same"),
-        "k_norm.weight": ("key_norm", "same"),
-    }
-
-    num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    window: int | None = None
+    num_heads: Positive
+    num_kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    window: Positive | None = None
     rope: RopeConfig = RopeConfig()
     has_qk_norm: bool = False
     has_qkv_bias: bool = False
@@ -48,10 +40,6 @@ class AttentionConfig(Dims, SublayerConfig):
     attention_implementation: Implementation = "auto"
 
     def validate(self) -> None:
-        for name in ("dim", "num_heads", "num_kv_heads", "head_dim", "window"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{type(self).__name__}.{name} {value} must be at least 1")
         if self.head_dim is None and self.dim % self.num_heads:
             raise UserError(
                 f"num_heads {self.num_heads} does not divide dim {self.dim}; set head_dim"
@@ -62,11 +50,6 @@ class AttentionConfig(Dims, SublayerConfig):
             )
         if self.head_size % 2:
             raise UserError(f"head_dim {self.head_size} is odd; rotary embedding turns pairs")
-
-    @property
-    def dims(self) -> Dims:
-        """The configuration itself."""
-        return self
 
     @property
     def kv_heads(self) -> int:
@@ -82,6 +65,28 @@ class AttentionConfig(Dims, SublayerConfig):
     def width(self) -> int:
         """N * H."""
         return self.num_heads * self.head_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig(Heads, SublayerConfig):
+    """Attention as a layer."""
+
+    reference_names: ClassVar[Names] = {
+        "q_proj.weight": ("query", "linear"),
+        "k_proj.weight": ("key", "linear"),
+        "v_proj.weight": ("value", "linear"),
+        "o_proj.weight": ("out", "linear"),
+        "q_proj.bias": ("query_bias", "same"),
+        "k_proj.bias": ("key_bias", "same"),
+        "v_proj.bias": ("value_bias", "same"),
+        "q_norm.weight": ("query_norm", "same"),
+        "k_norm.weight": ("key_norm", "same"),
+    }
+
+    @property
+    def dims(self) -> Dims:
+        """The configuration itself."""
+        return self
 
     def build(self, *, rngs: nnx.Rngs) -> "Attention":
         """The layer, its parameters drawn."""

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import Config
+from ttcd_jax.config import Config, Positive
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.nn.row import Piece, Row
 from ttcd_jax.precision import Precision
@@ -23,7 +23,7 @@ Names = dict[str, tuple[str, str]]
 class Dims(Config):
     """What all layers of a model share."""
 
-    dim: int
+    dim: Positive
     norm_eps: float = 1e-6
     init_std: float = 0.02
     precision: Precision = Precision()
@@ -34,8 +34,6 @@ class SublayerConfig(Config, abc.ABC):
 
     # Names of the parameters in the reference implementation's checkpoints.
     reference_names: ClassVar[Names] = {}
-    # The tokens of a chunk, if the layer's memory is written chunk by chunk.
-    chunk_size: Any = None
     # Whether the layer is a plain one plus a memory that rows can bypass.
     is_in_place: ClassVar[bool] = False
 
@@ -43,6 +41,11 @@ class SublayerConfig(Config, abc.ABC):
     @abc.abstractmethod
     def dims(self) -> Dims:
         """What the layer shares with its neighbors."""
+
+    @property
+    def chunk_size(self) -> int | None:
+        """Tokens per chunk of the layer's memory; None where nothing is written chunk by chunk."""
+        return None
 
     @abc.abstractmethod
     def build(self, *, rngs: nnx.Rngs) -> "Sublayer":
@@ -181,7 +184,8 @@ class Block(nnx.Module):
 
     def start(self, batch_size: int, max_length: int | None) -> dict[str, Any]:
         """The states of the sub-layers before rows begin."""
-        return {name: getattr(self, name).start(batch_size, max_length) for name in self.config.order}
+        order = self.config.order
+        return {name: getattr(self, name).start(batch_size, max_length) for name in order}
 
     def extend(
         self, h: Float[Array, "B T D"], piece: Piece, state: dict[str, Any]

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from flax import nnx
 
+from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.nn.attention import Attention, AttentionConfig
 from ttcd_jax.nn.block import Dims, Names, SublayerConfig, Views
@@ -18,12 +19,10 @@ class DualWindowConfig(SublayerConfig):
     reference_names: ClassVar[Names] = AttentionConfig.reference_names
 
     attention: AttentionConfig
-    student_window: int
+    student_window: Positive
 
     def validate(self) -> None:
         teacher = self.attention.window
-        if self.student_window < 1:
-            raise UserError(f"student_window {self.student_window} must be at least 1")
         if teacher is not None and self.student_window > teacher:
             raise UserError(
                 f"student_window {self.student_window} is wider than the teacher's window "

@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ttcd_jax.config import Positive
 from ttcd_jax.nn.block import Dims, Names, Sublayer, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.row import Piece, Row
@@ -22,7 +23,7 @@ class MLPConfig(Dims, SublayerConfig):
         "down_proj.weight": ("down", "linear"),
     }
 
-    hidden_dim: int
+    hidden_dim: Positive
 
     @property
     def dims(self) -> Dims:

@@ -100,8 +100,8 @@ def next_tail(tail: Any, x: Any, piece: Piece) -> Any:
     """The tail [B, R - 1, ...] after the piece, of every array of a tree."""
 
     def newest(tail: jax.Array, around: jax.Array) -> jax.Array:
-        return jax.vmap(
-            lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, tail.shape[1])
-        )(around, piece.lengths)
+        return jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, tail.shape[1]))(
+            around, piece.lengths
+        )
 
     return jax.tree.map(newest, tail, after_tail(tail, x))

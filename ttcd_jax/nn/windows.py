@@ -5,7 +5,7 @@ from the neighbors, not a ring, whatever the length of the row. Only full attent
 Heads are independent: no traffic along `tensor`.
 """
 
-from typing import NamedTuple, get_args
+from typing import NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -137,14 +137,15 @@ def _one_token(
 ) -> Outputs:
     slots = cache.keys.shape[1]
     # Kernels for long rows (mosaic, lse) have no form for one query.
-    is_shared = implementation in get_args(decode.Implementation)
+    has_form = implementation in get_args(decode.Implementation)
+    chosen = cast(decode.Implementation, implementation) if has_form else "auto"
     teacher, student = decode.decode_attention(
         q[:, 0],
         *cache,
         piece.start + piece.lengths - 1,
         teacher_window=min(windows[0] or slots, slots),
         student_window=min(windows[-1] or slots, slots),
-        implementation=implementation if is_shared else "auto",
+        implementation=chosen,
     )
     return (teacher[:, None], student[:, None])[: len(windows)]
 

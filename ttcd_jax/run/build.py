@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.sources import build_source, is_shuffled, vocab_size
 from ttcd_jax.errors import CheckpointError, UserError
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, load_params, model_config
 from ttcd_jax.sharding.batch import Placement, replicated

@@ -5,7 +5,7 @@ import dataclasses
 from ttcd_jax.config import Config, Positive
 from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.loss import DEFAULT_ROWS
 from ttcd_jax.train.optimizer import OptimizerConfig

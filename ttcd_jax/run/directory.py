@@ -29,7 +29,7 @@ from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.records import records_tokenizer
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError, UserError
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.state import abstract_model, params_shardings, placed_as, with_params

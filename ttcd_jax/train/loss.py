@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ttcd_jax.sharding import rules
-from ttcd_jax.sharding.vocabulary import TENSOR, own_words
+from ttcd_jax.sharding.rules import Shard
+from ttcd_jax.sharding.vocabulary import TENSOR, own_entries
 
 if TYPE_CHECKING:
     from ttcd_jax.models.transformer import Transformer
@@ -31,13 +32,13 @@ def token_scores(
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """(negative log-likelihood in nats, whether it is the likeliest) of every target, float32 or
     better. For evaluation: the backward of `summed_loss` is the cheap one."""
-    if not rules.is_distributed():
-        return _token_scores(None, hidden, head, targets, rows)
 
-    def on_part(hidden, head, targets):
-        return _token_scores(TENSOR, hidden, head, targets, rows)
+    def on_shard(
+        shard: Shard, hidden: jax.Array, head: jax.Array, targets: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return _token_scores(shard, hidden, head, targets, rows)
 
-    run = rules.sharded(on_part, (_HIDDEN, _HEAD, _TOKENS), (_TOKENS, _TOKENS))
+    run = rules.sharded(on_shard, (_TOKENS, _HEAD, _TOKENS), (_TOKENS, _TOKENS))
     return run(hidden, head, targets)
 
 
@@ -50,33 +51,31 @@ def summed_loss(
 ) -> Float[Array, ""]:
     """Sum of the losses of marked tokens, in nats. Gradient for `hidden` and `head`.
 
-    On a mesh every device takes its own tokens, and its own words along `tensor`; `rows` are a
-    device's."""
-    if not rules.is_distributed():
-        return cast(jax.Array, _summed_loss(None, hidden, head, targets, loss_mask, rows))
+    On a mesh every device takes its own tokens, and its own vocabulary entries along `tensor`;
+    `rows` are a device's."""
 
-    def on_part(hidden, head, targets, loss_mask):
-        own = _summed_loss(TENSOR, hidden, head, targets, loss_mask, rows)
-        return jax.lax.psum(own, (*rules.BATCH, *rules.LENGTH))
+    def on_shard(
+        shard: Shard, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
+    ) -> jax.Array:
+        own = cast(jax.Array, _summed_loss(shard, hidden, head, targets, mask, rows))
+        return shard.sum(own, *rules.BATCH, *rules.LENGTH)
 
-    run = rules.sharded(on_part, (_HIDDEN, _HEAD, _TOKENS, _TOKENS), ())
+    run = rules.sharded(on_shard, (_TOKENS, _HEAD, _TOKENS, _TOKENS), ())
     return run(hidden, head, targets, loss_mask)
 
 
 # The logical axes of the arguments.
 _TOKENS = ("batch", "length")
-_HIDDEN = ("batch", "length", None)
-_HEAD = ("vocab", None)
+_HEAD = ("vocab",)
 
 
-# Below, `axis` is the mesh axis that cuts the words, None when nothing does.
-
-
-def _token_scores(axis: str | None, hidden, head, targets, rows: int):
+def _token_scores(
+    shard: Shard, hidden: jax.Array, head: jax.Array, targets: jax.Array, rows: int
+) -> tuple[jax.Array, jax.Array]:
     def block(_, operands):
         h, y = operands
-        losses, logits, _ = _block_losses(axis, h, head, y)
-        return None, (losses, _is_likeliest(axis, logits, y))
+        losses, logits, _ = _block_losses(shard, h, head, y)
+        return None, (losses, _is_likeliest(shard, logits, y))
 
     _, (losses, is_hit) = jax.lax.scan(block, None, _row_blocks(rows, hidden, targets))
 
@@ -87,20 +86,34 @@ def _token_scores(axis: str | None, hidden, head, targets, rows: int):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
-def _summed_loss(axis: str | None, hidden, head, targets, loss_mask, rows: int):
-    losses, _ = _token_scores(axis, hidden, head, targets, rows)
+def _summed_loss(
+    shard: Shard,
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    loss_mask: jax.Array,
+    rows: int,
+) -> jax.Array:
+    losses, _ = _token_scores(shard, hidden, head, targets, rows)
     return jnp.sum(jnp.where(loss_mask, losses, 0))
 
 
-def _summed_loss_forward(axis, hidden, head, targets, loss_mask, rows):
+def _summed_loss_forward(
+    shard: Shard,
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    loss_mask: jax.Array,
+    rows: int,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """The loss and its gradients: a block's logits serve both, then they are gone."""
     state = jnp.promote_types(hidden.dtype, jnp.float32)
 
     def block(carry, operands):
         total, d_head = carry
         h, y, keep = operands
-        losses, logits, lse = _block_losses(axis, h, head, y)
-        row, is_own = _own_words(axis, y, len(head))
+        losses, logits, lse = _block_losses(shard, h, head, y)
+        row, is_own = own_entries(shard, y, len(head))
         chosen = jax.nn.one_hot(row, len(head), dtype=state) * is_own[:, None]
         d_logits = jnp.exp(logits - lse[:, None]) - chosen
         d_logits = jnp.where(keep[:, None], d_logits, 0).astype(h.dtype)
@@ -116,11 +129,13 @@ def _summed_loss_forward(axis, hidden, head, targets, loss_mask, rows):
     return total, (d_hidden, d_head.astype(head.dtype))
 
 
-def _summed_loss_backward(axis, rows, saved, d_total):
-    """Every device of `axis` has the same total and its own words: the cotangents of all reach
-    each, and `shard_map` adds up what they give for the hidden states they share."""
+def _summed_loss_backward(
+    shard: Shard, rows: int, saved: tuple[jax.Array, jax.Array], d_total: jax.Array
+) -> tuple[jax.Array, jax.Array, None, None]:
+    """Every device along `tensor` has the same total and its own entries: the cotangents of all
+    reach each, and `shard_map` adds up what they give for the hidden states they share."""
     d_hidden, d_head = saved
-    d_total = d_total if axis is None else jax.lax.psum(d_total, axis)
+    d_total = shard.sum(d_total, TENSOR)
     return (
         d_hidden * d_total.astype(d_hidden.dtype),
         d_head * d_total.astype(d_head.dtype),
@@ -145,33 +160,29 @@ def _row_blocks(rows: int, hidden: jax.Array, *rest: jax.Array):
     return tuple(split(x) for x in (hidden, *rest))
 
 
-def _block_losses(axis: str | None, h: jax.Array, head: jax.Array, y: jax.Array):
-    """(losses [X], logits [X, V] of this device's words, log-sum-exp [X] over all words) of one
-    block of rows."""
+def _block_losses(
+    shard: Shard, h: jax.Array, head: jax.Array, y: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(losses [X], logits [X, V] of this device's entries, log-sum-exp [X] over all entries) of
+    one block of rows."""
     state = jnp.promote_types(h.dtype, jnp.float32)
     logits = jnp.einsum("XD,VD->XV", h, head.astype(h.dtype), preferred_element_type=state)
     lse = jax.nn.logsumexp(logits, axis=-1)
-    row, is_own = _own_words(axis, y, len(head))
+    row, is_own = own_entries(shard, y, len(head))
     chosen = jnp.where(is_own, jnp.take_along_axis(logits, row[:, None], axis=-1)[:, 0], 0)
-    if axis is not None:
-        top = jax.lax.pmax(lse, axis)
-        lse = top + jnp.log(jax.lax.psum(jnp.exp(lse - top), axis))
-        chosen = jax.lax.psum(chosen, axis)
+    if shard.size(TENSOR) > 1:
+        top = shard.max(lse, TENSOR)
+        lse = top + jnp.log(shard.sum(jnp.exp(lse - top), TENSOR))
+        chosen = shard.sum(chosen, TENSOR)
     return lse - chosen, logits, lse
 
 
-def _own_words(axis: str | None, y: jax.Array, num_words: int) -> tuple[jax.Array, jax.Array]:
-    return (y, jnp.ones(y.shape, bool)) if axis is None else own_words(y, num_words)
-
-
-def _is_likeliest(axis: str | None, logits: jax.Array, y: jax.Array) -> jax.Array:
-    """Whether no word beats y (of equals the first counts)."""
-    best, place = logits.max(-1), logits.argmax(-1)
-    if axis is None:
-        return place == y
-    place = place + jax.lax.axis_index(axis) * logits.shape[-1]
-    is_best = best == jax.lax.pmax(best, axis)
-    return jax.lax.pmin(jnp.where(is_best, place, jnp.iinfo(place.dtype).max), axis) == y
+def _is_likeliest(shard: Shard, logits: jax.Array, y: jax.Array) -> jax.Array:
+    """Whether no vocabulary entry beats y (of equals the first counts)."""
+    best, entry = logits.max(-1), logits.argmax(-1)
+    entry = entry + shard.index(TENSOR) * logits.shape[-1]
+    is_best = best == shard.max(best, TENSOR)
+    return shard.min(jnp.where(is_best, entry, jnp.iinfo(entry.dtype).max), TENSOR) == y
 
 
 def next_token_loss(model: "Transformer", tokens: Int[Array, "B T"]) -> Float[Array, ""]:

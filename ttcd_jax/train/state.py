@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.sharding.batch import replicated
 from ttcd_jax.sharding.rules import shardings

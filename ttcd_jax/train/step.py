@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.sharding.rules import constrain
 from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.optimizer import global_norm

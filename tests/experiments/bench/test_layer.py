@@ -7,7 +7,7 @@ import pytest
 
 from experiments.bench.layer_cost import Sizes, layer_costs, step_memory
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 
 TINY = Sizes(16, 32, num_heads=2, seq_len=32, chunk_size=8, window=8, student_window=4)
 

@@ -21,7 +21,7 @@ from ttcd_jax.inference.advance import advance
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train.state import abstract_model
 
 CONFIG_DIR = Path(__file__).parents[3] / "experiments" / "configs"

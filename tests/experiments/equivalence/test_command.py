@@ -15,7 +15,7 @@ from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.sources import TextConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.train.checkpoint import Checkpoints

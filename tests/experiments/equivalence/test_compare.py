@@ -23,7 +23,7 @@ from experiments.equivalence.compare import (
 from experiments.equivalence.ways import Computed, Way, parse_way
 from ttcd_jax.errors import NonFiniteError, UserError
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.catalog import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.state import with_params
 

@@ -1,0 +1,157 @@
+"""What a memory is: a state that the tokens of a row read and write, from left to right.
+
+A memory is one object, a pytree whose arrays are parameters. Three drivers run it: over a row
+(`Memory.row`), over rows that several devices share (`rows.over_rows`), over a row that arrives in
+pieces (`pieces.over_piece`). Most memories go chunk by chunk: every token of a chunk reads what the
+chunks before it wrote, and a chunk is written as a whole (`ChunkedMemory`).
+"""
+
+import abc
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ttcd_jax.memory.chunks import MemoryMask, memory_mask
+from ttcd_jax.nn.row import where_rows
+from ttcd_jax.sharding.rules import Names
+
+ROWS: Names = ("batch", "length")
+State = Any  # a tree of arrays, the batch axis first
+
+
+class Axes(NamedTuple):
+    """Logical axes, one tuple of names for all arrays of a tree or a tuple of them; dimensions that
+    are not named are whole on every device."""
+
+    memory: Any = ()
+    reads: Any = ROWS
+    writes: Any = ROWS
+    y: Any = ROWS
+    sums: tuple[str, ...] = ()  # mesh axes over which the devices' results are summed
+
+
+class Memory(abc.ABC):
+    """A memory along rows."""
+
+    def axes(self) -> Axes:
+        """How a mesh cuts what the memory computes with."""
+        return Axes()
+
+    @abc.abstractmethod
+    def prepared(
+        self,
+        reads: Any,
+        writes: Any,
+        segments: Int[Array, "B ..."] | None,
+        *,
+        length: int,
+        previous_segment: Int[Array, " B"] | None,
+    ) -> Any:
+        """What `row` goes along: operands of reads and writes with their documents.
+        `previous_segment`: the document that the state before the row belongs to."""
+
+    @abc.abstractmethod
+    def row(self, prepared: Any, state: State = None, *, needs_end: bool = True) -> Any:
+        """(y, state after the row) from the state before it (default: the start). Without
+        `needs_end` the state may be any."""
+
+    @abc.abstractmethod
+    def start_of(self, prepared: Any) -> State:
+        """The state before a document, for the rows of `prepared`."""
+
+    def squared_size(self, state: State) -> Float[Array, " B"]:
+        """The sum of squares of what was written, as statistics report it."""
+        raise AssertionError(f"{type(self).__name__} reports no size")
+
+
+class AssociativeMemory(Memory):
+    """A memory whose stretches of a row have a summary: what they do to any state before them.
+    Summaries compose associatively, so several devices find their starts by one prefix."""
+
+    @abc.abstractmethod
+    def summary(self, prepared: Any) -> Any:
+        """The summary of a stretch."""
+
+    @abc.abstractmethod
+    def combine(self, first: Any, then: Any) -> Any:
+        """The summary of two neighboring stretches."""
+
+    @abc.abstractmethod
+    def neutral(self, summary: Any) -> Any:
+        """The summary of no tokens, in the shapes of `summary`."""
+
+    @abc.abstractmethod
+    def state_after(self, summary: Any) -> State:
+        """The state after a stretch that begins at the row's start."""
+
+
+class Chunks(NamedTuple):
+    """Operands of reads and writes by chunk, [B, C, L, ...], and their mask."""
+
+    reads: Any
+    writes: Any
+    mask: MemoryMask
+
+
+class ChunkedMemory(Memory):
+    """A memory that is read and written chunk by chunk: `start`, `read` and `write` define it."""
+
+    @abc.abstractmethod
+    def start(self, batch_size: int) -> State:
+        """The state before a document."""
+
+    @abc.abstractmethod
+    def read(self, state: State, reads: Any) -> Array:
+        """y [B, L, ...] of tokens that find `state` before their chunk."""
+
+    @abc.abstractmethod
+    def write(self, state: State, writes: Any, mask: Bool[Array, "#B L"] | None = None) -> State:
+        """The state after a chunk of which the tokens of the mask (None: all) are written."""
+
+    def prepared(
+        self,
+        reads: Any,
+        writes: Any,
+        segments: Int[Array, "B C L"] | None,
+        *,
+        length: int,
+        previous_segment: Int[Array, " B"] | None = None,
+    ) -> Chunks:
+        """Operands [B, C, L, ...] of rows of `length` tokens with their mask."""
+        chunk_size = jax.tree.leaves(reads)[0].shape[2]
+        return Chunks(reads, writes, memory_mask(segments, length, chunk_size, previous_segment))
+
+    def start_of(self, prepared: Chunks) -> State:
+        """The state before a document, for the rows of `prepared`."""
+        return self.start(len(jax.tree.leaves(prepared.reads)[0]))
+
+    def row(
+        self, prepared: Chunks, state: State = None, *, needs_end: bool = True
+    ) -> tuple[Float[Array, "B C L *rest"], State]:
+        """Chunk after chunk, each recomputed in the backward: read, reset, write. Tokens of another
+        document than the state's read the start. Without `needs_end` the last chunk is only
+        read."""
+        begin = self.start_of(prepared)
+
+        def read(state: State, chunk: Chunks) -> Array:
+            y = self.read(state, chunk.reads)
+            if chunk.mask.reads is None:
+                return y
+            return where_rows(chunk.mask.reads, y, self.read(begin, chunk.reads))
+
+        def one_chunk(state: State, chunk: Chunks) -> tuple[State, Array]:
+            y = read(state, chunk)
+            if chunk.mask.resets is not None:
+                state = where_rows(chunk.mask.resets, begin, state)
+            return self.write(state, chunk.writes, chunk.mask.writes), y
+
+        chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), prepared)
+        written = chunks if needs_end else jax.tree.map(lambda x: x[:-1], chunks)
+        step = jax.checkpoint(one_chunk, prevent_cse=False)
+        end, y = jax.lax.scan(step, begin if state is None else state, written)
+        if not needs_end:
+            last = read(end, jax.tree.map(lambda x: x[-1], chunks))
+            y = jnp.concatenate([y, last[None]])
+        return jnp.moveaxis(y, 0, 1), end

@@ -1,0 +1,87 @@
+"""A memory along rows that one device holds, or several along mesh axis `seq`.
+
+An associative memory needs one summary per device and layer, however long the row: the exclusive
+prefix of the summaries is the state before each device's part. Any other memory is a chain of
+nonlinear steps: its state passes from device to device, and the devices take turns.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Memory
+from ttcd_jax.sharding import rules, sequence
+
+
+def over_rows(
+    memory: Memory,
+    reads: Any,
+    writes: Any,
+    segments: Int[Array, "B ..."] | None,
+    *,
+    length: int,
+    reports_size: bool = False,
+) -> tuple[Any, Float[Array, " B"] | None]:
+    """(y, norm of what the memory holds after the row, or None) of rows of `length` tokens.
+
+    Operands and segments are [B, C, L, ...] for a memory with chunks, else [B, T, ...]; y is as
+    `reads`. The norm has no gradient.
+    """
+    axes = memory.axes()
+
+    def on_shard(
+        shard: rules.Shard, memory: Memory, reads: Any, writes: Any, segments: jax.Array | None
+    ) -> tuple[Any, jax.Array | None]:
+        previous = None
+        if segments is not None and shard.size(sequence.SEQ) > 1:
+            previous = sequence.left_segment(shard, segments.reshape(len(segments), -1))
+        own_length = length // shard.size(sequence.SEQ)
+        prepared = memory.prepared(
+            reads, writes, segments, length=own_length, previous_segment=previous
+        )
+        y, square = _along(shard, memory, prepared, reports_size)
+        y = shard.sum(y, *axes.sums)
+        if square is None:
+            return y, None
+        square = jnp.where(sequence.is_last(shard), square, 0)
+        return y, jnp.sqrt(shard.sum(square, sequence.SEQ, *axes.sums))
+
+    outputs = (axes.y, ("batch",) if reports_size else ())
+    inputs = (axes.memory, axes.reads, axes.writes, ROWS)
+    return rules.sharded(on_shard, inputs, outputs)(memory, reads, writes, segments)
+
+
+def _along(
+    shard: rules.Shard, memory: Memory, prepared: Any, reports_size: bool
+) -> tuple[Any, jax.Array | None]:
+    """(y, sum of squares of what was written) of this device's part of the row."""
+
+    def step(state: Any, needs_end: bool = True) -> tuple[Any, Any]:
+        y, end = memory.row(prepared, state, needs_end=needs_end)
+        return end, (y, _observed(memory, end) if reports_size else None)
+
+    if shard.size(sequence.SEQ) == 1:
+        return step(None, needs_end=reports_size)[1]
+    if isinstance(memory, AssociativeMemory):
+        own = memory.summary(prepared)
+        before = sequence.exclusive_prefix(shard, own, memory.combine, memory.neutral(own))
+        return step(memory.state_after(before), needs_end=reports_size)[1]
+    return sequence.passed_along(shard, step, memory.start_of(prepared))[1]
+
+
+def _observed(memory: Memory, end: Any) -> jax.Array:
+    end = jax.tree.map(lambda x: jax.lax.stop_gradient(x), end)
+    return jax.lax.stop_gradient(memory.squared_size(end))
+
+
+def check_parts(length: int, chunk_size: int) -> None:
+    """Raises `UserError` when the parts of a row are not whole chunks."""
+    parts = rules.axis_size("seq")
+    if parts > 1 and length % (parts * chunk_size):
+        raise UserError(
+            f"a row of {length} tokens on {parts} devices of mesh axis seq is not {parts} times "
+            f"whole chunks of {chunk_size}: its length must be a multiple of {parts * chunk_size}"
+        )

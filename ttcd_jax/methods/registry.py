@@ -1,0 +1,190 @@
+"""The registry of methods: which block each layer of a transformer is. Nothing else knows a method
+by name.
+
+A method is one module: its settings, its layer, the block it makes, and what the reference
+implementation calls all of it. Importing the module registers it; `ttcd_jax.methods` imports ours,
+and a module of anybody's can register more.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Self
+
+from ttcd_jax.config import Config, Positive, closest
+from ttcd_jax.errors import UserError
+from ttcd_jax.nn.attention import AttentionConfig, Heads
+from ttcd_jax.nn.block import BlockConfig
+from ttcd_jax.nn.mlp import MLPConfig
+
+_REQUIRED = object()
+
+
+class Settings(Config):
+    """Base of the settings of methods: what `TransformerConfig.memory` holds."""
+
+    @classmethod
+    def alternatives(cls) -> list[type[Config]]:
+        """The settings of all registered methods."""
+        if cls is not Settings:
+            return [cls]
+        found = (method.settings for method in METHODS.values())
+        return list(dict.fromkeys(x for x in found if x is not None))
+
+    def switched_off(self, length: int) -> Self | None:
+        """Settings with the same parameters under which nothing is read from the memory in rows of
+        `length` tokens; None where the memory is the mixer itself."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(Heads):
+    """What a method makes blocks of: the sizes that all layers share, and its own settings.
+
+    `window` is the attention window of every layer that has attention (the teacher's in layers that
+    have a student), None full attention. `memory`: the settings of the method, None its defaults.
+    """
+
+    mlp_dim: Positive
+    student_window: Positive = 1024
+    memory: Settings | None = None
+
+    def attention(self) -> AttentionConfig:
+        """Attention under the model's window."""
+        heads = {"num_kv_heads": self.kv_heads, "head_dim": self.head_size}
+        return self.part(AttentionConfig, **heads)
+
+    def mlp(self) -> MLPConfig:
+        """A SwiGLU of the model's width."""
+        return self.part(MLPConfig, hidden_dim=self.mlp_dim)
+
+    def plain_block(self) -> BlockConfig:
+        """Attention and SwiGLU."""
+        return BlockConfig(mixer=self.attention(), mlp=self.mlp())
+
+    def part[C: Config](self, cls: type[C], **own: Any) -> C:
+        """A configuration that takes every field of its own that this one has as well."""
+        names = {field.name for field in dataclasses.fields(cls)} - own.keys()
+        names &= {field.name for field in dataclasses.fields(self)}
+        return cls(**own, **{name: getattr(self, name) for name in names})
+
+
+class Key(NamedTuple):
+    """One key of the reference's `config.json`: the field of `TransformerConfig` it sets, its
+    default when absent, and, for a word, our word for it."""
+
+    name: str
+    field: str
+    default: Any = _REQUIRED
+    words: Mapping[str, str] | None = None
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the key has no default."""
+        return self.default is _REQUIRED
+
+
+class Source:
+    """A `config.json` of the reference, read with checks. Errors are `UserError`s by key."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def number(self, name: str, default: Any) -> Any:
+        """The number (or bool) under `name`, of a size that arithmetic can bear."""
+        value = self.values.get(name, default)
+        if not isinstance(value, int | float) or not abs(value) < 2**53:
+            raise UserError(f"{name}={str(value)[:40]!r} is not a number of usable size")
+        return value
+
+    def positive(self, name: str, default: Any = 0) -> Any:
+        """The number above 0 under `name`."""
+        value = self.number(name, default)
+        if isinstance(value, bool) or value <= 0:
+            raise UserError(f"{name}={value!r} is not a number above 0")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """The bool under `name`."""
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise UserError(f"{name}={str(value)[:40]!r} is neither true nor false")
+        return value
+
+
+class Reference(NamedTuple):
+    """A method as a model class of the reference implementation."""
+
+    model_types: tuple[str, ...]  # the first is the one that exports name
+    keys: tuple[Key, ...]
+    fixed: Mapping[str, Any] = {}  # keys whose other values we do not compute
+    # Fields that follow from several keys, and the way back.
+    read: Callable[[Source], dict[str, Any]] = lambda source: {}
+    write: Callable[[Any, Any], dict[str, Any]] = lambda config, settings: {}
+    has_switch: bool = False  # "ttt_mode": false makes a plain transformer of it
+
+
+# Keys that several model classes share.
+COMMON_KEYS = (
+    Key("vocab_size", "vocab_size"),
+    Key("hidden_size", "dim"),
+    Key("num_hidden_layers", "num_layers"),
+    Key("norm_eps", "norm_eps", 1e-6),
+    Key("tie_word_embeddings", "has_tied_head", False),
+    Key("initializer_range", "init_std", 0.02),
+)
+ATTENTION_KEYS = (
+    *COMMON_KEYS,
+    Key("num_heads", "num_heads"),
+    Key("num_kv_heads", "num_kv_heads", None),
+    Key("head_dim", "head_dim", None),
+    Key("window_size", "window", None),
+    Key("rope_theta", "rope.base", 10000.0),
+    Key("qk_norm", "has_qk_norm", False),
+    Key("qkv_bias", "has_qkv_bias", False),
+)
+FAST_KEYS = (*ATTENTION_KEYS, Key("ttt_layers", "fast_layers"))
+ATTENTION_FIXED = {"use_output_gate": False, "attn": None}
+PROJ_INIT = {
+    "diagonal": "identity",
+    "diagonal_gaussian": "gaussian_diagonal",
+    "zero": "zeros",
+    "random": "normal",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A method by its name in configurations and its label in tables.
+
+    `block(config, settings)` makes the block of a layer with the method's memory; it raises
+    `UserError` for a model that the method cannot be. Layers without it have attention and SwiGLU.
+    `layers`: "fast" where `TransformerConfig.fast_layers` says, "all", or "none" for a method
+    without memory.
+    """
+
+    name: str
+    label: str
+    block: Callable[[ModelConfig, Any], BlockConfig]
+    layers: Literal["fast", "all", "none"] = "fast"
+    settings: type[Settings] | None = None
+    reference: Reference | None = None
+
+
+METHODS: dict[str, Method] = {}
+
+
+def register(method: Method) -> Method:
+    """Adds a method to the registry; a name names one method."""
+    known = METHODS.setdefault(method.name, method)
+    assert known is method, f"two methods are called {method.name!r}"
+    return method
+
+
+def method_named(name: str) -> Method:
+    """The method of this name. Raises `UserError` naming the nearest one there is."""
+    if name not in METHODS:
+        raise UserError(
+            f"no method is called {name!r}{closest(name, list(METHODS))}; there are "
+            f"{', '.join(METHODS)}"
+        )
+    return METHODS[name]

@@ -1,0 +1,95 @@
+"""The configuration of a language model: the sizes of its layers, and the method of its memory."""
+
+import dataclasses
+from typing import Literal
+
+from ttcd_jax.config import Positive
+from ttcd_jax.errors import UserError
+from ttcd_jax.methods import Settings, method_named
+from ttcd_jax.methods.registry import ModelConfig
+from ttcd_jax.nn.block import BlockConfig
+
+Remat = Literal["none", "block", "dots", "offload"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig(ModelConfig):
+    """A language model: embedding, blocks by method, final norm, head.
+
+    `method` names a method of `ttcd_jax.methods`, `memory` holds its settings (None: its defaults).
+    `fast_layers` are the layers that have the method's memory, where the method leaves the choice;
+    the others have attention and SwiGLU. `remat`: what the backward recomputes: nothing, whole
+    blocks, or all but matrix products.
+    """
+
+    vocab_size: Positive
+    num_layers: Positive
+    method: str
+    fast_layers: tuple[int, ...] = ()
+    has_tied_head: bool = True
+    remat: Remat = "none"
+    scans_layers: bool = True  # False: unrolled, for debugging; same parameters
+
+    def validate(self) -> None:
+        super().validate()
+        method = method_named(self.method)
+        outside = [layer for layer in self.fast_layers if not 0 <= layer < self.num_layers]
+        if outside:
+            raise UserError(f"fast_layers {outside} outside 0 .. {self.num_layers - 1}")
+        if len(set(self.fast_layers)) != len(self.fast_layers):
+            raise UserError(f"fast_layers {self.fast_layers} names a layer twice")
+        if method.layers == "fast" and not self.fast_layers:
+            raise UserError(
+                f"method {self.method!r} has no layer with a memory: set fast_layers, e.g. (0,), "
+                "or take method 'swa' or 'full'"
+            )
+        if method.layers != "fast" and self.fast_layers:
+            where = {"all": "has its memory in all layers", "none": "has no memory"}[method.layers]
+            raise UserError(
+                f"method {self.method!r} {where}, got fast_layers {self.fast_layers}: set "
+                "fast_layers = ()"
+            )
+        if self.memory is not None and type(self.memory) is not method.settings:
+            wanted = "None" if method.settings is None else f"@{method.settings.__name__}()"
+            raise UserError(
+                f"method {self.method!r} has no settings {type(self.memory).__name__}: set memory "
+                f"= {wanted}"
+            )
+        block_configs(self)
+
+    @property
+    def settings(self) -> Settings | None:
+        """The settings of the method, its defaults unless bound; None for one without."""
+        defaults = method_named(self.method).settings
+        return self.memory if self.memory is not None or defaults is None else defaults()
+
+
+def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:
+    """One block configuration per layer."""
+    method = method_named(config.method)
+    own, plain = method.block(config, config.settings), None
+    if method.layers == "fast":
+        plain = config.plain_block()
+    return tuple(
+        own if plain is None or layer in config.fast_layers else plain
+        for layer in range(config.num_layers)
+    )
+
+
+def memory_chunk(config: TransformerConfig) -> int | None:
+    """Tokens per chunk of the model's memories, all alike; None where nothing is written chunk by
+    chunk."""
+    return next((block.chunk_size for block in block_configs(config) if block.chunk_size), None)
+
+
+def has_in_place_memory(config: TransformerConfig) -> bool:
+    """Whether some layer has a memory that rows can bypass."""
+    return any(block.is_in_place for block in block_configs(config))
+
+
+def switched_off(config: TransformerConfig, length: int) -> TransformerConfig | None:
+    """The same parameters with a memory that nothing is read from in rows of `length` tokens; None
+    where the memory is the mixer itself, or where there is none."""
+    settings = config.settings
+    off = None if settings is None else settings.switched_off(length)
+    return None if off is None else config.replace(memory=off)
