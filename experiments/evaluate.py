@@ -154,12 +154,13 @@ def _write(result: dict[str, Any]) -> None:
 
 def _variants(config) -> dict[str, dict[str, Any]]:
     """Label -> changes to the model's configuration."""
-    from ttcd_jax.models.config import METHODS, without_memory
+    from ttcd_jax.methods import method_named
+    from ttcd_jax.models.config import has_in_place_memory, switched_off
 
-    name, off = FLAGS.label or METHODS[config.method].label, without_memory(config)
-    if off is None:
+    name, off = FLAGS.label or method_named(config.method).label, switched_off(config, 1)
+    if off is None or not has_in_place_memory(config):
         return {name: {}}
-    return {f"{name}, fast weights on": {}, f"{name}, off (eta = 0)": off}
+    return {f"{name}, fast weights on": {}, f"{name}, off (eta = 0)": {"memory": off.memory}}
 
 
 def _text_rows(source: dict[str, Any], run):

@@ -1,5 +1,6 @@
 """A model of two small layers for every method, whose windows and chunks are four tokens."""
 
+from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.delta_net import DeltaRuleConfig
 from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
@@ -9,26 +10,30 @@ from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.precision import Precision
 
 CHUNK, WINDOW, D = 4, 4, 8
-CONFIG = TransformerConfig(
-    vocab_size=11,
-    dim=D,
-    num_layers=2,
-    num_heads=2,
-    mlp_dim=12,
-    window=WINDOW,
-    student_window=2,
-    fast_layers=(0,),
-    memory=MemoryConfig(chunk_size=CHUNK, num_taps=3, form="blocked"),
-    ideal_memory=IdealMemoryConfig(chunk_size=CHUNK),
-    target_memory=TargetMemoryConfig(
-        chunk_size=CHUNK, num_taps=3, form="blocked", target="embedding"
-    ),
-    delta=DeltaRuleConfig(chunk_size=CHUNK, num_taps=3, value_expansion=1.5),
-    lact=LaCTMemoryConfig(chunk_size=CHUNK, num_fast_heads=2, low_rank=3),
-    precision=Precision(param="float64", compute="float64", state="float64"),
-)
+SETTINGS = {
+    "ipttcd": MemoryConfig(chunk_size=CHUNK, num_taps=3, form="blocked"),
+    "ipttcd_ideal": IdealMemoryConfig(chunk_size=CHUNK),
+    "ipttt": TargetMemoryConfig(chunk_size=CHUNK, num_taps=3, form="blocked", target="embedding"),
+    "lact": LaCTMemoryConfig(chunk_size=CHUNK, num_fast_heads=2, low_rank=3),
+}
+DELTA = DeltaRuleConfig(chunk_size=CHUNK, num_taps=3, value_expansion=1.5)
+SETTINGS |= dict.fromkeys(("deltanet", "gated_deltanet", "deltanet_hybrid"), DELTA)
 
 
 def config_of(method: str, **changes) -> TransformerConfig:
-    window = None if method == "full" else WINDOW
-    return CONFIG.replace(method=method, window=window, **changes)
+    """The model; `fast_layers` (default: the first) count where the method leaves the choice."""
+    layers = changes.pop("fast_layers", (0,))
+    fields = {
+        "vocab_size": 11,
+        "dim": D,
+        "num_layers": 2,
+        "num_heads": 2,
+        "mlp_dim": 12,
+        "method": method,
+        "window": None if method == "full" else WINDOW,
+        "student_window": 2,
+        "fast_layers": layers if METHODS[method].layers == "fast" else (),
+        "memory": SETTINGS.get(method),
+        "precision": Precision(param="float64", compute="float64", state="float64"),
+    }
+    return TransformerConfig(**fields | changes)

@@ -148,6 +148,7 @@ def test_a_changed_copy_is_validated_anew():
             mlp_dim=12,
             window=8,
             student_window=4,
+            method="ipttcd",
             fast_layers=(0, 2),
             rope=RopeConfig(yarn=YarnConfig(factor=4.0, original_length=128)),
             precision=Precision(compute="bfloat16"),

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from ttcd_jax.models.block import IPTTCDBlock, IPTTCDBlockConfig
 from ttcd_kernels import measure
 
 from ttcd_jax.memory.chunks import MemoryMask
 from ttcd_jax.memory.prefix import Form, MemoryRule, apply_memory
 from ttcd_jax.methods.ipttcd import IPTTCDMLP, IPTTCDConfig, MemoryConfig
-from ttcd_jax.models.block import IPTTCDBlock, IPTTCDBlockConfig
 from ttcd_jax.models.config import Remat, TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.attention import AttentionConfig

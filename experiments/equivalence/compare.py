@@ -23,11 +23,12 @@ from ttcd_kernels.dual_window.api import Implementation, dual_window_attention
 
 from experiments.equivalence.ways import Computed, logits_of
 from ttcd_jax.eval.perplexity import bucket_edges
-from ttcd_jax.models.block import Block
 from ttcd_jax.models.transformer import place_of_layer
-from ttcd_jax.nn.attention import Attention, row_positions
+from ttcd_jax.nn.attention import Attention
+from ttcd_jax.nn.block import Block
 from ttcd_jax.nn.dual_window import DualWindowAttention
 from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.row import Row
 
 QUANTILES = {"50%": 0.5, "90%": 0.9, "99%": 0.99, "99.9%": 0.999, "max": 1.0}
 _LOGITS = 2**26  # that exist at once, of each way
@@ -88,7 +89,7 @@ def _layer(way: Computed, layer: int) -> tuple[nnx.GraphDef[Block], nnx.GraphSta
 
 @functools.partial(jax.jit, static_argnums=0)
 def _behind(graph: nnx.GraphDef[Block], params, h, embeddings):
-    return nnx.merge(graph, params).forward(h, embeddings=embeddings)[0]
+    return nnx.merge(graph, params)(h, embeddings=embeddings)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
@@ -101,8 +102,8 @@ def _attended(
     mixer = block.mixer
     if not isinstance(mixer, Attention):
         return []
-    normed = rms_norm(h, block.mixer_norm[...], block.config.norm_eps)
-    q, k, v = (x.astype(dtype) for x in mixer.project(normed, row_positions(h)))
+    normed = rms_norm(h, block.mixer_norm[...], mixer.config.norm_eps)
+    q, k, v = (x.astype(dtype) for x in mixer.project(normed, Row.of(h).positions))
     window = mixer.config.window
     student = mixer.student_window if isinstance(mixer, DualWindowAttention) else window
     return [

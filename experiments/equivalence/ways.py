@@ -23,8 +23,8 @@ from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.inference.prefill import prefill, stream
 from ttcd_jax.inference.state import InferenceState, start_state, state_bytes
 from ttcd_jax.memory.prefix import Form
-from ttcd_jax.methods.in_place import FastWeightConfig
-from ttcd_jax.models.config import METHODS, TransformerConfig
+from ttcd_jax.methods.in_place import PrefixSettings
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.state import with_params
 
@@ -53,13 +53,12 @@ class Way(Config):
         if self.attention is not None:
             changes["attention_implementation"] = self.attention
         if self.form is not None:
-            field = _forms_field(config)
-            if field is None:
+            if not isinstance(config.settings, PrefixSettings):
                 raise UserError(
                     f"form {self.form!r}: method {config.method!r} has no memory with forms; "
                     "leave it out"
                 )
-            changes[field] = getattr(config, field).replace(form=self.form)
+            changes["memory"] = config.settings.replace(form=self.form)
         if self.compute == "float64" and not jax.config.jax_enable_x64:
             raise UserError("float64 is off in JAX: set JAX_ENABLE_X64=1, or take float32")
         if self.compute is not None:
@@ -69,21 +68,14 @@ class Way(Config):
 
     def resolved(self, config: TransformerConfig) -> dict[str, Any]:
         """What is computed for a run of `config`, every part by name; ready for JSON."""
-        applied, field = self.applied(config), _forms_field(config)
+        applied = self.applied(config)
         return {
             "attention": applied.attention_implementation,
-            "form": None if field is None else getattr(applied, field).form,
+            "form": getattr(applied.settings, "form", None),
             "compute": applied.precision.compute,
             "path": self.path,
             "piece_size": self.piece_size if self.path == "streamed" else None,
         }
-
-
-def _forms_field(config: TransformerConfig) -> str | None:
-    """The field of the memory whose read has forms."""
-    field = METHODS[config.method].memory_field
-    is_sum = field is not None and isinstance(getattr(config, field), FastWeightConfig)
-    return field if is_sum else None
 
 
 def parse_way(items: Sequence[str]) -> Way:

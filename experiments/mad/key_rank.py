@@ -1,14 +1,17 @@
 """How many directions the keys of a memory span: a memory whose keys lie along few mixes up what it
 stores."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ttcd_jax.memory.chunks import from_chunks
-from ttcd_jax.models.block import IPTTCDBlock, IPTTTBlock
+from ttcd_jax.memory.chunks import from_chunks, to_chunks
+from ttcd_jax.methods.in_place import InPlaceConfig
 from ttcd_jax.models.transformer import Transformer, place_of_layer
+from ttcd_jax.nn.row import Row
 
 
 def effective_rank(x: Float[Array, "*rows F"]) -> Float[Array, ""]:
@@ -27,13 +30,23 @@ def key_ranks(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, " f
     """The effective rank of the keys of all tokens, of each in-place memory in layer order; None
     for a model without one. Costs a forward and an attention per memory."""
     h = model.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
-    embeddings, ranks = h, []
+    row, ranks = Row.of(h, embeddings=h), []
     for layer in range(model.config.num_layers):
         place = place_of_layer(model.config, layer)
         graph, params = nnx.split(getattr(model, place.group))
         unit = nnx.merge(graph, jax.tree.map(lambda x, row=place.row: x[row], params))
         block = getattr(unit, place.block)
-        if isinstance(block, IPTTCDBlock | IPTTTBlock):
-            ranks.append(effective_rank(from_chunks(block.keys(h), tokens.shape[1])))
-        h = block(h, embeddings=embeddings)
+        if isinstance(block.config.mlp, InPlaceConfig):
+            ranks.append(effective_rank(_keys(block, h, row)))
+        h, _ = block.forward(h, row)
     return jnp.stack(ranks) if ranks else None
+
+
+def _keys(block: Any, h: Float[Array, "B T D"], row: Row) -> Float[Array, "B T F"]:
+    """The keys that the tokens are written under."""
+    x, student = block.inputs("mlp", h, row)
+    mlp, size = block.mlp, block.mlp.settings.chunk_size
+    tokens = mlp.tokens(x, mlp.source(x, row, student))
+    chunks = jax.tree.map(lambda x: to_chunks(x, size), tokens)
+    _, (keys, _) = mlp.operands(mlp.convolved(chunks, None))
+    return from_chunks(keys, h.shape[1])

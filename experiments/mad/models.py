@@ -12,12 +12,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
-from ttcd_jax.methods.in_place import MemoryStats
+from ttcd_jax.methods import method_named
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
-from ttcd_jax.models.config import TransformerConfig, without_memory
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.block import MemoryStats
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.precision import Precision
@@ -47,6 +48,11 @@ def mad_config(
     open: full matrices here, one fast head per attention head, no Muon.
     """
     chunk = window // 2
+    settings = {
+        "ipttcd": MemoryConfig(chunk_size=chunk, block_chunks=1),
+        "ipttt": TargetMemoryConfig(chunk_size=chunk, block_chunks=1),
+        "lact": LaCTMemoryConfig(chunk_size=chunk, low_rank=None),
+    }
     return TransformerConfig(
         vocab_size=vocab_size,
         dim=dim,
@@ -56,23 +62,12 @@ def mad_config(
         method=method,
         window=window if method in _WINDOWED else None,
         student_window=chunk,
-        fast_layers=(0, 1),
-        memory=MemoryConfig(chunk_size=chunk, block_chunks=1),
-        target_memory=TargetMemoryConfig(chunk_size=chunk, block_chunks=1),
-        lact=LaCTMemoryConfig(chunk_size=chunk, low_rank=None),
+        fast_layers=(0, 1) if method_named(method).layers == "fast" else (),
+        memory=settings.get(method),
         has_tied_head=False,
         init_std=init_std,
         precision=precision,
     )
-
-
-def switched_off(config: TransformerConfig, length: int) -> TransformerConfig | None:
-    """The same parameters with a memory that nothing is read from; None where the memory is the
-    mixer itself, or where there is none. LaCT learns nothing in a row of one chunk."""
-    if config.method == "lact":
-        return config.replace(lact=config.lact.replace(chunk_size=length))
-    changes = without_memory(config)
-    return None if changes is None else config.replace(**changes)
 
 
 def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:

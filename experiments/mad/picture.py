@@ -13,7 +13,7 @@ from experiments.mad.report import (
     tasks_of,
 )
 from ttcd_jax.eval.report import COLOURS, MARKERS, save_figure
-from ttcd_jax.models.config import METHODS
+from ttcd_jax.methods import METHODS
 
 _COLUMNS = 3
 

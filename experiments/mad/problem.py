@@ -6,11 +6,11 @@ import jax
 from flax import nnx
 
 from experiments.mad.key_rank import key_ranks
-from experiments.mad.models import mad_model, switched_off
+from experiments.mad.models import mad_model
 from experiments.mad.scores import batch_loss, batch_scores
 from experiments.mad.sweep import Batch, Metrics, Problem
 from experiments.mad.tasks.config import MADConfig
-from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig, switched_off
 from ttcd_jax.models.transformer import Transformer
 
 # The teacher's window by task; the student's and the chunk are half of it.

@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.mad.models import MAD_METHODS
 from experiments.mad.tasks.settings import TASKS, settings
-from ttcd_jax.models.config import METHODS
+from ttcd_jax.methods import METHODS
 
 Record = dict[str, Any]
 

@@ -15,35 +15,26 @@ from experiments.parity.golden import (
     worst,
 )
 from ttcd_jax.interop import reference
-from ttcd_jax.methods.delta_net import DeltaNet, DeltaNetConfig
-from ttcd_jax.methods.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
-from ttcd_jax.methods.ip_ttt import IPTTTMLP, IPTTTConfig
-from ttcd_jax.methods.ipttcd import IPTTCDMLP, IPTTCDConfig
-from ttcd_jax.methods.lact import LaCT, LaCTConfig
-from ttcd_jax.models.block import build_block
 from ttcd_jax.models.config import TransformerConfig, block_configs
-from ttcd_jax.nn.attention import row_positions
-from ttcd_jax.nn.mlp import SwiGLU
+from ttcd_jax.nn.block import Block, BlockConfig
 from ttcd_jax.precision import Precision
 
-_MLPS = {IPTTCDConfig: IPTTCDMLP, IPTTTConfig: IPTTTMLP}
-_MIXERS = {DeltaNetConfig: DeltaNet, GatedDeltaNetConfig: GatedDeltaNet, LaCTConfig: LaCT}
 
-
-def _block(golden: Golden, config: TransformerConfig):
+def _block(golden: Golden, config: TransformerConfig) -> BlockConfig:
     return block_configs(config)[golden.info.get("layer_idx", 0)]
 
 
 def check_mlp(golden: Golden, dtype: str) -> Comparison:
     """kinds ipttcd_mlp, ipttt_mlp: y, y_plain and all gradients."""
     config = modules.published_config(golden, dtype)
+    names = _block(golden, config).mlp.reference_names
 
     def load(config: TransformerConfig, dtype: str) -> nnx.Module:
         mlp = _block(golden, config).mlp
         return modules.load_module(
-            lambda: _MLPS[type(mlp)](mlp, rngs=nnx.Rngs(0)),
+            lambda: mlp.build(rngs=nnx.Rngs(0)),
             golden.group("param."),
-            reference.MLP_NAMES,
+            names,
             dtype,
         )
 
@@ -56,7 +47,7 @@ def check_mlp(golden: Golden, dtype: str) -> Comparison:
     )
     ours = {"out.y": y, "out.y_plain": y_plain}
     ours |= {"grad_in.x": d_inputs[0], "grad_in.t": d_inputs[1]}
-    ours |= modules.gradients(reference.module_to_reference(d_params, reference.MLP_NAMES))
+    ours |= modules.gradients(reference.module_to_reference(d_params, names))
     result = worst(ours, golden, lambda name: bound(golden, dtype, name))
     if "out.y_bf16ns" in golden.arrays:
         narrow = load(_narrow(config), "float32")
@@ -68,12 +59,12 @@ def check_mlp(golden: Golden, dtype: str) -> Comparison:
 def check_mixer(golden: Golden, dtype: str) -> Comparison:
     """kinds delta_layer, lact_layer: y and all gradients."""
     config = modules.published_config(golden, dtype)
-    names = reference.LACT_NAMES if golden.kind == "lact_layer" else reference.DELTA_NAMES
+    names = _block(golden, config).mixer.reference_names
 
     def load(config: TransformerConfig, dtype: str) -> nnx.Module:
         mixer = _block(golden, config).mixer
         return modules.load_module(
-            lambda: _MIXERS[type(mixer)](mixer, rngs=nnx.Rngs(0)),
+            lambda: mixer.build(rngs=nnx.Rngs(0)),
             golden.group("param."),
             names,
             dtype,
@@ -89,7 +80,7 @@ def check_mixer(golden: Golden, dtype: str) -> Comparison:
     result = worst(ours, golden, lambda name: bound(golden, dtype, name))
     if "out.y_bf16ns" in golden.arrays:
         hidden = hidden.astype("float32")
-        y = modules.evaluate(load(_narrow(config), "float32"), hidden, row_positions(hidden))
+        y = modules.evaluate(load(_narrow(config), "float32"), hidden)
         result = max(result, _rounded(golden, y), key=lambda result: result.ratio)
     return result
 
@@ -97,9 +88,9 @@ def check_mixer(golden: Golden, dtype: str) -> Comparison:
 def check_block(golden: Golden, dtype: str) -> Comparison:
     """kind ipttcd_block: y and all gradients."""
     config = _block(golden, modules.published_config(golden, dtype))
-    names = reference.block_names(config)
+    names = config.reference_names
     module = modules.load_module(
-        lambda: build_block(config, rngs=nnx.Rngs(0)), golden.group("param."), names, dtype
+        lambda: Block(config, rngs=nnx.Rngs(0)), golden.group("param."), names, dtype
     )
     hidden = jnp.asarray(golden.arrays["in.hidden"], dtype)
     y, d_params, (d_hidden,), _ = modules.value_and_pull(
@@ -111,11 +102,11 @@ def check_block(golden: Golden, dtype: str) -> Comparison:
 
 
 def _remembering_and_plain(mlp, x, t):
-    return mlp(x, t), SwiGLU.__call__(mlp, x)
+    return mlp(x, t), mlp.plain(x)
 
 
 def _in_rows(mixer, hidden):
-    return mixer(hidden, row_positions(hidden)), None
+    return mixer(hidden), None
 
 
 def _alone(block, hidden):

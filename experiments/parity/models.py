@@ -10,9 +10,9 @@ from flax import nnx
 from experiments.parity import modules
 from experiments.parity.golden import Comparison, Golden, bound, worst
 from ttcd_jax.interop import reference
-from ttcd_jax.models.block import build_block
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.block import Block
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.train.loss import next_token_loss_of
 
@@ -36,7 +36,8 @@ def check_model(golden: Golden, dtype: str) -> Comparison:
     if "out.logits_eval" in golden.arrays:
         # In evaluation mode the reference skips the whole fast path of inputs under one chunk, and
         # the hybrid's delta rule always.
-        plain = config.replace(fast_layers=())
+        method = "full" if config.window is None else "swa"
+        plain = config.replace(method=method, fast_layers=(), memory=None)
         base = {name: value for name, value in tensors.items() if not _is_fast(name)}
         ours["out.logits_eval"] = modules.evaluate(_load(plain, base, dtype), tokens)
     return worst(ours, golden, lambda name: bound(golden, dtype, name))
@@ -66,9 +67,9 @@ def _hidden_states(
         prefix = f"model.layers.{layer}."
         own = {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
         module = modules.load_module(
-            lambda block=block: build_block(block, rngs=nnx.Rngs(0)),
+            lambda block=block: Block(block, rngs=nnx.Rngs(0)),
             own,
-            reference.block_names(block),
+            block.reference_names,
             dtype,
         )
         states.append(modules.evaluate(module, states[-1], None, None, embeddings))

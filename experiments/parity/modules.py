@@ -52,8 +52,11 @@ def published_config(golden: Golden, dtype: str) -> TransformerConfig:
         source | {"model_type": model_type(golden)}, precision=precision(dtype)
     )
     # The rows are short: "auto" would take the attention form, which no long row does.
-    memory = config.memory.replace(form="blocked", zero_slope=PUBLISHED_ZERO_SLOPE)
-    return config.replace(memory=memory, target_memory=config.target_memory.replace(form="blocked"))
+    published = {"form": "blocked", "zero_slope": PUBLISHED_ZERO_SLOPE}
+    if config.memory is None:
+        return config
+    own = {name: value for name, value in published.items() if hasattr(config.memory, name)}
+    return config.replace(memory=config.memory.replace(**own))
 
 
 def with_params[M: nnx.Module](build: Callable[[], M], params: reference.Params) -> M:

@@ -31,11 +31,11 @@ from jaxtyping import Array, Float
 from ttcd_jax.config import Config, NonNegative, Positive, PositiveFloat
 from ttcd_jax.errors import NonFiniteError, UserError
 from ttcd_jax.methods.ideal import IdealConfig, IdealMemoryConfig, IdealMLP
-from ttcd_jax.models.block import IPTTCDBlock, IPTTCDBlockConfig
-from ttcd_jax.nn.attention import AttentionConfig, row_positions
+from ttcd_jax.methods.ipttcd import IPTTCDBlock, IPTTCDBlockConfig
+from ttcd_jax.nn.attention import AttentionConfig
 from ttcd_jax.nn.dual_window import DualWindowConfig
 from ttcd_jax.nn.mlp import MLPConfig
-from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.row import Row
 from ttcd_jax.precision import Precision
 
 # The bound is an equality of real numbers; float32 (and so jax without x64) would blur it.
@@ -134,12 +134,9 @@ def hidden_states(
     block: IPTTCDBlock, h: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
     """(x, t): what the block's MLP gets from its teacher and from its student."""
-
-    def normed(h, weight):
-        return rms_norm(h, weight[...], block.config.norm_eps)
-
-    teacher, student = block.mixer(normed(h, block.mixer_norm), row_positions(h))
-    return normed(h + teacher, block.mlp_norm), normed(h + student, block.mlp_norm)
+    x, t = block.inputs("mlp", h, Row.of(h))
+    assert t is not None
+    return x, t
 
 
 def read(
@@ -151,7 +148,7 @@ def read(
 ) -> Float[Array, "P D"]:
     """features(probe) W_chunk, by the layer itself: each probe follows the row's first `chunk`
     chunks, as the first token of the next."""
-    prefix = chunk * mlp.memory.chunk_size
+    prefix = chunk * mlp.settings.chunk_size
 
     def rows(h):
         past = jnp.broadcast_to(h[:, :prefix], (probes.shape[0], prefix, h.shape[-1]))
@@ -164,7 +161,7 @@ def measure(block: IPTTCDBlock, h: Float[Array, "1 T D"], first: int, second: in
     """Both sides for the queries at positions `first` and `second` of one row."""
     mlp = block.mlp
     assert isinstance(mlp, IdealMLP), f"{type(mlp).__name__} is no ideal memory"
-    size = mlp.memory.chunk_size
+    size = mlp.settings.chunk_size
     start, end = first // size, second // size
     x, t = hidden_states(block, h)
     teacher, student, before = read(
@@ -181,7 +178,7 @@ def measure(block: IPTTCDBlock, h: Float[Array, "1 T D"], first: int, second: in
         gap=gap,
         alignment=alignment,
         left=teacher @ (after - before),
-        right=mlp.memory.eta / size * gap * alignment,
+        right=mlp.settings.eta / size * gap * alignment,
         overlap=jnp.abs(others @ query / norms).sum() / max(len(others), 1),
     )
 

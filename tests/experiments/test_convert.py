@@ -28,6 +28,7 @@ MODEL = TransformerConfig(
     mlp_dim=8,
     window=8,
     student_window=4,
+    method="ipttcd",
     fast_layers=(1,),
 ).replace(memory=TransformerConfig.memory.replace(chunk_size=4, student_conv_init="normal"))
 PARAMS = [

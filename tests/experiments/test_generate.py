@@ -29,6 +29,7 @@ MODEL = TransformerConfig(
     mlp_dim=8,
     window=16,
     student_window=8,
+    method="ipttcd",
     fast_layers=(0,),
     has_tied_head=False,
     init_std=0.5,

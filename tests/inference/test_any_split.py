@@ -13,7 +13,8 @@ from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import stream
 from ttcd_jax.inference.state import start_state
-from ttcd_jax.models.config import METHODS, TransformerConfig
+from ttcd_jax.methods import METHODS
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -25,14 +26,12 @@ def _sizes(method: str, rng: np.random.Generator) -> TransformerConfig:
     """The small model with window, chunk and taps from 1 up, in any relation."""
     config = config_of(method, num_layers=1)
     chunk, taps, window = (int(rng.integers(1, most)) for most in (17, 7, 14))
+    changes = {"chunk_size": chunk, "num_taps": taps}
+    own = {name: value for name, value in changes.items() if hasattr(config.memory, name)}
     return config.replace(
         window=None if method == "full" else window,
         student_window=int(rng.integers(1, window + 1)),
-        memory=config.memory.replace(chunk_size=chunk, num_taps=taps),
-        ideal_memory=config.ideal_memory.replace(chunk_size=chunk),
-        target_memory=config.target_memory.replace(chunk_size=chunk, num_taps=taps),
-        delta=config.delta.replace(chunk_size=chunk, num_taps=taps),
-        lact=config.lact.replace(chunk_size=chunk),
+        memory=None if config.memory is None else config.memory.replace(**own),
     )
 
 

@@ -22,6 +22,7 @@ CONFIG = TransformerConfig(
     mlp_dim=8,
     window=16,
     student_window=8,
+    method="ipttcd",
     fast_layers=(0,),
     init_std=0.5,
 ).replace(memory=TransformerConfig.memory.replace(chunk_size=32))
@@ -181,13 +182,13 @@ def test_published_memory_is_another_text_and_needs_a_memory(model):
     request = _request(PROMPT * 3)
     published, _ = _run(model, request, memory="published")
     assert _tokens(published) != _tokens(_run(model, request)[0])
-    plain = _model(CONFIG.replace(method="swa"))
+    plain = _model(CONFIG.replace(method="swa", fast_layers=(), memory=None))
     with pytest.raises(UserError, match="published"):
         generate(plain, TOKENIZER, [request], memory="published")
 
 
 def test_full_attention_takes_the_room_it_needs_and_no_more_than_it_has():
-    full = _model(CONFIG.replace(method="full", window=None))
+    full = _model(CONFIG.replace(method="full", window=None, fast_layers=(), memory=None))
     events, state = _run(full, _request(max_new_tokens=4))
     assert len(events) == 4
     with pytest.raises(UserError, match=r"33 tokens and the state .* holds 32: .*max_length"):

@@ -23,6 +23,7 @@ MODEL = TransformerConfig(
     window=8,
     student_window=4,
     init_std=0.1,
+    method="ipttcd",
     fast_layers=(0, 1),
     memory=MemoryConfig(
         chunk_size=4, block_chunks=1, teacher_conv_init="identity", student_conv_init="normal"

@@ -24,6 +24,7 @@ CONFIG = TransformerConfig(
     mlp_dim=8,
     window=8,
     student_window=4,
+    method="ipttcd",
     fast_layers=(0,),
     precision=Precision(compute="bfloat16"),
 ).replace(memory=TransformerConfig.memory.replace(chunk_size=4))
@@ -76,7 +77,7 @@ def test_a_text_goes_on_from_a_loaded_state_as_from_the_state(model, state, fold
 
 
 def test_full_attention_keeps_its_room(tmp_path):
-    model = _model(CONFIG.replace(method="full", window=None))
+    model = _model(CONFIG.replace(method="full", window=None, fast_layers=(), memory=None))
     state = _read(model, max_length=21)
     save_state(tmp_path / "state", model, state)
     assert_same(load_state(tmp_path / "state", model), state)

@@ -12,16 +12,18 @@ import pytest
 from checks import randomize
 from devices import environment
 from flax import nnx
-from small_models import CONFIG, config_of
+from small_models import config_of
 
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import stream
 from ttcd_jax.inference.state import start_state, state_axes, state_bytes
+from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import METHODS, TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 
+CONFIG = config_of("ipttcd")
 B, D, F, W, LENGTH = 3, CONFIG.dim, CONFIG.mlp_dim, 4, 50
 HEADS = 2 * 4  # N H, and K H
 L, R = 4, 3
@@ -36,7 +38,7 @@ ELEMENTS = {
     "deltanet": (0, 2 * 2 * 4 * 6, 2 * (R - 1) * 2 * (2 * 4 + 6)),
     "gated_deltanet": (0, 2 * 2 * 4 * 6, 2 * (R - 1) * 2 * (2 * 4 + 6)),
     "deltanet_hybrid": (2 * RING, 2 * 4 * 6, 0),
-    "lact": (2 * RING, 2 * 2 * 3 * 2 * 4 * 4, 2 * L * 2 * (3 * 4 + 4)),
+    "lact": (2 * RING, 2 * 2 * 3 * 2 * 4 * 4, 2 * L * 2 * (2 * 4 + 4)),
 }
 
 
@@ -55,8 +57,8 @@ def test_every_array_is_cut_by_rows_and_some_by_heads_or_features():
     state = start_state(inference_model(randomize(Transformer, config)), B)
     axes = state_axes(state)
     fast, plain = axes.layers
-    assert plain.mixer.keys == ("batch", None, "kv_heads", None)
-    assert fast.memory.streamed.memory == ("batch", "mlp", None)
+    assert plain["mixer"].keys == ("batch", None, "kv_heads", None)
+    assert fast["mlp"].chunks.memory == ("batch", "mlp", None)
     leaves = jax.tree.leaves(axes, is_leaf=lambda x: type(x) is tuple and "batch" in x)
     assert all(names[0] == "batch" for names in leaves)
     assert len(leaves) == len(jax.tree.leaves(state))
@@ -86,6 +88,7 @@ def _read_short_and_long() -> list[dict[str, int]]:
         num_layers=1,
         num_heads=2,
         mlp_dim=32,
+        method="ipttcd",
         window=256,
         student_window=128,
         fast_layers=(0,),
@@ -104,7 +107,7 @@ def _read(model, tokens: np.ndarray) -> dict[str, int]:
     for _, hidden, state in stream(model, start_state(model, 1), tokens, piece_size=8192):
         assert np.isfinite(np.asarray(hidden)).all()
         in_use = max(in_use, sum(x.nbytes for x in jax.live_arrays()))
-        written = float(np.abs(np.asarray(state.layers[0].memory.streamed.memory)).max())
+        written = float(np.abs(np.asarray(state.layers[0]["mlp"].chunks.memory)).max())
         assert 0 < written < np.inf
     # Not `getrusage`: it goes on counting from the process that started this one.
     (peak,) = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())

@@ -17,8 +17,9 @@ from ttcd_jax.inference.decode import decode, step
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill, stream
 from ttcd_jax.inference.state import start_state
+from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import METHODS, TransformerConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 
 pytestmark = pytest.mark.usefixtures("float64")

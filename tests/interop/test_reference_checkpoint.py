@@ -16,6 +16,7 @@ from experiments.parity.modules import model_type
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.interop.reference_checkpoint import export_reference, import_reference
 from ttcd_jax.interop.weight_files import INDEX, SINGLE, open_weights, write_safetensors
+from ttcd_jax.methods.delta_net import DeltaRuleConfig
 from ttcd_jax.train.state import with_params
 
 FOLDER = Path(__file__).parents[1] / "golden"
@@ -205,7 +206,7 @@ def test_what_the_reference_cannot_express_or_a_dtype_not_hold_is_not_written(wr
     params, config, _ = import_reference(folder)
     other = config.replace(rope=config.rope.replace(base=1.5))
     assert json.loads(export_reference(params, other)[1])["rope_theta"] == 1.5
-    wide = config.replace(method="deltanet_hybrid", delta=config.delta.replace(value_expansion=2))
+    wide = config.replace(method="deltanet_hybrid", memory=DeltaRuleConfig(value_expansion=2))
     with pytest.raises(UserError, match=r"cannot express layer 0\.delta\.rule\.value_expansion 2"):
         export_reference(params, wide)
     params["final_norm"] = params["final_norm"] * 1e6

@@ -88,20 +88,20 @@ def test_absent_keys_take_the_class_defaults(name):
             assert memory.normalizes_keys
             assert config.student_window == 8192
         case "ipttt":
-            assert not config.target_memory.is_conv_causal
-            assert config.target_memory.target == "hidden"
-            assert config.target_memory.proj_init == "gaussian_diagonal"
+            assert not config.memory.is_conv_causal
+            assert config.memory.target == "hidden"
+            assert config.memory.proj_init == "gaussian_diagonal"
         case "gated_deltanet":
-            assert (config.head_dim, config.delta.value_expansion) == (256, 2)
+            assert (config.head_dim, config.memory.value_expansion) == (256, 2)
         case "deltanet":
-            assert (config.head_dim, config.delta.value_expansion) == (4, 1)
+            assert (config.head_dim, config.memory.value_expansion) == (4, 1)
         case "lact":
-            assert (config.lact.low_rank, config.lact.has_momentum) == (None, False)
+            assert (config.memory.low_rank, config.memory.has_momentum) == (None, False)
 
 
 def test_aliases_and_switches():
     source = SMALLEST | {"model_type": "ipttt", "ttt_layers": [0], "ttt_target": "input_embeds"}
-    assert transformer_config(source).target_memory.target == "embedding"
+    assert transformer_config(source).memory.target == "embedding"
     off = transformer_config(source | {"ttt_mode": False})
     assert off.method == "full"
     raw = SMALLEST | {"model_type": "ipttcdv8", "ttt_layers": [0], "ttt_weight_renorm": True}
@@ -146,7 +146,7 @@ def test_what_we_do_not_compute_is_refused_by_name(source, words):
 def test_what_the_reference_has_not_is_refused():
     config = transformer_config(IPTTCD)
     with pytest.raises(UserError, match="ipttcd_ideal"):
-        reference_config(config.replace(method="ipttcd_ideal"))
+        reference_config(config.replace(method="ipttcd_ideal", memory=None))
     with pytest.raises(UserError, match="student window"):
         reference_config(config.replace(student_window=8000))
     with pytest.raises(UserError, match="eps"):

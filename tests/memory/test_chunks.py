@@ -8,7 +8,6 @@ from ttcd_jax.memory.chunks import (
     from_chunks,
     masked,
     memory_mask,
-    num_chunks,
     to_chunks,
 )
 
@@ -17,7 +16,7 @@ from ttcd_jax.memory.chunks import (
 def test_chunks_round_trip_at_any_length(length):
     (x,) = draw(0, (2, length, 3))
     chunks = to_chunks(x, 4)
-    assert chunks.shape == (2, num_chunks(length, 4), 4, 3)
+    assert chunks.shape == (2, -(-length // 4), 4, 3)
     assert_same(from_chunks(chunks, length), x)
     assert not np.asarray(chunks).reshape(2, -1, 3)[:, length:].any()
 
@@ -62,7 +61,7 @@ def _by_definition(ids: list[int], chunk_size: int):
     ],
 )
 def test_masks_follow_the_documents(ids):
-    mask = memory_mask(jnp.array([ids]), len(ids), 4)
+    mask = memory_mask(chunk_segments(jnp.array([ids]), 4), len(ids), 4)
     expected = _by_definition(ids, 4)
     assert [np.asarray(part).ravel().tolist() for part in mask] == list(expected)
 
@@ -76,7 +75,7 @@ def test_masked_tokens_are_zero():
     assert masked(x, None) is x
 
 
-def test_segments_follow_their_chunks():
+def test_segments_follow_their_chunks_and_padding_the_last_document():
     assert chunk_segments(None, 4) is None
     ids = chunk_segments(jnp.array([[1, 1, 2, 2, 2]]), 4)
-    assert np.asarray(ids).tolist() == [[[1, 1, 2, 2], [2, 0, 0, 0]]]
+    assert np.asarray(ids).tolist() == [[[1, 1, 2, 2], [2, 2, 2, 2]]]

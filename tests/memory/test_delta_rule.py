@@ -16,11 +16,36 @@ from checks import (
     traced,
 )
 
-from ttcd_jax.memory.delta_rule import delta_rule, delta_rule_recurrent, l2_normalize_inside
+from ttcd_jax.memory.delta_rule import delta_rule, l2_normalize_inside
 
 B, T, N, H, X = 2, 21, 2, 4, 3
 # Cut anywhere; with chunks of 8 one document starts on a chunk's edge, two inside one chunk.
 IDS = np.stack([np.repeat([7, 3, 4, 1], [8, 1, 2, 10]), np.repeat([2, 1], [19, 2])])
+
+
+def delta_rule_recurrent(
+    q, k, v, beta, *, log_decay=None, initial_state=None, segment_ids=None, state_dtype
+):
+    """`delta_rule` by its definition, one token after the other, in float32 or better."""
+    wide = jnp.promote_types(state_dtype, jnp.float32)
+    decay = jnp.ones_like(beta) if log_decay is None else jnp.exp(log_decay)
+    if segment_ids is not None:
+        begins = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+        decay = jnp.where(begins[..., None], 0, decay)
+    if initial_state is None:
+        initial_state = jnp.zeros((k.shape[0], *k.shape[2:], v.shape[-1]))
+    scale = q.shape[-1] ** -0.5
+
+    def one_token(state, token):
+        q, k, v, beta, decay = token
+        kept = decay[..., None, None] * state
+        u = beta[..., None] * (v - jnp.einsum("BNHX,BNH->BNX", kept, k))
+        after = kept + k[..., None] * u[..., None, :]
+        return after.astype(state.dtype), scale * jnp.einsum("BNHX,BNH->BNX", after, q)
+
+    tokens = (jnp.moveaxis(x.astype(wide), 1, 0) for x in (q, k, v, beta, decay))
+    state, o = jax.lax.scan(one_token, initial_state.astype(state_dtype), tuple(tokens))
+    return jnp.moveaxis(o, 0, 1).astype(v.dtype), state
 
 
 def _inputs(*, length=T, is_gated=True, dtype=None):

@@ -1,4 +1,5 @@
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +15,27 @@ from checks import (
     traced,
 )
 
-from ttcd_jax.memory.chunks import from_chunks, memory_mask, to_chunks
+from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
 from ttcd_jax.memory.fast_swiglu import (
-    FastInputs,
     FastRule,
+    FastSwiGLU,
     FastWeights,
-    fast_swiglu,
+    FastWrites,
     length,
     unit,
 )
 
 B, T, L, N, H, F = 2, 14, 4, 2, 3, 5
+
+
+class Tokens(NamedTuple):
+    """What tokens read and write."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    rates: jax.Array
+    momentum: jax.Array | None
 
 
 def _rule(**changes) -> FastRule:
@@ -35,19 +46,19 @@ def _start(seed=1) -> FastWeights:
     return FastWeights(*draw(seed, (N, H, F), (N, F, H), (N, H, F)))
 
 
-def _tokens(seed=0, tokens=T, has_momentum=True) -> FastInputs:
+def _tokens(seed=0, tokens=T, has_momentum=True) -> Tokens:
     """Unchunked; rates and votes are positive."""
     q, k, v, rates, votes = draw(seed, *[(B, tokens, N, H)] * 3, (B, tokens, N, 3), (B, tokens, N))
-    return FastInputs(
-        q, k, v, jax.nn.softplus(rates), jax.nn.sigmoid(votes) if has_momentum else None
-    )
+    return Tokens(q, k, v, jax.nn.softplus(rates), jax.nn.sigmoid(votes) if has_momentum else None)
 
 
 def _run(rule, start, tokens, ids=None, chunk_size=L):
     size = tokens.q.shape[1]
-    chunks = jax.tree.map(lambda x: to_chunks(x, chunk_size), tokens)
-    y = fast_swiglu(rule, start, chunks, memory_mask(ids, size, chunk_size))
-    return from_chunks(y, size)
+    q, *writes = (None if x is None else to_chunks(x, chunk_size) for x in tokens)
+    memory = FastSwiGLU(start, rule._replace(has_momentum=tokens.momentum is not None))
+    segments = None if ids is None else chunk_segments(ids, chunk_size)
+    prepared = memory.prepared(q, FastWrites(*writes), segments, length=size)
+    return from_chunks(memory.row(prepared, needs_end=False)[0], size)
 
 
 def _f(weights, x):
@@ -138,7 +149,7 @@ def test_a_token_reads_itself_and_earlier_chunks_of_its_document(float64):
     def run(x):
         parts = jnp.split(x, np.cumsum([N * H] * 3 + [3 * N]), axis=-1)
         q, k, v = (part.reshape(B, T, N, H) for part in parts[:3])
-        tokens = FastInputs(q, k, v, parts[3].reshape(B, T, N, 3), parts[4])
+        tokens = Tokens(q, k, v, parts[3].reshape(B, T, N, 3), parts[4])
         return _run(_rule(), start, tokens, jnp.asarray(TWO_ROWS)).reshape(B, T, -1)
 
     (x,) = draw(3, (B, T, 3 * N * H + 3 * N + N))
@@ -186,7 +197,7 @@ def test_the_backward_keeps_states_and_no_activations():
     """Activations of the whole row [B, T, N, F] never exist: per chunk three matrices are kept."""
     hidden, tokens, size = 64, 32, 8
     start = FastWeights(*draw(0, (1, H, hidden), (1, hidden, H), (1, H, hidden)))
-    inputs = FastInputs(
+    inputs = Tokens(
         *draw(1, *[(1, tokens, 1, H)] * 3), jnp.ones((1, tokens, 1, 3)), jnp.ones((1, tokens, 1))
     )
     run = jax.grad(lambda s, t: _run(FastRule(), s, t, chunk_size=size).sum(), argnums=(0, 1))

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from checks import assert_close, assert_same, draw, temporary_bytes, traced
 
-from ttcd_jax.memory.chunks import memory_mask
+from ttcd_jax.memory.chunks import chunk_segments, memory_mask
 from ttcd_jax.memory.newton_schulz import newton_schulz
 from ttcd_jax.memory.prefix import (
     MemoryRule,
-    apply_memory,
+    read_prefix,
     segmented_sum,
 )
 
@@ -90,8 +90,8 @@ def test_three_forms_equal_the_definition(name, float64):
 
     def form(form):
         def run(z, keys, errors, w_base, initial):
-            mask = memory_mask(ids, length, L)
-            return apply_memory(rule._replace(form=form), z, keys, errors, w_base, mask, initial)
+            mask = memory_mask(chunk_segments(ids, L), length, L)
+            return read_prefix(rule._replace(form=form), z, keys, errors, w_base, mask, initial)
 
         return run
 
@@ -114,7 +114,7 @@ def test_three_forms_equal_the_definition(name, float64):
 def test_no_initial_state_is_an_empty_one(float64):
     z, keys, errors, w_base, initial = _operands(4)
     mask = memory_mask(None, 12, L)
-    run = jax.jit(partial(apply_memory, _rule(), z, keys, errors, w_base, mask))
+    run = jax.jit(partial(read_prefix, _rule(), z, keys, errors, w_base, mask))
     assert_same(run(), run(jnp.zeros_like(initial)))
 
 
@@ -124,10 +124,10 @@ def test_a_row_in_two_halves_equals_the_whole_row(float64):
     @jax.jit
     def both(z, keys, errors):
         mask = memory_mask(None, 12, L)
-        whole = apply_memory(_rule(), z, keys, errors, w_base, memory_mask(None, 24, L), initial)
+        whole = read_prefix(_rule(), z, keys, errors, w_base, memory_mask(None, 24, L), initial)
         halves, state = [], initial
         for part in (slice(0, 4), slice(4, 8)):
-            y, state = apply_memory(
+            y, state = read_prefix(
                 _rule(), z[:, part], keys[:, part], errors[:, part], w_base, mask, state
             )
             halves.append(y)
@@ -136,7 +136,7 @@ def test_a_row_in_two_halves_equals_the_whole_row(float64):
     assert_close(*both(z, keys, errors))
 
 
-def testsegmented_sum_is_associative(float64):
+def test_segmented_sum_is_associative(float64):
     rng = np.random.default_rng(0)
     for flags in np.ndindex(2, 2, 2):
         runs = [
@@ -158,9 +158,11 @@ def test_documents_of_a_row_equal_rows_of_their_own(float64):
 
     @jax.jit
     def both(z, keys, errors):
-        packed, _ = apply_memory(_rule(), z, keys, errors, w_base, memory_mask(ids, 21, L))
+        packed, _ = read_prefix(
+            _rule(), z, keys, errors, w_base, memory_mask(chunk_segments(ids, L), 21, L)
+        )
         alone = [
-            apply_memory(
+            read_prefix(
                 _rule(),
                 *(x[:, end - n : end] for x in (z, keys, errors)),
                 w_base,
@@ -189,7 +191,7 @@ def test_orthogonalised_updates_are_orthogonalised_chunk_by_chunk(float64):
 
     def form(form):
         def run(z, keys, errors, w_base, initial):
-            return apply_memory(rule._replace(form=form), z, keys, errors, w_base, mask, initial)
+            return read_prefix(rule._replace(form=form), z, keys, errors, w_base, mask, initial)
 
         return run
 
@@ -215,7 +217,7 @@ def test_folding_the_state_changes_rounding_only(float64):
         rule = _rule(folds_state=folds, form=form, state_dtype=jnp.promote_types(dtype, "float32"))
 
         def loss(*operands):
-            y, _ = apply_memory(rule, *operands, mask)
+            y, _ = read_prefix(rule, *operands, mask)
             return (y.astype(float) ** 2).sum()
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*narrow)
@@ -236,7 +238,7 @@ def test_reading_the_memory_apart_keeps_what_folding_rounds_away():
     def read(folds, dtype):
         operands = [x.astype(dtype) for x in (z, keys, errors, w_base)]
         rule = _rule(folds_state=folds, eta=1.0, state_dtype=jnp.float32)
-        return np.asarray(apply_memory(rule, *operands, memory_mask(None, 18, L))[0], np.float32)
+        return np.asarray(read_prefix(rule, *operands, memory_mask(None, 18, L))[0], np.float32)
 
     exact = read(False, jnp.float32)
     apart, folded = (
@@ -259,7 +261,7 @@ def test_what_does_not_fit_together_is_refused(changes, has_documents, message):
     ids = jnp.zeros((B, 6), jnp.int32) if has_documents else None
     rule = _rule(state_dtype=jnp.float32, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
-        apply_memory(rule, z, keys, errors, w_base, memory_mask(ids, 6, L))
+        read_prefix(rule, z, keys, errors, w_base, memory_mask(chunk_segments(ids, L), 6, L))
 
 
 def _wide_gradient(form, num_chunks):
@@ -270,7 +272,7 @@ def _wide_gradient(form, num_chunks):
     rule = MemoryRule(eta=0.3, form=form, block_chunks=4)
 
     def loss(*operands):
-        y, _ = apply_memory(rule, *operands, memory_mask(None, 2 * num_chunks, 2))
+        y, _ = read_prefix(rule, *operands, memory_mask(None, 2 * num_chunks, 2))
         return (y**2).sum()
 
     return temporary_bytes(jax.grad(loss, argnums=(0, 1, 2, 3)), *operands)
@@ -297,7 +299,7 @@ def test_auto_takes_the_form_that_multiplies_less(num_chunks, changes, expected)
         shapes = [(1, num_chunks, 16, F) for F in (256, 256, 128)] + [(256, 128)]
         rule = MemoryRule(eta=0.3, form=form, block_chunks=1, **changes)
         mask = memory_mask(None, 16 * num_chunks, 16)
-        read = jax.jit(lambda *operands: apply_memory(rule, *operands, mask)[0])
+        read = jax.jit(lambda *operands: read_prefix(rule, *operands, mask)[0])
         lowered = read.lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
         return lowered.as_text()
 
@@ -313,7 +315,8 @@ def test_bfloat16_products_have_narrow_operands_and_float32_sums(form):
 
     def run(*operands):
         (y, state), pull = jax.vjp(
-            lambda *xs: apply_memory(rule, *xs, memory_mask(ids, 15, L)), *operands
+            lambda *xs: read_prefix(rule, *xs, memory_mask(chunk_segments(ids, L), 15, L)),
+            *operands,
         )
         return y, pull((y, state))
 

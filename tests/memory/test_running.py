@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from checks import assert_close, assert_same, draw
 
-from ttcd_jax.memory.chunks import memory_mask
+from ttcd_jax.memory.chunks import chunk_segments
 from ttcd_jax.memory.prefix import MemoryRule
-from ttcd_jax.memory.running import ideal_memory, read_running, renormalized_memory
+from ttcd_jax.memory.running import IdealMemory, RenormalizedMemory
 
 B, L, F, D = 2, 3, 6, 5
 
@@ -23,14 +23,17 @@ def _rule(**changes) -> MemoryRule:
     return MemoryRule(**({"eta": 0.3, "state_dtype": jnp.float64} | changes))
 
 
-def _read(memory, mask):
+def _row(memory, reads, writes, ids, length):
+    """(y, the state after the row), of `length` tokens with these documents."""
+    segments = None if ids is None else chunk_segments(ids, L)
+    return memory.row(memory.prepared(reads, writes, segments, length=length))
+
+
+def _renormalised(rule, z, keys, errors, w_base, group_chunks, length, ids=None):
     """(y, what was written over eta)."""
-    y, end = read_running(memory, mask)
-    return y, memory.written(end)
-
-
-def _renormalised(rule, z, keys, errors, w_base, mask, group_chunks):
-    return _read(renormalized_memory(rule, z, keys, errors, w_base, mask, group_chunks), mask)
+    memory = RenormalizedMemory(w_base, rule, group_chunks)
+    y, end = _row(memory, z, (keys, errors), ids, length)
+    return y, (memory._weight(end) - w_base) / (rule.eta or 1.0)
 
 
 def _renormalised_loop(eta, length, z, keys, errors, w_base, group_chunks):
@@ -53,8 +56,7 @@ def _renormalised_loop(eta, length, z, keys, errors, w_base, group_chunks):
 @pytest.mark.parametrize("group_chunks", [1, 2, 16])
 def test_renormalised_memory_follows_its_loop(group_chunks, float64):
     z, keys, errors, w_base = _operands(5)
-    mask = memory_mask(None, 14, L)
-    run = jax.jit(partial(_renormalised, _rule(), mask=mask, group_chunks=group_chunks))
+    run = jax.jit(partial(_renormalised, _rule(), group_chunks=group_chunks, length=14))
     y, state = run(z, keys, errors, w_base)
     for row in range(B):
         arrays = (np.asarray(x) for x in (z[row], keys[row], errors[row], w_base))
@@ -72,13 +74,8 @@ def test_renormalised_documents_of_a_row_equal_rows_of_their_own(float64):
     @jax.jit
     def run(z, keys, errors):
         def memory(part, ids, length):
-            return _renormalised(
-                _rule(),
-                *(x[:, part] for x in (z, keys, errors)),
-                w_base,
-                memory_mask(ids, length, L),
-                2,
-            )[0]
+            operands = (x[:, part] for x in (z, keys, errors))
+            return _renormalised(_rule(), *operands, w_base, 2, length, ids)[0]
 
         alone = [memory(slice(0, 3), None, 9), memory(slice(3, 6), None, 9)]
         return memory(slice(None), ids, 18), jnp.concatenate(alone, axis=1)
@@ -88,14 +85,16 @@ def test_renormalised_documents_of_a_row_equal_rows_of_their_own(float64):
 
 def test_renormalised_memory_that_learns_nothing_is_the_base(float64):
     z, keys, errors, w_base = _operands(3)
-    y, state = _renormalised(_rule(eta=0.0), z, keys, errors, w_base, memory_mask(None, 9, L), 2)
+    y, state = _renormalised(_rule(eta=0.0), z, keys, errors, w_base, 2, 9)
     assert_close(y, z @ w_base)
     assert_close(state, jnp.zeros_like(state), 1e-12)
 
 
-def _ideal(z_teacher, z_student, w_base, mask, eta=0.3):
-    memory = ideal_memory(z_teacher, z_student, w_base, mask, eta=eta, state_dtype=jnp.float64)
-    return _read(memory, mask)
+def _ideal(z_teacher, z_student, w_base, length, ids=None, eta=0.3):
+    """(y, what was written over eta)."""
+    memory = IdealMemory(w_base, eta, jnp.float64)
+    y, end = _row(memory, z_teacher, (z_teacher, z_student), ids, length)
+    return y, (end - w_base) / (eta or 1.0)
 
 
 def _distillation_loss(weight, running, z_teacher, z_student):
@@ -108,7 +107,7 @@ def _distillation_loss(weight, running, z_teacher, z_student):
 def test_the_ideal_memory_descends_the_distillation_loss(length, float64):
     """Every delta_w is -eta times `jax.grad` of L_CD at the running weight."""
     z_teacher, z_student, _, w_base = _operands(5)
-    y, state = jax.jit(_ideal)(z_teacher, z_student, w_base, memory_mask(None, length, L))
+    y, state = jax.jit(partial(_ideal, length=length))(z_teacher, z_student, w_base)
     for row in range(B):
         weight = w_base
         for chunk in range(5):
@@ -124,10 +123,9 @@ def test_the_ideal_memory_descends_the_distillation_loss(length, float64):
 def test_no_gradient_reaches_the_teacher_through_an_update(float64):
     """Only what the last chunk reads has a gradient with respect to teacher features."""
     z_teacher, z_student, _, w_base = _operands(3, batch=1)
-    mask = memory_mask(None, 9, L)
 
     def last_chunk(z_teacher, z_student, w_base):
-        return jnp.cos(_ideal(z_teacher, z_student, w_base, mask)[0][:, -1]).sum()
+        return jnp.cos(_ideal(z_teacher, z_student, w_base, 9)[0][:, -1]).sum()
 
     d_teacher, d_student, d_base = jax.grad(last_chunk, argnums=(0, 1, 2))(
         z_teacher, z_student, w_base
@@ -141,19 +139,19 @@ def test_no_gradient_reaches_the_teacher_through_an_update(float64):
 def test_ideal_documents_of_a_row_equal_rows_of_their_own(float64):
     z_teacher, z_student, _, w_base = _operands(6, batch=1)
     ids = jnp.asarray(np.repeat([[1, 2]], [7, 11], axis=1))
-    whole, _ = _ideal(z_teacher, z_student, w_base, memory_mask(ids, 18, L))
-    first, _ = _ideal(z_teacher[:, :3], z_student[:, :3], w_base, memory_mask(None, 7, L))
+    whole, _ = _ideal(z_teacher, z_student, w_base, 18, ids)
+    first, _ = _ideal(z_teacher[:, :3], z_student[:, :3], w_base, 7)
     assert_close(whole[:, :2], first[:, :2])
     assert_close(whole[0, 2, 0], first[0, 2, 0])
     # The second document starts inside chunk 2: its own tokens of that chunk are its first write.
-    mask = memory_mask(jnp.asarray([[1] + [2] * 11]), 12, L)
-    second, _ = _ideal(z_teacher[:, 2:], z_student[:, 2:], w_base, mask)
+    ids = jnp.asarray([[1] + [2] * 11])
+    second, _ = _ideal(z_teacher[:, 2:], z_student[:, 2:], w_base, 12, ids)
     assert_close(whole[0, 2, 1:], second[0, 0, 1:])
     assert_close(whole[:, 3:], second[:, 1:])
 
 
 def test_an_ideal_memory_without_rate_is_the_base(float64):
     z_teacher, z_student, _, w_base = _operands(3)
-    y, state = _ideal(z_teacher, z_student, w_base, memory_mask(None, 9, L), eta=0.0)
+    y, state = _ideal(z_teacher, z_student, w_base, 9, eta=0.0)
     assert_close(y, z_teacher @ w_base)
     assert_same(state, jnp.zeros_like(state))

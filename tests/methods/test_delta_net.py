@@ -9,7 +9,6 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.memory.delta_rule import delta_rule_recurrent, l2_normalize_inside
 from ttcd_jax.methods.delta_net import DeltaNet, DeltaNetConfig, DeltaRuleConfig, DeltaSublayer
 from ttcd_jax.methods.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
-from ttcd_jax.nn.attention import row_positions
 from ttcd_jax.precision import Precision
 
 D, N, H = 6, 2, 4
@@ -39,7 +38,7 @@ def test_the_sublayer_is_the_delta_rule_between_projections(float64):
     beta = jax.nn.sigmoid(h @ module.rate[...])
     q, k = l2_normalize_inside(q), l2_normalize_inside(k)
     o, _ = delta_rule_recurrent(q, k, v, beta, state_dtype=jnp.float64)
-    assert_close(module(h, row_positions(h)), o.reshape(2, 9, -1) @ module.out[...])
+    assert_close(module(h), o.reshape(2, 9, -1) @ module.out[...])
 
 
 def test_parameters_start_as_published():

@@ -7,8 +7,8 @@ from flax import nnx
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.methods.ip_ttt import IPTTTMLP, IPTTTConfig, TargetMemoryConfig
-from ttcd_jax.models.block import IPTTTBlockConfig, build_block
 from ttcd_jax.nn.attention import AttentionConfig
+from ttcd_jax.nn.block import Block, BlockConfig
 from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.precision import Precision
 
@@ -79,7 +79,7 @@ def test_a_symmetric_target_convolution_stays_causal():
 def test_the_published_start_writes_nothing():
     module = IPTTTMLP(_config(has_activation_conv=False), rngs=nnx.Rngs(0))
     x, targets = _inputs()
-    y, stats = jax.jit(module.forward)(x, targets)
+    y, stats = jax.jit(module.remember)(x, targets)
     assert_close(y, module.features(x) @ module.down[...])
     assert stats.memory_ratio == 0
     proj = np.asarray(module.proj[...])
@@ -103,8 +103,8 @@ def test_documents_share_no_memory_unless_told():
 
 def _block(target):
     mixer = AttentionConfig(dim=D, num_heads=1, num_kv_heads=1, head_dim=D, window=None)
-    config = IPTTTBlockConfig(mixer=mixer, mlp=_config(Precision(), target=target))
-    return randomize(build_block, config)
+    config = BlockConfig(mixer=mixer, mlp=_config(Precision(), target=target))
+    return randomize(Block, config)
 
 
 def test_a_block_stores_its_own_input_or_the_embeddings():

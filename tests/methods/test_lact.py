@@ -20,7 +20,8 @@ from flax import nnx
 from ttcd_jax.axes import LOGICAL_AXES
 from ttcd_jax.errors import UserError
 from ttcd_jax.methods.lact import LaCT, LaCTConfig, LaCTMemoryConfig
-from ttcd_jax.nn.attention import AttentionConfig, row_positions
+from ttcd_jax.nn.attention import AttentionConfig
+from ttcd_jax.nn.row import Row
 from ttcd_jax.precision import Precision
 
 D, T, L = 8, 14, 4
@@ -63,7 +64,7 @@ def test_a_token_depends_on_the_past_of_its_document_and_nothing_else(name, floa
     module = _module(**VARIANTS[name])
     (h,) = draw(1, (*TWO_ROWS.shape, D))
     ids = jnp.asarray(TWO_ROWS)
-    reach = influence(lambda h: module(h, row_positions(h), ids), h) > 0
+    reach = influence(lambda h: module(h, Row.of(h).positions, ids), h) > 0
     visible = may_see(TWO_ROWS)
     assert not reach[~visible].any()
     chunk = np.arange(T) // L
@@ -75,7 +76,7 @@ def test_the_published_memory_leaks_from_document_to_document(float64):
     module = _module(resets_at_document=False)
     (h,) = draw(1, (*TWO_ROWS.shape, D))
     ids = jnp.asarray(TWO_ROWS)
-    reach = influence(lambda h: module(h, row_positions(h), ids), h) > 0
+    reach = influence(lambda h: module(h, Row.of(h).positions, ids), h) > 0
     chunk = np.arange(T) // L
     same_row = np.eye(2, dtype=bool)[:, None, :, None]
     is_earlier = (chunk[:, None] > chunk[None, :])[None, :, None] & same_row
@@ -86,7 +87,7 @@ def test_the_published_memory_leaks_from_document_to_document(float64):
 def test_rates_and_momentum_matter_as_soon_as_there_is_a_second_chunk(length, float64):
     module = _module()
     (h,) = draw(1, (2, length, D))
-    _, gradients, _ = value_and_gradients(module, lambda m, h: m(h, row_positions(h)), h)
+    _, gradients, _ = value_and_gradients(module, lambda m, h: m(h), h)
     for name in ("rate", "rate_bias", "momentum", "momentum_bias"):
         # The first step has no step before it, so momentum waits for the third chunk.
         is_used = length > L and "rate" in name
@@ -102,7 +103,7 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
     graph, params = nnx.split(narrow)
 
     def run(module, h):
-        return module(h, row_positions(h), ids)
+        return module(h, Row.of(h).positions, ids)
 
     def loss(params, h):
         return run(nnx.merge(graph, params), h).astype(jnp.float32).sum()
@@ -123,7 +124,7 @@ def test_rates_keep_their_digits_in_bfloat16():
 def test_a_zero_hidden_state_has_finite_gradients():
     module = LaCT(_config(Precision()), rngs=nnx.Rngs(0))
     h = jnp.zeros((1, T, D)).at[:, 3].set(1)
-    results = value_and_gradients(module, lambda m, h: m(h, row_positions(h)), h)
+    results = value_and_gradients(module, lambda m, h: m(h), h)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(results))
 
 

@@ -15,12 +15,12 @@ from checks import (
 )
 from flax import nnx
 
-from ttcd_jax.methods.ipttcd import IPTTCDConfig, MemoryConfig
-from ttcd_jax.models.block import IPTTCDBlock, IPTTCDBlockConfig, PlainBlock, PlainBlockConfig
-from ttcd_jax.models.block import build_block as build
-from ttcd_jax.nn.attention import AttentionConfig, row_positions
+from ttcd_jax.methods.ipttcd import IPTTCDBlockConfig, IPTTCDConfig, MemoryConfig
+from ttcd_jax.nn.attention import AttentionConfig
+from ttcd_jax.nn.block import Block, BlockConfig
 from ttcd_jax.nn.dual_window import DualWindowConfig
 from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.nn.row import Row
 from ttcd_jax.precision import Precision
 
 D = 6
@@ -29,28 +29,33 @@ FLOAT64 = Precision(param="float64", compute="float64", state="float64")
 
 def _attention(precision, window=4):
     return AttentionConfig(
-        dim=D, num_heads=2, num_kv_heads=1, head_dim=4, window=window, precision=precision
+        dim=D,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        window=window,
+        precision=precision,
+        norm_eps=1e-3,
     )
 
 
 def _plain(precision=FLOAT64):
-    mlp = MLPConfig(dim=D, hidden_dim=8, precision=precision)
-    return PlainBlockConfig(mixer=_attention(precision), mlp=mlp, norm_eps=1e-3)
+    mlp = MLPConfig(dim=D, hidden_dim=8, precision=precision, norm_eps=1e-3)
+    return BlockConfig(mixer=_attention(precision), mlp=mlp)
 
 
 def _fast(precision=FLOAT64, **memory):
-    mlp = MLPConfig(dim=D, hidden_dim=8, precision=precision)
+    mlp = MLPConfig(dim=D, hidden_dim=8, precision=precision, norm_eps=1e-3)
     memory = MemoryConfig(**({"chunk_size": 4, "num_taps": 3, "form": "blocked"} | memory))
     return IPTTCDBlockConfig(
         mixer=DualWindowConfig(attention=_attention(precision), student_window=2),
         mlp=IPTTCDConfig(mlp=mlp, memory=memory),
-        norm_eps=1e-3,
     )
 
 
 @pytest.mark.parametrize("config", [_plain, _fast])
 def test_a_token_depends_on_the_past_of_its_document_and_nothing_else(config, float64):
-    block = randomize(build, config())
+    block = randomize(Block, config())
     (h,) = draw(1, (*TWO_ROWS.shape, D))
     reach = influence(lambda h: block(h, segment_ids=jnp.asarray(TWO_ROWS)), h)
     assert not reach[~may_see(TWO_ROWS)].any()
@@ -63,8 +68,8 @@ def test_a_token_depends_on_the_past_of_its_document_and_nothing_else(config, fl
 
 
 def test_a_frozen_fast_block_that_reads_raw_features_is_the_plain_block(float64):
-    fast = randomize(build, _fast(output="teacher_raw", eta=0.0))
-    plain = nnx.eval_shape(lambda: build(_plain(), rngs=nnx.Rngs(0)))
+    fast = randomize(Block, _fast(output="teacher_raw", eta=0.0))
+    plain = nnx.eval_shape(lambda: Block(_plain(), rngs=nnx.Rngs(0)))
     shared = nnx.to_pure_dict(nnx.state(fast, nnx.Param))
     for name in ("proj", "rate", "teacher_conv", "student_conv"):
         del shared["mlp"][name]
@@ -75,15 +80,15 @@ def test_a_frozen_fast_block_that_reads_raw_features_is_the_plain_block(float64)
     assert_close(jax.jit(fast)(h), jax.jit(plain)(h))
 
 
-def test_the_student_is_normed_behind_its_own_residual(float64):
+def test_the_student_is_normed_after_its_own_residual(float64):
     """Without a memory to read, the student's output is the plain MLP of norm(h + student)."""
-    block = randomize(build, _fast(output="student", has_student_conv=False))
+    block = randomize(Block, _fast(output="student", has_student_conv=False))
     (h,) = draw(1, (1, 4, D))
 
     def norm(x, weight):
         return weight[...] * x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
 
-    teacher, student = jax.jit(block.mixer)(norm(h, block.mixer_norm), row_positions(h))
+    teacher, student = jax.jit(block.mixer)(norm(h, block.mixer_norm))
     t = norm(h + student, block.mlp_norm)
     expected = h + teacher + block.mlp.features(t) @ block.mlp.down[...]
     assert_close(jax.jit(block)(h), expected, 1e-11)
@@ -91,17 +96,17 @@ def test_the_student_is_normed_behind_its_own_residual(float64):
 
 def test_blocks_share_a_signature_and_statistics_say_whether_there_is_a_memory():
     h = jnp.ones((1, 5, D))
-    for config, cls in ((_plain, PlainBlock), (_fast, IPTTCDBlock)):
-        block = randomize(build, config(Precision()))
-        assert type(block) is cls
-        y, stats = jax.eval_shape(block.forward, h, row_positions(h), jnp.zeros((1, 5), jnp.int32))
+    row = Row.of(h, None, jnp.zeros((1, 5), jnp.int32))
+    for config in (_plain, _fast):
+        block = randomize(Block, config(Precision()))
+        y, stats = jax.eval_shape(block.forward, h, row)
         assert y.shape == h.shape
         assert (stats is None) == (config is _plain)
 
 
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
     narrow, wide = (
-        randomize(build, _fast(Precision(compute=compute))) for compute in ("bfloat16", "float32")
+        randomize(Block, _fast(Precision(compute=compute))) for compute in ("bfloat16", "float32")
     )
     (h,) = draw(1, (2, 13, D), dtype=jnp.bfloat16)
     graph, params = nnx.split(narrow)

@@ -1,4 +1,4 @@
-"""What holds for every method of the catalog, whatever it remembers and how."""
+"""What holds for every method of the registry, whatever it remembers and how."""
 
 import functools
 import itertools
@@ -19,14 +19,19 @@ from checks import (
     value_and_gradients,
 )
 from flax import nnx
-from small_models import CHUNK, CONFIG, WINDOW, D, config_of
+from small_models import CHUNK, SETTINGS, WINDOW, D, config_of
 from ttcd_kernels.short_conv.xla import short_conv
 
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
-from ttcd_jax.models.block import build_block
-from ttcd_jax.models.config import METHODS, TransformerConfig, block_configs, without_memory
+from ttcd_jax.methods import METHODS
+from ttcd_jax.models.config import (
+    TransformerConfig,
+    block_configs,
+    has_in_place_memory,
+    switched_off,
+)
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.mlp import SwiGLU
+from ttcd_jax.nn.block import Block
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.loss import next_token_loss
 
@@ -34,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 T = 14
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, T)))
-WITH_RATE = sorted(name for name, method in METHODS.items() if method.memory_field)
+WITH_RATE = sorted(name for name in METHODS if has_in_place_memory(config_of(name)))
 
 
 @pytest.fixture(params=sorted(METHODS))
@@ -44,7 +49,7 @@ def method(request) -> str:
 
 def _block(config: TransformerConfig) -> nnx.Module:
     """Layer 0, every parameter drawn."""
-    return randomize(build_block, block_configs(config)[0])
+    return randomize(Block, block_configs(config)[0])
 
 
 @functools.cache
@@ -125,7 +130,7 @@ def _frozen(method: str, block):
             z = to_chunks(mlp.features(x), CHUNK)
             z = short_conv(z, mlp.teacher_conv[...], is_causal=True)
             return from_chunks(z, x.shape[1]) @ mlp.down[...]
-        return SwiGLU.__call__(mlp, x)
+        return mlp.plain(x)
 
     return read
 
@@ -133,7 +138,7 @@ def _frozen(method: str, block):
 @pytest.mark.parametrize("method", WITH_RATE)
 def test_without_a_rate_the_layer_is_the_frozen_one(method):
     config = config_of(method)
-    block = _block(config.replace(**without_memory(config)))
+    block = _block(switched_off(config, T))
     x, t = _hidden(2, T), draw(4, (2, T, D))[0]
     assert_close(jax.jit(block.mlp)(x, t), jax.jit(_frozen(method, block))(x, t))
 
@@ -142,7 +147,7 @@ def test_without_a_rate_the_layer_is_the_frozen_one(method):
 def test_a_single_chunk_is_the_frozen_layer_to_the_last_bit(method):
     config = config_of(method)
     x, t = _hidden(2, CHUNK), draw(4, (2, CHUNK, D))[0]
-    frozen = _block(config.replace(**without_memory(config))).mlp
+    frozen = _block(switched_off(config, T)).mlp
     assert_same(jax.jit(_block(config).mlp)(x, t), jax.jit(frozen)(x, t))
 
 
@@ -167,19 +172,15 @@ def test_bfloat16_stays_near_float32(method):
     assert error < 0.03
 
 
-FORMS = {
-    "ipttcd": [{"memory": CONFIG.memory.replace(form=f)} for f in ("associative", "attention")],
-    "ipttt": [
-        {"target_memory": CONFIG.target_memory.replace(form=f)}
-        for f in ("associative", "attention")
-    ],
-    "deltanet": [{"delta": CONFIG.delta.replace(chunk_size=size)} for size in (1, 64)],
-    "gated_deltanet": [{"delta": CONFIG.delta.replace(chunk_size=size)} for size in (1, 64)],
-    "deltanet_hybrid": [{"delta": CONFIG.delta.replace(chunk_size=size)} for size in (1, 64)],
+OTHER_FORMS = {
+    **dict.fromkeys(("ipttcd", "ipttt"), [{"form": f} for f in ("associative", "attention")]),
+    **dict.fromkeys(
+        ("deltanet", "gated_deltanet", "deltanet_hybrid"), [{"chunk_size": n} for n in (1, 64)]
+    ),
 }
 
 
-@pytest.mark.parametrize("method", sorted(FORMS))
+@pytest.mark.parametrize("method", sorted(OTHER_FORMS))
 def test_all_forms_of_a_memory_are_one_function(method):
     h, ids = _hidden(*TWO_ROWS.shape), jnp.asarray(TWO_ROWS)
 
@@ -187,8 +188,9 @@ def test_all_forms_of_a_memory_are_one_function(method):
         return value_and_gradients(_block(config), lambda m, h: m(h, None, ids, h), h)
 
     expected = evaluate(config_of(method))
-    for changes in FORMS[method]:
-        assert_close(evaluate(config_of(method, **changes)), expected, 1e-10)
+    for changes in OTHER_FORMS[method]:
+        memory = SETTINGS[method].replace(**changes)
+        assert_close(evaluate(config_of(method, memory=memory)), expected, 1e-10)
 
 
 def _model(method: str, *, scans_layers: bool) -> Transformer:

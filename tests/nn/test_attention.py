@@ -16,8 +16,9 @@ from checks import (
 from flax import nnx
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.nn.attention import Attention, AttentionConfig, row_positions
+from ttcd_jax.nn.attention import Attention, AttentionConfig
 from ttcd_jax.nn.rope import RopeConfig
+from ttcd_jax.nn.row import Row
 from ttcd_jax.precision import Precision
 
 T, D = 10, 6
@@ -35,7 +36,7 @@ def test_a_token_depends_on_its_window_of_its_document_and_nothing_else(window, 
     attention = _module(window=window, has_qk_norm=True)
     (h,) = draw(1, (*TWO_ROWS.shape, D))
     ids = jnp.asarray(TWO_ROWS)
-    reach = influence(lambda h: attention(h, row_positions(h), ids), h)
+    reach = influence(lambda h: attention(h, Row.of(h).positions, ids), h)
     np.testing.assert_array_equal(reach > 0, may_see(TWO_ROWS, window))
 
 
@@ -70,14 +71,14 @@ def _by_formula(attention, h):
 def test_output_follows_its_formula(float64):
     attention = _module(has_qk_norm=True, qk_norm_eps=0.1, rope=RopeConfig(base=50.0))
     (h,) = draw(1, (1, T, D))
-    ours = jax.jit(lambda h: attention(h, row_positions(h)))(h)
+    ours = jax.jit(lambda h: attention(h))(h)
     assert_close(ours[0], _by_formula(attention, np.asarray(h[0])), 1e-6)  # float32 angles
 
 
 def test_both_implementations_agree_with_all_gradients(float64):
     (h,) = draw(1, (2, T, D))
     results = [
-        value_and_gradients(_module(implementation=form), lambda m, h: m(h, row_positions(h)), h)
+        value_and_gradients(_module(implementation=form), lambda m, h: m(h), h)
         for form in ("xla", "reference")
     ]
     assert_close(*results)
@@ -87,7 +88,7 @@ def test_positions_matter_by_their_differences(float64):
     attention = _module(window=None)
     (h,) = draw(1, (1, T, D))
     run = jax.jit(attention)
-    assert_close(run(h, row_positions(h) + 77), run(h, row_positions(h)), 1e-5)
+    assert_close(run(h, Row.of(h).positions + 77), run(h), 1e-5)
 
 
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
@@ -97,7 +98,7 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
     (h,) = draw(1, (2, T, D), dtype=jnp.bfloat16)
 
     def run(module, h):
-        return module(h, row_positions(h))
+        return module(h)
 
     graph, params = nnx.split(narrow)
 

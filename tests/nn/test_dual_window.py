@@ -6,8 +6,9 @@ from checks import TWO_ROWS, assert_close, draw, influence, may_see, randomize
 from flax import nnx
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.nn.attention import Attention, AttentionConfig, row_positions
+from ttcd_jax.nn.attention import Attention, AttentionConfig
 from ttcd_jax.nn.dual_window import DualWindowAttention, DualWindowConfig
+from ttcd_jax.nn.row import Row
 from ttcd_jax.precision import Precision
 
 T, D = 10, 6
@@ -31,7 +32,7 @@ def test_each_output_depends_on_its_own_window_and_nothing_else(which, window, f
     attention = _module()
     (h,) = draw(1, (*TWO_ROWS.shape, D))
     ids = jnp.asarray(TWO_ROWS)
-    reach = influence(lambda h: attention(h, row_positions(h), ids)[which], h)
+    reach = influence(lambda h: attention(h, Row.of(h).positions, ids)[which], h)
     np.testing.assert_array_equal(reach > 0, may_see(TWO_ROWS, window))
 
 
@@ -44,15 +45,15 @@ def test_outputs_are_those_of_two_attentions_with_these_weights(teacher, float64
         config = dual.config.replace(window=window)
         attention = nnx.eval_shape(lambda: Attention(config, rngs=nnx.Rngs(0)))
         nnx.update(attention, nnx.state(dual, nnx.Param))
-        return jax.jit(attention)(h, row_positions(h))
+        return jax.jit(attention)(h)
 
-    ours = jax.jit(lambda h: dual(h, row_positions(h)))(h)
+    ours = jax.jit(lambda h: dual(h))(h)
     assert_close(ours, (single(teacher), single(2)))
 
 
 def test_the_first_tokens_of_a_document_have_no_error_to_learn_from(float64):
     (h,) = draw(1, (1, T, D))
-    teacher, student = jax.jit(_module())(h, row_positions(h), IDS)
+    teacher, student = jax.jit(_module())(h, Row.of(h).positions, IDS)
     equal = np.asarray(jnp.isclose(teacher, student, rtol=1e-12, atol=1e-12).all(-1)[0])
     assert equal.tolist() == [True, True, False, False, True, True, True, False, False, False]
 

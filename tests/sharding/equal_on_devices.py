@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.delta_net import DeltaRuleConfig
 from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
@@ -31,6 +32,14 @@ B, T, L, V = 8, 64, 4, 32
 def config(method: str) -> TransformerConfig:
     """A window of 21 tokens: longer than the part of a row on one of four devices."""
     starts = {"proj_init": "normal", "chunk_size": L, "block_chunks": 2}
+    delta = DeltaRuleConfig(chunk_size=L, num_taps=3)
+    settings = {
+        "ipttcd": MemoryConfig(teacher_conv_init="normal", form="blocked", **starts),
+        "ipttt": TargetMemoryConfig(conv_init="normal", **starts),
+        "ipttcd_ideal": IdealMemoryConfig(chunk_size=L),
+        "lact": LaCTMemoryConfig(chunk_size=L, low_rank=2),
+        **dict.fromkeys(("deltanet", "gated_deltanet", "deltanet_hybrid"), delta),
+    }
     # Scanned: one pair of a fast and a plain block, or fast blocks alone.
     num_layers, fast_layers = (4, (0, 2)) if method == "ipttcd" else (2, (0, 1))
     return TransformerConfig(
@@ -43,12 +52,8 @@ def config(method: str) -> TransformerConfig:
         method=method,
         window=None if method == "full" else 21,
         student_window=6,
-        fast_layers=fast_layers,
-        memory=MemoryConfig(teacher_conv_init="normal", form="blocked", **starts),
-        target_memory=TargetMemoryConfig(conv_init="normal", **starts),
-        ideal_memory=IdealMemoryConfig(chunk_size=L),
-        lact=LaCTMemoryConfig(chunk_size=L, low_rank=2),
-        delta=DeltaRuleConfig(chunk_size=L, num_taps=3),
+        fast_layers=fast_layers if METHODS[method].layers == "fast" else (),
+        memory=settings.get(method),
         init_std=0.2,
         precision=Precision(param="float64", compute="float64", state="float64"),
     )

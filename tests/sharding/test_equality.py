@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from devices import run_on_devices
 
-from ttcd_jax.models.config import METHODS
+from ttcd_jax.methods import METHODS
 
 FOLDER = Path(__file__).parent
 # data x fsdp x seq x tensor. Two parts of a row lie on each device, and a window on three.

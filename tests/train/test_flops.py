@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
-from ttcd_jax.models.config import METHODS, TransformerConfig
-from ttcd_jax.train.flops import forward_flops, training_flops_per_token, visible_pairs
+from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.nn.attention import visible_pairs
+from ttcd_jax.train.flops import forward_flops, training_flops_per_token
 from ttcd_jax.train.state import abstract_model
 
 LENGTH = 32
@@ -22,15 +24,16 @@ MODEL = TransformerConfig(
     num_kv_heads=2,
     mlp_dim=12,
     method="full",
-    fast_layers=(1,),
     student_window=4,
-    memory=MemoryConfig(chunk_size=8, form="associative"),
-    target_memory=TargetMemoryConfig(chunk_size=8, form="associative"),
-    ideal_memory=IdealMemoryConfig(chunk_size=LENGTH),  # one chunk: one round of its loop
-    lact=LaCTMemoryConfig(chunk_size=LENGTH // 2, num_fast_heads=2, low_rank=None),
     attention_implementation="reference",
     scans_layers=False,
 )
+SETTINGS = {
+    "ipttcd": MemoryConfig(chunk_size=8, form="associative"),
+    "ipttt": TargetMemoryConfig(chunk_size=8, form="associative"),
+    "ipttcd_ideal": IdealMemoryConfig(chunk_size=LENGTH),  # one chunk: one round of its loop
+    "lact": LaCTMemoryConfig(chunk_size=LENGTH // 2, num_fast_heads=2, low_rank=None),
+}
 
 
 def _dot_flops(jaxpr):
@@ -64,23 +67,27 @@ COLUMNS = {
     "deltanet": MODEL.dim * MODEL.num_heads,
     "gated_deltanet": 2 * MODEL.dim * MODEL.num_heads,
     "deltanet_hybrid": MODEL.dim * MODEL.num_heads,
-    "lact": 5 * MODEL.dim * MODEL.lact.num_fast_heads,
+    "lact": 5 * MODEL.dim * 2,
 }
 NO_ATTENTION = ("deltanet", "gated_deltanet")
-IN_ALL_LAYERS = ("deltanet", "gated_deltanet", "lact")
 
 
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - {"swa"}))
 def test_the_formula_counts_every_matrix_product_of_an_unrolled_model(method):
     # LaCT's memory shares its keys: no grouped heads.
-    config = MODEL.replace(method=method, num_kv_heads=None if method == "lact" else 2)
-    layers = {True: config.num_layers, False: 1}
+    is_everywhere = METHODS[method].layers == "all"
+    config = MODEL.replace(
+        method=method,
+        num_kv_heads=None if method == "lact" else 2,
+        fast_layers=(1,) if METHODS[method].layers == "fast" else (),
+        memory=SETTINGS.get(method),
+    )
     # The reference attention computes all T x T scores, on fast layers once per window.
     dense = 0 if method in NO_ATTENTION else config.num_layers
     surplus = dense * 4 * (LENGTH**2 - visible_pairs(LENGTH, None)) * config.dim
     if method in ("ipttcd", "ipttcd_ideal"):
         surplus += 4 * LENGTH**2 * config.dim
-    surplus += 2 * LENGTH * COLUMNS.get(method, 0) * layers[method in IN_ALL_LAYERS]
+    surplus += 2 * LENGTH * COLUMNS.get(method, 0) * (config.num_layers if is_everywhere else 1)
     assert _counted(config) == forward_flops(config, LENGTH) + surplus
 
 

@@ -75,6 +75,7 @@ def _model() -> TransformerConfig:
         mlp_dim=24,
         window=16,
         student_window=8,
+        method="ipttcd",
         fast_layers=(0, 2),
         has_qk_norm=True,
         has_tied_head=False,

@@ -25,6 +25,7 @@ MODEL = TransformerConfig(
     mlp_dim=16,
     window=8,
     student_window=4,
+    method="ipttcd",
     fast_layers=(0,),
     memory=MemoryConfig(chunk_size=4, form="blocked", teacher_conv_init="identity"),
 )
@@ -68,7 +69,9 @@ def test_accumulated_gradients_equal_the_whole_batch():
 
 @pytest.mark.parametrize("remat", ["none", "block"])
 def test_accumulation_keeps_one_copy_of_the_gradients(remat):
-    model = MODEL.replace(method="swa", dim=32, mlp_dim=128, num_layers=12, remat=remat)
+    model = MODEL.replace(
+        method="swa", fast_layers=(), memory=None, dim=32, mlp_dim=128, num_layers=12, remat=remat
+    )
     state = jax.eval_shape(lambda: init_state(model, optax.sgd(1.0), 0))
 
     def temp_bytes(parts):  # of one row each

@@ -12,7 +12,7 @@ else in the compute dtype:
     ideal IP-TTCD   F D + 2 L F             the running weight, features of the open chunk
     delta rule      N H X + (R - 1) N (2 H + X)
     LaCT            3 N H F                 weights; as much again for momentum, and for raw weights
-                    L N (3 H + 4)           q, k, v, rates, momentum of the open chunk
+                    L N (2 H + 4)           k, v, rates, momentum of the open chunk
 """
 
 import functools

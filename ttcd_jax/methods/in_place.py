@@ -1,7 +1,7 @@
 """What every MLP that writes into its own down projection shares: settings, rows, pieces."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ class InPlaceSettings(Settings):
     eta: float = 0.3
     resets_at_document: bool = True  # published: the memory leaks from document to document
 
-    def switched_off(self, length: int) -> Self:
+    def switched_off(self, length: int) -> "InPlaceSettings":
         """eta = 0."""
         return self.replace(eta=0.0)
 

@@ -18,7 +18,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from ttcd_kernels.short_conv.xla import short_conv
 
-from ttcd_jax.memory.chunks import chunk_segments, to_chunks
 from ttcd_jax.memory.prefix import PrefixMemory
 from ttcd_jax.methods.in_place import (
     ConvInit,
@@ -152,15 +151,6 @@ class IPTTTMLP(InPlaceMLP):
         """Raises `UserError` when y depends on later tokens."""
         if self.settings.has_activation_conv:
             self.settings.refuse_ahead("has_activation_conv")
-
-    def keys(
-        self, t: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None
-    ) -> Float[Array, "B C L F"]:
-        """The keys that `forward` writes under, padding included, of the layer's normed input t."""
-        h = to_chunks(self.features(t), self.settings.chunk_size)
-        if not self.settings.has_activation_conv:
-            return h
-        return self._activation_convolved(h, chunk_segments(segment_ids, self.settings.chunk_size))
 
     def _activation_convolved(self, h: jax.Array, segments: jax.Array | None) -> jax.Array:
         causal, taps = self.settings.is_conv_causal, self.activation_conv[...]

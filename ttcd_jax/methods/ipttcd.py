@@ -19,7 +19,6 @@ from ttcd_kernels.normalize import l2_normalize
 
 from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.memory.chunks import chunk_segments, to_chunks
 from ttcd_jax.memory.delta import chunk_errors
 from ttcd_jax.memory.prefix import PrefixMemory
 from ttcd_jax.memory.protocol import ChunkedMemory
@@ -43,7 +42,7 @@ from ttcd_jax.methods.registry import (
     register,
 )
 from ttcd_jax.nn.block import Block, BlockConfig, Names
-from ttcd_jax.nn.dual_window import DualWindowConfig
+from ttcd_jax.nn.dual_window import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig
 
@@ -221,15 +220,6 @@ class IPTTCDMLP(InPlaceMLP):
         if is_convolved:
             settings.refuse_ahead(f"output {settings.output!r}")
 
-    def keys(
-        self, t: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None
-    ) -> Float[Array, "B C L F"]:
-        """The keys that `forward` writes under, padding included."""
-        size = self.settings.chunk_size
-        z = to_chunks(self.features(t), size)
-        segments = chunk_segments(segment_ids, size)
-        return self._residual(z, z, segments, self.settings.normalizes_keys)[2]
-
     def _residual(
         self,
         teacher: jax.Array,
@@ -268,6 +258,9 @@ class IPTTCDBlock(Block):
     """One block with a memory. The teacher's residual r = h + attention_T continues; with
     x = norm(r) and t = norm(h + attention_S), same norm, the MLP reads and writes its memory:
     r + MLP(x, t)."""
+
+    mixer: DualWindowAttention
+    mlp: InPlaceMLP
 
     def __init__(self, config: IPTTCDBlockConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)

@@ -10,7 +10,7 @@ layout. Published as "Test-Time Training Done Right" (Zhang et al. 2025), its la
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ class LaCTMemoryConfig(Settings):
     has_qkv_bias: bool = False
     resets_at_document: bool = True  # published: the memory leaks from document to document
 
-    def switched_off(self, length: int) -> Self:
+    def switched_off(self, length: int) -> "LaCTMemoryConfig":
         """A row of one chunk, in which nothing is learned."""
         return self.replace(chunk_size=length)
 

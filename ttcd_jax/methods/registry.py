@@ -8,7 +8,7 @@ and a module of anybody's can register more.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 from ttcd_jax.config import Config, Positive, closest
 from ttcd_jax.errors import UserError
@@ -30,7 +30,7 @@ class Settings(Config):
         found = (method.settings for method in METHODS.values())
         return list(dict.fromkeys(x for x in found if x is not None))
 
-    def switched_off(self, length: int) -> Self | None:
+    def switched_off(self, length: int) -> "Settings | None":
         """Settings with the same parameters under which nothing is read from the memory in rows of
         `length` tokens; None where the memory is the mixer itself."""
         return None

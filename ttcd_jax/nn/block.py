@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import itertools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -181,6 +182,16 @@ class Block(nnx.Module):
             h, student = _added(h, y)
             stats = stats if found is None else found
         return h, stats
+
+    def inputs(
+        self, name: str, h: Float[Array, "B T D"], row: Row
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None]:
+        """What sub-layer `name` gets in `forward`: (normed hidden states, those of a student)."""
+        student = None
+        for before in itertools.takewhile(lambda other: other != name, self.config.order):
+            x, t = self._normed(before, h, student)
+            h, student = _added(h, getattr(self, before).forward(x, row, t)[0])
+        return self._normed(name, h, student)
 
     def start(self, batch_size: int, max_length: int | None) -> dict[str, Any]:
         """The states of the sub-layers before rows begin."""

@@ -1,6 +1,6 @@
 """What layers know of the tokens of rows besides hidden states: a whole row, or a piece of one."""
 
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ class Row(NamedTuple):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
-    ) -> Self:
+    ) -> "Row":
         """The row of `h`; positions default to 0 .. T-1."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(h.shape[1], dtype=jnp.int32), h.shape[:2])

@@ -29,6 +29,7 @@ MODEL = TransformerConfig(
     mlp_dim=8,
     window=8,
     student_window=4,
+    method="ipttcd",
     fast_layers=(0,),
     memory=MemoryConfig(chunk_size=8),
 )

@@ -35,6 +35,7 @@ CONFIG = TransformerConfig(
     mlp_dim=12,
     window=6,
     student_window=3,
+    method="ipttcd",
     fast_layers=(0,),
     memory=MemoryConfig(chunk_size=4, num_taps=3),
 )
@@ -83,7 +84,7 @@ def test_words_name_a_way():
         "piece_size": 512,
     }
     assert Way().applied(CONFIG) == CONFIG
-    plain = CONFIG.replace(method="deltanet")
+    plain = CONFIG.replace(method="deltanet", fast_layers=(), memory=None)
     assert Way(compute="bfloat16").resolved(plain)["form"] is None
 
 
@@ -105,7 +106,7 @@ def test_words_that_name_no_way_are_refused(words, message):
 
 def test_what_a_run_does_not_have_is_refused():
     with pytest.raises(UserError, match="method 'lact' has no memory with forms"):
-        Way(form="blocked").applied(CONFIG.replace(method="lact"))
+        Way(form="blocked").applied(CONFIG.replace(method="lact", fast_layers=(), memory=None))
     with pytest.raises(UserError, match="JAX_ENABLE_X64=1"):
         Way(compute="float64").applied(CONFIG)
     with pytest.raises(ValueError, match="implementation 'triton'"):
@@ -204,7 +205,7 @@ def test_two_attentions_are_compared_by_themselves():
     (row,) = found["attention"]
     assert 0 < row["max_relative_error"] < 1e-5
     # What has no attention has none to compare.
-    delta = SHALLOW.replace(method="deltanet")
+    delta = SHALLOW.replace(method="deltanet", fast_layers=(), memory=None)
     reference = _computed(delta, attention="reference")
     found = compare_layers(reference, _computed(delta, attention="xla"), ROWS["tokens"])
     assert found["attention"] is None

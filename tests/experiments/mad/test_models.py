@@ -5,7 +5,8 @@ import pytest
 from checks import assert_close, randomize, value_and_gradients
 from flax import nnx
 
-from experiments.mad.models import MAD_METHODS, mad_config, mad_model, sinusoids, switched_off
+from experiments.mad.models import MAD_METHODS, mad_config, mad_model, sinusoids
+from ttcd_jax.models.config import switched_off
 from ttcd_jax.models.transformer import Transformer
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 16, (2, 11)), jnp.int32)

@@ -1,0 +1,179 @@
+import re
+
+import pytest
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.methods import METHODS
+from ttcd_jax.methods.delta_net import DeltaNetConfig, DeltaRuleConfig, HybridBlockConfig
+from ttcd_jax.methods.gated_delta_net import GatedDeltaNetConfig
+from ttcd_jax.methods.ideal import IdealMemoryConfig
+from ttcd_jax.methods.ip_ttt import IPTTTConfig, TargetMemoryConfig
+from ttcd_jax.methods.ipttcd import IPTTCDBlockConfig, MemoryConfig
+from ttcd_jax.methods.lact import LaCTConfig, LaCTMemoryConfig
+from ttcd_jax.models.config import TransformerConfig, block_configs, switched_off
+from ttcd_jax.nn.attention import AttentionConfig
+from ttcd_jax.precision import Precision
+
+
+def _config(**changes) -> TransformerConfig:
+    fields = {"vocab_size": 11, "dim": 8, "num_layers": 4, "num_heads": 2, "mlp_dim": 12}
+    fields |= {"window": 8, "student_window": 4, "method": "swa"}
+    return TransformerConfig(**(fields | changes))
+
+
+def _of(method: str, **changes) -> TransformerConfig:
+    layers = {"fast_layers": (0,)} if METHODS[method].layers == "fast" else {}
+    return _config(method=method, **layers | changes)
+
+
+def test_fast_layers_get_a_memory_and_the_others_none():
+    blocks = block_configs(_of("ipttcd", fast_layers=(1, 3)))
+    assert [type(block) is IPTTCDBlockConfig for block in blocks] == [False, True] * 2
+    assert [block.is_in_place for block in blocks] == [False, True] * 2
+
+
+@pytest.mark.parametrize("method", ["ipttcd_ideal", "ipttt", "deltanet_hybrid"])
+def test_methods_of_a_few_layers_leave_the_others_plain(method):
+    blocks = block_configs(_of(method, fast_layers=(2,)))
+    plain = block_configs(_config())[0]
+    assert [block == plain for block in blocks] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("method", "mixer"),
+    [("deltanet", DeltaNetConfig), ("gated_deltanet", GatedDeltaNetConfig), ("lact", LaCTConfig)],
+)
+def test_methods_of_all_layers_replace_the_attention(method, mixer):
+    assert [type(block.mixer) for block in block_configs(_config(method=method))] == [mixer] * 4
+
+
+SETTINGS = {
+    "ipttcd": MemoryConfig(chunk_size=4),
+    "ipttcd_ideal": IdealMemoryConfig(chunk_size=2),
+    "ipttt": TargetMemoryConfig(chunk_size=3),
+    "deltanet": DeltaRuleConfig(num_taps=2),
+    "gated_deltanet": DeltaRuleConfig(num_taps=2),
+    "deltanet_hybrid": DeltaRuleConfig(num_taps=2),
+    "lact": LaCTMemoryConfig(chunk_size=5),
+}
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_the_settings_of_a_method_reach_its_layer(method):
+    block = block_configs(_of(method, memory=SETTINGS[method]))[0]
+    layers = {
+        DeltaNetConfig: lambda: block.mixer.rule,
+        GatedDeltaNetConfig: lambda: block.mixer.rule,
+        LaCTConfig: lambda: block.mixer.memory,
+    }
+    if isinstance(block, HybridBlockConfig):
+        assert block.delta.rule == SETTINGS[method]
+    else:
+        found = layers.get(type(block.mixer), lambda: block.mlp.memory)()
+        assert found == SETTINGS[method]
+    if method == "ipttcd_ideal":
+        assert block.mixer.student_window == 4
+    if method == "deltanet":
+        assert (block.mixer.num_heads, block.mixer.head_dim) == (2, 4)
+    if method == "ipttt":
+        assert isinstance(block.mlp, IPTTTConfig)
+
+
+def test_a_method_without_bound_settings_has_its_defaults():
+    assert _of("ipttcd").settings == MemoryConfig()
+    assert _config().settings is None
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_memory_switched_off_changes_one_setting_and_nothing_else(method):
+    config = _of(method, window=None if method == "full" else 8)
+    off = switched_off(config, 12)
+    changed = {"lact": {"chunk_size": 12}}
+    changed |= dict.fromkeys(("ipttcd", "ipttcd_ideal", "ipttt"), {"eta": 0.0})
+    if method not in changed:
+        assert off is None
+        return
+    assert off == config.replace(memory=config.settings.replace(**changed[method]))
+
+
+def test_every_field_reaches_its_layer():
+    precision = Precision(compute="bfloat16")
+    config = _of(
+        "ipttcd",
+        memory=MemoryConfig(chunk_size=4),
+        num_kv_heads=1,
+        head_dim=6,
+        has_qk_norm=True,
+        qk_norm_eps=0.5,
+        norm_eps=0.25,
+        init_std=0.125,
+        attention_implementation="reference",
+        precision=precision,
+    )
+    fast, plain = block_configs(config)[:2]
+    assert fast.mixer.student_window == 4
+    assert fast.mlp.memory == config.memory
+    for attention, mlp in ((fast.mixer.attention, fast.mlp.mlp), (plain.mixer, plain.mlp)):
+        assert (attention.num_kv_heads, attention.head_dim, attention.window) == (1, 6, 8)
+        assert (attention.has_qk_norm, attention.qk_norm_eps) == (True, 0.5)
+        assert attention.attention_implementation == "reference"
+        assert (mlp.dim, mlp.hidden_dim) == (attention.dim, 12) == (8, 12)
+        assert mlp.init_std == attention.init_std == 0.125
+        assert mlp.precision == attention.precision == precision
+        assert mlp.norm_eps == attention.norm_eps == 0.25
+
+
+def test_absent_head_counts_follow_from_the_others():
+    attention = block_configs(_config())[0].mixer
+    assert isinstance(attention, AttentionConfig)
+    assert (attention.num_kv_heads, attention.head_dim) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dim": 0}, "dim 0 must be at least 1"),
+        ({"num_layers": 0}, "num_layers 0 must be at least 1"),
+        ({"num_heads": 3}, "num_heads 3 does not divide dim 8; set head_dim"),
+        ({"num_kv_heads": 3, "num_heads": 4}, "num_kv_heads 3 does not divide num_heads 4"),
+        ({"fast_layers": (1, 4)}, "fast_layers [4] outside 0 .. 3"),
+        ({"fast_layers": (-1,)}, "fast_layers [-1] outside 0 .. 3"),
+        ({"fast_layers": (1, 1)}, "fast_layers (1, 1) names a layer twice"),
+        (
+            {"method": "ipttcd", "fast_layers": (1,), "student_window": 9},
+            "student_window 9 is wider than",
+        ),
+        ({"method": "full"}, "method 'full' has no window, got 8"),
+        ({"method": "swa", "window": None}, "method 'swa' needs a window"),
+        ({"window": 0}, "window 0 must be at least 1"),
+        ({"method": "mamba"}, "no method is called 'mamba'; there are"),
+        ({"method": "iptcd"}, "did you mean 'ipttcd'?"),
+        ({"method": "ipttcd"}, "has no layer with a memory: set fast_layers, e.g. (0,)"),
+        ({"method": "deltanet_hybrid"}, "has no layer with a memory"),
+        ({"fast_layers": (1,)}, "method 'swa' has no memory, got fast_layers (1,)"),
+        ({"method": "lact", "fast_layers": (1,)}, "has its memory in all layers"),
+        (
+            {"memory": MemoryConfig()},
+            "method 'swa' has no settings MemoryConfig: set memory = None",
+        ),
+        (
+            {"method": "ipttt", "fast_layers": (0,), "memory": MemoryConfig()},
+            "set memory = @TargetMemoryConfig()",
+        ),
+        (
+            {"method": "lact", "num_heads": 4, "num_kv_heads": 2},
+            "num_kv_heads 2 must be num_heads 4",
+        ),
+        ({"method": "lact", "dim": 6, "num_heads": 1}, "num_fast_heads 4 does not divide dim 6"),
+        ({"method": "deltanet", "memory": DeltaRuleConfig(value_expansion=0.3)}, "whole number"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(changes, message):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        _config(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_method_has_no_default():
+    with pytest.raises(TypeError, match="method"):
+        TransformerConfig(vocab_size=11, dim=8, num_layers=1, num_heads=2, mlp_dim=12)
