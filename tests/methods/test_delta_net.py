@@ -6,8 +6,14 @@ from checks import assert_close, draw, randomize
 from flax import nnx
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.memory.delta_rule import delta_rule_recurrent, l2_normalize_inside
-from ttcd_jax.methods.delta_net import DeltaNet, DeltaNetConfig, DeltaRuleConfig, DeltaSublayer
+from ttcd_jax.memory.delta_rule import delta_rule, l2_normalize_inside
+from ttcd_jax.methods.delta_net import (
+    DeltaNet,
+    DeltaNetConfig,
+    DeltaRuleConfig,
+    DeltaSublayer,
+    DeltaSublayerConfig,
+)
 from ttcd_jax.methods.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from ttcd_jax.precision import Precision
 
@@ -15,7 +21,7 @@ D, N, H = 6, 2, 4
 X = 6
 FLOAT64 = Precision(param="float64", compute="float64", state="float64")
 CONFIGS = {
-    DeltaSublayer: DeltaNetConfig,
+    DeltaSublayer: DeltaSublayerConfig,
     DeltaNet: DeltaNetConfig,
     GatedDeltaNet: GatedDeltaNetConfig,
 }
@@ -37,7 +43,7 @@ def test_the_sublayer_is_the_delta_rule_between_projections(float64):
     q, k, v = ((h @ w[...]).reshape(2, 9, N, -1) for w in (module.query, module.key, module.value))
     beta = jax.nn.sigmoid(h @ module.rate[...])
     q, k = l2_normalize_inside(q), l2_normalize_inside(k)
-    o, _ = delta_rule_recurrent(q, k, v, beta, state_dtype=jnp.float64)
+    o, _ = delta_rule(q, k, v, beta, chunk_size=1, state_dtype=jnp.float64)
     assert_close(module(h), o.reshape(2, 9, -1) @ module.out[...])
 
 

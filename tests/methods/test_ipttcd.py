@@ -290,7 +290,7 @@ def test_switched_off_parts_have_no_parameters(float64):
 def test_statistics_measure_the_memory_and_the_gate(float64):
     module = _module(normalizes_keys=False, has_student_conv=False, has_teacher_conv=False)
     x, t = draw(1, (2, 12, D), (2, 12, D))
-    _, stats = jax.jit(module.forward)(x, t)
+    _, stats = jax.jit(module.remember)(x, t)
     down, proj, rate = (np.asarray(w[...]) for w in (module.down, module.proj, module.rate))
     z, s = np.asarray(module.features(x)), np.asarray(module.features(t))
     beta = 1 / (1 + np.exp(-np.asarray(t) @ rate))
@@ -299,13 +299,13 @@ def test_statistics_measure_the_memory_and_the_gate(float64):
     ratio = 0.3 * np.linalg.norm(state, axis=(1, 2)).mean() / np.linalg.norm(down)
     assert_close(stats.memory_ratio, ratio, 1e-6)
     assert_close(stats.gate_mean, beta.mean(), 1e-6)
-    assert jax.jit(_module(has_token_rate=False).forward)(x, t)[1].gate_mean == 1
+    assert jax.jit(_module(has_token_rate=False).remember)(x, t)[1].gate_mean == 1
 
 
 def test_statistics_carry_no_gradient():
     module = _module(Precision())
     x, t = draw(1, (1, 9, D), (1, 9, D))
-    gradient = jax.jit(jax.grad(lambda x: sum(module.forward(x, t)[1])))(x)
+    gradient = jax.jit(jax.grad(lambda x: sum(module.remember(x, t)[1])))(x)
     assert not np.asarray(gradient).any()
 
 

@@ -19,6 +19,7 @@ CONFIG = TransformerConfig(
     mlp_dim=96,
     window=64,
     student_window=32,
+    method="ipttcd",
     fast_layers=(0, 2),  # scanned as two equal units
     memory=MemoryConfig(chunk_size=32),
 )

@@ -31,7 +31,9 @@ TOKENS = np.random.default_rng(0).integers(0, V, TWO_ROWS.shape)
 def _config(**changes) -> TransformerConfig:
     fields = {"vocab_size": V, "dim": 8, "num_layers": 4, "num_heads": 2, "mlp_dim": 12}
     fields |= {"window": 6, "student_window": 3, "fast_layers": (0, 2), "precision": FLOAT64}
-    fields |= {"memory": MemoryConfig(chunk_size=4, num_taps=3, form="blocked")}
+    fields |= {"memory": MemoryConfig(chunk_size=4, num_taps=3, form="blocked"), "method": "ipttcd"}
+    if not (fields | changes)["fast_layers"]:
+        fields |= {"memory": None, "method": "swa"}
     return TransformerConfig(**(fields | changes))
 
 
@@ -150,7 +152,7 @@ def test_on_a_gpu_the_offloaded_stream_waits_in_pinned_host_memory():
 
 def test_recomputed_blocks_save_memory_also_outside_a_loop():
     def temp_bytes(remat):
-        config = _config(method="swa", precision=Precision(), scans_layers=False, remat=remat)
+        config = _config(fast_layers=(), precision=Precision(), scans_layers=False, remat=remat)
         gradient, (params, _) = _gradient_of_loss(config)
         return temporary_bytes(gradient, params, jax.ShapeDtypeStruct((2, 512), jnp.int32))
 

@@ -78,7 +78,7 @@ def test_output_follows_its_formula(float64):
 def test_both_implementations_agree_with_all_gradients(float64):
     (h,) = draw(1, (2, T, D))
     results = [
-        value_and_gradients(_module(implementation=form), lambda m, h: m(h), h)
+        value_and_gradients(_module(attention_implementation=form), lambda m, h: m(h), h)
         for form in ("xla", "reference")
     ]
     assert_close(*results)
