@@ -125,7 +125,7 @@ def _to_reference(value: np.ndarray, layout: Layout) -> np.ndarray:
     )
 
 
-def _put(tree: Params, path: str, value) -> None:
+def _put(tree: Params, path: str, value: Any) -> None:
     *parents, leaf = path.split("/")
     for name in parents:
         tree = tree.setdefault(name, {})

@@ -34,7 +34,9 @@ def token_scores(
     if not rules.is_distributed():
         return _token_scores(None, hidden, head, targets, rows)
 
-    def on_part(hidden, head, targets):
+    def on_part(
+        hidden: jax.Array, head: jax.Array, targets: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         return _token_scores(TENSOR, hidden, head, targets, rows)
 
     run = rules.sharded(on_part, (_HIDDEN, _HEAD, _TOKENS), (_TOKENS, _TOKENS))
@@ -50,12 +52,14 @@ def summed_loss(
 ) -> Float[Array, ""]:
     """Sum of the losses of marked tokens, in nats. Gradient for `hidden` and `head`.
 
-    On a mesh every device takes its own tokens, and its own words along `tensor`; `rows` are a
-    device's."""
+    On a mesh every device takes its own tokens, and its own part of the vocabulary along `tensor`;
+    `rows` are a device's."""
     if not rules.is_distributed():
         return cast(jax.Array, _summed_loss(None, hidden, head, targets, loss_mask, rows))
 
-    def on_part(hidden, head, targets, loss_mask):
+    def on_part(
+        hidden: jax.Array, head: jax.Array, targets: jax.Array, loss_mask: jax.Array
+    ) -> jax.Array:
         own = _summed_loss(TENSOR, hidden, head, targets, loss_mask, rows)
         return jax.lax.psum(own, (*rules.BATCH, *rules.LENGTH))
 
@@ -69,13 +73,17 @@ _HIDDEN = ("batch", "length", None)
 _HEAD = ("vocab", None)
 
 
-# Below, `axis` is the mesh axis that cuts the words, None when nothing does.
+# Below, `axis` is the mesh axis that shards the vocabulary, None when nothing does.
+Blocks = tuple[jax.Array, ...]  # [blocks, rows, ...] each; in a scan, one block of each
+Gradients = tuple[jax.Array, jax.Array]  # for `hidden` and `head`
 
 
-def _token_scores(axis: str | None, hidden, head, targets, rows: int):
-    def block(_, operands):
+def _token_scores(
+    axis: str | None, hidden: jax.Array, head: jax.Array, targets: jax.Array, rows: int
+) -> tuple[jax.Array, jax.Array]:
+    def block(_: None, operands: Blocks) -> tuple[None, tuple[jax.Array, jax.Array]]:
         h, y = operands
-        losses, logits, _ = _block_losses(axis, h, head, y)
+        losses, logits = _block_losses(axis, h, head, y)[:2]
         return None, (losses, _is_likeliest(axis, logits, y))
 
     _, (losses, is_hit) = jax.lax.scan(block, None, _row_blocks(rows, hidden, targets))
@@ -87,16 +95,30 @@ def _token_scores(axis: str | None, hidden, head, targets, rows: int):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
-def _summed_loss(axis: str | None, hidden, head, targets, loss_mask, rows: int):
+def _summed_loss(
+    axis: str | None,
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    loss_mask: jax.Array,
+    rows: int,
+) -> jax.Array:
     losses, _ = _token_scores(axis, hidden, head, targets, rows)
     return jnp.sum(jnp.where(loss_mask, losses, 0))
 
 
-def _summed_loss_forward(axis, hidden, head, targets, loss_mask, rows):
+def _summed_loss_forward(
+    axis: str | None,
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    loss_mask: jax.Array,
+    rows: int,
+) -> tuple[jax.Array, Gradients]:
     """The loss and its gradients: a block's logits serve both, then they are gone."""
     state = jnp.promote_types(hidden.dtype, jnp.float32)
 
-    def block(carry, operands):
+    def block(carry: Blocks, operands: Blocks) -> tuple[Blocks, jax.Array]:
         total, d_head = carry
         h, y, keep = operands
         losses, logits, lse = _block_losses(axis, h, head, y)
@@ -116,9 +138,11 @@ def _summed_loss_forward(axis, hidden, head, targets, loss_mask, rows):
     return total, (d_hidden, d_head.astype(head.dtype))
 
 
-def _summed_loss_backward(axis, rows, saved, d_total):
-    """Every device of `axis` has the same total and its own words: the cotangents of all reach
-    each, and `shard_map` adds up what they give for the hidden states they share."""
+def _summed_loss_backward(
+    axis: str | None, rows: int, saved: Gradients, d_total: jax.Array
+) -> tuple[jax.Array, jax.Array, None, None]:
+    """Every device of `axis` has the same total and its own part of the vocabulary: the cotangents
+    of all reach each, and `shard_map` adds up what they give for the hidden states they share."""
     d_hidden, d_head = saved
     d_total = d_total if axis is None else jax.lax.psum(d_total, axis)
     return (
@@ -132,12 +156,12 @@ def _summed_loss_backward(axis, rows, saved, d_total):
 _summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
 
 
-def _row_blocks(rows: int, hidden: jax.Array, *rest: jax.Array):
+def _row_blocks(rows: int, hidden: jax.Array, *rest: jax.Array) -> Blocks:
     """[B, T, ...] -> [blocks, rows, ...], zero-padded: padded rows are unmarked."""
     count = rest[0].size
     rows = min(rows, count)
 
-    def split(x):
+    def split(x: jax.Array) -> jax.Array:
         x = x.reshape(count, *x.shape[2:])
         x = jnp.pad(x, ((0, -count % rows),) + ((0, 0),) * (x.ndim - 1))
         return x.reshape(-1, rows, *x.shape[1:])
@@ -145,9 +169,11 @@ def _row_blocks(rows: int, hidden: jax.Array, *rest: jax.Array):
     return tuple(split(x) for x in (hidden, *rest))
 
 
-def _block_losses(axis: str | None, h: jax.Array, head: jax.Array, y: jax.Array):
-    """(losses [X], logits [X, V] of this device's words, log-sum-exp [X] over all words) of one
-    block of rows."""
+def _block_losses(
+    axis: str | None, h: jax.Array, head: jax.Array, y: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(losses [X], logits [X, V] of this device's part of the vocabulary, log-sum-exp [X] over the
+    whole) of one block of rows."""
     state = jnp.promote_types(h.dtype, jnp.float32)
     logits = jnp.einsum("XD,VD->XV", h, head.astype(h.dtype), preferred_element_type=state)
     lse = jax.nn.logsumexp(logits, axis=-1)
@@ -165,13 +191,13 @@ def _own_words(axis: str | None, y: jax.Array, num_words: int) -> tuple[jax.Arra
 
 
 def _is_likeliest(axis: str | None, logits: jax.Array, y: jax.Array) -> jax.Array:
-    """Whether no word beats y (of equals the first counts)."""
-    best, place = logits.max(-1), logits.argmax(-1)
+    """Whether no entry of the vocabulary beats y (of equals the first counts)."""
+    best, index = logits.max(-1), logits.argmax(-1)
     if axis is None:
-        return place == y
-    place = place + jax.lax.axis_index(axis) * logits.shape[-1]
+        return index == y
+    index = index + jax.lax.axis_index(axis) * logits.shape[-1]
     is_best = best == jax.lax.pmax(best, axis)
-    return jax.lax.pmin(jnp.where(is_best, place, jnp.iinfo(place.dtype).max), axis) == y
+    return jax.lax.pmin(jnp.where(is_best, index, jnp.iinfo(index.dtype).max), axis) == y
 
 
 def next_token_loss(model: "Transformer", tokens: Int[Array, "B T"]) -> Float[Array, ""]:
