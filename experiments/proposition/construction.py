@@ -135,7 +135,7 @@ def hidden_states(
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
     """(x, t): what the block's MLP gets from its teacher and from its student."""
 
-    def normed(h, weight):
+    def normed(h: jax.Array, weight: nnx.Param) -> jax.Array:
         return rms_norm(h, weight[...], block.config.norm_eps)
 
     teacher, student = block.mixer(normed(h, block.mixer_norm), row_positions(h))
@@ -153,7 +153,7 @@ def read(
     chunks, as the first token of the next."""
     prefix = chunk * mlp.memory.chunk_size
 
-    def rows(h):
+    def rows(h: jax.Array) -> jax.Array:
         past = jnp.broadcast_to(h[:, :prefix], (probes.shape[0], prefix, h.shape[-1]))
         return jnp.concatenate([past, probes[:, None]], axis=1)
 
@@ -286,7 +286,7 @@ def sweep(
 def _measure_all(config: PropositionConfig) -> Callable[..., Measured]:
     """`measure` of many blocks and rows at once, compiled once per configuration."""
 
-    def one(weights, row):
+    def one(weights: dict[str, jax.Array], row: jax.Array) -> Measured:
         return measure(build_block(config, weights), row, config.first, config.second)
 
     return jax.jit(jax.vmap(one))
