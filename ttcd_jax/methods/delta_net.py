@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels.short_conv.xla import short_conv
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import Config
+from ttcd_jax.config import Config, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.delta_rule import delta_rule as continued_delta_rule
 from ttcd_jax.memory.delta_rule import l2_normalize_inside
@@ -38,34 +38,24 @@ Channels = tuple[jax.Array, jax.Array, jax.Array]
 class DeltaRuleConfig(Config):
     """The switches of the method. `chunk_size` changes the speed, not the result."""
 
-    num_taps: int = 4
+    num_taps: Positive = 4
     value_expansion: float = 1  # value head dim over key head dim
-    chunk_size: int = 64
-
-    def validate(self) -> None:
-        for name in ("num_taps", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"DeltaRuleConfig.{name} {getattr(self, name)} must be at least 1")
+    chunk_size: Positive = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaNetConfig(Config):
     """`head_dim` is that of queries and keys. `DeltaSublayer` has neither taps nor a norm."""
 
-    dim: int
-    num_heads: int
-    head_dim: int
+    dim: Positive
+    num_heads: Positive
+    head_dim: Positive
     rule: DeltaRuleConfig = DeltaRuleConfig()
     norm_eps: float = 1e-6
     init_std: float = 0.02
     precision: Precision = Precision()
 
     def validate(self) -> None:
-        for name in ("dim", "num_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"{type(self).__name__}.{name} {getattr(self, name)} must be at least 1"
-                )
         exact = self.head_dim * self.rule.value_expansion
         if self.value_head_dim < 1 or not math.isclose(exact, self.value_head_dim):
             raise UserError(

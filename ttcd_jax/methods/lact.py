@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import Config
+from ttcd_jax.config import Config, Positive, PositiveFloat
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
 from ttcd_jax.memory.fast_swiglu import (
@@ -47,10 +47,10 @@ RATE_SHIFT = 0.001 + math.log(-math.expm1(-0.001))
 class LaCTMemoryConfig(Config):
     """The switches of the method, as published but for `resets_at_document`."""
 
-    num_fast_heads: int = 4
-    hidden_expansion: float = 1  # hidden size of a fast head over its width, rounded down
-    chunk_size: int = 2048
-    low_rank: int | None = 32  # w0, w2 start as such a product plus 0.5 I; None: full matrices
+    num_fast_heads: Positive = 4
+    hidden_expansion: PositiveFloat = 1  # hidden size of a fast head over its width, rounded down
+    chunk_size: Positive = 2048
+    low_rank: Positive | None = 32  # w0, w2 start as such a product plus 0.5 I; None: full matrices
     has_momentum: bool = True
     orthogonalizes_updates: bool = False  # Newton-Schulz on every step, in precision.state
     keeps_raw_state: bool = False  # steps add to weights that are normalised for reading only
@@ -61,16 +61,6 @@ class LaCTMemoryConfig(Config):
     has_qk_norm: bool = False  # over the whole width, for attention and memory
     has_qkv_bias: bool = False
     resets_at_document: bool = True  # published: the memory leaks from document to document
-
-    def validate(self) -> None:
-        for name in ("num_fast_heads", "chunk_size", "low_rank"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"LaCTMemoryConfig.{name} {value} must be at least 1")
-        if not 0 < self.hidden_expansion < math.inf:
-            raise UserError(
-                f"LaCTMemoryConfig.hidden_expansion {self.hidden_expansion} must be positive"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
