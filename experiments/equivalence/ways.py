@@ -178,7 +178,9 @@ class Computed:
         parts = [hidden[:, : counts[0]] for counts, hidden, _ in pieces]
         return jnp.concatenate(parts, axis=1)
 
-    def _confirmed(self, prompts, num_tokens: int, length: int, draft: np.ndarray) -> np.ndarray:
+    def _confirmed(
+        self, prompts: Sequence[np.ndarray], num_tokens: int, length: int, draft: np.ndarray
+    ) -> np.ndarray:
         tokens, lengths = _padded(prompts, length)
         rows, places = np.arange(len(prompts))[:, None], lengths[:, None] + np.arange(num_tokens)
         for _ in range(num_tokens + 1):
@@ -203,28 +205,39 @@ def _padded(prompts: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _forward(graph: nnx.GraphDef[Transformer], params, tokens: Int[Array, "B T"]):
+def _forward(
+    graph: nnx.GraphDef[Transformer], params: nnx.GraphState, tokens: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
     return nnx.merge(graph, params).forward(tokens)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _likeliest(graph: nnx.GraphDef[Transformer], params, tokens, places):
-    """The likeliest token behind each of `places` [B, X]."""
+def _likeliest(
+    graph: nnx.GraphDef[Transformer],
+    params: nnx.GraphState,
+    tokens: Int[Array, "B T"],
+    places: Int[Array, "B X"],
+) -> Int[Array, "B X"]:
+    """The likeliest token after each of `places` [B, X]."""
     model = nnx.merge(graph, params)
     hidden = jnp.take_along_axis(model.forward(tokens)[0], places[..., None], axis=1)
     return jnp.argmax(model.logits(hidden), -1).astype(jnp.int32)
 
 
 @jax.jit
-def _decoded(model: InferenceModel, state, tokens: Int[Array, "B T"]):
-    def step(state, column):
+def _decoded(
+    model: InferenceModel, state: InferenceState, tokens: Int[Array, "B T"]
+) -> Float[Array, "B T D"]:
+    def step(state: InferenceState, column: jax.Array) -> tuple[InferenceState, jax.Array]:
         hidden, state = one_token(model, state, column, jnp.ones(len(column), bool), "kept")
         return state, hidden
 
     return jnp.moveaxis(jax.lax.scan(step, state, tokens.T)[1], 0, 1)
 
 
-def logits_of(hidden: Float[Array, "*batch D"], head: Float[Array, "V D"]):
+def logits_of(
+    hidden: Float[Array, "*batch D"], head: Float[Array, "V D"]
+) -> Float[Array, "*batch V"]:
     """Logits [..., V] in float32 or better, as the training loss takes them."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = head.astype(hidden.dtype)

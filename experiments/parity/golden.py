@@ -102,7 +102,7 @@ class Comparison:
 class Golden:
     """One reference file: `config`, parameters, and arrays by name."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with np.load(path, allow_pickle=False) as archive:

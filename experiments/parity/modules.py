@@ -89,7 +89,9 @@ def load_module[M: nnx.Module](
     return with_params(build, as_dtype(dtype, reference.module_from_reference(tensors, names)))
 
 
-def value_and_pull(module: nnx.Module, run: Callable[..., Any], inputs: tuple, cotangent):
+def value_and_pull(
+    module: nnx.Module, run: Callable[..., Any], inputs: tuple, cotangent: np.ndarray | float
+) -> tuple[Any, Any, Any, Any]:
     """(value, parameter gradients as a pure dict, input gradients, aux): one compiled function,
     shared by files of one configuration and shape. `run(module, *inputs)` gives (value, aux)."""
     graph, state = nnx.split(module)
@@ -98,7 +100,13 @@ def value_and_pull(module: nnx.Module, run: Callable[..., Any], inputs: tuple, c
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _differentiated(graph, run, state, inputs, cotangent):
+def _differentiated(
+    graph: nnx.GraphDef[nnx.Module],
+    run: Callable[..., Any],
+    state: nnx.GraphState,
+    inputs: tuple,
+    cotangent: np.ndarray | float,
+) -> tuple[Any, Any, Any, Any]:
     value, pull, aux = jax.vjp(
         lambda s, x: run(nnx.merge(graph, s), *x), state, inputs, has_aux=True
     )
@@ -111,7 +119,7 @@ def evaluate(module: nnx.Module, *inputs: Any) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _evaluated(graph, state, inputs):
+def _evaluated(graph: nnx.GraphDef[Any], state: nnx.GraphState, inputs: tuple) -> jax.Array:
     return nnx.merge(graph, state)(*inputs)
 
 

@@ -48,7 +48,7 @@ def check_delta_rule(golden: Golden, dtype: str) -> Comparison:
         )
 
     @jax.jit
-    def differentiate(x):
+    def differentiate(x: dict[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
         results, pull = jax.vjp(run, x)
         cotangents = (jnp.asarray(arrays["in.G_o"]), jnp.asarray(arrays["in.G_S"]))
         return results, pull(tuple(c.astype(dtype) for c in cotangents))[0]
@@ -71,7 +71,7 @@ def check_attention(golden: Golden, dtype: str) -> Comparison:
     )
 
     @jax.jit
-    def run(q, k, v):
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, ...]:
         (teacher, student, lse_teacher, lse_student), pull = jax.vjp(attention, q, k, v)
         nothing = jnp.zeros_like(teacher), jnp.zeros_like(lse_teacher)
         cotangents = (

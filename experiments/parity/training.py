@@ -77,7 +77,7 @@ def _run(
     params = {name: jnp.asarray(x, dtype) for name, x in golden.group("param.").items()}
     grads = {name: jnp.asarray(x, dtype) for name, x in golden.group("in.grad.").items()}
 
-    def step(carry, grads):
+    def step(carry: tuple[Any, Any], grads: Any) -> tuple[tuple[Any, Any], tuple[Any, jax.Array]]:
         params, state = carry
         updates, state = optimizer.update(grads, state, params)
         params: Any = optax.apply_updates(params, updates)

@@ -150,7 +150,7 @@ def read(
     chunks, as the first token of the next."""
     prefix = chunk * mlp.settings.chunk_size
 
-    def rows(h):
+    def rows(h: jax.Array) -> jax.Array:
         past = jnp.broadcast_to(h[:, :prefix], (probes.shape[0], prefix, h.shape[-1]))
         return jnp.concatenate([past, probes[:, None]], axis=1)
 
@@ -283,7 +283,7 @@ def sweep(
 def _measure_all(config: PropositionConfig) -> Callable[..., Measured]:
     """`measure` of many blocks and rows at once, compiled once per configuration."""
 
-    def one(weights, row):
+    def one(weights: dict[str, jax.Array], row: jax.Array) -> Measured:
         return measure(build_block(config, weights), row, config.first, config.second)
 
     return jax.jit(jax.vmap(one))

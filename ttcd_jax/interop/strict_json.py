@@ -39,7 +39,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:
-            raise ValueError(f"the name {name!r} stands twice")
+            raise ValueError(f"the name {name!r} is there twice")
         result[name] = value
     return result
 

@@ -7,13 +7,13 @@ nothing that is learned.
 
 import dataclasses
 import math
+from typing import Annotated
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ttcd_jax.config import Config
-from ttcd_jax.errors import UserError
+from ttcd_jax.config import AtLeast, Bound, Config, Positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,28 +22,18 @@ class YarnConfig(Config):
     times over the original length are interpolated by `factor`, those above `fast_turns` are kept,
     a linear ramp between; cos and sin are multiplied by 0.1 ln(factor) + 1."""
 
-    factor: float
-    original_length: int
+    factor: Annotated[float, AtLeast(1)]
+    original_length: Positive
     fast_turns: float = 32.0
     slow_turns: float = 1.0
-
-    def validate(self) -> None:
-        if self.factor < 1:
-            raise UserError(f"YarnConfig.factor {self.factor} must be at least 1")
-        if self.original_length < 1:
-            raise UserError(f"YarnConfig.original_length {self.original_length} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig(Config):
     """`base`: theta of the slowest pair."""
 
-    base: float = 10_000.0
+    base: Annotated[float, Bound("greater than 1", lambda base: base > 1)] = 10_000.0
     yarn: YarnConfig | None = None
-
-    def validate(self) -> None:
-        if self.base <= 1:
-            raise UserError(f"RopeConfig.base {self.base} must be greater than 1")
 
 
 def pair_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

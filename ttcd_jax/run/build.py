@@ -159,7 +159,7 @@ def started_state(config: RunConfig, mesh: Mesh) -> tuple[int, TrainState]:
     return step, jax.jit(start, out_shardings=_places(config, mesh), donate_argnums=0)(params)
 
 
-def _init(config: RunConfig):
+def _init(config: RunConfig) -> Callable[[], TrainState]:
     _, optimizer = _optimizer(config)
     return functools.partial(init_state, config.model, optimizer, config.seed)
 

@@ -2,26 +2,39 @@
 
 `detect` reads a flag and the environment, `initialize` connects. One process per node is meant,
 with all GPUs of the node.
+
+Two pieces do what JAX 0.11.2 does not. Its detection of launchers takes `a-b[10-11]-ib` and
+`rack[2-3]node[01-04]` for the nodes `a-b10` and `rack2`, needs mpi4py under Open MPI 5 and the
+Kubernetes API for a Job. And when a process does not come, `jax.distributed.initialize` aborts all
+others (SIGABRT, no exception) with "DEADLINE_EXCEEDED", whoever it was.
 """
 
 import contextlib
 import dataclasses
 import re
 import socket
+import string
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 
-from ttcd_jax.config import Config, closest
+from ttcd_jax.config import Config, NonNegative, Positive, closest
 from ttcd_jax.errors import UserError
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
-JOBSET_PORT = 8476
 
-_LET_GO = b"go"
-_RETRY_SECONDS = 0.5
-_CALL_SECONDS = 5.0  # for a caller to say who it is
+# The variable that reveals a launcher, and the HOST:PORT,NUM_PROCESSES,PROCESS_ID that it stands
+# for. openmpi comes first: srun may have started mpirun, and its variables then describe mpirun's
+# daemons. JobSet gives pod 0 of Job 0 this name; its file sets all but the last of the variables.
+_OPENMPI = "{JAX_COORDINATOR_ADDRESS},{OMPI_COMM_WORLD_SIZE},{OMPI_COMM_WORLD_RANK}"
+_POD = "{JOBSET_NAME}-{REPLICATED_JOB_NAME}-0-0.{JOBSET_NAME}:8476"
+_SLURM = "{SLURM_STEP_NODELIST}:{SLURM_JOB_ID},{SLURM_STEP_NUM_TASKS},{SLURM_PROCID}"
+_LAUNCHERS = {
+    "openmpi": ("OMPI_COMM_WORLD_SIZE", _OPENMPI),
+    "jobset": ("JOBSET_NAME", _POD + ",{NUM_PROCESSES},{JOB_COMPLETION_INDEX}"),
+    "slurm": ("SLURM_STEP_NODELIST", _SLURM),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,14 +43,14 @@ class Processes(Config):
     HOST:PORT."""
 
     coordinator: str
-    num_processes: int
-    process_id: int
+    num_processes: Positive
+    process_id: NonNegative
 
     def validate(self) -> None:
         host, port = self.address
         if not host or not 0 < port < 2**16:
             raise UserError(f"a coordinator is HOST:PORT, not {self.coordinator!r}")
-        if not 0 <= self.process_id < self.num_processes:
+        if self.process_id >= self.num_processes:
             raise UserError(
                 f"process {self.process_id} of {self.num_processes}: processes are counted from 0 "
                 f"to {self.num_processes - 1}"
@@ -51,45 +64,58 @@ class Processes(Config):
 
 
 def detect(launcher: str, environ: Mapping[str, str]) -> Processes | None:
-    """The processes of this program as `launcher` tells them; None is this process alone.
+    """The processes of this program; None is this process alone.
 
-    none                                 alone
-    HOST:PORT,NUM_PROCESSES,PROCESS_ID   as written
-    slurm     SLURM_STEP_NODELIST (process 0 runs on the first), SLURM_STEP_NUM_TASKS, SLURM_PROCID,
-              SLURM_JOB_ID (the port follows from it): srun sets them
-    openmpi   OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK, which mpirun sets, and
-              JAX_COORDINATOR_ADDRESS
-    jobset    JOBSET_NAME, REPLICATED_JOB_NAME, NUM_PROCESSES, which the JobSet's file sets, and
-              JOB_COMPLETION_INDEX, which Kubernetes sets: one Job, a pod per process
-    auto      openmpi, jobset or slurm: the first whose first variable is set
-
-    JAX_COORDINATOR_ADDRESS, HOST:PORT, goes before what slurm and jobset tell. Raises `UserError`
-    naming the variables that are missing, or what is no process.
+    `launcher` is none, HOST:PORT,NUM_PROCESSES,PROCESS_ID, the launcher that set the variables of
+    `environ` (openmpi, jobset, slurm), or auto: whichever did. JAX_COORDINATOR_ADDRESS, HOST:PORT,
+    goes before what jobset and slurm say. Raises `UserError` naming the variables that are
+    missing, or what is no process.
     """
     if launcher == "none":
         return None
     if launcher == "auto":
-        launcher = _present(environ)
-    if launcher in _LAUNCHERS:
-        return _LAUNCHERS[launcher](environ)
-    parts = launcher.split(",")
-    if len(parts) != 3:
-        names = ["none", "auto", *_LAUNCHERS]
+        present = (name for name, (sign, _) in _LAUNCHERS.items() if sign in environ)
+        launcher = next(present, launcher)
+    description = _described(launcher, environ) if launcher in _LAUNCHERS else launcher
+    coordinator, *numbers = description.split(",")
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        known = ", ".join(f"{name} ({sign} is set)" for name, (sign, _) in _LAUNCHERS.items())
         raise UserError(
-            f"no launcher is called {launcher!r}{closest(launcher, names)}; there are "
-            f"{', '.join(names)}, and HOST:PORT,NUM_PROCESSES,PROCESS_ID"
+            f"{description!r} describes no processes{closest(launcher, list(_LAUNCHERS))}; give "
+            f"none, auto, a launcher: {known}, or HOST:PORT,NUM_PROCESSES,PROCESS_ID"
         )
-    return _processes(*parts)
+    number, count = map(int, reversed(numbers))
+    return Processes(coordinator=coordinator, num_processes=count, process_id=number)
 
 
-def initialize(
-    processes: Processes, *, heartbeat_seconds: int = 100, timeout_seconds: int = 300
-) -> None:
+def _described(launcher: str, environ: Mapping[str, str]) -> str:
+    _, description = _LAUNCHERS[launcher]
+    if COORDINATOR in environ:
+        description = f"{{{COORDINATOR}}},{description.split(',', 1)[1]}"
+    names = [name for _, name, _, _ in string.Formatter().parse(description) if name]
+    missing = [name for name in names if name not in environ]
+    if missing:
+        raise UserError(
+            f"launcher {launcher!r} needs {', '.join(missing)} in the environment: start with it, "
+            "or give HOST:PORT,NUM_PROCESSES,PROCESS_ID"
+        )
+    return description.format_map({name: _read(name, environ[name]) for name in names})
+
+
+def _read(name: str, value: str) -> str:
+    if name == "SLURM_JOB_ID":  # a port above Linux's ephemeral ones; jobs on one node differ
+        return str(61440 + int(value) % 4096)
+    if name == "SLURM_STEP_NODELIST":  # rack2node007 of rack[2-3]node[007,009-012],login1
+        first = re.findall(r"(?:\[[^]]*\]|[^,[])+", value)[0]
+        return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first)
+    return value
+
+
+def initialize(processes: Processes, *, timeout_seconds: int = 300) -> None:
     """Waits until every process is there, then connects them. Before JAX's first array.
 
-    A process is lost when it was not heard of for `heartbeat_seconds`. Raises `UserError` when a
-    process, or the coordinator, did not come within `timeout_seconds`, naming which, and when the
-    coordinator's port is taken: JAX itself would abort without an exception.
+    Raises `UserError` when a process, or the coordinator, did not come within `timeout_seconds`,
+    naming which, and when the coordinator's port is taken.
     """
     meet = _call if processes.process_id else _await_callers
     meet(processes, timeout_seconds)
@@ -101,123 +127,35 @@ def initialize(
         # GPU per process.
         cluster_detection_method="deactivate",
         initialization_timeout=timeout_seconds,
-        heartbeat_timeout_seconds=heartbeat_seconds,
     )
-
-
-def _present(environ: Mapping[str, str]) -> str:
-    # mpirun may have been started by srun, whose variables then tell of mpirun's daemons.
-    firsts = {"OMPI_COMM_WORLD_SIZE": "openmpi", "JOBSET_NAME": "jobset"}
-    firsts["SLURM_STEP_NODELIST"] = "slurm"
-    for variable, launcher in firsts.items():
-        if variable in environ:
-            return launcher
-    raise UserError(
-        f"launcher 'auto' found none: not one of {', '.join(firsts)} is set; start the processes "
-        "with srun, mpirun or a JobSet, or name the launcher"
-    )
-
-
-def _slurm(environ: Mapping[str, str]) -> Processes:
-    nodes, num_processes, process_id, job = _values(
-        "slurm",
-        environ,
-        ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID"),
-    )
-    # Above Linux's ephemeral ports; jobs that share a node differ.
-    port = 61440 + _number("SLURM_JOB_ID", job) % 4096
-    coordinator = environ.get(COORDINATOR, f"{_first_host(nodes)}:{port}")
-    return _processes(coordinator, num_processes, process_id)
-
-
-def _first_host(nodes: str) -> str:
-    """`rack2node007` of `rack[2-3]node[007,009-012],login1`."""
-    first = re.match(r"(\[[^]]*\]|[^,[])*", nodes)
-    assert first is not None  # it matches the empty string
-    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[0])
-
-
-def _openmpi(environ: Mapping[str, str]) -> Processes:
-    num_processes, process_id, coordinator = _values(
-        "openmpi", environ, ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", COORDINATOR)
-    )
-    return _processes(coordinator, num_processes, process_id)
-
-
-def _jobset(environ: Mapping[str, str]) -> Processes:
-    jobset, job, num_processes, process_id = _values(
-        "jobset",
-        environ,
-        ("JOBSET_NAME", "REPLICATED_JOB_NAME", "NUM_PROCESSES", "JOB_COMPLETION_INDEX"),
-    )
-    # The name that JobSet gives pod 0 of Job 0.
-    coordinator = environ.get(COORDINATOR, f"{jobset}-{job}-0-0.{jobset}:{JOBSET_PORT}")
-    return _processes(coordinator, num_processes, process_id)
-
-
-_LAUNCHERS: dict[str, Callable[[Mapping[str, str]], Processes]] = {
-    "slurm": _slurm,
-    "openmpi": _openmpi,
-    "jobset": _jobset,
-}
-
-
-def _values(launcher: str, environ: Mapping[str, str], names: tuple[str, ...]) -> list[str]:
-    missing = [name for name in names if name not in environ]
-    if missing:
-        raise UserError(
-            f"launcher {launcher!r} needs {', '.join(missing)} in the environment: start with it, "
-            "or give HOST:PORT,NUM_PROCESSES,PROCESS_ID"
-        )
-    return [environ[name] for name in names]
-
-
-def _processes(coordinator: str, num_processes: str, process_id: str) -> Processes:
-    return Processes(
-        coordinator=coordinator,
-        num_processes=_number("the number of processes", num_processes),
-        process_id=_number("the number of this process", process_id),
-    )
-
-
-def _number(name: str, text: str) -> int:
-    if not text.isdecimal():
-        raise UserError(f"{name} must be a whole number, got {text!r}")
-    return int(text)
 
 
 def _await_callers(processes: Processes, timeout_seconds: int) -> None:
     """Listens at the coordinator's port until all other processes have called, then lets go."""
     deadline = time.monotonic() + timeout_seconds
     missing = set(range(1, processes.num_processes))
-    with contextlib.ExitStack() as callers, _listen(processes.address[1]) as server:
-        waiting = []
-        while missing:
-            server.settimeout(max(deadline - time.monotonic(), 1e-3))
-            try:
-                caller = callers.enter_context(server.accept()[0])
-            except TimeoutError:
-                raise UserError(
-                    f"process {', '.join(map(str, sorted(missing)))} of {processes.num_processes} "
-                    f"did not call {processes.coordinator} within {timeout_seconds} s: see why it "
-                    "did not start, then start all again"
-                ) from None
-            with contextlib.suppress(OSError):  # a stranger, or one that will call again
-                caller.settimeout(_CALL_SECONDS)
-                name = caller.recv(16)
-                if name.isdigit():
-                    missing.discard(int(name))
-                    waiting.append(caller)
-        for caller in waiting:
-            with contextlib.suppress(OSError):
-                caller.sendall(_LET_GO)
-
-
-def _listen(port: int) -> socket.socket:
-    is_dual = socket.has_dualstack_ipv6()
+    port, is_dual = processes.address[1], socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
+    callers = []
     try:
-        return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
+        with contextlib.ExitStack() as stack:
+            server = socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
+            stack.enter_context(server)
+            while missing:
+                server.settimeout(max(deadline - time.monotonic(), 1e-3))
+                callers.append(stack.enter_context(server.accept()[0]))
+                callers[-1].settimeout(5)
+                with contextlib.suppress(OSError, ValueError):  # a stranger, or a broken call
+                    missing.discard(int(callers[-1].recv(16)))
+            for caller in callers:
+                with contextlib.suppress(OSError):
+                    caller.sendall(b"go")
+    except TimeoutError:
+        raise UserError(
+            f"process {', '.join(map(str, sorted(missing)))} of {processes.num_processes} did not "
+            f"call {processes.coordinator} within {timeout_seconds} s: see why it did not start, "
+            "then start all again"
+        ) from None
     except OSError as error:
         raise UserError(
             f"process 0 cannot listen at port {port} ({error.strerror}): end what uses it, or take "
@@ -227,21 +165,19 @@ def _listen(port: int) -> socket.socket:
 
 def _call(processes: Processes, timeout_seconds: int) -> None:
     """Calls process 0 again and again until it lets go."""
-    deadline = time.monotonic() + timeout_seconds
-    while True:
+    deadline, reason = time.monotonic() + timeout_seconds, None
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            remaining = max(deadline - time.monotonic(), _RETRY_SECONDS)
             with socket.create_connection(processes.address, timeout=remaining) as server:
                 server.sendall(str(processes.process_id).encode())
-                if server.recv(len(_LET_GO)) == _LET_GO:
+                if server.recv(2) == b"go":
                     return
-                reason = "something else answers there"
         except OSError as error:
-            reason = str(error)
-        if time.monotonic() + _RETRY_SECONDS > deadline:
-            raise UserError(
-                f"process {processes.process_id} of {processes.num_processes} did not reach "
-                f"process 0 at {processes.coordinator} within {timeout_seconds} s ({reason}): see "
-                "why it did not start, and whether that port is open"
-            )
-        time.sleep(_RETRY_SECONDS)
+            reason = error
+        time.sleep(0.5)
+    raise UserError(
+        f"process {processes.process_id} of {processes.num_processes} did not reach process 0 at "
+        f"{processes.coordinator} within {timeout_seconds} s "
+        f"({reason or 'something else answers'}): see why it did not start, and whether that port "
+        "is open"
+    )

@@ -67,12 +67,13 @@ def summed_loss(
 # The logical axes of the arguments.
 _TOKENS = ("batch", "length")
 _HEAD = ("vocab",)
+Blocks = tuple[jax.Array, ...]  # [blocks, rows, ...] each; in a scan, one block of each
 
 
 def _token_scores(
     shard: Shard, hidden: jax.Array, head: jax.Array, targets: jax.Array, rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    def block(_, operands):
+    def block(_: None, operands: Blocks) -> tuple[None, Blocks]:
         h, y = operands
         losses, logits, _ = _block_losses(shard, h, head, y)
         return None, (losses, _is_likeliest(shard, logits, y))
@@ -109,7 +110,7 @@ def _summed_loss_forward(
     """The loss and its gradients: a block's logits serve both, then they are gone."""
     state = jnp.promote_types(hidden.dtype, jnp.float32)
 
-    def block(carry, operands):
+    def block(carry: Blocks, operands: Blocks) -> tuple[Blocks, jax.Array]:
         total, d_head = carry
         h, y, keep = operands
         losses, logits, lse = _block_losses(shard, h, head, y)
@@ -147,12 +148,12 @@ def _summed_loss_backward(
 _summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
 
 
-def _row_blocks(rows: int, hidden: jax.Array, *rest: jax.Array):
+def _row_blocks(rows: int, hidden: jax.Array, *rest: jax.Array) -> Blocks:
     """[B, T, ...] -> [blocks, rows, ...], zero-padded: padded rows are unmarked."""
     count = rest[0].size
     rows = min(rows, count)
 
-    def split(x):
+    def split(x: jax.Array) -> jax.Array:
         x = x.reshape(count, *x.shape[2:])
         x = jnp.pad(x, ((0, -count % rows),) + ((0, 0),) * (x.ndim - 1))
         return x.reshape(-1, rows, *x.shape[1:])
