@@ -25,8 +25,8 @@ from typing import Any
 from absl import flags
 
 from experiments import cli
-from experiments.output import appearing, check_unused
 from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.files import check_unused, whole_folder
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("format", None, ["reference"], "Whose checkpoint it is.", required=True)
@@ -73,7 +73,7 @@ def _import(source: Path, run_dir: Path) -> None:
         _check_vocabulary(tokenizer, config.vocab_size)
         kept = {} if tokenizer.path is None else {"path": TOKENIZER}
         data["tokenizer"] = tokenizer.replace(**kept).to_dict()
-    with appearing(run_dir) as unfinished:
+    with whole_folder(run_dir) as unfinished:
         if tokenizer is not None and tokenizer.path is not None:
             shutil.copyfile(tokenizer.path, unfinished / TOKENIZER)
         directory = RunDirectory(unfinished)
@@ -143,7 +143,7 @@ def _export(run_dir: Path, folder: Path) -> None:
         raise CheckpointError(f"{run_dir}/import.json is damaged: import the checkpoint again")
     params, config, step = load_params(run_dir, FLAGS.step)
     tensors, text = export_reference(params, config, facts, FLAGS.dtype)
-    with appearing(folder) as unfinished:
+    with whole_folder(folder) as unfinished:
         write_safetensors(unfinished, tensors)
         (unfinished / CONFIG).write_bytes(text.encode())
         if (directory.path / TOKENIZER).is_file():

@@ -19,8 +19,6 @@ Texts go to standard output, all else to standard error.
 """
 
 import contextlib
-import json
-import os
 import signal
 import sys
 import threading
@@ -32,8 +30,8 @@ from typing import Any
 from absl import flags
 
 from experiments import cli
-from experiments.output import check_unused
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import check_unused, write_json
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
@@ -74,7 +72,7 @@ def main(argv: list[str]) -> None:
         if FLAGS.save_state is not None:
             session.save(Path(FLAGS.save_state))
         if FLAGS.json is not None:
-            _write_json(Path(FLAGS.json), session.facts | {"texts": texts})
+            write_json(Path(FLAGS.json), session.facts | {"texts": texts})
     if FLAGS.interactive:
         session.answer_lines()
 
@@ -272,12 +270,6 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 def _tokens_read(state) -> str:
     return f"{', '.join(f'{count:,}' for count in state.position.tolist())} tokens read"
-
-
-def _write_json(path: Path, result: dict[str, Any]) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
 
 
 def _say(line: str) -> None:

@@ -24,8 +24,8 @@ from typing import Any
 from absl import flags
 
 from experiments import cli
-from experiments.output import appearing, check_unused
 from ttcd_jax.errors import UserError
+from ttcd_jax.files import check_unused, whole_folder, write_whole
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("input", None, "A file or a folder of documents.")
@@ -65,7 +65,7 @@ def _prepare() -> None:
     path = None if FLAGS.tokenizer == "byte" else FLAGS.tokenizer
     tokenizer = TokenizerConfig(kind="byte" if path is None else "json", path=path)
     progress = _Progress()
-    with appearing(folder) as unfinished:
+    with whole_folder(folder) as unfinished:
         manifest = prepare_records(
             _corpus(),
             tokenizer,
@@ -120,9 +120,7 @@ def _train_tokenizer() -> None:
         raise UserError(f"{path} exists: choose another --output")
     documents = (d for split, d in stream_documents(_corpus(), ("train",)) if split == "train")
     source = train_tokenizer((document.text for document in documents), FLAGS.train_tokenizer)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(source, encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, source)
     print(f"{JsonTokenizer(str(path)).vocab_size:,} tokens in {path.absolute()}")
 
 

@@ -33,6 +33,7 @@ def main(argv: list[str]) -> None:
     from experiments.mad.config import MADSweepConfig, jobs
     from experiments.mad.picture import draw_curves
     from experiments.mad.records import Records, check_beside, gather
+    from ttcd_jax.files import write_whole
     from ttcd_jax.run.directory import RunDirectory
 
     config = load_config(MADSweepConfig, FLAGS.gin, FLAGS.param, config_dir=cli.CONFIG_DIR)
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> None:
         return  # Other processes are at everything there is.
     tables = _tables(found)
     with run_dir.lock(waits=True):
-        (run_dir.path / "tables.txt").write_text(tables, encoding="utf-8")
+        write_whole(run_dir.path / "tables.txt", tables)
         print(tables)
         draw_curves(run_dir.path / "curves.png", found)
 

@@ -147,9 +147,7 @@ def test_an_empty_page_has_no_empty_sections(tmp_path):
 
 def test_an_unwritable_place_is_the_users_mistake(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        UserError, match=r"cannot write .*report\.html: .*; choose a writable place"
-    ):
+    with pytest.raises(UserError, match=r"cannot write .*report\.html: .*; choose another place"):
         _page(tmp_path / "file" / "report.html")
 
 

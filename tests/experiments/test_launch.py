@@ -68,7 +68,7 @@ def test_a_run_directory_holds_all_that_evaluation_needs(finished):
         "checkpoints",
         "tensorboard",
     } <= names
-    assert not [name for name in names if name.endswith(".tmp")]
+    assert not [name for name in names if name.startswith(".")]
     assert json.loads((run_dir / "config.json").read_text())["model"]["dim"] == 8
     assert [step for step, *_ in _losses(run_dir)] == list(range(1, 25))
     assert re.search(r"step 24/24  loss \d", result.stdout)

@@ -4,7 +4,6 @@ import collections
 import concurrent.futures
 import functools
 import hashlib
-import json
 import multiprocessing
 import operator
 import os
@@ -24,6 +23,7 @@ from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.records import FORMAT, MANIFEST, TOKENIZER, TokenRecords, sealed, token_dtype
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import UserError
+from ttcd_jax.files import write_json
 
 SHARD_TOKENS = 2**28
 
@@ -61,7 +61,7 @@ def prepare_records(
     splits = {split: writer.facts() for split, writer in written.items()}
     files = {name: facts for w in written.values() for name, facts in w.files().items()}
     manifest = sealed(_tokenizer_facts(config) | {"splits": splits, "files": files})
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / MANIFEST, manifest)
     return manifest
 
 

@@ -5,19 +5,19 @@ Orbax checks no data: a flipped bit in an array file is restored without a word.
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
+from ttcd_jax.files import write_whole
+
 DIGEST = "DIGEST.json"
-_UNFINISHED = f"{DIGEST}.tmp"
 
 
 def _files(step_dir: Path) -> dict[str, Path]:
-    """Every file below `step_dir` but the digest itself, by its relative name."""
+    """Every file below `step_dir` but a digest, finished or not, by its relative name."""
     return {
         file.relative_to(step_dir).as_posix(): file
         for file in sorted(step_dir.rglob("*"))
-        if file.is_file() and file.name not in (DIGEST, _UNFINISHED)
+        if file.is_file() and DIGEST not in file.name
     }
 
 
@@ -27,13 +27,11 @@ def _sha256(file: Path) -> str:
 
 
 def seal(step_dir: Path) -> None:
-    """Writes `DIGEST.json`: {relative file: [size, sha256]}, whole or not at all."""
+    """Writes `DIGEST.json`: {relative file: [size, sha256]}."""
     entries = {
         name: [file.stat().st_size, _sha256(file)] for name, file in _files(step_dir).items()
     }
-    unfinished = step_dir / _UNFINISHED
-    unfinished.write_text(json.dumps(entries, separators=(",", ":")))
-    os.replace(unfinished, step_dir / DIGEST)
+    write_whole(step_dir / DIGEST, json.dumps(entries, separators=(",", ":")))
 
 
 def is_sealed(step_dir: Path) -> bool:

@@ -1,7 +1,6 @@
 """Where metrics go: `metrics.jsonl`, TensorBoard, and one live line on the terminal."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from ttcd_jax.files import write_whole
 from ttcd_jax.train.loop import HostMetrics
 
 
@@ -56,9 +56,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _drop_after(path: Path, start: int) -> None:
     kept = [record for record in read_metrics(path) if record["step"] <= start]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 class Throughput:
