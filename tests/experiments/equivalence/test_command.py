@@ -37,7 +37,7 @@ PROGRAM = """
 import contextlib, io, json, sys
 from absl.testing import flagsaver
 from experiments import cli
-from experiments import equivalence
+from experiments.equivalence import __main__ as equivalence
 
 results = []
 for arguments in json.load(sys.stdin):

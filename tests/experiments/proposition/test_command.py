@@ -31,8 +31,8 @@ def test_the_command_writes_picture_and_numbers(tmp_path):
 def test_a_bound_that_fails_is_exit_status_1(tmp_path):
     """Asked for twice the right side, no equality will do."""
     program = (
-        "from ttcd_jax.eval import proposition as p; p.TOLERANCE = -1.0; "
-        "from experiments import cli, proposition; cli.run(proposition.main)"
+        "from experiments.proposition import construction as c; c.TOLERANCE = -1.0; "
+        "from experiments import cli; from experiments.proposition.__main__ import main; cli.run(main)"
     )
     line = [sys.executable, "-c", program, *TINY, f"--out_dir={tmp_path}"]
     result = subprocess.run(line, capture_output=True, text=True, timeout=120)
