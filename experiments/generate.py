@@ -30,6 +30,7 @@ from typing import Any
 from absl import flags
 
 from experiments import cli
+from ttcd_jax import units
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, write_json
 
@@ -242,7 +243,7 @@ class _Meter:
             rate = later / self._seconds_generated
             facts.append(f"generated {self._num_generated:,} ({rate:,.0f}/s)")
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        _say(", ".join([*facts, f"state {size / 1e6:,.2f} MB"]))
+        _say(", ".join([*facts, f"state {units.size(size)}"]))
 
 
 def _given(*names: str) -> dict[str, Any]:

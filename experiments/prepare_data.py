@@ -24,6 +24,7 @@ from typing import Any
 from absl import flags
 
 from experiments import cli
+from ttcd_jax import units
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import check_unused, whole_folder, write_whole
 
@@ -134,10 +135,10 @@ def _print_facts(folder: Path, manifest: dict[str, Any]) -> None:
     for split, facts in manifest["splits"].items():
         text = facts["text"]
         print(
-            f"{split}: {facts['num_documents']:,} documents, {text['num_bytes']:,} bytes, "
+            f"{split}: {facts['num_documents']:,} documents, {units.size(text['num_bytes'])}, "
             f"{facts['num_tokens']:,} tokens in {len(facts['shards'])} shards"
         )
-    print(f"{manifest['vocab_size']:,} words; sha256 {manifest['sha256']}")
+    print(f"{manifest['vocab_size']:,} vocabulary entries; sha256 {manifest['sha256']}")
     print(f"token records in {folder.absolute()}")
 
 

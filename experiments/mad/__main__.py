@@ -17,6 +17,7 @@ from pathlib import Path
 from absl import flags
 
 from experiments import cli
+from ttcd_jax import units
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("gin", "mad/default.gin", "A file in experiments/configs/, or a path.")
@@ -211,8 +212,7 @@ class _Progress:
             known = job.method in tokens
             per_token = seconds[job.method] / tokens[job.method] if known else usual
             left += per_token * self._work(job) * (1 - share_done * (index == 0))
-        minutes, rest = divmod(round(left), 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{rest:02} left"
+        return f"{units.clock(left)} left"
 
 
 if __name__ == "__main__":

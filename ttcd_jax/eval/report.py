@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
+from ttcd_jax import units
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_whole
 
@@ -73,7 +74,7 @@ def plot_lines(
             _mark_plainly(axes.yaxis)
         ticks = sorted({value for x, _ in series.values() for value in x})
         if x_scale == "log" and all(_is_power_of_two(tick) for tick in ticks):
-            axes.set_xticks(ticks, [_binary(int(tick)) for tick in ticks])
+            axes.set_xticks(ticks, [units.count(int(tick)) for tick in ticks])
             axes.minorticks_off()
 
     _save_picture(path, draw, title, x_label, y_label, reference_lines)
@@ -205,13 +206,6 @@ def _cell(value: Any) -> str:
 
 def _is_power_of_two(value: float) -> bool:
     return value >= 1 and value == int(value) and int(value).bit_count() == 1
-
-
-def _binary(value: int) -> str:
-    for unit, size in (("M", 2**20), ("K", 2**10)):
-        if value >= size:
-            return f"{value // size}{unit}"
-    return str(value)
 
 
 def _mark_plainly(axis: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from ttcd_jax import units
 from ttcd_jax.files import write_whole
 from ttcd_jax.train.loop import HostMetrics
 
@@ -91,7 +92,7 @@ class ProgressLine:
         self._is_live = self._stream.isatty()
 
     def show(self, step: int, record: dict[str, float], seconds_left: float | None) -> None:
-        left = "" if seconds_left is None else f"  {_clock(seconds_left)} left"
+        left = "" if seconds_left is None else f"  {units.clock(seconds_left)} left"
         text = (
             f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
             f"{record['tokens_per_second']:,.0f} tokens/s{left}"
@@ -103,9 +104,3 @@ class ProgressLine:
         start = "\r\x1b[K" if self._is_live else ""
         self._stream.write(f"{start}{text}" + ("\n" if is_over else ""))
         self._stream.flush()
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

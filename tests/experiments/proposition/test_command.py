@@ -32,7 +32,8 @@ def test_a_bound_that_fails_is_exit_status_1(tmp_path):
     """Asked for twice the right side, no equality will do."""
     program = (
         "from experiments.proposition import construction as c; c.TOLERANCE = -1.0; "
-        "from experiments import cli; from experiments.proposition.__main__ import main; cli.run(main)"
+        "from experiments import cli; from experiments.proposition import __main__ as p; "
+        "cli.run(p.main)"
     )
     line = [sys.executable, "-c", program, *TINY, f"--out_dir={tmp_path}"]
     result = subprocess.run(line, capture_output=True, text=True, timeout=120)
