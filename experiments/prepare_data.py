@@ -11,15 +11,14 @@ shards with their index.json. `train/` and `validation/` inside it are its split
 there. .zst and .parquet need zstandard and pyarrow (pip install 'ttcd-jax[data]').
 
 FOLDER appears when it is complete, and is the same for any number of processes. A killed command
-leaves a hidden folder beside it, which can be deleted. --verify reads every file of a FOLDER.
+leaves a hidden folder next to it, which can be deleted. --verify reads every file of a FOLDER.
 """
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -27,6 +26,9 @@ from experiments import cli
 from ttcd_jax import units
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import check_unused, whole_folder, write_whole
+
+if TYPE_CHECKING:
+    from ttcd_jax.data.corpus import CorpusConfig
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("input", None, "A file or a folder of documents.")
@@ -39,7 +41,6 @@ flags.DEFINE_string("field", "text", "Key or column of the text; an MDS one may 
 flags.DEFINE_integer("validation_percent", 5, "Documents held out, unless the input has splits.")
 flags.DEFINE_integer("processes", None, "Default: one for each core.", lower_bound=1)
 
-_TERMINATED = 128 + signal.SIGTERM
 _PROGRESS_SECONDS = 10.0
 
 
@@ -52,8 +53,7 @@ def main(argv: list[str]) -> None:
     for name in needed:
         if not FLAGS[name].present:
             raise UserError(f"--{chosen[0]} also needs --{name}")
-    # What was begun is then cleared away, as after Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    cli.clean_up_on_sigterm()
     actions[chosen[0]]()
 
 
@@ -78,7 +78,7 @@ def _prepare() -> None:
     _print_facts(folder, manifest)
 
 
-def _corpus():
+def _corpus() -> "CorpusConfig":
     from ttcd_jax.data.corpus import CorpusConfig
     from ttcd_jax.data.documents import readable_glob
 

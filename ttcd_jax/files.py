@@ -55,7 +55,7 @@ def check_unused(path: Path) -> None:
 
 @contextlib.contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
-    """A hidden name beside `path`, renamed to it at the end and removed after an error."""
+    """A hidden name next to `path`, renamed to it at the end and removed after an error."""
     path = path.absolute()
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -42,7 +42,7 @@ def prepare_records(
     shard_tokens: int = SHARD_TOKENS,
     on_progress: Callable[[int], None] = lambda num_tokens: None,
 ) -> dict[str, Any]:
-    """Fills the empty `folder`, and returns its manifest; `on_progress` is told of new tokens.
+    """Fills the empty `folder`, and returns its manifest; `on_progress` gets counts of new tokens.
 
     The files are the same for every number of processes. In memory: some megabytes of text for each
     process, and the longest document. A shard has `shard_tokens` at most, or one document.
@@ -68,7 +68,7 @@ def prepare_records(
 def _with_own_copy(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
     if config.path is None:
         return config
-    build_tokenizer(config)  # tells what is wrong with the user's file, not with the copy
+    build_tokenizer(config)  # an error names the user's file, not the copy
     return config.replace(path=str(shutil.copyfile(config.path, folder / TOKENIZER)))
 
 
@@ -167,7 +167,7 @@ class _SplitWriter:
         self._starts = _DigestedFile(folder / f"{split}.starts.bin")
         self._shards: list[_DigestedFile] = []
         self._room = self._num_tokens = self.num_documents = 0
-        self.census = Census()  # of the text behind the tokens
+        self.census = Census()  # of the text that was tokenized
 
     def append(self, records: TokenRecords) -> None:
         """A document that does not fit into the last shard begins another."""
@@ -189,7 +189,7 @@ class _SplitWriter:
         self.num_documents += len(records)
 
     def facts(self) -> dict[str, Any]:
-        """What the manifest says of the split."""
+        """The manifest's entry of the split."""
         return {
             "num_documents": self.num_documents,
             "num_tokens": self._num_tokens,

@@ -1,4 +1,4 @@
-"""What has been read, on disk: a long text is read once and asked about later.
+"""The decoding state on disk: a long text is read once and asked about later.
 
 state.safetensors   the arrays      state.json   what they belong to, and how far they have read
 DIGEST.json         sizes and SHA-256 of both
@@ -42,7 +42,7 @@ def save_state(
         "parameters": _parameter_digest(model),
         "model": model.config.to_dict(),
     }
-    # The library writes the memory behind a view as it lies there: a transpose must be laid out.
+    # The library writes the buffer under a view as it is: a transpose must be made contiguous.
     arrays = {name: np.ascontiguousarray(x) for name, x in _by_name(state).items()}
     try:
         with whole_folder(folder) as unfinished:

@@ -282,7 +282,7 @@ def _shards(tensors: Mapping[str, np.ndarray], max_bytes: int) -> list[list[str]
 
 
 def _write(file: Path, tensors: Mapping[str, np.ndarray], names: list[str]) -> Path:
-    # The library writes the memory behind a view as it lies there: a transpose must be laid out.
+    # The library writes the buffer under a view as it is: a transpose must be made contiguous.
     own = {name: np.ascontiguousarray(tensors[name]).reshape(tensors[name].shape) for name in names}
     try:
         with whole_file(file) as unfinished:

@@ -1,6 +1,6 @@
 """SHA-256 of every file of a finished checkpoint step, so that a damaged one is noticed.
 
-Orbax checks no data: a flipped bit in an array file is restored without a word.
+Orbax checks no data: a flipped bit in an array file is restored silently.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ def _problem(file: Path, expected: list) -> str | None:
 
 
 def verify(step_dir: Path) -> list[str]:
-    """What differs from the digest, one "file: reason" each; empty when the step is intact."""
+    """The differences from the digest, one "file: reason" each; empty when the step is intact."""
     if not is_sealed(step_dir):
         return [f"{DIGEST}: missing"]
     try:

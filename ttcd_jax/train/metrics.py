@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl`, TensorBoard, and one live line on the terminal."""
+"""Metrics of a run: `metrics.jsonl`, TensorBoard, and one live line on the terminal."""
 
 import json
 import sys
@@ -86,10 +86,9 @@ class Throughput:
 class ProgressLine:
     """One line per report: overwritten on a terminal, a line of its own in a log."""
 
-    def __init__(self, steps: int, stream: Any = None) -> None:
+    def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._stream = sys.stdout if stream is None else stream
-        self._is_live = self._stream.isatty()
+        self._is_live = sys.stdout.isatty()
 
     def show(self, step: int, record: dict[str, float], seconds_left: float | None) -> None:
         left = "" if seconds_left is None else f"  {units.clock(seconds_left)} left"
@@ -102,5 +101,4 @@ class ProgressLine:
             text += f"  |eta S|/|W| {max(memory):.3f}"
         is_over = step == self._steps or not self._is_live
         start = "\r\x1b[K" if self._is_live else ""
-        self._stream.write(f"{start}{text}" + ("\n" if is_over else ""))
-        self._stream.flush()
+        print(f"{start}{text}", end="\n" if is_over else "", flush=True)
