@@ -64,6 +64,15 @@ def clean_up_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
 
 
+def positives(flag: str) -> list[int]:
+    """The numbers of a list flag, each 1 or more; at least one of them."""
+    texts = flags.FLAGS[flag].value or []
+    for text in texts or [""]:
+        if not (text.isascii() and text.isdecimal() and int(text)):
+            raise UserError(f"--{flag}: {text!r} is not a number of tokens, e.g. 4096,8192")
+    return [int(text) for text in texts]
+
+
 def printable(text: str) -> str:
     """`text` on one line, control characters escaped: a file name may hold terminal commands."""
     return "".join(

@@ -35,7 +35,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes, *, is_durable: bool = False) -> None:
-    """Writes a file, text as UTF-8. `is_durable`: it survives a loss of power from here on."""
+    """Writes a file, text as UTF-8. `is_durable`: its content is on disk before it is renamed."""
     with whole_file(path) as unfinished, unfinished.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         if is_durable:

@@ -118,13 +118,11 @@ def _cells() -> list[Any]:
     """The tasks at each length."""
     from ttcd_jax.data.synthetic.niah import TASKS, NIAHConfig
 
-    for text in FLAGS.niah_lengths or [""]:
-        if not (text.isascii() and text.isdecimal() and int(text)):
-            raise UserError(f"--niah_lengths: {text!r} is not a number of tokens, e.g. 4096,8192")
+    lengths = cli.positives("niah_lengths")
     return [
-        NIAHConfig(task=task, length=int(text), num_samples=FLAGS.niah_samples, seed=FLAGS.seed)
+        NIAHConfig(task=task, length=length, num_samples=FLAGS.niah_samples, seed=FLAGS.seed)
         for task in FLAGS.niah_tasks or TASKS
-        for text in FLAGS.niah_lengths
+        for length in lengths
     ]
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from absl import flags
 
 from experiments import cli
-from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_json
 
 FLAGS = flags.FLAGS
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> None:
     from experiments.proposition.construction import PropositionConfig
     from experiments.proposition.picture import draw_proposition
 
-    chunk_sizes, num_fillers = _positives("chunk_sizes"), _positives("num_fillers")
+    chunk_sizes, num_fillers = cli.positives("chunk_sizes"), cli.positives("num_fillers")
     config = PropositionConfig(
         window=FLAGS.window,
         student_window=FLAGS.student_window,
@@ -109,14 +108,6 @@ def _interference(configs: list) -> list[dict[str, Any]]:
     print(f"\nKeys overlap, chunk_size {configs[0].chunk_size}: left / right, shares of draws.")
     print(format_table(rows), flush=True)
     return rows
-
-
-def _positives(flag: str) -> list[int]:
-    numbers = getattr(FLAGS, flag)
-    for text in numbers or [""]:
-        if not (text.isascii() and text.isdecimal() and int(text)):
-            raise UserError(f"--{flag}: {text!r} is not a number of tokens, e.g. 4,16")
-    return [int(text) for text in numbers]
 
 
 if __name__ == "__main__":
