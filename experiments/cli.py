@@ -27,9 +27,9 @@ TERMINATED = 128 + signal.SIGTERM
 def run(main: Callable[[list[str]], None], arguments: Sequence[str] = ()) -> NoReturn:
     """Parses the flags, calls `main([program, *values of arguments])` and leaves the process.
 
-    `arguments` are the names of the command's positional arguments, all of them required.
+    `arguments` names what the command takes beside its flags, all of it required.
     """
-    logging.set_verbosity(logging.WARNING)  # jax reports the backends it did not find
+    logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     try:
         try:
             app.run(main, flags_parser=functools.partial(_parse_flags, arguments))
@@ -52,13 +52,6 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] = ()) -> NoR
     raise AssertionError("app.run leaves through SystemExit")
 
 
-def use_every_core() -> None:
-    """On a CPU, a device per core, for programs of independent parts. Before the first array."""
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
-
-
 def clean_up_on_sigterm() -> None:
     """On SIGTERM the process leaves as after Ctrl-C: unfinished files are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
@@ -71,6 +64,13 @@ def positives(flag: str) -> list[int]:
         if not (text.isascii() and text.isdecimal() and int(text)):
             raise UserError(f"--{flag}: {text!r} is not a number of tokens, e.g. 4096,8192")
     return [int(text) for text in texts]
+
+
+def use_every_core() -> None:
+    """On a CPU, a device per core, for programs of independent parts. Before the first array."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
 
 
 def printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Reports of a training run: metric files, TensorBoard and the live line, fed by one callback."""
+"""What a training run tells: metric files, TensorBoard and the live line, fed by one callback."""
 
 import contextlib
 from collections.abc import Iterator
