@@ -1,13 +1,14 @@
 """The frame of every command: flags in, one line and an exit status out when the user erred.
 
 Exit status: 0 done, 2 to 5 a `UserError` (`ttcd_jax.errors` says which; 2 also a kernel that was
-asked for by name and cannot run here), 130 interrupted, 141 the reader of our output went away. Any
-other exception keeps its traceback.
+asked for by name and cannot run here), 130 interrupted, 141 the reader of our output went away, 143
+terminated, its unfinished files removed. Any other exception keeps its traceback.
 """
 
 import functools
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from ttcd_jax.errors import UserError
 CONFIG_DIR = Path(__file__).parent / "configs"
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
+TERMINATED = 128 + signal.SIGTERM
 
 
 def run(main: Callable[[list[str]], None], arguments: Sequence[str] = ()) -> NoReturn:
@@ -27,7 +29,7 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] = ()) -> NoR
 
     `arguments` names what the command takes beside its flags, all of it required.
     """
-    logging.set_verbosity(logging.WARNING)  # jax tells which backends it did not find
+    logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     try:
         try:
             app.run(main, flags_parser=functools.partial(_parse_flags, arguments))
@@ -50,6 +52,20 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] = ()) -> NoR
     raise AssertionError("app.run leaves through SystemExit")
 
 
+def clean_up_on_sigterm() -> None:
+    """On SIGTERM the process leaves as after Ctrl-C: unfinished files are removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+
+
+def positives(flag: str) -> list[int]:
+    """The numbers of a list flag, each 1 or more; at least one of them."""
+    texts = flags.FLAGS[flag].value or []
+    for text in texts or [""]:
+        if not (text.isascii() and text.isdecimal() and int(text)):
+            raise UserError(f"--{flag}: {text!r} is not a number of tokens, e.g. 4096,8192")
+    return [int(text) for text in texts]
+
+
 def use_every_core() -> None:
     """On a CPU, a device per core, for programs of independent parts. Before the first array."""
     import jax
@@ -66,7 +82,7 @@ def printable(text: str) -> str:
 
 
 def _parse_flags(names: Sequence[str], command_line: list[str]) -> list[str]:
-    flags.FLAGS.set_gnu_getopt(True)  # flags may stand behind arguments
+    flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
     try:
         program, *rest = flags.FLAGS(command_line)
     except flags.Error as error:

@@ -6,7 +6,7 @@
                                   [--step=N] [--dtype=float32|bfloat16|float16]
 
 import: PATH is a folder with config.json and weights (.safetensors, one or several; .bin and .pt
-with torch installed), or a weight file beside a config.json. RUN_DIR can then be evaluated, and a
+with torch installed), or a weight file next to a config.json. RUN_DIR can then be evaluated, and a
 run can start from it (RunConfig.start_from). A tokenizer.json in PATH comes along.
 
 export: the newest step of any run whose method the reference has, as such a folder. What was
@@ -17,16 +17,17 @@ import contextlib
 import json
 import math
 import shutil
-import signal
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from experiments import cli
-from experiments.output import appearing, check_unused
 from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.files import check_unused, whole_folder
+
+if TYPE_CHECKING:
+    from ttcd_jax.data.tokenizer import TokenizerConfig
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("format", None, ["reference"], "Whose checkpoint it is.", required=True)
@@ -41,8 +42,7 @@ flags.DEFINE_enum(
     "export: of all tensors; default: as imported, or float32.",
 )
 
-_SEQ_LEN = 2048  # of a model that does not tell how long its texts were
-_TERMINATED = 128 + signal.SIGTERM
+_SEQ_LEN = 2048  # of a model whose configuration has no length
 _FACTS = ("config_json", "dtypes", "tied_head")
 
 
@@ -55,8 +55,7 @@ def main(argv: list[str]) -> None:
     for name in foreign:
         if FLAGS[name].present:
             raise UserError(f"--{name} is no option of {action}")
-    # What was begun is then cleared away, as after Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    cli.clean_up_on_sigterm()
     command(Path(source), Path(destination))
 
 
@@ -73,7 +72,7 @@ def _import(source: Path, run_dir: Path) -> None:
         _check_vocabulary(tokenizer, config.vocab_size)
         kept = {} if tokenizer.path is None else {"path": TOKENIZER}
         data["tokenizer"] = tokenizer.replace(**kept).to_dict()
-    with appearing(run_dir) as unfinished:
+    with whole_folder(run_dir) as unfinished:
         if tokenizer is not None and tokenizer.path is not None:
             shutil.copyfile(tokenizer.path, unfinished / TOKENIZER)
         directory = RunDirectory(unfinished)
@@ -85,7 +84,7 @@ def _import(source: Path, run_dir: Path) -> None:
     print(f"run directory {run_dir.absolute()}")
 
 
-def _chosen_tokenizer(source: Path):
+def _chosen_tokenizer(source: Path) -> "TokenizerConfig | None":
     """The configuration of the tokenizer to import, None for none."""
     from ttcd_jax.data.tokenizer import TokenizerConfig
 
@@ -99,7 +98,7 @@ def _chosen_tokenizer(source: Path):
     return TokenizerConfig(kind="json", path=str(found)) if found.is_file() else None
 
 
-def _check_vocabulary(config, vocab_size: int) -> None:
+def _check_vocabulary(config: "TokenizerConfig", vocab_size: int) -> None:
     from ttcd_jax.data.tokenizer import build_tokenizer
 
     try:
@@ -143,7 +142,7 @@ def _export(run_dir: Path, folder: Path) -> None:
         raise CheckpointError(f"{run_dir}/import.json is damaged: import the checkpoint again")
     params, config, step = load_params(run_dir, FLAGS.step)
     tensors, text = export_reference(params, config, facts, FLAGS.dtype)
-    with appearing(folder) as unfinished:
+    with whole_folder(folder) as unfinished:
         write_safetensors(unfinished, tensors)
         (unfinished / CONFIG).write_bytes(text.encode())
         if (directory.path / TOKENIZER).is_file():

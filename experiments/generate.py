@@ -1,4 +1,4 @@
-"""Lets the model of a run directory go on with a text, read a book, and answer lines about it.
+"""Continues texts with the model of a run directory, reads a book, answers lines about it.
 
     python -m experiments.generate --run_dir=DIR --prompt_file=FILE [--prompt_file=FILE ...]
                                    [--max_new_tokens=N] [--temperature=T] [--stop=TEXT ...]
@@ -6,34 +6,37 @@
                                    --save_state=STATE
     python -m experiments.generate --run_dir=DIR --load_state=STATE --interactive
 
-The text behind a single prompt is printed as it comes; several prompts are one batch, and each text
+The text after a single prompt is printed as it comes; several prompts are one batch, and each text
 is printed under the name of its file when it is finished. A prompt is a file's bytes as they are;
-`-` reads standard input. --save_state keeps what has been read and generated, --load_state goes on
-from there, one --prompt_file for each row that was saved.
+`-` reads standard input. --save_state stores what has been read and generated, --load_state
+continues from there, one --prompt_file for each row that was saved.
 
---interactive: every line is a prompt that goes on from what --load_state or --prompt_file left (not
-from the line before). An empty line or the end of input ends it, Ctrl-C stops a text. Files are
-read only.
+--interactive: every line is a prompt that continues from the state after --load_state or
+--prompt_file, not from the line before. An empty line or the end of input ends it, Ctrl-C stops a
+text. Files are read only.
 
 Texts go to standard output, all else to standard error.
 """
 
 import contextlib
-import json
-import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from experiments import cli
-from experiments.output import check_unused
+from ttcd_jax import units
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import check_unused, write_json
+
+if TYPE_CHECKING:
+    from ttcd_jax.inference.generate import Generation, Request
+    from ttcd_jax.inference.state import InferenceState
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
@@ -52,12 +55,12 @@ flags.DEFINE_enum(
     "memory",
     None,
     ["kept", "published"],
-    "Whether the memory goes on learning while generating, or is off as in the published code.",
+    "Whether the memory keeps learning while generating, or is off as in the published code.",
 )
 flags.DEFINE_integer("piece_size", None, "Tokens read at once.", lower_bound=1)
 flags.DEFINE_integer("max_length", None, "Full attention: the most tokens a text will ever have.")
 flags.DEFINE_string("save_state", None, "A folder for what has been read and generated.")
-flags.DEFINE_string("load_state", None, "The folder of --save_state to go on from.")
+flags.DEFINE_string("load_state", None, "The folder of --save_state to continue from.")
 flags.DEFINE_string("json", None, "A file for texts, tokens and settings.")
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -74,7 +77,7 @@ def main(argv: list[str]) -> None:
         if FLAGS.save_state is not None:
             session.save(Path(FLAGS.save_state))
         if FLAGS.json is not None:
-            _write_json(Path(FLAGS.json), session.facts | {"texts": texts})
+            write_json(Path(FLAGS.json), session.facts | {"texts": texts})
     if FLAGS.interactive:
         session.answer_lines()
 
@@ -88,10 +91,11 @@ def _check_flags() -> None:
         raise UserError("standard input is read once: by one --prompt_file=- or by --interactive")
     if FLAGS.interactive and len(FLAGS.prompt_file) > 1:
         raise UserError(
-            f"--interactive goes on from one text, and --prompt_file names {len(FLAGS.prompt_file)}"
+            "--interactive continues from one text, and --prompt_file names "
+            f"{len(FLAGS.prompt_file)}"
         )
     if FLAGS.interactive and FLAGS.json is not None:
-        raise UserError("--json tells of --prompt_file, not of --interactive: leave one out")
+        raise UserError("--json reports on --prompt_file, not on --interactive: leave one out")
     if FLAGS.load_state is not None and FLAGS.max_length is not None:
         raise UserError("--max_length is of a text's beginning: --load_state has its own")
     if FLAGS.save_state is not None:
@@ -112,7 +116,7 @@ def _prompt(file: str) -> bytes:
 
 
 class _Session:
-    """A model, and the state that texts go on from: None at the beginning of a document."""
+    """A model, and the state that texts continue from: None at the beginning of a document."""
 
     def __init__(self) -> None:
         from ttcd_jax.inference.model import inference_model
@@ -126,7 +130,7 @@ class _Session:
         self._state = self._start()
         self.facts = {"run_dir": str(Path(FLAGS.run_dir).absolute()), "step": run.step}
 
-    def _start(self):
+    def _start(self) -> "InferenceState | None":
         from ttcd_jax.inference.saved_state import load_state
         from ttcd_jax.inference.state import start_state
 
@@ -144,7 +148,7 @@ class _Session:
             return start_state(self._model, num_rows, max_length=FLAGS.max_length)
         return None
 
-    def request(self, prompt: bytes, **changes: Any):
+    def request(self, prompt: bytes, **changes: Any) -> "Request":
         from ttcd_jax.inference.generate import Request
         from ttcd_jax.inference.sampling import SamplingConfig
 
@@ -155,13 +159,15 @@ class _Session:
             **_given("max_new_tokens") | changes,
         )
 
-    def _generation(self, requests, state):
+    def _generation(
+        self, requests: "list[Request]", state: "InferenceState | None"
+    ) -> "Generation":
         from ttcd_jax.inference.generate import generate
 
         options = _given("piece_size", "memory")
         return generate(self._model, self._tokenizer, requests, state=state, **options)
 
-    def run(self, requests) -> list[dict[str, Any]]:
+    def run(self, requests: "list[Request]") -> list[dict[str, Any]]:
         """Reads and continues all prompts; what is known of their texts."""
         texts = [
             {"prompt_file": file, "prompt_tokens": len(request.tokens), "text": "", "tokens": []}
@@ -181,12 +187,12 @@ class _Session:
                 print(f"--- {cli.printable(text['prompt_file'])}\n{text['text']}", flush=True)
         if is_single and texts[0]["tokens"]:
             print(flush=True)
-        meter.tell()
+        meter.report()
         self._state = generation.state
         return texts
 
     def answer_lines(self) -> None:
-        """Every line is a prompt behind the same state, until an empty one."""
+        """Every line is a prompt after the same state, until an empty one."""
         import jax
 
         while line := _line():
@@ -198,7 +204,7 @@ class _Session:
                     if is_interrupted():
                         break
             print(flush=True)
-            meter.tell()
+            meter.report()
 
     def save(self, folder: Path) -> None:
         from ttcd_jax.inference.saved_state import save_state
@@ -211,7 +217,7 @@ class _Session:
 class _Meter:
     """The events of a generation, timed; how far its prompts are read is said now and then."""
 
-    def __init__(self, generation) -> None:
+    def __init__(self, generation: "Generation") -> None:
         self._generation = generation
         self._num_read = self._num_generated = 0
         self._seconds_read = self._seconds_generated = 0.0
@@ -226,14 +232,14 @@ class _Meter:
                 _say(f"{num_read:,} of {total:,} tokens read")
         first = None
         for event in self._generation:
-            # The first tokens come when the step is compiled, and tell nothing of its speed.
+            # The first tokens come when the step is compiled, and say nothing of its speed.
             first = time.monotonic() if first is None else first
             self._num_generated += event.token is not None
             self._seconds_generated = time.monotonic() - first
             yield event
 
-    def tell(self) -> None:
-        """What was read and generated, how fast, and what the state takes."""
+    def report(self) -> None:
+        """Prints the tokens read and generated, how fast, and the state's size."""
         import jax
 
         state = self._generation.state
@@ -244,11 +250,11 @@ class _Meter:
             rate = later / self._seconds_generated
             facts.append(f"generated {self._num_generated:,} ({rate:,.0f}/s)")
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        _say(", ".join([*facts, f"state {size / 1e6:,.2f} MB"]))
+        _say(", ".join([*facts, f"state {units.size(size)}"]))
 
 
 def _given(*names: str) -> dict[str, Any]:
-    """The flags among `names` that were passed; what the others stand for is not written here."""
+    """The flags among `names` that were passed; the others have defaults elsewhere."""
     return {name: FLAGS[name].value for name in names if FLAGS[name].value is not None}
 
 
@@ -270,14 +276,8 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _tokens_read(state) -> str:
+def _tokens_read(state: "InferenceState") -> str:
     return f"{', '.join(f'{count:,}' for count in state.position.tolist())} tokens read"
-
-
-def _write_json(path: Path, result: dict[str, Any]) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
 
 
 def _say(line: str) -> None:

@@ -18,6 +18,7 @@ from ttcd_jax.sharding.mesh import build_mesh
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import Hardware, data_sheet, parse_topology
 from ttcd_jax.train.state import abstract_model
+from ttcd_jax.units import size as size_text
 
 type Rows = list[tuple[str, str]]
 
@@ -121,7 +122,7 @@ def _state_rows(config: RunConfig) -> Rows:
         sizes = state_bytes(config.model, 1, max_length=length)
     except UserError as error:
         return [("state of inference", f"none: {error}")]
-    kinds = ", ".join(f"{kind} {size / 1e6:,.3f} MB" for kind, size in sizes.items() if size)
+    kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in sizes.items() if size)
     extent = f", for {length:,} tokens" if config.model.window is None else ", for any length"
     return [("state of inference", f"per row: {kinds}{extent}")]
 
@@ -166,7 +167,7 @@ def _time_rows(config: RunConfig, plan: Plan, hardware: Hardware) -> Rows:
 def _assumptions(hardware: Hardware) -> str:
     sheet = (
         f"{hardware.name}: {hardware.peak_flops / 1e12:,.0f} TFLOP/s dense bfloat16, "
-        f"{_gigabytes(hardware.memory_bytes)} at {hardware.memory_bandwidth / 1e12:.2f} TB/s, "
+        f"{size_text(hardware.memory_bytes)} at {hardware.memory_bandwidth / 1e12:.2f} TB/s, "
         f"{hardware.link_bandwidth / 1e9:.0f} GB/s each way to the {hardware.devices_per_node} of "
         f"a node, {hardware.network_bandwidth / 1e9:.0f} GB/s to other nodes"
     )
@@ -180,16 +181,12 @@ def _assumptions(hardware: Hardware) -> str:
 
 def _traffic_row(one: roofline.Traffic) -> tuple[str, str]:
     how = "exposed" if one.is_exposed else "hidden"
-    sent = f"{one.count:,} times, {_gigabytes(one.num_bytes)}, {_seconds(one.seconds)} {how}"
+    sent = f"{one.count:,} times, {size_text(one.num_bytes)}, {_seconds(one.seconds)} {how}"
     return f"sent: {one.kind} along {' x '.join(one.axes)}", sent
 
 
 def _per_device(size: float) -> str:
-    return f"{_gigabytes(size)} per device"
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.3f} GB"
+    return f"{size_text(size)} per device"
 
 
 def _seconds(time: float) -> str:

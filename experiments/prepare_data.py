@@ -11,21 +11,24 @@ shards with their index.json. `train/` and `validation/` inside it are its split
 there. .zst and .parquet need zstandard and pyarrow (pip install 'ttcd-jax[data]').
 
 FOLDER appears when it is complete, and is the same for any number of processes. A killed command
-leaves a hidden folder beside it, which can be deleted. --verify reads every file of a FOLDER.
+leaves a hidden folder next to it, which can be deleted. --verify reads every file of a FOLDER.
 """
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from experiments import cli
-from experiments.output import appearing, check_unused
+from ttcd_jax import units
 from ttcd_jax.errors import UserError
+from ttcd_jax.files import check_unused, whole_folder, write_whole
+
+if TYPE_CHECKING:
+    from ttcd_jax.data.corpus import CorpusConfig
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("input", None, "A file or a folder of documents.")
@@ -38,7 +41,6 @@ flags.DEFINE_string("field", "text", "Key or column of the text; an MDS one may 
 flags.DEFINE_integer("validation_percent", 5, "Documents held out, unless the input has splits.")
 flags.DEFINE_integer("processes", None, "Default: one for each core.", lower_bound=1)
 
-_TERMINATED = 128 + signal.SIGTERM
 _PROGRESS_SECONDS = 10.0
 
 
@@ -51,8 +53,7 @@ def main(argv: list[str]) -> None:
     for name in needed:
         if not FLAGS[name].present:
             raise UserError(f"--{chosen[0]} also needs --{name}")
-    # What was begun is then cleared away, as after Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
+    cli.clean_up_on_sigterm()
     actions[chosen[0]]()
 
 
@@ -65,7 +66,7 @@ def _prepare() -> None:
     path = None if FLAGS.tokenizer == "byte" else FLAGS.tokenizer
     tokenizer = TokenizerConfig(kind="byte" if path is None else "json", path=path)
     progress = _Progress()
-    with appearing(folder) as unfinished:
+    with whole_folder(folder) as unfinished:
         manifest = prepare_records(
             _corpus(),
             tokenizer,
@@ -77,7 +78,7 @@ def _prepare() -> None:
     _print_facts(folder, manifest)
 
 
-def _corpus():
+def _corpus() -> "CorpusConfig":
     from ttcd_jax.data.corpus import CorpusConfig
     from ttcd_jax.data.documents import readable_glob
 
@@ -120,9 +121,7 @@ def _train_tokenizer() -> None:
         raise UserError(f"{path} exists: choose another --output")
     documents = (d for split, d in stream_documents(_corpus(), ("train",)) if split == "train")
     source = train_tokenizer((document.text for document in documents), FLAGS.train_tokenizer)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(source, encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, source)
     print(f"{JsonTokenizer(str(path)).vocab_size:,} tokens in {path.absolute()}")
 
 
@@ -136,10 +135,10 @@ def _print_facts(folder: Path, manifest: dict[str, Any]) -> None:
     for split, facts in manifest["splits"].items():
         text = facts["text"]
         print(
-            f"{split}: {facts['num_documents']:,} documents, {text['num_bytes']:,} bytes, "
+            f"{split}: {facts['num_documents']:,} documents, {units.size(text['num_bytes'])}, "
             f"{facts['num_tokens']:,} tokens in {len(facts['shards'])} shards"
         )
-    print(f"{manifest['vocab_size']:,} words; sha256 {manifest['sha256']}")
+    print(f"{manifest['vocab_size']:,} vocabulary entries; sha256 {manifest['sha256']}")
     print(f"token records in {folder.absolute()}")
 
 

@@ -29,6 +29,23 @@ IMPORTED = (
     "ttcd_jax.eval.report",
     "ttcd_jax.inference.generate",
 )
+# A run that takes no time: a file of its own adds data, steps, batch and vocabulary.
+TINY = """
+RunConfig.optimizer = @OptimizerConfig()
+RunConfig.log_every = 1
+TransformerConfig.dim = 8
+TransformerConfig.num_layers = 1
+TransformerConfig.num_heads = 2
+TransformerConfig.mlp_dim = 8
+TransformerConfig.window = 8
+TransformerConfig.student_window = 4
+TransformerConfig.fast_layers = (0,)
+TransformerConfig.memory = @MemoryConfig()
+MemoryConfig.chunk_size = 4
+OptimizerConfig.schedule = @ScheduleConfig()
+ScheduleConfig.peak = 1e-2
+ScheduleConfig.warmup = 2
+"""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -51,6 +68,18 @@ def run(
             process.kill()
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def output(module: str, *arguments, **options) -> str:
+    """What a command prints that ends well."""
+    result = run(module, *arguments, **options)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def refused(module: str, *arguments, status: int = 2, **options) -> str:
+    """The line that a command ends with whose user erred."""
+    return mistake(run(module, *arguments, **options), status)
 
 
 def mistake(result: subprocess.CompletedProcess, status: int = 2) -> str:

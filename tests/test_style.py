@@ -28,7 +28,10 @@ UNANNOTATED = (
 )
 
 # Who may import whom, within the project.
-LOW = ("ttcd_jax.config", "ttcd_jax.errors", "ttcd_jax.axes", "ttcd_jax.precision", "ttcd_kernels")
+LOW = (
+    *("ttcd_jax.axes", "ttcd_jax.config", "ttcd_jax.errors", "ttcd_jax.files"),
+    *("ttcd_jax.precision", "ttcd_jax.units", "ttcd_kernels"),
+)
 NN = ("ttcd_jax.sharding", "ttcd_jax.nn")
 MEMORY = (*NN, "ttcd_jax.memory")
 METHODS = (*MEMORY, "ttcd_jax.methods")

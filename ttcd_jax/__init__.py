@@ -2,38 +2,58 @@
 
     from ttcd_jax import IPTTCDBlock, IPTTCDMLP, DualWindowAttention, Transformer, load_run
 
-Names are imported on first use, so that a command's `--help` needs no jax.
+Names are imported on first use, so that a command's `--help` needs no jax. Reading and generating
+text is `ttcd_jax.inference`.
 """
 
-import importlib
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ttcd_jax.methods.ipttcd import IPTTCDMLP as IPTTCDMLP
+    from ttcd_jax.methods.ipttcd import IPTTCDBlock as IPTTCDBlock
+    from ttcd_jax.methods.ipttcd import IPTTCDBlockConfig as IPTTCDBlockConfig
+    from ttcd_jax.methods.ipttcd import IPTTCDConfig as IPTTCDConfig
+    from ttcd_jax.methods.ipttcd import MemoryConfig as MemoryConfig
+    from ttcd_jax.models.config import TransformerConfig as TransformerConfig
+    from ttcd_jax.models.transformer import Transformer as Transformer
+    from ttcd_jax.nn.attention import AttentionConfig as AttentionConfig
+    from ttcd_jax.nn.dual_window import DualWindowAttention as DualWindowAttention
+    from ttcd_jax.nn.dual_window import DualWindowConfig as DualWindowConfig
+    from ttcd_jax.nn.mlp import MLPConfig as MLPConfig
+    from ttcd_jax.nn.rope import RopeConfig as RopeConfig
+    from ttcd_jax.precision import Precision as Precision
+    from ttcd_jax.run.directory import load_run as load_run
+
+    __version__: str
 
 _HOME = {
-    "DualWindowAttention": "ttcd_jax.nn.dual_window",
-    "DualWindowConfig": "ttcd_jax.nn.dual_window",
-    "AttentionConfig": "ttcd_jax.nn.attention",
-    "IPTTCDBlock": "ttcd_jax.methods.ipttcd",
-    "IPTTCDBlockConfig": "ttcd_jax.methods.ipttcd",
-    "IPTTCDConfig": "ttcd_jax.methods.ipttcd",
-    "IPTTCDMLP": "ttcd_jax.methods.ipttcd",
-    "MLPConfig": "ttcd_jax.nn.mlp",
-    "MemoryConfig": "ttcd_jax.methods.ipttcd",
-    "Precision": "ttcd_jax.precision",
-    "RopeConfig": "ttcd_jax.nn.rope",
-    "Transformer": "ttcd_jax.models.transformer",
-    "TransformerConfig": "ttcd_jax.models.config",
-    "load_run": "ttcd_jax.run.directory",
-    "Request": "ttcd_jax.inference.generate",
-    "SamplingConfig": "ttcd_jax.inference.sampling",
-    "decode": "ttcd_jax.inference.decode",
-    "generate": "ttcd_jax.inference.generate",
-    "inference_model": "ttcd_jax.inference.model",
-    "prefill": "ttcd_jax.inference.prefill",
-    "start_state": "ttcd_jax.inference.state",
+    "AttentionConfig": "nn.attention",
+    "DualWindowAttention": "nn.dual_window",
+    "DualWindowConfig": "nn.dual_window",
+    "IPTTCDBlock": "methods.ipttcd",
+    "IPTTCDBlockConfig": "methods.ipttcd",
+    "IPTTCDConfig": "methods.ipttcd",
+    "IPTTCDMLP": "methods.ipttcd",
+    "MLPConfig": "nn.mlp",
+    "MemoryConfig": "methods.ipttcd",
+    "Precision": "precision",
+    "RopeConfig": "nn.rope",
+    "Transformer": "models.transformer",
+    "TransformerConfig": "models.config",
+    "load_run": "run.directory",
 }
-__all__ = sorted(_HOME)
 
 
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'ttcd_jax' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+if not TYPE_CHECKING:  # to a type checker a name that is missing stays missing
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return import_module("importlib.metadata").version("ttcd-jax")
+        if name not in _HOME:
+            raise AttributeError(f"module 'ttcd_jax' has no attribute {name!r}")
+        return getattr(import_module(f"ttcd_jax.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*_HOME, "__version__"]

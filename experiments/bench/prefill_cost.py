@@ -14,9 +14,9 @@ from flax import nnx
 from ttcd_kernels import measure
 
 from experiments.bench.prefill_models import COMPETITORS, operations
-from ttcd_jax.inference import prefill as reading
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel
+from ttcd_jax.inference.prefill import Memory, prefill, read_last
 from ttcd_jax.inference.state import InferenceState, start_state, state_bytes
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
 from ttcd_jax.train.flops import forward_flops
@@ -163,9 +163,7 @@ def _read(model: InferenceModel, tokens: np.ndarray, piece_size: int) -> _Readin
     with operations(model.config):
         state = jax.block_until_ready(start_state(model, len(tokens)))
         start = time.perf_counter()
-        logits, state = jax.block_until_ready(
-            reading.prefill(model, state, tokens, piece_size=piece_size)
-        )
+        logits, state = jax.block_until_ready(prefill(model, state, tokens, piece_size=piece_size))
         return _Reading(time.perf_counter() - start, logits, state)
 
 
@@ -199,7 +197,7 @@ def piece_bytes(model: InferenceModel, batch_size: int, piece_size: int) -> int:
     tokens = jax.ShapeDtypeStruct((batch_size, piece_size), jnp.int32)
     lengths = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
     with operations(config):
-        lowered = reading.read_last.lower(
+        lowered = read_last.lower(
             model, state, hidden, tokens, lengths, None, halo=config.window - 1, has_gap=False
         )
     return measure.needed_bytes(lowered.compile())
@@ -277,7 +275,7 @@ def decode_rows(
     tokens = _tokens(models, batch_size, context)
     rows: list[DecodeRow] = []
     for name, model in models.items():
-        memories: list[reading.Memory] = ["kept"]
+        memories: list[Memory] = ["kept"]
         if has_in_place_memory(model.config):
             memories.append("published")
         for memory in memories:
@@ -306,7 +304,7 @@ def decode_rows(
 def _decoded(
     model: InferenceModel,
     tokens: np.ndarray,
-    memory: reading.Memory,
+    memory: Memory,
     steps: int,
     *,
     piece_size: int,

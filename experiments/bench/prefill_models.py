@@ -19,7 +19,8 @@ from ttcd_kernels.short_conv import api as short_conv_api
 from ttcd_kernels.short_conv.xla import short_conv
 
 from ttcd_jax.inference.model import InferenceModel, inference_model
-from ttcd_jax.models.config import METHODS, TransformerConfig
+from ttcd_jax.methods import METHODS
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.state import with_params
 

@@ -21,7 +21,6 @@ when the mean KL or the share of flips is above the limit given.
 import functools
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from absl import flags
 from experiments import cli
 from experiments.held_out import text_records
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import write_whole
 
 _DECODING = (
     "forward: passes over whole rows until every token is confirmed; streamed: a prefill in "
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> None:
         "task": lambda: _task(reference, candidate, cells, run.tokenizer, records),
     }
     folder = Path(FLAGS.output) if FLAGS.output else directory.path / "eval/equivalence"
-    _write(folder, result)  # a folder that cannot be written is told now
+    _write(folder, result)  # a folder that cannot be written is reported now
     for level in levels:
         result[level] = measures[level]()
         _write(folder, result)
@@ -118,13 +118,11 @@ def _cells() -> list[Any]:
     """The tasks at each length."""
     from ttcd_jax.data.synthetic.niah import TASKS, NIAHConfig
 
-    for text in FLAGS.niah_lengths or [""]:
-        if not (text.isascii() and text.isdecimal() and int(text)):
-            raise UserError(f"--niah_lengths: {text!r} is not a number of tokens, e.g. 4096,8192")
+    lengths = cli.positives("niah_lengths")
     return [
-        NIAHConfig(task=task, length=int(text), num_samples=FLAGS.niah_samples, seed=FLAGS.seed)
+        NIAHConfig(task=task, length=length, num_samples=FLAGS.niah_samples, seed=FLAGS.seed)
         for task in FLAGS.niah_tasks or TASKS
-        for text in FLAGS.niah_lengths
+        for length in lengths
     ]
 
 
@@ -217,15 +215,8 @@ def _task(
 
 
 def _write(folder: Path, result: dict[str, Any]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / "equivalence.json.tmp"
-        temporary.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-        os.replace(temporary, folder / "equivalence.json")
-    except OSError as error:
-        raise UserError(
-            f"cannot write {error.filename}: {error.strerror}; choose another --output"
-        ) from error
+    text = json.dumps(result, indent=1, allow_nan=False)
+    write_whole(folder / "equivalence.json", text + "\n")
 
 
 def _status(result: dict[str, Any]) -> int:

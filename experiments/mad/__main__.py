@@ -17,6 +17,7 @@ from pathlib import Path
 from absl import flags
 
 from experiments import cli
+from ttcd_jax import units
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("gin", "mad/default.gin", "A file in experiments/configs/, or a path.")
@@ -33,6 +34,7 @@ def main(argv: list[str]) -> None:
     from experiments.mad.config import MADSweepConfig, jobs
     from experiments.mad.picture import draw_curves
     from experiments.mad.records import Records, check_beside, gather
+    from ttcd_jax.files import write_whole
     from ttcd_jax.run.directory import RunDirectory
 
     config = load_config(MADSweepConfig, FLAGS.gin, FLAGS.param, config_dir=cli.CONFIG_DIR)
@@ -64,7 +66,7 @@ def main(argv: list[str]) -> None:
         return  # Other processes are at everything there is.
     tables = _tables(found)
     with run_dir.lock(waits=True):
-        (run_dir.path / "tables.txt").write_text(tables, encoding="utf-8")
+        write_whole(run_dir.path / "tables.txt", tables)
         print(tables)
         draw_curves(run_dir.path / "curves.png", found)
 
@@ -210,8 +212,7 @@ class _Progress:
             known = job.method in tokens
             per_token = seconds[job.method] / tokens[job.method] if known else usual
             left += per_token * self._work(job) * (1 - share_done * (index == 0))
-        minutes, rest = divmod(round(left), 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{rest:02} left"
+        return f"{units.clock(left)} left"
 
 
 if __name__ == "__main__":

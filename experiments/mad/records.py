@@ -3,13 +3,13 @@
 import contextlib
 import fcntl
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.mad.config import Job
 from ttcd_jax.errors import UserError
+from ttcd_jax.files import write_whole
 
 
 class Records:
@@ -37,14 +37,8 @@ class Records:
 
     def write(self, job: Job, record: dict[str, Any]) -> None:
         """On disk, under its own name, when this returns."""
-        path = self._path(job)
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        text = json.dumps(record, indent=1, allow_nan=False)
+        write_whole(self._path(job), text + "\n", is_durable=True)
 
     def read(self) -> list[dict[str, Any]]:
         """All records. Raises `UserError` naming a file that is damaged."""

@@ -10,17 +10,14 @@ first of --chunk_sizes: the bound fails. Writes proposition.png and proposition.
 when the bound did not hold in every orthogonal case.
 """
 
-import contextlib
-import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from experiments import cli
-from ttcd_jax.errors import UserError
+from ttcd_jax.files import write_json
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("out_dir", "runs/proposition", "Folder for the picture and the numbers.")
@@ -44,7 +41,7 @@ def main(argv: list[str]) -> None:
     from experiments.proposition.construction import PropositionConfig
     from experiments.proposition.picture import draw_proposition
 
-    chunk_sizes, num_fillers = _positives("chunk_sizes"), _positives("num_fillers")
+    chunk_sizes, num_fillers = cli.positives("chunk_sizes"), cli.positives("num_fillers")
     config = PropositionConfig(
         window=FLAGS.window,
         student_window=FLAGS.student_window,
@@ -53,18 +50,19 @@ def main(argv: list[str]) -> None:
         eta=FLAGS.eta,
     )
     out_dir = Path(FLAGS.out_dir)
-    with _writing():
-        out_dir.mkdir(parents=True, exist_ok=True)
-    orthogonal, equality = _equality([config.replace(chunk_size=size) for size in chunk_sizes])
-    interference = _interference([config.replace(num_fillers=count) for count in num_fillers])
-    undisturbed = [row for row in interference if row["overlap"] == 0]
-    is_held = all(row["held"] for row in equality)
-    is_held = is_held and not any(row["below_bound"] for row in undisturbed)
     report = {
         "environment": measure.environment(),
         "config": config.to_dict(),
         "seed": FLAGS.seed,
         "num_draws": FLAGS.num_draws,
+    }
+    write_json(out_dir / "proposition.json", report)  # an error is reported before the work
+    orthogonal, equality = _equality([config.replace(chunk_size=size) for size in chunk_sizes])
+    interference = _interference([config.replace(num_fillers=count) for count in num_fillers])
+    undisturbed = [row for row in interference if row["overlap"] == 0]
+    is_held = all(row["held"] for row in equality)
+    is_held = is_held and not any(row["below_bound"] for row in undisturbed)
+    report |= {
         "bound_held": is_held,
         "equality": equality,
         "orthogonal": {
@@ -73,9 +71,8 @@ def main(argv: list[str]) -> None:
         },
         "interference": interference,
     }
-    with _writing():
-        (out_dir / "proposition.json").write_text(json.dumps(report, indent=1) + "\n")
-        draw_proposition(out_dir / "proposition.png", config, orthogonal, interference)
+    write_json(out_dir / "proposition.json", report)
+    draw_proposition(out_dir / "proposition.png", config, orthogonal, interference)
     verdict = "held in every" if is_held else "FAILED in an"
     print(f"\nthe bound {verdict} orthogonal case; picture and numbers in {out_dir}")
     sys.exit(0 if is_held else 1)
@@ -111,24 +108,6 @@ def _interference(configs: list) -> list[dict[str, Any]]:
     print(f"\nKeys overlap, chunk_size {configs[0].chunk_size}: left / right, shares of draws.")
     print(format_table(rows), flush=True)
     return rows
-
-
-def _positives(flag: str) -> list[int]:
-    numbers = getattr(FLAGS, flag)
-    for text in numbers or [""]:
-        if not (text.isascii() and text.isdecimal() and int(text)):
-            raise UserError(f"--{flag}: {text!r} is not a number of tokens, e.g. 4,16")
-    return [int(text) for text in numbers]
-
-
-@contextlib.contextmanager
-def _writing() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write {error.filename}: {error.strerror}; choose another --out_dir"
-        ) from error
 
 
 if __name__ == "__main__":

@@ -145,14 +145,6 @@ def test_an_empty_page_has_no_empty_sections(tmp_path):
     assert "<h2>" not in _page(tmp_path / "report.html")
 
 
-def test_an_unwritable_place_is_the_users_mistake(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        UserError, match=r"cannot write .*report\.html: .*; choose a writable place"
-    ):
-        _page(tmp_path / "file" / "report.html")
-
-
 def test_missing_packages_name_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "jinja2", None)

@@ -51,18 +51,6 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run():
-    def run(module, *arguments, status=0, **options):
-        result = commands.run(module, *arguments, **options)
-        if status:
-            return commands.mistake(result, status)
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    return run
-
-
-@pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
@@ -70,10 +58,10 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def imported(run, checkpoint, tmp_path_factory):
+def imported(checkpoint, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "imported"
     arguments = ("import", "--format=reference", checkpoint, run_dir, "--tokenizer=byte")
-    output = run("convert", *arguments, is_forked=False)
+    output = commands.output("convert", *arguments, is_forked=False)
     return run_dir, output
 
 
@@ -90,17 +78,17 @@ def test_import_reports_and_fills_a_run_directory(imported, checkpoint):
     assert list(run_dir.parent.iterdir()) == [run_dir]
 
 
-def test_an_imported_run_is_evaluated(imported, run, text):
+def test_an_imported_run_is_evaluated(imported, text):
     base = ("evaluate", f"--run_dir={imported[0]}", "--task=ppl")
-    output = run(*base, f"--text={text}", "--seq_len=32")
+    output = commands.output(*base, f"--text={text}", "--seq_len=32")
     assert "(step 0, " in output
     assert "fast weights on" in output
-    assert "--text=PATH" in run(*base, status=2)
+    assert "--text=PATH" in commands.refused(*base)
 
 
-def test_export_gives_the_imported_files_again(imported, run, checkpoint, tmp_path):
+def test_export_gives_the_imported_files_again(imported, checkpoint, tmp_path):
     folder = tmp_path / "out"
-    run("convert", "export", imported[0], folder, "--format=reference")
+    commands.output("convert", "export", imported[0], folder, "--format=reference")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", SINGLE]
     assert (folder / "config.json").read_bytes() == (checkpoint / "config.json").read_bytes()
     theirs = dict(open_weights(checkpoint))
@@ -108,11 +96,11 @@ def test_export_gives_the_imported_files_again(imported, run, checkpoint, tmp_pa
         assert value.dtype == theirs[name].dtype
         assert value.tobytes() == theirs.pop(name).tobytes()
     assert not theirs
-    message = run("convert", "export", "--format=reference", imported[0], folder, status=2)
+    message = commands.refused("convert", "export", "--format=reference", imported[0], folder)
     assert "not an empty folder" in message
 
 
-def test_training_continues_from_an_imported_run_and_is_exported(imported, run, text, tmp_path):
+def test_training_continues_from_an_imported_run_and_is_exported(imported, text, tmp_path):
     start, run_dir = tmp_path / "start", tmp_path / "run"
     shutil.copytree(imported[0], start)
     params = [*PARAMS, f"START='{start}'", f"TEXT='{text}'", "STEPS=2"]
@@ -122,7 +110,7 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, run, 
         f"--run_dir={run_dir}",
         *(f"--param={param}" for param in params),
     )
-    assert f"starts from step 0 of {start}" in run(*launch)
+    assert f"starts from step 0 of {start}" in commands.output(*launch)
     model = json.loads((run_dir / "config.json").read_text())["model"]
     assert model == json.loads((start / "config.json").read_text())["model"]
     first, trained = load_params(run_dir, 0), load_params(run_dir)
@@ -130,18 +118,20 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, run, 
     assert trained.step == 2
     assert np.abs(trained.params["embedding"] - first.params["embedding"]).max() > 0
     start.rename(tmp_path / "gone")  # the run no longer needs it
-    assert "complete at step 2" in run(*launch)
-    run("convert", "export", "--format=reference", run_dir, tmp_path / "out", "--dtype=float16")
+    assert "complete at step 2" in commands.output(*launch)
+    commands.output(
+        "convert", "export", "--format=reference", run_dir, tmp_path / "out", "--dtype=float16"
+    )
     head = open_weights(tmp_path / "out")["model.embeddings.weight"]
     np.testing.assert_array_equal(head, np.asarray(trained.params["embedding"], np.float16))
 
 
-def test_a_run_that_starts_from_another_model_is_refused(imported, run, text, tmp_path):
+def test_a_run_that_starts_from_another_model_is_refused(imported, text, tmp_path):
     base = ("launch", "--gin=text.gin", f"--run_dir={tmp_path / 'run'}", f"--param=TEXT='{text}'")
     start = f"--param=RunConfig.start_from='{imported[0]}'"
-    message = run(*base, start, status=4)
+    message = commands.refused(*base, start, status=4)
     assert "embedding (258, 8) not (258, 128)" in message
-    message = run(*base, f"--param=RunConfig.start_from='{tmp_path}'", status=2)
+    message = commands.refused(*base, f"--param=RunConfig.start_from='{tmp_path}'")
     assert "config.json" in message
     assert not (tmp_path / "run").exists()
 
@@ -167,11 +157,11 @@ WORDLEVEL = {
 }
 
 
-def test_a_tokenizer_comes_along(run, checkpoint, tmp_path):
+def test_a_tokenizer_comes_along(checkpoint, tmp_path):
     folder, run_dir = tmp_path / "in", tmp_path / "run"
     shutil.copytree(checkpoint, folder)
     (folder / "tokenizer.json").write_text(json.dumps(WORDLEVEL))
-    run("convert", "import", "--format=reference", folder, run_dir)
+    commands.output("convert", "import", "--format=reference", folder, run_dir)
     (folder / "tokenizer.json").unlink()
     run_dir.rename(tmp_path / "moved")
     tokenizer = load_run(tmp_path / "moved").tokenizer
@@ -179,30 +169,30 @@ def test_a_tokenizer_comes_along(run, checkpoint, tmp_path):
     assert tokenizer.encode("the dog").tolist() == [3, 4]
 
 
-def test_without_a_tokenizer_text_cannot_be_evaluated(imported, run, text, tmp_path):
+def test_without_a_tokenizer_text_cannot_be_evaluated(imported, text, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(imported[0], run_dir)
     config = json.loads((run_dir / "config.json").read_text())
     del config["data"]["tokenizer"]
     (run_dir / "config.json").write_text(json.dumps(config))
     arguments = (f"--run_dir={run_dir}", "--task=ppl", f"--text={text}")
-    assert "--tokenizer" in run("evaluate", *arguments, status=2)
+    assert "--tokenizer" in commands.refused("evaluate", *arguments)
 
 
-def test_a_refused_import_leaves_nothing(run, checkpoint, tmp_path):
+def test_a_refused_import_leaves_nothing(checkpoint, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint, broken)
     with (broken / SINGLE).open("r+b") as stream:
         stream.truncate(5000)
     arguments = ("convert", "import", "--format=reference")
-    assert SINGLE in run(*arguments, broken, tmp_path / "run", status=3)
+    assert SINGLE in commands.refused(*arguments, broken, tmp_path / "run", status=3)
     full = tmp_path / "full"
     full.mkdir()
     (full / "mine").write_text("")
-    assert "not an empty folder" in run(*arguments, checkpoint, full, status=2)
-    message = run(*arguments, checkpoint, tmp_path / "run", "--dtype=float16", status=2)
+    assert "not an empty folder" in commands.refused(*arguments, checkpoint, full)
+    message = commands.refused(*arguments, checkpoint, tmp_path / "run", "--dtype=float16")
     assert "--dtype is no option of import" in message
-    assert "FROM is missing" in run("convert", "import", "--format=reference", status=2)
+    assert "FROM is missing" in commands.refused("convert", "import", "--format=reference")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "full"]
 
 

@@ -96,7 +96,7 @@ def test_a_single_text_is_printed_and_told(first, run_dir):
     number = r"[\d,.]+"
     assert re.search(
         rf"read 33 tokens \({number}/s with compilation\), generated 20 \({number}/s\), "
-        rf"state {number} MB\n",
+        rf"state {number} KiB\n",
         errors,
     )
     assert "53 tokens read" in errors

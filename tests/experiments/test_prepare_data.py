@@ -14,32 +14,12 @@ from ttcd_jax.data.records import open_records, read_manifest
 from ttcd_jax.data.tokenizer import JsonTokenizer
 from ttcd_jax.run.directory import load_run
 
-TINY = """
+TINY = f"""{commands.TINY}RunConfig.batch_size = 2
 RunConfig.data = @RecordsConfig()
-RunConfig.optimizer = @OptimizerConfig()
 RunConfig.steps = 3
-RunConfig.batch_size = 2
-RunConfig.log_every = 1
 RecordsConfig.seq_len = 16
 TransformerConfig.vocab_size = 300
-TransformerConfig.dim = 8
-TransformerConfig.num_layers = 1
-TransformerConfig.num_heads = 2
-TransformerConfig.mlp_dim = 8
-TransformerConfig.window = 8
-TransformerConfig.method = 'swa'
-OptimizerConfig.schedule = @ScheduleConfig()
-ScheduleConfig.peak = 1e-2
-ScheduleConfig.warmup = 1
 """
-
-
-def _run(module, *arguments, status=0, **options):
-    result = commands.run(module, *arguments, **options)
-    if status:
-        return commands.mistake(result, status)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +36,9 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer(text):
     path = text.parent / f"{text.name}.json"
-    out = _run("prepare_data", f"--input={text}", "--train_tokenizer=300", f"--output={path}")
+    out = commands.output(
+        "prepare_data", f"--input={text}", "--train_tokenizer=300", f"--output={path}"
+    )
     assert f"300 tokens in {path}" in out
     return path
 
@@ -69,7 +51,7 @@ def records(text, tokenizer):
 
 
 def _prepare(text, tokenizer, folder, processes):
-    return _run(
+    return commands.output(
         "prepare_data",
         f"--input={text}",
         f"--tokenizer={tokenizer}",
@@ -111,27 +93,29 @@ def test_a_run_trains_is_pinned_and_evaluated(text, tokenizer, records, tmp_path
     here.symlink_to(records)
     launch = ("launch", f"--gin={gin}", f"--param=RecordsConfig.paths=('{here}',)")
     run_dir = tmp_path / "run"
-    assert "trained 3 steps" in _run(*launch, f"--run_dir={run_dir}")
+    assert "trained 3 steps" in commands.output(*launch, f"--run_dir={run_dir}")
     manifest = json.loads((run_dir / "data.json").read_text())
     assert manifest["sha256"] == [read_manifest(records)["sha256"]]
-    out = _run("evaluate", f"--run_dir={run_dir}", "--task=ppl", "--max_rows=8")
+    out = commands.output("evaluate", f"--run_dir={run_dir}", "--task=ppl", "--max_rows=8")
     assert "bits per byte" in out
     assert load_run(run_dir).tokenizer.vocab_size == 300
     other = tmp_path / "other"
-    _run("prepare_data", f"--input={text}", f"--tokenizer={tokenizer}", f"--output={other}")
+    commands.output(
+        "prepare_data", f"--input={text}", f"--tokenizer={tokenizer}", f"--output={other}"
+    )
     here.unlink()
     here.symlink_to(other)
-    message = _run(*launch, f"--run_dir={run_dir}", status=3)
+    message = commands.refused(*launch, f"--run_dir={run_dir}", status=3)
     assert "the training data changed" in message
 
 
 def test_nothing_is_overwritten(text, tokenizer, records):
     before = (records / "manifest.json").read_bytes()
     arguments = (f"--input={text}", f"--output={records}")
-    assert f"{records} exists" in _run("prepare_data", "--tokenizer=byte", *arguments, status=2)
+    assert f"{records} exists" in commands.refused("prepare_data", "--tokenizer=byte", *arguments)
     assert (records / "manifest.json").read_bytes() == before
     arguments = (f"--input={text}", f"--output={tokenizer}")
-    message = _run("prepare_data", "--train_tokenizer=300", *arguments, status=2)
+    message = commands.refused("prepare_data", "--train_tokenizer=300", *arguments)
     assert f"{tokenizer} exists" in message
 
 
@@ -154,8 +138,8 @@ def test_a_killed_command_leaves_nothing_that_looks_complete(tmp_path):
     _wait(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in children))
     source.unlink()
     source.write_text("".join(json.dumps({"text": "y" * i}) + "\n" for i in range(90)))
-    assert "train: " in _run("prepare_data", *arguments)
-    assert "train: " in _run("prepare_data", f"--verify={output}")
+    assert "train: " in commands.output("prepare_data", *arguments)
+    assert "train: " in commands.output("prepare_data", f"--verify={output}")
 
 
 def _wait(condition):
@@ -185,7 +169,7 @@ def test_a_document_that_cannot_be_tokenized_is_named(text, tokenizer, tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"gr\xf6\xdfe")
     output = tmp_path / "records"
     arguments = (f"--input={tmp_path}", f"--tokenizer={tokenizer}", f"--output={output}")
-    message = _run("prepare_data", *arguments, "--validation_percent=0", status=3)
+    message = commands.refused("prepare_data", *arguments, "--validation_percent=0", status=3)
     assert "latin.txt: text is not UTF-8 at byte 2 of 5" in message
     assert os.listdir(tmp_path) == ["latin.txt"]
 
@@ -199,7 +183,7 @@ def test_damage_is_named(records, tmp_path):
     ids = np.fromfile(tokens, "<u2")
     ids[3] += 1
     ids.tofile(tokens)
-    message = _run("prepare_data", f"--verify={copy}", status=3)
+    message = commands.refused("prepare_data", f"--verify={copy}", status=3)
     assert f"the content of {tokens} was changed" in message
 
 
@@ -218,5 +202,5 @@ def test_damage_is_named(records, tmp_path):
 def test_errors(text, tmp_path, arguments, status, message):
     given = [argument.format(text=text) for argument in arguments]
     given = [a.replace("--output=x", f"--output={tmp_path / 'x'}") for a in given]
-    assert message in _run("prepare_data", *given, status=status)
+    assert message in commands.refused("prepare_data", *given, status=status)
     assert os.listdir(tmp_path) == []

@@ -20,32 +20,18 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.train.metrics import read_metrics
 from ttcd_jax.train.watchdog import PEER_LOST
 
-TINY = """
+TINY = f"""
 include 'data/text_bytes.gin'
-CorpusConfig.path = '{text}'
+{commands.TINY}CorpusConfig.path = '{{text}}'
 TextConfig.seq_len = 16
-RunConfig.optimizer = @OptimizerConfig()
 RunConfig.mesh = @MeshConfig()
 RunConfig.steps = 32
 RunConfig.batch_size = 4
-RunConfig.log_every = 1
 RunConfig.checkpoint_every = 4
 RunConfig.keep_checkpoints = 10
 MeshConfig.data = 2
 MeshConfig.seq = 2
 TransformerConfig.vocab_size = 258
-TransformerConfig.dim = 8
-TransformerConfig.num_layers = 1
-TransformerConfig.num_heads = 2
-TransformerConfig.mlp_dim = 8
-TransformerConfig.window = 8
-TransformerConfig.student_window = 4
-TransformerConfig.fast_layers = (0,)
-TransformerConfig.memory = @MemoryConfig()
-MemoryConfig.chunk_size = 4
-OptimizerConfig.schedule = @ScheduleConfig()
-ScheduleConfig.peak = 1e-2
-ScheduleConfig.warmup = 2
 """
 TOLERANCE = 1e-5
 # What Gloo's threads print piece by piece, one between the others.

@@ -299,7 +299,7 @@ def test_full_disk_is_foreseen(saved, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with _opened(saved) as checkpoints, pytest.raises(CheckpointError) as caught:
         checkpoints.save(4, {"params": {"w": jnp.ones(1_000_000)}}, {})
-    assert "step 4 was not saved: it needs about 4.0 MB and" in str(caught.value)
+    assert "step 4 was not saved: it needs about 3.81 MiB and" in str(caught.value)
     assert str(caught.value).endswith("last good step: 3")
 
 

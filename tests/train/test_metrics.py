@@ -1,5 +1,3 @@
-import io
-
 import numpy as np
 
 from ttcd_jax.train.metrics import MetricFiles, ProgressLine, flat_metrics, read_metrics
@@ -24,12 +22,11 @@ def test_records_after_the_checkpoint_are_dropped_and_a_torn_line_is_skipped(tmp
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 1), (2, 2), (3, 9)]
 
 
-def test_a_log_gets_one_line_per_report():
-    stream = io.StringIO()
-    line = ProgressLine(20, stream)
+def test_a_log_gets_one_line_per_report(capsys):
+    line = ProgressLine(20)
     line.show(5, {"loss": 1.5, "tokens_per_second": 1234.5, "memory_ratio/0": 0.25}, 75.0)
     line.show(20, {"loss": 1.0, "tokens_per_second": 1000.0}, None)
-    assert stream.getvalue().splitlines() == [
+    assert capsys.readouterr().out.splitlines() == [
         "step  5/20  loss 1.5000  1,234 tokens/s  1:15 left  |eta S|/|W| 0.250",
         "step 20/20  loss 1.0000  1,000 tokens/s",
     ]

@@ -110,7 +110,7 @@ def empty_split(config: CorpusConfig, split: Split) -> DataError:
 
 
 def manifest(config: CorpusConfig, documents: list[Document]) -> dict[str, Any]:
-    """What a run directory records of its documents, ready for JSON."""
+    """The documents' entry in a run directory, ready for JSON."""
     census = Census()
     for document in documents:
         census.add(document)

@@ -15,7 +15,7 @@ _PARQUET_ROWS = 256  # rows in memory at once
 
 
 class Document(NamedTuple):
-    """One text with the name it is known by: its path relative to the corpus, and behind a colon
+    """One text with the name it is known by: its path relative to the corpus, and after a colon
     its number in a file of many. One that comes tokenized has `tokens` [T] and no text."""
 
     name: str
@@ -24,7 +24,7 @@ class Document(NamedTuple):
 
     @property
     def content(self) -> bytes:
-        """What tells the document from others of its name."""
+        """The bytes that distinguish the document from others of its name."""
         return self.text if self.tokens is None else self.tokens.tobytes()
 
 

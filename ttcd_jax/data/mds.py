@@ -4,7 +4,7 @@
     sample   u32 size of each column without a fixed one | the columns, in the order of their names
     ndarray  u8 4 * axes + log2(bytes of a length) | length of each axis | values
 
-All numbers are little-endian. Nothing is unpickled, and a shard lies in the folder of its index.
+All numbers are little-endian. Nothing is unpickled, and a shard is in the folder of its index.
 """
 
 import itertools
@@ -26,7 +26,7 @@ _ARRAY = re.compile(r"ndarray:(u?int(?:8|16|32|64))(?::(\d+))?")
 
 
 class _Shard(NamedTuple):
-    """`sizes`: bytes of each column, 0 where every sample tells."""
+    """`sizes`: bytes of each column, 0 where every sample has its own."""
 
     raw: str
     num_bytes: int
@@ -147,8 +147,8 @@ def _value(where: str, sample: np.ndarray, shard: _Shard, place: int) -> np.ndar
     num_variable = sum(not size for size in shard.sizes)
     head = sample[: 4 * num_variable]
     if head.size == 4 * num_variable:
-        told = iter(head.view("<u4").tolist())
-        sizes = [size or next(told) for size in shard.sizes]
+        own = iter(head.view("<u4").tolist())
+        sizes = [size or next(own) for size in shard.sizes]
         start = head.size + sum(sizes[:place])
         if head.size + sum(sizes) == sample.size:
             return sample[start : start + sizes[place]]

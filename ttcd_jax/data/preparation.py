@@ -4,7 +4,6 @@ import collections
 import concurrent.futures
 import functools
 import hashlib
-import json
 import multiprocessing
 import operator
 import os
@@ -24,6 +23,7 @@ from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.records import FORMAT, MANIFEST, TOKENIZER, TokenRecords, sealed, token_dtype
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import UserError
+from ttcd_jax.files import write_json
 
 SHARD_TOKENS = 2**28
 
@@ -42,7 +42,7 @@ def prepare_records(
     shard_tokens: int = SHARD_TOKENS,
     on_progress: Callable[[int], None] = lambda num_tokens: None,
 ) -> dict[str, Any]:
-    """Fills the empty `folder`, and returns its manifest; `on_progress` is told of new tokens.
+    """Fills the empty `folder`, and returns its manifest; `on_progress` gets counts of new tokens.
 
     The files are the same for every number of processes. In memory: some megabytes of text for each
     process, and the longest document. A shard has `shard_tokens` at most, or one document.
@@ -61,14 +61,14 @@ def prepare_records(
     splits = {split: writer.facts() for split, writer in written.items()}
     files = {name: facts for w in written.values() for name, facts in w.files().items()}
     manifest = sealed(_tokenizer_facts(config) | {"splits": splits, "files": files})
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / MANIFEST, manifest)
     return manifest
 
 
 def _with_own_copy(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
     if config.path is None:
         return config
-    build_tokenizer(config)  # tells what is wrong with the user's file, not with the copy
+    build_tokenizer(config)  # an error names the user's file, not the copy
     return config.replace(path=str(shutil.copyfile(config.path, folder / TOKENIZER)))
 
 
@@ -167,7 +167,7 @@ class _SplitWriter:
         self._starts = _DigestedFile(folder / f"{split}.starts.bin")
         self._shards: list[_DigestedFile] = []
         self._room = self._num_tokens = self.num_documents = 0
-        self.census = Census()  # of the text behind the tokens
+        self.census = Census()  # of the text that was tokenized
 
     def append(self, records: TokenRecords) -> None:
         """A document that does not fit into the last shard begins another."""
@@ -189,7 +189,7 @@ class _SplitWriter:
         self.num_documents += len(records)
 
     def facts(self) -> dict[str, Any]:
-        """What the manifest says of the split."""
+        """The manifest's entry of the split."""
         return {
             "num_documents": self.num_documents,
             "num_tokens": self._num_tokens,

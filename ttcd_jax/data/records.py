@@ -8,7 +8,7 @@ A folder of records holds
     <split>.starts.bin             uint64 [documents + 1]: where each begins in the shards joined,
                                    and the end
 
-in little-endian numbers. A document lies in one shard.
+in little-endian numbers. A document is in one shard.
 """
 
 import hashlib
@@ -76,7 +76,7 @@ class TokenRecords:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a folder of records says of itself. Raises `DataError` unless it is whole."""
+    """The manifest of a folder of records. Raises `DataError` unless it is whole."""
     path = folder / MANIFEST
     if not path.is_file():
         raise DataError(

@@ -1,4 +1,4 @@
-"""What a run trains on: a configuration, its rows, and the manifest that pins them."""
+"""Training data: a configuration, its rows, and the manifest that pins them."""
 
 import dataclasses
 from typing import Annotated, Any

@@ -61,7 +61,7 @@ class ByteTokenizer:
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
     def num_bytes(self, ids: ArrayLike) -> np.ndarray:
-        """Bytes of text behind each token, int32, 0 for specials; the shape of `ids`."""
+        """Bytes of text of each token, int32, 0 for specials; the shape of `ids`."""
         return (np.asarray(ids, np.int32) < 256).astype(np.int32)
 
 
@@ -102,7 +102,7 @@ class JsonTokenizer:
         return self._tokenizer.decode(kept, skip_special_tokens=True)
 
     def num_bytes(self, ids: ArrayLike) -> np.ndarray:
-        """Bytes of text behind each token, int32, 0 for specials; the shape of `ids`."""
+        """Bytes of text of each token, int32, 0 for specials; the shape of `ids`."""
         return self._bytes_by_id[np.asarray(ids, np.int32)]
 
     @functools.cached_property

@@ -6,13 +6,14 @@ matplotlib and jinja2 are optional: without them the functions that need one rai
 
 import io
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
+from ttcd_jax import units
 from ttcd_jax.errors import UserError
+from ttcd_jax.files import write_whole
 
 # Okabe and Ito's colours, told apart in every common form of colour blindness; yellow is left out,
 # too pale for a line on white. Marker and dash differ too, for print.
@@ -73,7 +74,7 @@ def plot_lines(
             _mark_plainly(axes.yaxis)
         ticks = sorted({value for x, _ in series.values() for value in x})
         if x_scale == "log" and all(_is_power_of_two(tick) for tick in ticks):
-            axes.set_xticks(ticks, [_binary(int(tick)) for tick in ticks])
+            axes.set_xticks(ticks, [units.count(int(tick)) for tick in ticks])
             axes.minorticks_off()
 
     _save_picture(path, draw, title, x_label, y_label, reference_lines)
@@ -170,7 +171,7 @@ def write_page(
         pictures=[(caption, quote(Path(png).as_posix())) for caption, png in pictures],
         next_steps=next_steps,
     )
-    _write_whole(path, page.encode())
+    write_whole(path, page)
 
 
 def _table(rows: Sequence[Row]) -> tuple[list[tuple[str, bool]], list[list[str]]]:
@@ -205,13 +206,6 @@ def _cell(value: Any) -> str:
 
 def _is_power_of_two(value: float) -> bool:
     return value >= 1 and value == int(value) and int(value).bit_count() == 1
-
-
-def _binary(value: int) -> str:
-    for unit, size in (("M", 2**20), ("K", 2**10)):
-        if value >= size:
-            return f"{value // size}{unit}"
-    return str(value)
 
 
 def _mark_plainly(axis: Any) -> None:
@@ -270,20 +264,4 @@ def save_figure(
         draw(figure)
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=dpi)
-    _write_whole(path, content.getvalue())
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Writes beside `path` first: a reader sees the old file or the new one, never half."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_bytes(content)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror}; choose a writable place"
-        ) from error
+    write_whole(path, content.getvalue())

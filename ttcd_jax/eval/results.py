@@ -3,12 +3,12 @@
 import csv
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.report import plot_bars, plot_lines
+from ttcd_jax.files import write_json, write_whole
 
 Records = list[dict[str, Any]]
 
@@ -18,15 +18,14 @@ def write_results(folder: Path, result: dict[str, Any]) -> None:
 
     `result` has `task`, `title`, `series` {label: records} and facts such as the step.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     table = io.StringIO()
     rows = [{"series": label} | row for label, rows in result["series"].items() for row in rows]
     writer = csv.DictWriter(table, fieldnames=list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
-    _write(folder / "results.csv", table.getvalue())
+    write_whole(folder / "results.csv", table.getvalue())
     plot(folder / f"{result['task']}.png", result)
-    _write(folder / "results.json", json.dumps(result, indent=2) + "\n")
+    write_json(folder / "results.json", result)
 
 
 def read_results(run_dir: Path, task: str) -> dict[str, Any] | None:
@@ -111,9 +110,3 @@ def _unit(result: dict[str, Any]) -> tuple[str, str]:
     if all(row["bits_per_byte"] is not None for row in rows):
         return "bits_per_byte", "bits per byte"
     return "perplexity", "perplexity"
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

@@ -1,1 +1,9 @@
 """Rows read piece by piece and continued token by token, with the memory on."""
+
+from ttcd_jax.inference.decode import decode as decode
+from ttcd_jax.inference.generate import Request as Request
+from ttcd_jax.inference.generate import generate as generate
+from ttcd_jax.inference.model import inference_model as inference_model
+from ttcd_jax.inference.prefill import prefill as prefill
+from ttcd_jax.inference.sampling import SamplingConfig as SamplingConfig
+from ttcd_jax.inference.state import start_state as start_state

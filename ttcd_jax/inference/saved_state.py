@@ -1,4 +1,4 @@
-"""What has been read, on disk: a long text is read once and asked about later.
+"""The decoding state on disk: a long text is read once and asked about later.
 
 state.safetensors   the arrays      state.json   what they belong to, and how far they have read
 DIGEST.json         sizes and SHA-256 of both
@@ -7,7 +7,6 @@ DIGEST.json         sizes and SHA-256 of both
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ttcd_jax.config import differences
-from ttcd_jax.errors import CheckpointError
+from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.files import whole_file, whole_folder, write_json
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState, cache_slots, start_state
 from ttcd_jax.train import digest
@@ -42,19 +42,15 @@ def save_state(
         "parameters": _parameter_digest(model),
         "model": model.config.to_dict(),
     }
-    # The library writes the memory behind a view as it lies there: a transpose must be laid out.
+    # The library writes the buffer under a view as it is: a transpose must be made contiguous.
     arrays = {name: np.ascontiguousarray(x) for name, x in _by_name(state).items()}
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as place:
-            unfinished = Path(place) / folder.name
-            unfinished.mkdir()
-            save_file(arrays, unfinished / _ARRAYS)
-            (unfinished / _ARRAYS).chmod(0o644)  # the library writes it for its owner alone
-            (unfinished / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        with whole_folder(folder) as unfinished:
+            with whole_file(unfinished / _ARRAYS) as file:
+                save_file(arrays, file)
+            write_json(unfinished / _RECORD, record)
             digest.seal(unfinished)
-            unfinished.replace(folder)
-    except (OSError, SafetensorError) as error:
+    except (UserError, SafetensorError) as error:
         raise CheckpointError(f"the state cannot be saved as {folder}: {error}") from error
 
 

@@ -6,8 +6,6 @@ that overlap, leave a hole or end elsewhere than the file, sizes that no dtype a
 it accepts and no checkpoint has is refused here: a name twice, control characters in one, NaN.
 """
 
-import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import whole_file, write_json
 from ttcd_jax.interop.strict_json import parse_json, read_json_file
 from ttcd_jax.interop.torch_files import TORCH_SUFFIXES, read_torch_file
 
@@ -192,8 +191,7 @@ def write_safetensors(
     folder: Path, tensors: Mapping[str, np.ndarray], max_shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
     """Writes `model.safetensors`, or shards of at most `max_shard_bytes` (one tensor at least) and
-    their index; returns the files. A file appears under its name once it is whole, the index last.
-    """
+    their index last; returns the files. Raises `UserError` when one cannot be written."""
     if not tensors:
         raise UserError(f"no tensors to write into {folder}")
     shards = _shards(tensors, max_shard_bytes)
@@ -206,9 +204,7 @@ def write_safetensors(
         weight_map |= dict.fromkeys(names, file.name)
     total = sum(tensors[name].nbytes for name in weight_map)
     source = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    unfinished = folder / f"{INDEX}.tmp"
-    unfinished.write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, folder / INDEX)
+    write_json(folder / INDEX, source)
     return [*files, folder / INDEX]
 
 
@@ -226,14 +222,11 @@ def _shards(tensors: Mapping[str, np.ndarray], max_bytes: int) -> list[list[str]
 
 
 def _write(file: Path, tensors: Mapping[str, np.ndarray], names: list[str]) -> Path:
-    unfinished = file.with_name(f"{file.name}.tmp")
-    # The library writes the memory behind a view as it lies there: a transpose must be laid out.
+    # The library writes the buffer under a view as it is: a transpose must be made contiguous.
     own = {name: np.ascontiguousarray(tensors[name]).reshape(tensors[name].shape) for name in names}
     try:
-        save_file(own, unfinished, metadata={"format": "pt"})
-        os.replace(unfinished, file)
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{file} cannot be written: {error}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+        with whole_file(file) as unfinished:
+            save_file(own, unfinished, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(f"cannot write {file}: {error}; choose another place") from error
     return file

@@ -153,6 +153,11 @@ class Block(nnx.Module):
     norm(h + student), same norm.
     """
 
+    mixer: Any
+    mlp: Any
+    mixer_norm: nnx.Param
+    mlp_norm: nnx.Param
+
     def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs):
         self.config = config
         for name, layer in config.sublayers.items():

@@ -29,6 +29,7 @@ from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.records import records_tokenizer
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.files import write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.checkpoint import Checkpoints
@@ -75,10 +76,10 @@ class RunDirectory:
                     f"{self.path} is not empty and holds no run (no config.json): choose another "
                     "--run_dir"
                 )
-            self._write_text("config.gin", source)
-            self._write_json("data.json", data)
-            self._write_json("environment.json", _environment())
-            self._write_json("config.json", config)
+            write_whole(self.path / "config.gin", source)
+            write_json(self.path / "data.json", data)
+            write_json(self.path / "environment.json", _environment())
+            write_json(self.path / "config.json", config)
             return
         old, new = (
             {name: value for name, value in fields.items() if name not in layout}
@@ -101,9 +102,9 @@ class RunDirectory:
 
     def write_import(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
         """Writes the files of a run that was imported: its configuration and where it is from."""
-        self._write_json("environment.json", _environment())
-        self._write_json(_IMPORT, facts)
-        self._write_json("config.json", config)
+        write_json(self.path / "environment.json", _environment())
+        write_json(self.path / _IMPORT, facts)
+        write_json(self.path / "config.json", config)
 
     def read_import(self) -> dict[str, Any] | None:
         """Where an imported run is from; None for a run that was trained."""
@@ -145,14 +146,6 @@ class RunDirectory:
             ) from error
         except ValueError as error:
             raise UserError(f"{path} is damaged: {error}") from error
-
-    def _write_json(self, name: str, value: dict[str, Any]) -> None:
-        self._write_text(name, json.dumps(value, indent=2) + "\n")
-
-    def _write_text(self, name: str, text: str) -> None:
-        temporary = self.path / f"{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.path / name)
 
 
 class LoadedParams(NamedTuple):

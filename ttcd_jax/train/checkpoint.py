@@ -30,6 +30,7 @@ from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
+from ttcd_jax import units
 from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.train import digest
 from ttcd_jax.train.fit import misfit
@@ -262,8 +263,8 @@ class Checkpoints:
         if need <= free:
             return None
         return (
-            f"it needs about {need / 1e6:,.1f} MB and {self._directory} has {free / 1e6:,.1f} MB "
-            "free, so make room or keep fewer steps"
+            f"it needs about {units.size(need)} and {self._directory} has {units.size(free)} free, "
+            "so make room or keep fewer steps"
         )
 
     def _why_refused(self, step: int) -> str:

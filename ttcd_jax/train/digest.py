@@ -1,23 +1,23 @@
 """SHA-256 of every file of a finished checkpoint step, so that a damaged one is noticed.
 
-Orbax checks no data: a flipped bit in an array file is restored without a word.
+Orbax checks no data: a flipped bit in an array file is restored silently.
 """
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
+from ttcd_jax.files import write_whole
+
 DIGEST = "DIGEST.json"
-_UNFINISHED = f"{DIGEST}.tmp"
 
 
 def _files(step_dir: Path) -> dict[str, Path]:
-    """Every file below `step_dir` but the digest itself, by its relative name."""
+    """Every file below `step_dir` but a digest, finished or not, by its relative name."""
     return {
         file.relative_to(step_dir).as_posix(): file
         for file in sorted(step_dir.rglob("*"))
-        if file.is_file() and file.name not in (DIGEST, _UNFINISHED)
+        if file.is_file() and DIGEST not in file.name
     }
 
 
@@ -27,13 +27,11 @@ def _sha256(file: Path) -> str:
 
 
 def seal(step_dir: Path) -> None:
-    """Writes `DIGEST.json`: {relative file: [size, sha256]}, whole or not at all."""
+    """Writes `DIGEST.json`: {relative file: [size, sha256]}."""
     entries = {
         name: [file.stat().st_size, _sha256(file)] for name, file in _files(step_dir).items()
     }
-    unfinished = step_dir / _UNFINISHED
-    unfinished.write_text(json.dumps(entries, separators=(",", ":")))
-    os.replace(unfinished, step_dir / DIGEST)
+    write_whole(step_dir / DIGEST, json.dumps(entries, separators=(",", ":")))
 
 
 def is_sealed(step_dir: Path) -> bool:
@@ -54,7 +52,7 @@ def _problem(file: Path, expected: list) -> str | None:
 
 
 def verify(step_dir: Path) -> list[str]:
-    """What differs from the digest, one "file: reason" each; empty when the step is intact."""
+    """The differences from the digest, one "file: reason" each; empty when the step is intact."""
     if not is_sealed(step_dir):
         return [f"{DIGEST}: missing"]
     try:

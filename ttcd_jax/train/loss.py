@@ -8,7 +8,7 @@ is the largest array.
 """
 
 import functools
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ Blocks = tuple[jax.Array, ...]  # [blocks, rows, ...] each; in a scan, one block
 def _token_scores(
     shard: Shard, hidden: jax.Array, head: jax.Array, targets: jax.Array, rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    def block(_: None, operands: Blocks) -> tuple[None, Blocks]:
+    def block(_: Any, operands: Blocks) -> tuple[Any, Blocks]:
         h, y = operands
         losses, logits, _ = _block_losses(shard, h, head, y)
         return None, (losses, _is_likeliest(shard, logits, y))

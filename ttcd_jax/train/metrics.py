@@ -1,7 +1,6 @@
-"""Where metrics go: `metrics.jsonl`, TensorBoard, and one live line on the terminal."""
+"""Metrics of a run: `metrics.jsonl`, TensorBoard, and one live line on the terminal."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 import numpy as np
 from tensorboardX import SummaryWriter
 
+from ttcd_jax import units
+from ttcd_jax.files import write_whole
 from ttcd_jax.train.loop import HostMetrics
 
 
@@ -56,9 +57,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _drop_after(path: Path, start: int) -> None:
     kept = [record for record in read_metrics(path) if record["step"] <= start]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 class Throughput:
@@ -87,13 +86,12 @@ class Throughput:
 class ProgressLine:
     """One line per report: overwritten on a terminal, a line of its own in a log."""
 
-    def __init__(self, steps: int, stream: Any = None) -> None:
+    def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._stream = sys.stdout if stream is None else stream
-        self._is_live = self._stream.isatty()
+        self._is_live = sys.stdout.isatty()
 
     def show(self, step: int, record: dict[str, float], seconds_left: float | None) -> None:
-        left = "" if seconds_left is None else f"  {_clock(seconds_left)} left"
+        left = "" if seconds_left is None else f"  {units.clock(seconds_left)} left"
         text = (
             f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
             f"{record['tokens_per_second']:,.0f} tokens/s{left}"
@@ -103,11 +101,4 @@ class ProgressLine:
             text += f"  |eta S|/|W| {max(memory):.3f}"
         is_over = step == self._steps or not self._is_live
         start = "\r\x1b[K" if self._is_live else ""
-        self._stream.write(f"{start}{text}" + ("\n" if is_over else ""))
-        self._stream.flush()
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+        print(f"{start}{text}", end="\n" if is_over else "", flush=True)

@@ -108,7 +108,7 @@ def test_what_runs_out_of_memory_is_recorded_and_other_errors_are_not(swa, monke
     def refuse(*arguments, **keywords):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(prefill_cost.reading, "prefill", refuse)
+    monkeypatch.setattr(prefill_cost, "prefill", refuse)
     limits = {"piece_size": 8, "rounds": 1, "max_seconds": 60}
     message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes."
     (row,) = prefill_cost.prefill_rows(swa, SETTING, **limits)

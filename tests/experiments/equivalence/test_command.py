@@ -1,12 +1,10 @@
 """The command end to end: pairs of ways on a small run, what it writes, limits, mistakes."""
 
 import contextlib
+import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
+import commands
 import pytest
 from checks import randomize
 from flax import nnx
@@ -20,7 +18,6 @@ from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.train.checkpoint import Checkpoints
 
-ROOT = Path(__file__).parents[3]
 MODEL = TransformerConfig(
     vocab_size=ByteTokenizer.vocab_size,
     dim=8,
@@ -33,24 +30,6 @@ MODEL = TransformerConfig(
     fast_layers=(0,),
     memory=MemoryConfig(chunk_size=8),
 )
-# Commands one after another in one process, whose start takes longer than they do.
-PROGRAM = """
-import contextlib, io, json, sys
-from absl.testing import flagsaver
-from experiments import cli
-from experiments import equivalence
-
-results = []
-for arguments in json.load(sys.stdin):
-    sys.argv = ["equivalence", *arguments]
-    out, err = io.StringIO(), io.StringIO()
-    with flagsaver.flagsaver(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            cli.run(equivalence.main)
-        except SystemExit as error:
-            results.append([error.code or 0, out.getvalue(), err.getvalue()])
-json.dump(results, sys.stdout)
-"""
 ALL = "--levels=kernel,distribution"
 REFERENCE = "xla,blocked"  # one for all pairs, compiled once
 PAIRS = {
@@ -95,91 +74,78 @@ def run_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(run_dir, tmp_path_factory):
-    """(exit status, stdout, stderr) of every pair and mistake, and what the pairs wrote."""
-    output = tmp_path_factory.mktemp("output")
-    commands = dict(PAIRS)
-    commands |= {name: arguments for name, (arguments, *_) in MISTAKES.items()}
-    lines = [
-        [
-            f"--run_dir={run_dir}",
-            f"--reference={REFERENCE}",
-            f"--candidate={candidate}",
-            *("--max_rows=3", "--batch_size=2", f"--output={output / name}"),
-            *flags,
-        ]
-        for name, (candidate, *flags) in commands.items()
-    ]
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        input=json.dumps(lines),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr
-    found = dict(zip(commands, json.loads(result.stdout), strict=True))
-    return found, output
+def output(tmp_path_factory):
+    return tmp_path_factory.mktemp("output")
 
 
-def _report(results, name, status=0):
-    found, output = results
-    assert found[name][0] == status, found[name][2]
-    assert (output / name / "equivalence.png").read_bytes().startswith(b"\x89PNG")
-    assert f"written to {output / name}" in found[name][1]
-    return json.loads((output / name / "equivalence.json").read_text())
+@pytest.fixture(scope="module")
+def run(run_dir, output):
+    """Runs a pair or a mistake by its name, once."""
+
+    @functools.cache
+    def run(name):
+        candidate, *flags = PAIRS[name] if name in PAIRS else MISTAKES[name][0]
+        small = "--max_rows=3", "--batch_size=2", f"--output={output / name}"
+        ways = f"--reference={REFERENCE}", f"--candidate={candidate}"
+        return commands.run("equivalence", f"--run_dir={run_dir}", *ways, *small, *flags)
+
+    return run
 
 
-def test_attentions_forms_and_paths_agree(results):
+@pytest.fixture
+def report(run, output):
+    def report(name, status=0):
+        result = run(name)
+        assert result.returncode == status, result.stderr
+        assert (output / name / "equivalence.png").read_bytes().startswith(b"\x89PNG")
+        assert f"written to {output / name}" in result.stdout
+        return json.loads((output / name / "equivalence.json").read_text())
+
+    return report
+
+
+def test_attentions_forms_and_paths_agree(report):
     for name in ("attention", "form", "decoded", "streamed"):
-        report = _report(results, name)
-        assert (report["step"], report["seq_len"]) == (3, 40)
-        assert report["environment"]["device"] == "cpu"
-        assert report["reference"] != report["candidate"]
-        distribution = report["distribution"]
+        found = report(name)
+        assert (found["step"], found["seq_len"]) == (3, 40)
+        assert found["environment"]["device"] == "cpu"
+        assert found["reference"] != found["candidate"]
+        distribution = found["distribution"]
         assert (distribution["rows"], distribution["tokens"]) == (3, 120)
         assert distribution["kl"]["max"] < 1e-9
         assert distribution["flip_share"] == 0
         assert abs(distribution["reference_nll"] - distribution["candidate_nll"]) < 1e-6
-    assert _report(results, "form")["distribution"]["kl"]["max"] > 0
-    assert len(_report(results, "attention")["kernel"]["attention"]) == 1
-    streamed = _report(results, "streamed")["kernel"]
+    assert report("form")["distribution"]["kl"]["max"] > 0
+    assert len(report("attention")["kernel"]["attention"]) == 1
+    streamed = report("streamed")["kernel"]
     assert (streamed["tokens"], streamed["layers"]) == (80, None)
     assert streamed["whole_model"]["max_relative_error"] < 1e-5
-    assert "kernel" not in _report(results, "decoded")
+    assert "kernel" not in report("decoded")
 
 
-def test_precision_shows_at_every_level_and_a_limit_stops(results):
-    report = _report(results, "precision", status=1)
-    assert 0 < report["distribution"]["kl"]["50%"] < 1e-2
-    assert 0 < report["kernel"]["whole_model"]["equal_share"] < 1
-    _, out, err = results[0]["precision"]
-    mean = report["distribution"]["kl"]["mean"]
-    assert err == f"kl mean {mean:.3g} is above --max_kl 1e-09\n"
-    assert "layer 0" in out
-    assert "KL (nats)" in out
+def test_precision_shows_at_every_level_and_a_limit_stops(run, report):
+    found = report("precision", status=1)
+    assert 0 < found["distribution"]["kl"]["50%"] < 1e-2
+    assert 0 < found["kernel"]["whole_model"]["equal_share"] < 1
+    mean = found["distribution"]["kl"]["mean"]
+    assert run("precision").stderr == f"kl mean {mean:.3g} is above --max_kl 1e-09\n"
+    assert "layer 0" in run("precision").stdout
+    assert "KL (nats)" in run("precision").stdout
 
 
-def test_needles_are_answered_both_ways(results):
-    report = _report(results, "streamed")
-    (cell,) = report["task"]["cells"]
+def test_needles_are_answered_both_ways(run, report):
+    (cell,) = report("streamed")["task"]["cells"]
     assert (cell["task"], cell["length"], cell["samples"]) == ("niah_single_1", 640, 2)
     assert cell["identical_share"] == 1
     assert cell["reference_score"] == cell["candidate_score"]
-    assert "niah_single_1" in results[0]["streamed"][1]
+    assert "niah_single_1" in run("streamed").stdout
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_before_anything_is_computed(results, name):
-    found, output = results
+def test_a_mistake_is_one_line_before_anything_is_computed(run, output, name):
     _, status, message = MISTAKES[name]
-    assert found[name][0] == status
-    assert found[name][1] == ""
-    assert found[name][2].startswith("error: ")
-    assert found[name][2].count("\n") == 1
-    assert message in found[name][2]
+    assert run(name).stdout == ""
+    assert message in commands.mistake(run(name), status)
     report = output / name / "equivalence.json"
     if name == "short cell":  # what was measured before it is kept
         assert json.loads(report.read_text())["step"] == 3

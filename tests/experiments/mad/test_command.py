@@ -90,7 +90,7 @@ def test_the_command_records_prints_and_goes_on(tmp_path):
     assert good["metrics"]["macro_accuracy"] >= 0
     assert (bad["metrics"], bad["failed_at"] is None) == (None, False)
 
-    (run_dir / "records" / "compression.default.full.json.tmp").write_text("{")  # a torn write
+    (run_dir / "records" / ".compression.default.full.json.7").write_text("{")  # a torn write
     again = command(run_dir)
     assert again.returncode == 0, again.stderr
     assert "1 of 1 recorded" in again.stdout

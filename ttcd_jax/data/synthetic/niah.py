@@ -1,6 +1,6 @@
-"""RULER's needles in a haystack (Hsieh et al. 2024): prompts whose answer stands somewhere in them.
+"""RULER's needles in a haystack (Hsieh et al. 2024): prompts that contain their answer.
 
-A needle gives a value to a key; needles lie among repeated sentences (noise) or in prose (essay),
+A needle gives a value to a key; needles are among repeated sentences (noise) or in prose (essay),
 and the prompt ends where the values of one or several keys have to follow. The wording is the
 published one; keys and values come from our own lists and draws.
 """
@@ -31,7 +31,7 @@ TaskName = Literal[
 
 
 class Task(NamedTuple):
-    """What lies in the haystack, and how much of it is asked for."""
+    """The kind of haystack, its needles, and how many of them are asked for."""
 
     haystack: Literal["noise", "essay"]
     values: Literal["numbers", "uuids"] = "numbers"
@@ -103,7 +103,7 @@ class _Puzzle(NamedTuple):
     needles: list[str]
     queries: list[str]
     answers: tuple[str, ...]
-    seed: int  # of where the needles lie
+    seed: int  # of the needles' positions
 
     def prompt(self, size: int) -> str:
         rng = np.random.default_rng(self.seed)

@@ -82,7 +82,7 @@ class Needles(NamedTuple):
 
     pairs: np.ndarray  # [B, 2 P] int32: key, value of the needles
     haystack: np.ndarray  # [B, T] int32: pairs of the other keys, which come again and again
-    keys: np.ndarray  # [B, P]: what to ask for behind them
+    keys: np.ndarray  # [B, P]: what to ask for after them
     values: np.ndarray  # [B, P]: what to be answered
 
 

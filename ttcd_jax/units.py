@@ -1,0 +1,26 @@
+"""Sizes, counts and times as commands print them. Bytes and token counts have binary units."""
+
+_SCALES = (("G", 2**30), ("M", 2**20), ("K", 2**10))
+
+
+def size(num_bytes: float) -> str:
+    """Bytes: 72.12 GiB, 3.81 MiB, 1.50 KiB, 12 bytes."""
+    for letter, scale in _SCALES:
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:,.2f} {letter}iB"
+    return f"{num_bytes:.0f} bytes"
+
+
+def count(tokens: int) -> str:
+    """A power of two, as lengths of rows are: 1M, 4K, 512."""
+    for letter, scale in _SCALES:
+        if tokens >= scale:
+            return f"{tokens // scale}{letter}"
+    return str(tokens)
+
+
+def clock(seconds: float) -> str:
+    """A time of minutes or hours: 1:15, 2:03:04."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
