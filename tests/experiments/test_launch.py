@@ -8,6 +8,10 @@ import time
 import commands
 import pytest
 
+from ttcd_jax.eval.results import evaluate
+from ttcd_jax.eval.task import Subject
+from ttcd_jax.eval.tasks import TASKS
+from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.train.metrics import read_metrics
 
 TINY = """
@@ -154,6 +158,24 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(finished, tmp_p
 
 def _size(path):
     return path.stat().st_size
+
+
+def test_training_evaluates_as_the_command_does(gin_file, tmp_path):
+    run_dir = tmp_path / "run"
+    parameters = ["RunConfig.steps=3", "RunConfig.evaluate_every=2", "RunConfig.tasks=('recall',)"]
+    arguments = [f"--gin={gin_file}", *(f"--param={parameter}" for parameter in parameters)]
+    result = commands.run("launch", *arguments, f"--run_dir={run_dir}")
+    assert result.returncode == 0, result.stderr
+    records = read_metrics(run_dir / "metrics.jsonl")
+    assert [record.pop("step") for record in records] == [1, 2, 2, 3, 3]
+    run = load_run(run_dir)
+    data = RunDirectory(run_dir).read_config()["data"]
+    expected = evaluate(TASKS["recall"](), Subject(run.model, None, data, run_dir), run.step)
+    assert records[-1] == {
+        f"recall/{variant}/{row['distance']}": row["accuracy"]
+        for variant, rows in expected["series"].items()
+        for row in rows
+    }
 
 
 def test_evaluation_writes_json_csv_and_a_picture(finished):
