@@ -24,9 +24,9 @@ def main(argv: list[str]) -> None:
     run_dirs = [Path(path) for path in FLAGS.run_dir]
     output = Path(FLAGS.output) if FLAGS.output else run_dirs[0] / "report"
     sections = write_report(run_dirs, output, FLAGS.next)
-    for task, table in sections:
-        print(f"\n{task.title}\n{format_table(table)}")
-    names = ", ".join(f"{task.name}.png" for task, _ in sections)
+    for section in sections:
+        print(f"\n{section.title}\n{format_table(section.table)}")
+    names = ", ".join(str(section.picture) for section in sections)
     print(f"\npage {output / 'index.html'}, pictures {names} beside it")
     if FLAGS.next:
         print("\nnext:\n" + "\n".join(f"  {line}" for line in FLAGS.next))

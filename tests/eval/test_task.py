@@ -100,13 +100,13 @@ def test_results_are_written_read_and_reported(toy, result, tmp_path):
     run_dir = folder.parents[1]
     assert read_results(run_dir, "halves") == result
     assert read_results(run_dir, "ppl") is None
-    ((task, table),) = write_report([run_dir], tmp_path / "page", ["go on"])
-    assert task is toy
-    assert table[0] == {"half": "first"} | {
+    (section,) = write_report([run_dir], tmp_path / "page", ["go on"])
+    assert section.title == toy.title
+    assert section.table[0] == {"half": "first"} | {
         name: rows[0]["loss"] for name, rows in result["series"].items()
     }
     page = (tmp_path / "page" / "index.html").read_text()
-    assert f"<caption>{toy.title}</caption>" in page
+    assert f"<h2>{toy.title}</h2>" in page
     assert '<img src="halves.png"' in page
     with pytest.raises(UserError, match="no evaluation in"):
         write_report([tmp_path], tmp_path / "page", [])

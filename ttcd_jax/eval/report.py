@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from ttcd_kernels import measure
@@ -39,6 +39,14 @@ MAX_MARKED_POINTS = 40
 MAX_LABELLED_BARS = 24
 
 Row = Mapping[str, Any]
+
+
+class Section(NamedTuple):
+    """A table and a picture of a page."""
+
+    title: str
+    table: Sequence[Row]
+    picture: Path  # relative to the page
 
 
 def plot_lines(
@@ -139,15 +147,11 @@ def write_page(
     *,
     title: str,
     summary: str,
-    tables: Sequence[tuple[str, Sequence[Row]]],
-    pictures: Sequence[tuple[str, str]],
+    sections: Sequence[Section],
     next_steps: Sequence[str],
 ) -> None:
-    """The HTML page: summary, captioned tables, captioned pictures, what to do next.
-
-    Pictures are paths relative to the page. Text is escaped; `...` in backticks of the summary or a
-    next step is set as code, a blank line of the summary starts a paragraph.
-    """
+    """The HTML page: summary, sections, what to do next. Text is escaped; `...` in backticks of the
+    summary or a next step is set as code."""
     try:
         import jinja2
     except ImportError as error:
@@ -161,9 +165,8 @@ def write_page(
     )
     page = environment.get_template("report.html").render(
         title=title,
-        paragraphs=[text.strip() for text in summary.split("\n\n") if text.strip()],
-        tables=[(caption, *_table(rows)) for caption, rows in tables],
-        pictures=[(caption, quote(Path(png).as_posix())) for caption, png in pictures],
+        summary=summary,
+        sections=[(x.title, *_table(x.table), quote(x.picture.as_posix())) for x in sections],
         next_steps=next_steps,
     )
     write_whole(path, page.encode())

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.report import write_page, write_whole
-from ttcd_jax.eval.task import Records, Subject, Task
+from ttcd_jax.eval.report import Section, write_page, write_whole
+from ttcd_jax.eval.task import Subject, Task
 from ttcd_jax.eval.tasks import TASKS
 
 
@@ -72,16 +72,16 @@ def merged(task: type[Task], results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write_report(
     run_dirs: Sequence[Path], output: Path, next_steps: Sequence[str]
-) -> list[tuple[type[Task], Records]]:
-    """Writes the page and its pictures from the results of `run_dirs`, a section for each task that
-    some run was evaluated on. Returns the tasks and their tables."""
+) -> list[Section]:
+    """Writes the page and its pictures from the results of `run_dirs`; returns its sections, one
+    for each task that some run was evaluated on."""
     sections = []
     for task in TASKS.values():
         found = [result for path in run_dirs if (result := read_results(path, task.name))]
         if found:
-            result = merged(task, found)
-            task.draw(output / f"{task.name}.png", result["series"], result.get("chance"))
-            sections.append((task, task.table(result["series"])))
+            result, picture = merged(task, found), Path(f"{task.name}.png")
+            task.draw(output / picture, result["series"], result.get("chance"))
+            sections.append(Section(task.title, task.table(result["series"]), picture))
     if not sections:
         names = ", ".join(map(str, run_dirs))
         raise UserError(f"no evaluation in {names}: run experiments.evaluate first")
@@ -89,8 +89,7 @@ def write_report(
         output / "index.html",
         title="ttcd_jax report",
         summary="Runs: " + ", ".join(f"`{path}`" for path in run_dirs),
-        tables=[(task.title, table) for task, table in sections],
-        pictures=[(task.title, f"{task.name}.png") for task, _ in sections],
+        sections=sections,
         next_steps=next_steps,
     )
     return sections
