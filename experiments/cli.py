@@ -5,17 +5,22 @@ asked for by name and cannot run here), 130 interrupted, 141 the reader of our o
 terminated, its unfinished files removed. Any other exception keeps its traceback.
 """
 
+import ast
+import contextlib
+import dataclasses
 import functools
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from absl import app, flags, logging
 
+from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 
 CONFIG_DIR = Path(__file__).parent / "configs"
@@ -24,10 +29,11 @@ OUTPUT_CLOSED = 141
 TERMINATED = 128 + signal.SIGTERM
 
 
-def run(main: Callable[[list[str]], None], arguments: Sequence[str] = ()) -> NoReturn:
+def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ()) -> NoReturn:
     """Parses the flags, calls `main([program, *values of arguments])` and leaves the process.
 
-    `arguments` names what the command takes beside its flags, all of it required.
+    `arguments` names what the command takes beside its flags, all of it required; with
+    None everything that is no flag goes to `main` as it was written.
     """
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     try:
@@ -73,6 +79,23 @@ def use_every_core() -> None:
     jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
 
 
+def parse_options[C: Config](config: type[C], owner: str, options: Iterable[str]) -> C:
+    """A configuration from `name=value` or `--name=value`, every other field its default. Raises
+    `UserError` for an option that `owner` does not take."""
+    hints = typing.get_type_hints(config)
+    names, values = [field.name for field in dataclasses.fields(config)], {}
+    for option in options:
+        name, equals, text = option.removeprefix("--").partition("=")
+        if name not in names or not equals:
+            takes = ", ".join(f"{name}=VALUE" for name in names)
+            raise UserError(f"{owner} has no option {option!r}: it takes {takes}")
+        values[name] = text
+        if str not in (hints[name], *typing.get_args(hints[name])):
+            with contextlib.suppress(SyntaxError, ValueError):  # then the field refuses the text
+                values[name] = ast.literal_eval(text)
+    return config(**values)
+
+
 def printable(text: str) -> str:
     """`text` on one line, control characters escaped: a file name may hold terminal commands."""
     return "".join(
@@ -81,15 +104,17 @@ def printable(text: str) -> str:
     )
 
 
-def _parse_flags(names: Sequence[str], command_line: list[str]) -> list[str]:
+def _parse_flags(names: Sequence[str] | None, command_line: list[str]) -> list[str]:
     flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
     try:
-        program, *rest = flags.FLAGS(command_line)
+        program, *rest = flags.FLAGS(command_line, known_only=names is None)
     except flags.Error as error:
         raise UserError(" ".join(str(error).split())) from None
     except SystemExit:
         # Only a help flag exits while flags are parsed, and absl calls that a failure.
         sys.exit(0)
+    if names is None:
+        return [program, *rest]
     if len(rest) > len(names):
         extra = rest[len(names)]
         raise UserError(f"unexpected argument {extra!r}; options are written --name=value")

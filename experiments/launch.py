@@ -102,6 +102,7 @@ def _train(config, run_dir, window: range, mesh, watchdog) -> int:
     """Trains to the end or to a stop, tracing the steps of `window`; returns the exit status."""
     from experiments import reporting
     from ttcd_jax.run import build
+    from ttcd_jax.run.evaluation import evaluation_callbacks
     from ttcd_jax.train.checkpoint import Checkpoints
     from ttcd_jax.train.compilation import compiled_once
     from ttcd_jax.train.loop import MetricCallback, StateCallback, train
@@ -113,8 +114,7 @@ def _train(config, run_dir, window: range, mesh, watchdog) -> int:
     checkpoints = Checkpoints(run_dir.checkpoints, keep=config.keep_checkpoints)
 
     def save(step, state):
-        with watchdog.paused():
-            checkpoints.save(step, state, {"steps": config.steps})
+        checkpoints.save(step, state, {"steps": config.steps})
 
     try:
         start, state = _initial_state(config, checkpoints, mesh)
@@ -123,11 +123,15 @@ def _train(config, run_dir, window: range, mesh, watchdog) -> int:
             return 0
         processes.say(f"run directory {run_dir.path}")
         with (
-            reporting.reporter(config, run_dir.path, start) as callbacks,
+            reporting.reporter(config, run_dir.path, start) as (on_metrics, write),
             compiled_once(build.build_step(config, mesh), start) as step,
             profiled(step, run_dir.path / "profile", start=start, window=window) as step,
         ):
             beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
+            on_state = [
+                StateCallback(config.checkpoint_every, save),
+                *evaluation_callbacks(config, run_dir, write),
+            ]
             _, done = train(
                 state,
                 step,
@@ -135,8 +139,8 @@ def _train(config, run_dir, window: range, mesh, watchdog) -> int:
                 start=start,
                 steps=config.steps,
                 place=place,
-                on_metrics=[*callbacks, beat],
-                on_state=[StateCallback(config.checkpoint_every, save)],
+                on_metrics=[*on_metrics, beat],
+                on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
                 is_stopping=stop.is_set,
             )
     except (ValueError, RuntimeError) as error:

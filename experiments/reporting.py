@@ -1,9 +1,8 @@
-"""What a training run tells: metric files, TensorBoard and the live line, fed by one callback."""
+"""Metrics of a training run: files, TensorBoard and the live line."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
 
 import jax
 
@@ -14,41 +13,27 @@ from ttcd_jax.train.metrics import MetricFiles, ProgressLine, Throughput, flat_m
 
 
 @contextlib.contextmanager
-def reporter(config: RunConfig, directory: Path, start: int) -> Iterator[list[MetricCallback]]:
-    """The callbacks that report a run: of several processes the first one's, of the others none."""
+def reporter(
+    config: RunConfig, directory: Path, start: int
+) -> Iterator[tuple[list[MetricCallback], Callable[[int, dict[str, float]], None]]]:
+    """(the callbacks that report a run every `log_every` steps, the function that writes other
+    metrics of a step): of several processes the first one's, of the others nothing."""
     if jax.process_index():
-        yield []
+        yield [], lambda step, record: None
         return
-    with Reporter(config, directory, start) as reporter:
-        yield reporter.callbacks()
+    tokens = config.batch_size * config.data.seq_len
+    throughput = Throughput(start=start, steps=config.steps, tokens_per_step=tokens)
+    line = ProgressLine(config.steps)
+    flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
+    peak = peak_flops(jax.devices()[0].device_kind)
 
-
-class Reporter:
-    """Every step's loss goes to the files; every `log_every` steps the rest and a line."""
-
-    def __init__(self, config: RunConfig, directory: Path, start: int) -> None:
-        length = config.data.seq_len
-        tokens = config.batch_size * length
-        self._files = MetricFiles(directory, start=start)
-        self._throughput = Throughput(start=start, steps=config.steps, tokens_per_step=tokens)
-        self._line = ProgressLine(config.steps)
-        self._flops_per_token = training_flops_per_token(config.model, length)
-        self._peak = peak_flops(jax.devices()[0].device_kind)
-        self._log_every = config.log_every
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._files.close()
-
-    def callbacks(self) -> list[MetricCallback]:
-        return [MetricCallback(self._log_every, self._log)]
-
-    def _log(self, step: int, metrics: HostMetrics) -> None:
-        rate, seconds_left = self._throughput.update(step)
+    def log(step: int, metrics: HostMetrics) -> None:
+        rate, seconds_left = throughput.update(step)
         record = flat_metrics(metrics) | {"tokens_per_second": rate}
-        if self._peak is not None:
-            record["mfu"] = rate * self._flops_per_token / (self._peak * jax.device_count())
-        self._files.write(step, record)
-        self._line.show(step, record, seconds_left)
+        if peak is not None:
+            record["mfu"] = rate * flops_per_token / (peak * jax.device_count())
+        files.write(step, record)
+        line.show(step, record, seconds_left)
+
+    with contextlib.closing(MetricFiles(directory, start=start)) as files:
+        yield [MetricCallback(config.log_every, log)], files.write

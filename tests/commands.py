@@ -25,7 +25,7 @@ IMPORTED = (
     "experiments.gin_loading",
     "experiments.plan",
     "experiments.reporting",
-    "ttcd_jax.eval.perplexity",
+    "ttcd_jax.eval.results",
     "ttcd_jax.eval.report",
     "ttcd_jax.inference.generate",
 )

@@ -59,7 +59,6 @@ def _draw_memory(folder: Path, rows: Rows) -> Path:
         x_label="tokens of a row",
         y_label="GiB, parameters included",
         series=series,
-        x_scale="log",
         y_scale="log",
     )
     return path
@@ -78,7 +77,6 @@ def _draw_decoding(folder: Path, device: str, rows: Rows) -> Path:
         x_label="batch size",
         y_label="tokens per second",
         series=series,
-        x_scale="log",
         y_scale="log",
     )
     return path

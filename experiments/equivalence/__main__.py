@@ -28,7 +28,6 @@ from typing import Any
 from absl import flags
 
 from experiments import cli
-from experiments.held_out import text_records
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import write_whole
 
@@ -65,6 +64,7 @@ def main(argv: list[str]) -> None:
 
     from experiments.equivalence.picture import draw_equivalence
     from experiments.equivalence.ways import Computed, parse_way
+    from ttcd_jax.data.sources import text_records
     from ttcd_jax.run.directory import RunDirectory, load_run, model_config
 
     directory = RunDirectory(FLAGS.run_dir)
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"reference and candidate are the same way, {resolved[0]}: name two")
     cells = _cells() if "task" in levels else []
     run = load_run(FLAGS.run_dir, FLAGS.step)
-    records = text_records(FLAGS.run_dir, source, run, FLAGS.text)
+    records = text_records(FLAGS.run_dir, source["data"], run.tokenizer, FLAGS.text)
     rows = _whole_rows(records, FLAGS.seq_len or source["data"]["seq_len"], config.vocab_size)
     reference, candidate = (Computed(way, run.model) for way in ways)
     for computed in (reference, candidate):

@@ -10,7 +10,7 @@ What a task says of two ways stands in `niah.py`.
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,8 @@ from ttcd_kernels import parity
 from ttcd_kernels.dual_window.api import Implementation, dual_window_attention
 
 from experiments.equivalence.ways import Computed, logits_of
-from ttcd_jax.eval.perplexity import bucket_edges
+from ttcd_jax.eval.scorer import batches
+from ttcd_jax.eval.tasks.perplexity import bucket_edges
 from ttcd_jax.models.transformer import place_of_layer
 from ttcd_jax.nn.attention import Attention
 from ttcd_jax.nn.block import Block
@@ -140,14 +141,6 @@ def compare_predictions(
         found = distances(*hidden, reference.head(), candidate.head(), targets)
         parts.append([np.asarray(x)[:count] for x in found])
     return Distances(*(np.concatenate(part) for part in zip(*parts, strict=True)))
-
-
-def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """(indices, how many of them count) of rows in batches of one size: the last is filled up with
-    its first row, so that one shape is compiled."""
-    for start in range(0, count, batch_size):
-        index = np.arange(start, start + batch_size)
-        yield np.where(index < count, index, start), min(batch_size, count - start)
 
 
 @jax.jit

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from experiments.equivalence.compare import batches
 from experiments.equivalence.ways import Computed
 from ttcd_jax.data.synthetic.niah import (
     NUM_ANSWER_TOKENS,
@@ -19,6 +18,7 @@ from ttcd_jax.data.synthetic.niah import (
     make_samples,
 )
 from ttcd_jax.data.tokenizer import Tokenizer
+from ttcd_jax.eval.scorer import batches
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
 

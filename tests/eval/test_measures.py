@@ -1,15 +1,12 @@
-import json
 import math
 
 import numpy as np
 import pytest
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
-from ttcd_jax.errors import UserError
-from ttcd_jax.eval import results
-from ttcd_jax.eval.perplexity import bucket_edges, by_position
-from ttcd_jax.eval.recall import attention_reach, by_distance
 from ttcd_jax.eval.scorer import Scores
+from ttcd_jax.eval.tasks.perplexity import bucket_edges, by_position
+from ttcd_jax.eval.tasks.recall import attention_reach, by_distance
 from ttcd_jax.models.config import TransformerConfig
 
 
@@ -56,33 +53,3 @@ def test_reach_of_stacked_windows():
     )
     assert attention_reach(config) == 45
     assert attention_reach(config.replace(method="full", window=None)) is None
-
-
-def _result(label, distances=("1-10", "beyond 10")):
-    rows = [{"distance": d, "is_total": False, "queries": 3, "accuracy": 0.5} for d in distances]
-    return {
-        "task": "recall",
-        "title": "Recall",
-        "run_dir": label,
-        "chance": 0.1,
-        "series": {label: rows},
-    }
-
-
-def test_results_are_written_read_and_merged(tmp_path):
-    folder = tmp_path / "eval" / "recall"
-    results.write_results(folder, _result("a"))
-    assert results.read_results(tmp_path, "recall") == _result("a")
-    assert results.read_results(tmp_path, "ppl") is None
-    assert (folder / "results.csv").read_text().splitlines()[1] == "a,1-10,False,3,0.5"
-    whole = results.merged([_result("a"), _result("b")])
-    assert results.table(whole)[0] == {
-        "distance": "1-10",
-        "a": 0.5,
-        "b": 0.5,
-    }
-    with pytest.raises(UserError, match="other buckets"):
-        results.merged([_result("a"), _result("b", ("1-9", "beyond 9"))])
-    (folder / "results.json").write_text(json.dumps(_result("a"))[:-5])
-    with pytest.raises(UserError, match=r"results\.json is damaged"):
-        results.read_results(tmp_path, "recall")

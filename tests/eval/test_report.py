@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.report import format_table, plot_bars, plot_lines, write_page
+from ttcd_jax.eval.report import Section, format_table, plot_bars, plot_lines, write_page
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -30,7 +30,7 @@ def _lines(path: Path, **changes) -> None:
 
 
 def _page(path: Path, **changes) -> str:
-    arguments = {"title": "Run", "summary": "", "tables": [], "pictures": [], "next_steps": []}
+    arguments = {"title": "Run", "summary": "", "sections": [], "next_steps": []}
     write_page(path, **(arguments | changes))
     return path.read_text(encoding="utf-8")
 
@@ -38,7 +38,7 @@ def _page(path: Path, **changes) -> str:
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_lines_are_drawn(tmp_path, scale):
     path = tmp_path / "new" / "loss.png"
-    _lines(path, x_scale=scale, reference_lines={"uniform": math.log(256)})
+    _lines(path, y_scale=scale)
     assert _png_size(path) == (1600, 900)
     assert [file.name for file in path.parent.iterdir()] == ["loss.png"]
 
@@ -52,7 +52,7 @@ def test_bars_are_drawn_with_missing_values(tmp_path):
         y_label="accuracy",
         groups=["recall", "copy"],
         series={"SWA": [0.2, None], "IP-TTCD": [0.9, 0.5]},
-        reference_lines={"chance": 0.1},
+        chance=0.1,
     )
     assert _png_size(path) == (1600, 900)
 
@@ -104,23 +104,23 @@ def test_floats_keep_four_digits(value, text):
 
 
 def test_the_page_lists_everything(tmp_path):
+    table = [{"window": 64, "ppl": 3.25}, {"window": 128, "note": "short"}]
     page = _page(
         tmp_path / "report.html",
         title="Quickstart",
-        summary="First.\n\nRun `make test`.",
-        tables=[("Perplexity", [{"window": 64, "ppl": 3.25}, {"window": 128, "note": "short"}])],
-        pictures=[("Loss", "pictures/loss 1.png")],
+        summary="First. Run `make test`.",
+        sections=[Section("Perplexity", table, Path("pictures/loss 1.png"))],
         next_steps=["`python -m experiments.evaluate --run_dir=runs/q`"],
     )
     for expected in (
         "<title>Quickstart</title>",
         "<p>First.",
         "<code>make test</code>",
-        "<caption>Perplexity</caption>",
+        "<h2>Perplexity</h2>",
         '<td class="number">3.250</td>',
         "<td>short</td>",
         '<td class="number">-</td>',
-        '<img src="pictures/loss%201.png" alt="Loss"',
+        '<img src="pictures/loss%201.png" alt="Perplexity"',
         "<code>python -m experiments.evaluate --run_dir=runs/q</code>",
     ):
         assert expected in page
@@ -132,8 +132,10 @@ def test_the_page_escapes_all_it_is_given(tmp_path):
         tmp_path / "report.html",
         title=attack,
         summary=attack,
-        tables=[(attack, [{attack: attack}])],
-        pictures=[(attack, attack), ("link", "javascript:alert(1)")],
+        sections=[
+            Section(attack, [{attack: attack}], Path(attack)),
+            Section("link", [], Path("javascript:alert(1)")),
+        ],
         next_steps=[attack],
     )
     assert "<script" not in page

@@ -8,6 +8,10 @@ import time
 import commands
 import pytest
 
+from ttcd_jax.eval.results import evaluate
+from ttcd_jax.eval.task import Subject
+from ttcd_jax.eval.tasks import TASKS
+from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.train.metrics import read_metrics
 
 TINY = f"""{commands.TINY}RunConfig.batch_size = 2
@@ -133,6 +137,24 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(finished, tmp_p
 
 def _size(path):
     return path.stat().st_size
+
+
+def test_training_evaluates_as_the_command_does(gin_file, tmp_path):
+    run_dir = tmp_path / "run"
+    parameters = ["--param=RunConfig.evaluate_every=16", "--param=RunConfig.tasks=('recall',)"]
+    result = commands.run("launch", f"--gin={gin_file}", *parameters, f"--run_dir={run_dir}")
+    assert result.returncode == 0, result.stderr
+    records = read_metrics(run_dir / "metrics.jsonl")
+    assert [r.pop("step") for r in records] == [*range(1, 17), 16, *range(17, 25), 24]
+    run = load_run(run_dir)
+    data = RunDirectory(run_dir).read_config()["data"]
+    expected = evaluate(TASKS["recall"](), Subject(run.model, None, data, run_dir), run.step)
+    assert records[-1] == {
+        f"recall/{variant}/{row['distance']}": row["accuracy"]
+        for variant, rows in expected["series"].items()
+        for row in rows
+    }
+    assert len({*records[-1].values()}) > 1
 
 
 def test_evaluation_writes_json_csv_and_a_picture(finished):

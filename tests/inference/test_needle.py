@@ -6,7 +6,7 @@ import optax
 
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows, needles
-from ttcd_jax.eval.recall import while_decoding
+from ttcd_jax.eval.tasks.recall import while_decoding
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import TransformerConfig

@@ -1,6 +1,7 @@
 """Training data: a configuration, its rows, and the manifest that pins them."""
 
 import dataclasses
+import os
 from typing import Annotated, Any
 
 import grain
@@ -11,7 +12,8 @@ from ttcd_jax.data.mixture import MixedRows, RecordsConfig
 from ttcd_jax.data.packing import PackedRows, encode_documents
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
-from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
+from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
+from ttcd_jax.errors import UserError
 
 _ENDLESS = 2**31 - 1  # rows: more than any run takes
 
@@ -70,3 +72,30 @@ def held_out(config: TextConfig | RecordsConfig) -> list[TokenRecords]:
         documents = load_documents(config.corpus, "validation")
         return [encode_documents(documents, build_tokenizer(config.tokenizer))]
     return config.open("validation")
+
+
+def text_records(
+    run_dir: str | os.PathLike[str],
+    data: dict[str, Any],
+    tokenizer: Tokenizer | None,
+    text: str | None,
+) -> list[TokenRecords]:
+    """The text that a run with the configuration `data` is measured on: that of `text` (a file or a
+    folder), else its validation split. Raises `UserError` for a run without text or tokenizer."""
+    if data["type"] == RecallConfig.__name__:
+        raise UserError(
+            f"{run_dir} was trained on recall data, not on text: measure it by "
+            "experiments.evaluate --task=recall"
+        )
+    if tokenizer is None:
+        raise UserError(
+            f"{run_dir} was imported without a tokenizer: import it again with "
+            "--tokenizer=FILE.json or --tokenizer=byte"
+        )
+    if text is not None:
+        corpus = CorpusConfig(kind="text", path=text, validation_percent=0)
+        return [encode_documents(load_documents(corpus, "train"), tokenizer)]
+    for config in (TextConfig, RecordsConfig):
+        if data["type"] == config.__name__:
+            return held_out(config.from_dict(data))
+    raise UserError(f"{run_dir} was imported and has no corpus: pass --text=PATH")

@@ -8,18 +8,19 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
+
+from ttcd_kernels import measure
 
 from ttcd_jax import units
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_whole
 
 # Okabe and Ito's colours, told apart in every common form of colour blindness; yellow is left out,
-# too pale for a line on white. Marker and dash differ too, for print.
+# too pale for a line on white. Markers differ too, for print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX"
-DASHES = ("--", ":", "-.", (0, (8, 3)))
 STYLE: dict[Any, Any] = {
     "text.parse_math": False,
     "font.size": 11,
@@ -41,6 +42,14 @@ MAX_LABELLED_BARS = 24
 Row = Mapping[str, Any]
 
 
+class Section(NamedTuple):
+    """A table and a picture of a page."""
+
+    title: str
+    table: Sequence[Row]
+    picture: Path  # relative to the page
+
+
 def plot_lines(
     path: Path,
     *,
@@ -48,14 +57,10 @@ def plot_lines(
     x_label: str,
     y_label: str,
     series: Mapping[str, tuple[Sequence[float], Sequence[float | None]]],
-    x_scale: Literal["linear", "log"] = "linear",
     y_scale: Literal["linear", "log"] = "linear",
-    reference_lines: Mapping[str, float] | None = None,
 ) -> None:
-    """A PNG with a line of (x, y) per series and a dashed level per reference; None leaves a gap.
-
-    A logarithmic x axis whose values are powers of two is marked at them, as 4K for 4096.
-    """
+    """A PNG with a line of (x, y) per series over a logarithmic x axis, marked at its values where
+    they are powers of two, as 4K for 4096; None leaves a gap."""
 
     def draw(axes: Any) -> None:
         for index, (name, (x, y)) in enumerate(series.items()):
@@ -68,16 +73,16 @@ def plot_lines(
                 markersize=5,
                 label=name,
             )
-        axes.set_xscale(x_scale)
+        axes.set_xscale("log")
         axes.set_yscale(y_scale)
         if y_scale == "log":
             _mark_plainly(axes.yaxis)
         ticks = sorted({value for x, _ in series.values() for value in x})
-        if x_scale == "log" and all(_is_power_of_two(tick) for tick in ticks):
+        if all(_is_power_of_two(tick) for tick in ticks):
             axes.set_xticks(ticks, [units.count(int(tick)) for tick in ticks])
             axes.minorticks_off()
 
-    _save_picture(path, draw, title, x_label, y_label, reference_lines)
+    _save_picture(path, draw, title, x_label, y_label)
 
 
 def plot_bars(
@@ -88,9 +93,10 @@ def plot_bars(
     y_label: str,
     groups: Sequence[str],
     series: Mapping[str, Sequence[float | None]],
-    reference_lines: Mapping[str, float] | None = None,
+    chance: float | None = None,
 ) -> None:
-    """A PNG with a bar per series in every group; None is written as n/a."""
+    """A PNG with a bar per series in every group and a dashed line at `chance`; None is written as
+    n/a."""
 
     def draw(axes: Any) -> None:
         width = 0.8 / max(len(series), 1)
@@ -122,21 +128,19 @@ def plot_bars(
         axes.grid(visible=False, axis="x")
         axes.margins(y=0.12)
 
-    _save_picture(path, draw, title, x_label, y_label, reference_lines)
+    _save_picture(path, draw, title, x_label, y_label, chance)
 
 
 def format_table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
-    """Plain text for a terminal: a header, a rule, a line per row; numbers end in line."""
-    names = _columns(rows) if columns is None else list(columns)
-    cells = [[_cell(row.get(name)) for name in names] for row in rows]
-    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
-    aligned = [str.rjust if _is_numeric(rows, name) else str.ljust for name in names]
-
-    def line(texts: Sequence[str]) -> str:
-        fields = zip(aligned, texts, widths, strict=True)
-        return "  ".join(align(text, width) for align, text, width in fields).rstrip()
-
-    return "\n".join([line(names), "  ".join("-" * width for width in widths), *map(line, cells)])
+    """Plain text for a terminal: a header, a rule, a line per row; numbers are right-aligned."""
+    header, cells = _table(rows, columns)
+    texts = zip([name for name, _ in header], *cells, strict=True)
+    aligned = [
+        [text.rjust(max(map(len, column))) for text in column] if is_numeric else column
+        for (_, is_numeric), column in zip(header, texts, strict=True)
+    ]
+    names, *lines = zip(*aligned, strict=True)
+    return measure.table(names, lines)
 
 
 def write_page(
@@ -144,15 +148,11 @@ def write_page(
     *,
     title: str,
     summary: str,
-    tables: Sequence[tuple[str, Sequence[Row]]],
-    pictures: Sequence[tuple[str, str]],
+    sections: Sequence[Section],
     next_steps: Sequence[str],
 ) -> None:
-    """The HTML page: summary, captioned tables, captioned pictures, what to do next.
-
-    Pictures are paths relative to the page. Text is escaped; `...` in backticks of the summary or a
-    next step is set as code, a blank line of the summary starts a paragraph.
-    """
+    """The HTML page: summary, sections, what to do next. Text is escaped; `...` in backticks of the
+    summary or a next step is set as code."""
     try:
         import jinja2
     except ImportError as error:
@@ -166,23 +166,22 @@ def write_page(
     )
     page = environment.get_template("report.html").render(
         title=title,
-        paragraphs=[text.strip() for text in summary.split("\n\n") if text.strip()],
-        tables=[(caption, *_table(rows)) for caption, rows in tables],
-        pictures=[(caption, quote(Path(png).as_posix())) for caption, png in pictures],
+        summary=summary,
+        sections=[(x.title, *_table(x.table), quote(x.picture.as_posix())) for x in sections],
         next_steps=next_steps,
     )
     write_whole(path, page)
 
 
-def _table(rows: Sequence[Row]) -> tuple[list[tuple[str, bool]], list[list[str]]]:
-    """(name, is_numeric) per column and the text of every cell."""
-    names = _columns(rows)
+def _table(
+    rows: Sequence[Row], columns: Sequence[str] | None = None
+) -> tuple[list[tuple[str, bool]], list[list[str]]]:
+    """(name, is_numeric) per column, all of them by default, and the text of every cell."""
+    names = (
+        list(dict.fromkeys(name for row in rows for name in row)) if columns is None else columns
+    )
     header = [(name, _is_numeric(rows, name)) for name in names]
     return header, [[_cell(row.get(name)) for name in names] for row in rows]
-
-
-def _columns(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _is_numeric(rows: Sequence[Row], name: str) -> bool:
@@ -223,7 +222,7 @@ def _save_picture(
     title: str,
     x_label: str,
     y_label: str,
-    reference_lines: Mapping[str, float] | None,
+    chance: float | None = None,
 ) -> None:
     """A picture of one panel: 1600 x 900 pixels, legible when shown at half that."""
 
@@ -231,10 +230,9 @@ def _save_picture(
         axes = figure.subplots()
         draw(axes)
         handles, labels = axes.get_legend_handles_labels()
-        for index, (name, level) in enumerate((reference_lines or {}).items()):
-            dash = DASHES[index % len(DASHES)]
-            handles.append(axes.axhline(level, color="#555555", linestyle=dash))
-            labels.append(name)
+        if chance is not None:
+            handles.append(axes.axhline(chance, color="#555555", linestyle="--"))
+            labels.append("chance")
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
         if len(labels) > 1:
             columns = max(1, min(len(labels), 90 // (max(map(len, labels)) + 6)))

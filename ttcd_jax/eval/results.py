@@ -1,31 +1,49 @@
-"""Results on disk: JSON, CSV and a picture in one folder, by task."""
+"""Results of an evaluation, on disk, and the report of several runs."""
 
 import csv
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.report import plot_bars, plot_lines
+from ttcd_jax.eval.report import Section, write_page
+from ttcd_jax.eval.task import Subject, Task
+from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.files import write_json, write_whole
 
-Records = list[dict[str, Any]]
+
+def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
+    """The measures of every variant of a model, and on what they were made."""
+    rows = task.rows(subject)
+    return {
+        "task": task.name,
+        "options": task.to_dict(),
+        "run_dir": str(Path(subject.run_dir).absolute()),
+        "step": step,
+        "rows": len(jax.tree.leaves(rows)[0]),
+        "chance": task.chance(subject),
+        "series": task.series(subject, rows),
+    }
 
 
-def write_results(folder: Path, result: dict[str, Any]) -> None:
-    """`results.json` (everything), `results.csv` (all series in one table), `<task>.png`.
-
-    `result` has `task`, `title`, `series` {label: records} and facts such as the step.
-    """
+def write_results(result: dict[str, Any]) -> Path:
+    """Writes `results.json` (everything), `results.csv` (all series in one table) and `<task>.png`
+    into the run directory; returns their folder."""
+    task, series = TASKS[result["task"]], result["series"]
+    folder = Path(result["run_dir"]) / "eval" / task.name
     table = io.StringIO()
-    rows = [{"series": label} | row for label, rows in result["series"].items() for row in rows]
+    rows = [{"series": label} | record for label, records in series.items() for record in records]
     writer = csv.DictWriter(table, fieldnames=list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
     write_whole(folder / "results.csv", table.getvalue())
-    plot(folder / f"{result['task']}.png", result)
+    task.draw(folder / f"{task.name}.png", series, result["chance"])
     write_json(folder / "results.json", result)
+    return folder
 
 
 def read_results(run_dir: Path, task: str) -> dict[str, Any] | None:
@@ -39,74 +57,40 @@ def read_results(run_dir: Path, task: str) -> dict[str, Any] | None:
         raise UserError(f"{path} is damaged ({error}): evaluate again") from error
 
 
-def plot(path: Path, result: dict[str, Any]) -> None:
-    """The picture of a task: lines over the context length, or bars over distance."""
-    if _is_text(result):
-        unit, label = _unit(result)
-        series = {
-            name: ([row["stop"] for row in _buckets(rows)], [row[unit] for row in _buckets(rows)])
-            for name, rows in result["series"].items()
-        }
-        plot_lines(
-            path,
-            title=result["title"],
-            x_label="context length (tokens)",
-            y_label=label,
-            series=series,
-            x_scale="log",
-        )
-        return
-    first = next(iter(result["series"].values()))
-    plot_bars(
-        path,
-        title=result["title"],
-        x_label="tokens decoded between the value and the query"
-        if result["task"] == "needle"
-        else "distance from the query back to the value (tokens)",
-        y_label="accuracy",
-        groups=[row["distance"] for row in first],
-        series={name: [r["accuracy"] for r in rows] for name, rows in result["series"].items()},
-        reference_lines={"chance": result["chance"]},
-    )
-
-
-def table(result: dict[str, Any]) -> Records:
-    """One row per bucket, one column per series; the title names the unit."""
-    key, value = ("context", _unit(result)[0]) if _is_text(result) else ("distance", "accuracy")
-    first = next(iter(result["series"].values()))
-    return [
-        {key: row[key]} | {name: rows[i][value] for name, rows in result["series"].items()}
-        for i, row in enumerate(first)
-    ]
-
-
-def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs of one task as one result, series by series. Raises `UserError` when their
-    buckets differ."""
-    whole = results[0] | {"series": {}}
+def merged(task: type[Task], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results of several runs as one, series by series. Raises `UserError` when their buckets
+    differ."""
+    first, series = results[0], {}
     for result in results:
-        for label, rows in result["series"].items():
-            key = "context" if _is_text(result) else "distance"
-            first = next(iter(whole["series"].values()), rows)
-            if [row[key] for row in first] != [row[key] for row in rows]:
-                raise UserError(
-                    f"{result['run_dir']} was evaluated in other buckets than "
-                    f"{whole['run_dir']}: evaluate both at the same length"
-                )
-            whole["series"][label] = rows
-    return whole
+        series |= result["series"]
+        if len({tuple(r[task.key] for r in records) for records in series.values()}) > 1:
+            raise UserError(
+                f"{result['run_dir']} was evaluated in other buckets than {first['run_dir']}: "
+                "evaluate both at the same length"
+            )
+    return first | {"series": series}
 
 
-def _is_text(result: dict[str, Any]) -> bool:
-    return result["task"] == "ppl"
-
-
-def _buckets(rows: Records) -> Records:
-    return [row for row in rows if row["context"] != "all"]
-
-
-def _unit(result: dict[str, Any]) -> tuple[str, str]:
-    rows = next(iter(result["series"].values()))
-    if all(row["bits_per_byte"] is not None for row in rows):
-        return "bits_per_byte", "bits per byte"
-    return "perplexity", "perplexity"
+def write_report(
+    run_dirs: Sequence[Path], output: Path, next_steps: Sequence[str]
+) -> list[Section]:
+    """Writes the page and its pictures from the results of `run_dirs`; returns its sections, one
+    for each task that some run was evaluated on."""
+    sections = []
+    for task in TASKS.values():
+        found = [result for path in run_dirs if (result := read_results(path, task.name))]
+        if found:
+            result, picture = merged(task, found), Path(f"{task.name}.png")
+            task.draw(output / picture, result["series"], result.get("chance"))
+            sections.append(Section(task.title, task.table(result["series"]), picture))
+    if not sections:
+        names = ", ".join(map(str, run_dirs))
+        raise UserError(f"no evaluation in {names}: run experiments.evaluate first")
+    write_page(
+        output / "index.html",
+        title="ttcd_jax report",
+        summary="Runs: " + ", ".join(f"`{path}`" for path in run_dirs),
+        sections=sections,
+        next_steps=next_steps,
+    )
+    return sections

@@ -1,11 +1,13 @@
 """Per-token losses and hits of a model over rows of tokens."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.sharding.batch import Placement, replicated
@@ -19,28 +21,36 @@ class Scores(NamedTuple):
     is_hit: np.ndarray  # whether the target is the likeliest token
 
 
+def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """(indices, how many of them count) of `count` rows in batches of one size, so that one shape
+    is compiled: the last is filled up with its first row."""
+    for start in range(0, count, batch_size):
+        index = np.arange(start, start + batch_size)
+        yield np.where(index < count, index, start), min(batch_size, count - start)
+
+
 def score_rows(model: Transformer, rows: dict[str, np.ndarray], *, batch_size: int) -> Scores:
     """Scores every target of `rows` (fields of `ttcd_jax.data.packing`), masked ones included. On
-    the mesh in use the rows of a batch lie on its devices; every process gets all scores."""
+    the mesh in use the rows of a batch are sharded; every process gets all scores."""
     graph, params = nnx.split(model)
     mesh = jax.sharding.get_mesh()
     length = rows["tokens"].shape[1]
     place = None if mesh.empty else Placement(mesh, batch_size=batch_size, length=length)
-
-    @functools.partial(jax.jit, out_shardings=None if mesh.empty else replicated(mesh))
-    def score(params, tokens, targets, segment_ids):
-        model = nnx.merge(graph, params)
-        hidden, _ = model.forward(tokens, segment_ids)
-        return token_scores(hidden, model.head_weight(), targets)
-
-    count, results = len(rows["tokens"]), []
-    for start in range(0, count, batch_size):
-        # The last part is filled up with its first row, so that one shape is compiled.
-        index = np.arange(start, start + batch_size)
-        index = np.where(index < count, index, start)
+    results = []
+    for index, count in batches(len(rows["tokens"]), batch_size):
         batch = {name: rows[name][index] for name in ("tokens", "targets", "segment_ids")}
         if place is not None:
             batch = place({name: field[list(place.rows)] for name, field in batch.items()})
-        results.append(jax.device_get(score(params, **batch)))
-    losses, is_hit = (np.concatenate(parts)[:count] for parts in zip(*results, strict=True))
-    return Scores(losses, is_hit)
+        results.append([x[:count] for x in jax.device_get(_scored(graph, mesh, params, batch))])
+    return Scores(*(np.concatenate(parts) for parts in zip(*results, strict=True)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _scored(
+    graph: nnx.GraphDef[Transformer], mesh: Mesh, params: nnx.GraphState, batch: dict[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+    """A program for each structure of a model: training evaluates with the same one every time."""
+    model = nnx.merge(graph, params)
+    hidden, _ = model.forward(batch["tokens"], batch["segment_ids"])
+    scores = token_scores(hidden, model.head_weight(), batch["targets"])
+    return scores if mesh.empty else jax.lax.with_sharding_constraint(scores, replicated(mesh))

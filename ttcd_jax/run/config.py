@@ -5,13 +5,15 @@ import dataclasses
 from ttcd_jax.config import Config, Positive
 from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError
+from ttcd_jax.eval.tasks import find_task
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.loss import DEFAULT_ROWS
 from ttcd_jax.train.optimizer import OptimizerConfig
 
-# The fields that say where and in which parts a step is computed, not what it computes.
-LAYOUT = ("mesh", "accumulation_steps", "loss_rows")
+# The fields that a run may go on with another value of: where and in which parts a step is
+# computed, and what is evaluated; not what it computes.
+LAYOUT = ("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,8 @@ class RunConfig(Config):
     """`batch_size` rows per step, computed in `accumulation_steps` parts one after another.
     `loss_rows`: rows of logits that exist at once. `start_from`: a run directory whose newest
     parameters this run starts from, with a fresh optimizer; `model`, unless bound, is that run's.
-    A run may go on with another `LAYOUT` than it was started with.
+    `evaluate_every`: steps between evaluations of `tasks` on the current parameters, None for
+    none. A run may go on with another `LAYOUT` than it was started with.
     """
 
     model: TransformerConfig
@@ -33,10 +36,14 @@ class RunConfig(Config):
     checkpoint_every: Positive = 200
     keep_checkpoints: Positive = 3
     loss_rows: Positive = DEFAULT_ROWS
+    evaluate_every: Positive | None = None
+    tasks: tuple[str, ...] = ("ppl",)
     start_from: str | None = None
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
     def validate(self) -> None:
+        for name in self.tasks:
+            find_task(name)
         if self.batch_size % self.accumulation_steps:
             raise UserError(
                 f"accumulation_steps {self.accumulation_steps} does not divide batch_size "

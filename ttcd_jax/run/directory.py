@@ -211,11 +211,13 @@ def load_run(
         CheckpointError: no checkpoint, a damaged one, or one of another model.
     """
     params, config, step = load_params(run_dir, step, model_changes)
-    return LoadedRun(with_params(config, params), config, step, _tokenizer(RunDirectory(run_dir)))
+    tokenizer = run_tokenizer(RunDirectory(run_dir))
+    return LoadedRun(with_params(config, params), config, step, tokenizer)
 
 
-def _tokenizer(directory: RunDirectory) -> Tokenizer | None:
-    """The tokenizer of the run's data; one that lies in the directory goes before its path."""
+def run_tokenizer(directory: RunDirectory) -> Tokenizer | None:
+    """The tokenizer of the run's data, None without one; a file of it in the directory takes
+    precedence over its path."""
     data = directory.read_config()["data"]
     if data["type"] == RecordsConfig.__name__:
         config = records_tokenizer(Path(data["paths"][0]))

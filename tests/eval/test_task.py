@@ -1,0 +1,143 @@
+"""A task of somebody else's gets all that an evaluation is from one class: options, batches of
+rows, results, table, picture, its section of the report."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import randomize
+from small_models import config_of
+
+from experiments.cli import parse_options
+from ttcd_jax.config import Positive
+from ttcd_jax.errors import UserError
+from ttcd_jax.eval.results import evaluate, merged, read_results, write_report, write_results
+from ttcd_jax.eval.task import ScoredTask, Subject, find_task, register
+from ttcd_jax.eval.tasks import TASKS
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.precision import Precision
+
+NUM_ROWS = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toy():
+    @register
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Halves(ScoredTask):
+        """The loss of made-up rows by the half of the row. `length`: tokens of a row."""
+
+        name = "halves"
+        title = "Loss by half of the row"
+        key = "half"
+        x_label = "half"
+        value = "loss"
+
+        length: Positive = 8
+        text: str = ""
+
+        def source(self, subject):
+            tokens = np.random.default_rng(0).integers(11, size=(NUM_ROWS, self.length + 1))
+            segments = np.ones(self.length, np.int32)
+            return [
+                {"tokens": row[:-1], "targets": row[1:], "segment_ids": segments} for row in tokens
+            ]
+
+        def measure(self, scores, rows, subject):
+            halves = np.split(scores.losses, 2, axis=1)
+            return [
+                {"half": name, "rows": len(half), "loss": float(half.mean())}
+                for name, half in zip(("first", "second"), halves, strict=True)
+            ]
+
+        def chance(self, subject):
+            return float(np.log(11))
+
+    yield Halves
+    del TASKS["halves"]
+
+
+def _subject(run_dir, label=None):
+    model = randomize(Transformer, config_of("ipttcd", precision=Precision()))
+    return Subject(model, None, {"type": "none"}, run_dir, label)
+
+
+@pytest.fixture(scope="module")
+def result(toy, tmp_path_factory):
+    return evaluate(toy(batch_size=2), _subject(tmp_path_factory.mktemp("run"), "mine"), 7)
+
+
+def test_rows_are_scored_in_batches_and_none_counts_twice(toy, result, tmp_path):
+    assert result["rows"] == NUM_ROWS
+    subject = _subject(tmp_path)
+    rows = toy().rows(subject)
+    logits = subject.model(jnp.asarray(rows["tokens"]))
+    losses = -np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits)), rows["targets"][:, :, None], axis=2
+    )
+    on, off = result["series"].items()
+    assert (on[0], off[0]) == ("mine, fast weights on", "mine, off (eta = 0)")
+    assert [row["rows"] for row in on[1]] == [NUM_ROWS, NUM_ROWS]
+    np.testing.assert_allclose(
+        [row["loss"] for row in on[1]], [losses[:, :4].mean(), losses[:, 4:].mean()], rtol=1e-6
+    )
+    # The first half is the first chunk, which has no memory to read.
+    assert on[1][0] == off[1][0]
+    assert on[1][1] != off[1][1]
+    assert len(toy(max_rows=2).rows(subject)["tokens"]) == 2
+
+
+def test_results_are_written_read_and_reported(toy, result, tmp_path):
+    folder = write_results(result)
+    assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "halves.png"}
+    assert (folder / "halves.png").read_bytes().startswith(b"\x89PNG")
+    first = result["series"]["mine, fast weights on"][0]
+    line = f'"mine, fast weights on",first,{NUM_ROWS},{first["loss"]}'
+    assert (folder / "results.csv").read_text().splitlines()[1] == line
+    run_dir = folder.parents[1]
+    assert read_results(run_dir, "halves") == result
+    assert read_results(run_dir, "ppl") is None
+    (section,) = write_report([run_dir], tmp_path / "page", ["go on"])
+    assert section.title == toy.title
+    assert section.table[0] == {"half": "first"} | {
+        name: rows[0]["loss"] for name, rows in result["series"].items()
+    }
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert f"<h2>{toy.title}</h2>" in page
+    assert '<img src="halves.png"' in page
+    with pytest.raises(UserError, match="no evaluation in"):
+        write_report([tmp_path], tmp_path / "page", [])
+    (folder / "results.json").write_text(json.dumps(result)[:-5])
+    with pytest.raises(UserError, match=r"results\.json is damaged"):
+        read_results(run_dir, "halves")
+
+
+def test_runs_share_a_table_when_their_buckets_are_the_same(toy, result):
+    series = {"other": result["series"]["mine, fast weights on"]}
+    whole = merged(toy, [result, result | {"series": series}])
+    assert [*whole["series"]] == [*result["series"], "other"]
+    cut = {"other": series["other"][:1]}
+    with pytest.raises(UserError, match="other buckets"):
+        merged(toy, [result, result | {"series": cut}])
+
+
+def _parsed(name, options):
+    return parse_options(find_task(name), f"task {name}", options)
+
+
+def test_options_are_those_of_the_task(toy):
+    options = ["--length=4", "--text=12", "--batch_size=3"]
+    assert _parsed("halves", options) == toy(length=4, text="12", batch_size=3)
+    for name, option, message in [
+        ("halves", "--seq_len=4", r"task halves has no option '--seq_len=4': .* length=VALUE"),
+        ("needle", "--text=a", "task needle has no option '--text=a'"),
+        ("halves", "--length", "task halves has no option '--length': .* length=VALUE"),
+        ("halves", "--length=0", "length 0 must be at least 1"),
+        ("halves", "--length=four", r"length must be int, got 'four' \(str\)"),
+        ("halve", "--length=4", "no evaluation task 'halve'; did you mean 'halves'"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            _parsed(name, [option])

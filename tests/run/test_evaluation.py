@@ -1,0 +1,69 @@
+"""Evaluation during training happens when it is due and compiles once."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from checks import randomize
+from flax import nnx
+from small_models import config_of
+
+from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.errors import UserError
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.precision import Precision
+from ttcd_jax.run.config import LAYOUT, RunConfig
+from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.run.evaluation import evaluation_callbacks
+from ttcd_jax.train.optimizer import OptimizerConfig
+from ttcd_jax.train.schedule import ScheduleConfig
+from ttcd_jax.train.state import TrainState
+
+CONFIG = RunConfig(
+    model=config_of("ipttcd", precision=Precision()),
+    data=RecallConfig(num_slots=8, num_keys=4, num_values=4),
+    optimizer=OptimizerConfig(schedule=ScheduleConfig(peak=1e-2)),
+    steps=5,
+    batch_size=2,
+    evaluate_every=2,
+    tasks=("recall",),
+)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.claim(CONFIG.to_dict(), "", {}, LAYOUT)
+    return directory
+
+
+def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir):
+    model = randomize(Transformer, CONFIG.model)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    state = TrainState(params=params, opt_state=(), step=jnp.array(0))
+    written, compiled = {}, []
+
+    def note(event: str, duration_secs: float, **kwargs: str | int):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(kwargs["fun_name"])
+
+    (callback,) = evaluation_callbacks(CONFIG, run_dir, written.__setitem__)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        for step in (2, 3, 4, 5):  # at 3 the run is stopped
+            callback.call(step, state)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert callback.every == 2
+    assert [*written] == [2, 4, 5]
+    assert compiled.count("jit(_scored)") == 2  # with the memory and without, for all evaluations
+
+
+def test_a_run_evaluates_nothing_unless_asked(run_dir):
+    assert evaluation_callbacks(CONFIG.replace(evaluate_every=None), run_dir, print) == []
+
+
+def test_a_task_that_does_not_fit_is_refused_before_the_first_step(run_dir):
+    with pytest.raises(UserError, match="trained on recall data, not on text: measure it by"):
+        evaluation_callbacks(CONFIG.replace(tasks=("ppl",)), run_dir, print)
+    with pytest.raises(UserError, match="no evaluation task 'pp'; did you mean 'ppl'"):
+        CONFIG.replace(tasks=("pp",))

@@ -1,0 +1,155 @@
+"""One evaluation as one object: options, rows, measure, table and picture; and the registry.
+
+A new evaluation is one file in `eval/tasks`: a subclass of `ScoredTask`, or of `Task` where more
+than one pass over rows is measured, with `@register` above it. `experiments.evaluate`, training and
+the report iterate over `TASKS`.
+"""
+
+import abc
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from ttcd_jax.config import Config, Positive, closest
+from ttcd_jax.data.tokenizer import Tokenizer, check_tokens
+from ttcd_jax.errors import UserError
+from ttcd_jax.eval.report import plot_bars
+from ttcd_jax.eval.scorer import Scores, score_rows
+from ttcd_jax.methods import method_named
+from ttcd_jax.models.config import has_in_place_memory, switched_off
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.train.state import with_params
+
+Records = list[dict[str, Any]]  # one per bucket, for JSON
+Series = dict[str, Records]  # the records of every variant of a model, by its label
+
+
+class Subject(NamedTuple):
+    """A model to evaluate, and the run it is from."""
+
+    model: Transformer
+    tokenizer: Tokenizer | None  # None for synthetic data
+    data: dict[str, Any]  # the run's data configuration, as in `config.json`
+    run_dir: str | os.PathLike[str]
+    label: str | None = None  # of the model in tables and pictures; None: its method's
+
+    @property
+    def name(self) -> str:
+        """The label of the model in tables and pictures."""
+        return self.label or method_named(self.model.config.method).label
+
+    def variants(self) -> dict[str, Transformer]:
+        """The model with its fast weights on and off (eta = 0), if they have a rate."""
+        config = self.model.config
+        off = switched_off(config, length=1)
+        if off is None or not has_in_place_memory(config):
+            return {self.name: self.model}
+        params = nnx.to_pure_dict(nnx.state(self.model, nnx.Param))
+        without = with_params(off, params)
+        return {f"{self.name}, fast weights on": self.model, f"{self.name}, off (eta = 0)": without}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task(Config, abc.ABC):
+    """Fields are options, `--batch_size=8` on a command line; class variables name the task."""
+
+    name: ClassVar[str]  # of the option --task and of the results' folder
+    title: ClassVar[str]  # of table and picture
+    key: ClassVar[str]  # the text in a record that names its bucket: the table's first column
+    x_label: ClassVar[str]  # what `key` counts
+    value: ClassVar[str] = "accuracy"  # the number in a record that is shown
+
+    batch_size: Positive = 16
+
+    @abc.abstractmethod
+    def rows(self, subject: Subject) -> Any:
+        """A tuple or dict of arrays [rows, ...], the same whatever the model's parameters. Raises
+        `UserError` for a run that this task cannot measure."""
+
+    @abc.abstractmethod
+    def series(self, subject: Subject, rows: Any) -> Series:
+        """The measures of every variant of the model. All processes take part."""
+
+    def chance(self, subject: Subject) -> float | None:
+        """The value of guessing, where it is known."""
+        return None
+
+    @classmethod
+    def unit(cls, series: Series) -> tuple[str, str]:
+        """(the number in a record that is shown, its name on the axis)."""
+        return cls.value, cls.value
+
+    @classmethod
+    def table(cls, series: Series) -> Records:
+        """One row per bucket, one column per variant."""
+        value, _ = cls.unit(series)
+        first = next(iter(series.values()))
+        return [
+            {cls.key: record[cls.key]} | {name: rows[i][value] for name, rows in series.items()}
+            for i, record in enumerate(first)
+        ]
+
+    @classmethod
+    def draw(cls, path: Path, series: Series, chance: float | None) -> None:
+        """The picture: a bar per record."""
+        value, label = cls.unit(series)
+        plot_bars(
+            path,
+            title=cls.title,
+            x_label=cls.x_label,
+            y_label=label,
+            groups=[record[cls.key] for record in next(iter(series.values()))],
+            series={name: [r[value] for r in records] for name, records in series.items()},
+            chance=chance,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoredTask(Task):
+    """A task that measures the scores of all targets in one pass over rows [rows, T]. `max_rows`:
+    how many, spread over the source."""
+
+    max_rows: Positive = 512
+
+    @abc.abstractmethod
+    def source(self, subject: Subject) -> Any:
+        """Random access to rows, with the fields of `ttcd_jax.data.packing`."""
+
+    @abc.abstractmethod
+    def measure(self, scores: Scores, rows: dict[str, np.ndarray], subject: Subject) -> Records:
+        """The records of one variant."""
+
+    def rows(self, subject: Subject) -> dict[str, np.ndarray]:
+        source = self.source(subject)
+        chosen = np.linspace(0, len(source) - 1, min(self.max_rows, len(source))).astype(int)
+        made = [source[int(index)] for index in chosen]
+        rows = {name: np.stack([row[name] for row in made]) for name in made[0]}
+        check_tokens(rows["targets"], subject.model.config.vocab_size)
+        return rows
+
+    def series(self, subject: Subject, rows: dict[str, np.ndarray]) -> Series:
+        return {
+            label: self.measure(score_rows(model, rows, batch_size=self.batch_size), rows, subject)
+            for label, model in subject.variants().items()
+        }
+
+
+TASKS: dict[str, type[Task]] = {}
+
+
+def register[T: Task](task: type[T]) -> type[T]:
+    """Enters a task into `TASKS`."""
+    assert task.name not in TASKS, f"two tasks are named {task.name}"
+    TASKS[task.name] = task
+    return task
+
+
+def find_task(name: str) -> type[Task]:
+    """The task `name`. Raises `UserError` naming the known ones."""
+    if name not in TASKS:
+        raise UserError(f"no evaluation task {name!r}{closest(name, [*TASKS])}: {', '.join(TASKS)}")
+    return TASKS[name]

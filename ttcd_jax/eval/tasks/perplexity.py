@@ -1,0 +1,96 @@
+"""Perplexity by the length of the context: how much a token's past helps to predict it."""
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+from ttcd_jax.config import Positive
+from ttcd_jax.data.packing import DocumentRows
+from ttcd_jax.data.sources import text_records
+from ttcd_jax.data.tokenizer import Tokenizer
+from ttcd_jax.eval.report import plot_lines
+from ttcd_jax.eval.scorer import Scores
+from ttcd_jax.eval.task import Records, ScoredTask, Series, Subject, register
+
+_FIRST_EDGE = 32
+
+
+def bucket_edges(length: int) -> list[int]:
+    """0, 32, 64, 128, ... up to `length`, which closes the last bucket."""
+    doubled = (_FIRST_EDGE * 2**index for index in itertools.count())
+    return [0, *itertools.takewhile(lambda edge: edge < length, doubled), length]
+
+
+def by_position(scores: Scores, rows: dict[str, np.ndarray], tokenizer: Tokenizer) -> Records:
+    """One record per position bucket and one, `all`, over everything.
+
+    `bits_per_byte` divides by the bytes of the targets, so tokenizers compare; it is None where no
+    target has bytes.
+    """
+    length = rows["tokens"].shape[1]
+    num_bytes = tokenizer.num_bytes(rows["targets"])
+    records = []
+    for start, stop in [*itertools.pairwise(bucket_edges(length)), (0, length)]:
+        part = np.s_[:, start:stop]
+        mask = rows["loss_mask"][part]
+        if not mask.any():
+            continue
+        nats = float(scores.losses[part][mask].astype(np.float64).sum())
+        tokens, size = int(mask.sum()), int(num_bytes[part][mask].sum())
+        records.append(
+            {
+                "context": "all" if stop - start == length else f"{start}-{stop - 1}",
+                "start": start,
+                "stop": stop,
+                "tokens": tokens,
+                "perplexity": math.exp(min(nats / tokens, 700)),
+                "bits_per_byte": nats / math.log(2) / size if size else None,
+            }
+        )
+    return records
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Perplexity(ScoredTask):
+    """`text`: a text file or a folder of .txt, None the held-out part of the run's corpus.
+    `seq_len`: tokens per row, None as in training."""
+
+    name = "ppl"
+    title = "Held-out text: bits per byte by context length"
+    key = "context"
+    x_label = "context length (tokens)"
+
+    text: str | None = None
+    seq_len: Positive | None = None
+
+    def source(self, subject: Subject) -> Any:
+        records = text_records(subject.run_dir, subject.data, subject.tokenizer, self.text)
+        seq_len = self.seq_len or subject.data["seq_len"]
+        parts = [DocumentRows(part, seq_len=seq_len) for part in records]
+        return grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
+
+    def measure(self, scores: Scores, rows: dict[str, np.ndarray], subject: Subject) -> Records:
+        assert subject.tokenizer is not None, "text_records refuses a run without one"
+        return by_position(scores, rows, subject.tokenizer)
+
+    @classmethod
+    def unit(cls, series: Series) -> tuple[str, str]:
+        first = next(iter(series.values()))
+        if all(row["bits_per_byte"] is not None for row in first):
+            return "bits_per_byte", "bits per byte"
+        return "perplexity", "perplexity"
+
+    @classmethod
+    def draw(cls, path: Path, series: Series, chance: float | None) -> None:
+        value, label = cls.unit(series)
+        lines = {}
+        for name, records in series.items():
+            parts = [record for record in records if record["context"] != "all"]
+            lines[name] = [part["stop"] for part in parts], [part[value] for part in parts]
+        plot_lines(path, title=cls.title, x_label=cls.x_label, y_label=label, series=lines)

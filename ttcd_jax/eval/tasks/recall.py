@@ -1,0 +1,153 @@
+"""Recall accuracy by distance: how far back a model can look a value up, in one pass or while it
+decodes."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttcd_jax.data.synthetic.recall import Needles, RecallConfig, RecallRows, needles
+from ttcd_jax.errors import UserError
+from ttcd_jax.eval.scorer import Scores
+from ttcd_jax.eval.task import Records, ScoredTask, Series, Subject, Task, register
+from ttcd_jax.inference.decode import decode
+from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.inference.prefill import Memory, prefill
+from ttcd_jax.inference.state import start_state
+from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
+
+_SEED = 1_000_003  # rows no training seed of a few digits can have seen
+_BUCKETS_BEYOND = 4
+_DISTANCES = (16, 32, 64, 128, 256, 512)
+_MAX_NEEDLES = 4
+
+
+def _recall_config(subject: Subject) -> RecallConfig:
+    if subject.data["type"] != RecallConfig.__name__:
+        raise UserError(f"{subject.run_dir} was not trained on recall data: use --task=ppl")
+    return RecallConfig.from_dict(subject.data)
+
+
+class _OnRecallData(Task):
+    """Accuracy of a run on the recall data."""
+
+    key = "distance"
+
+    def chance(self, subject: Subject) -> float:
+        return _recall_config(subject).chance_accuracy
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recall(_OnRecallData, ScoredTask):
+    """Values looked up by how far back they were shown."""
+
+    name = "recall"
+    title = "Recall accuracy by distance"
+    x_label = "distance from the query back to the value (tokens)"
+
+    def source(self, subject: Subject) -> RecallRows:
+        return RecallRows(_recall_config(subject), seed=_SEED, num_rows=self.max_rows)
+
+    def measure(self, scores: Scores, rows: dict[str, np.ndarray], subject: Subject) -> Records:
+        return by_distance(scores, rows, attention_reach(subject.model.config))
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needle(_OnRecallData):
+    """Values that were read as a prompt, asked for after tokens of decoding: with the memory that
+    goes on, and with the published one, which is off while decoding. `batch_size`: rows in all."""
+
+    name = "needle"
+    title = "Needles read back after decoding"
+    x_label = "tokens decoded between the value and the query"
+
+    def rows(self, subject: Subject) -> Needles:
+        if jax.process_count() > 1:
+            raise UserError(
+                f"task needle decodes in one process, not in {jax.process_count()}: leave "
+                "--distributed out"
+            )
+        config = _recall_config(subject)
+        return needles(
+            config,
+            seed=_SEED,
+            num_rows=self.batch_size,
+            num_needles=max(1, min(_MAX_NEEDLES, config.num_keys // 2)),
+            num_tokens=max(_DISTANCES),
+        )
+
+    def series(self, subject: Subject, rows: Needles) -> Series:
+        memories: dict[str, Memory] = {subject.name: "kept"}
+        if has_in_place_memory(subject.model.config):
+            memories = {f"{subject.name}, memory {kind}": kind for kind in get_args(Memory)}
+        model = inference_model(subject.model)
+        return {
+            label: while_decoding(model, rows, _DISTANCES, memory)
+            for label, memory in memories.items()
+        }
+
+
+def attention_reach(config: TransformerConfig) -> int | None:
+    """How many positions back stacked windows can carry anything: Y (w - 1); None without limit."""
+    return None if config.window is None else config.num_layers * (config.window - 1)
+
+
+def by_distance(scores: Scores, rows: dict[str, np.ndarray], reach: int | None) -> Records:
+    """Accuracy at query positions: within the reach of attention, in equal buckets beyond it, and
+    over everything beyond."""
+    distance, mask = rows["distance"], rows["loss_mask"]
+    longest = int(distance.max())
+    reach = longest if reach is None else min(reach, longest)
+    edges = np.unique(np.linspace(reach, longest, _BUCKETS_BEYOND + 1).astype(int))
+    buckets = [(0, reach), *zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
+    if reach < longest:
+        buckets.append((reach, longest))
+    records = []
+    for index, (low, high) in enumerate(buckets):
+        chosen = mask & (distance > low) & (distance <= high)
+        if not chosen.any():
+            continue
+        is_total = index == len(buckets) - 1 and reach < longest
+        records.append(
+            {
+                "distance": f"beyond {low}" if is_total else f"{low + 1}-{high}",
+                "is_total": is_total,
+                "queries": int(chosen.sum()),
+                "accuracy": float(scores.is_hit[chosen].mean()),
+            }
+        )
+    return records
+
+
+def while_decoding(
+    model: InferenceModel, needles: Needles, distances: Iterable[int], memory: Memory = "kept"
+) -> Records:
+    """Accuracy at needles that were read as a prompt, after `distances` tokens of haystack that
+    went through `decode` one by one; up to the length of the haystack."""
+    num_rows, num_tokens = needles.haystack.shape
+    max_length = needles.pairs.shape[1] + num_tokens + 1
+    state = start_state(model, num_rows, max_length=max_length)
+    _, state = prefill(model, state, needles.pairs, memory=memory)
+    records, read = [], 0
+    for distance in sorted(distances):
+        for tokens in needles.haystack[:, read:distance].T:
+            _, state = decode(model, state, tokens, memory=memory)
+        read = distance
+        is_hit = np.empty(needles.keys.shape, bool)
+        for index, keys in enumerate(needles.keys.T):
+            # Each query decodes a copy: `decode` donates its state.
+            logits, _ = decode(model, jax.tree.map(jnp.copy, state), keys, memory=memory)
+            is_hit[:, index] = np.asarray(logits).argmax(-1) == needles.values[:, index]
+        records.append(
+            {
+                "distance": str(distance),
+                "queries": is_hit.size,
+                "accuracy": float(is_hit.mean()),
+            }
+        )
+    return records

@@ -1,0 +1,42 @@
+"""Evaluation during training: the tasks of a run on its current parameters, as metrics."""
+
+from collections.abc import Callable
+
+from ttcd_jax.eval.task import Subject
+from ttcd_jax.eval.tasks import TASKS
+from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.directory import RunDirectory, run_tokenizer
+from ttcd_jax.train.loop import StateCallback
+from ttcd_jax.train.state import TrainState, abstract_model, with_params
+
+
+def evaluation_callbacks(
+    config: RunConfig, run_dir: RunDirectory, write: Callable[[int, dict[str, float]], None]
+) -> list[StateCallback]:
+    """One that calls `write` with (steps done, metrics TASK/VARIANT/BUCKET) every `evaluate_every`
+    steps and after the last; none without `evaluate_every`. The rows are made here, once, so that a
+    task that does not fit the data raises its `UserError` before the first step."""
+    every = config.evaluate_every
+    if every is None:
+        return []
+    batch_size = config.batch_size // config.accumulation_steps
+    tasks = [TASKS[name](batch_size=batch_size) for name in config.tasks]
+    data, tokenizer = config.data.to_dict(), run_tokenizer(run_dir)
+    subject = Subject(abstract_model(config.model), tokenizer, data, run_dir.path)
+    made = [(task, task.rows(subject)) for task in tasks]
+
+    def evaluate(step: int, state: TrainState) -> None:
+        if step % every and step != config.steps:
+            return  # the run was stopped: it evaluates where it would have without
+        current = subject._replace(model=with_params(config.model, state["params"]))
+        tables = ((task, task.table(task.series(current, rows))) for task, rows in made)
+        metrics = {
+            f"{task.name}/{variant}/{row[task.key]}": value
+            for task, table in tables
+            for row in table
+            for variant, value in row.items()
+            if variant != task.key and value is not None
+        }
+        write(step, metrics)
+
+    return [StateCallback(every, evaluate)]
