@@ -1,4 +1,4 @@
-"""Measures what the library costs on this machine, a case at a time.
+"""Costs of the library on this machine, a case at a time.
 
     python -m experiments.bench CASE [--quick] [--json=FILE] [flags of the case: CASE --help]
 

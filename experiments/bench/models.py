@@ -55,7 +55,9 @@ class Models:
 class _TwoCalls(DualWindowAttention):
     """The teacher's and the student's view by a call of its own each."""
 
-    def extend(self, h: jax.Array, piece: Piece, cache: KVCache):
+    def extend(
+        self, h: jax.Array, piece: Piece, cache: KVCache
+    ) -> tuple[tuple[jax.Array, jax.Array], KVCache]:
         """((teacher, student), the cache after the piece)."""
         q, k, v = self.project(h, piece.positions(h.shape[1]))
 

@@ -123,7 +123,7 @@ def measured_decode(options: Decode) -> Iterator[list[Row]]:
 
 
 class _Reading:
-    """Reads random rows into an empty state when called: (logits, state). `row` has sizes and, if
+    """Random rows, which a call reads into an empty state: (logits, state). `row` has sizes and, if
     they cannot be read, a note; else `logits` are there. Program bytes are what the compiler plans
     for a piece after a full window, parameters and state included."""
 

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ class Data(Config):
             raise UserError(f"--gin names no file, or one twice: {', '.join(self.gin)}")
 
     def loaded(self) -> dict[str, RunConfig]:
+        """The configurations by file."""
         load = functools.partial(load_config, RunConfig, config_dir=cli.CONFIG_DIR)
         return {gin: load(gin, self.param) for gin in self.gin}
 
@@ -50,6 +52,11 @@ class Step(Data):
 
     saves: NonNegative = 1
     save_dir: str | None = None
+
+    def validate(self) -> None:
+        super().validate()
+        if self.save_dir and not Path(self.save_dir).is_dir():
+            raise UserError(f"--save_dir: no folder {self.save_dir}; create it first")
 
 
 def measured_data(options: Data) -> Iterator[list[Row]]:
