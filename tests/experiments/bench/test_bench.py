@@ -66,7 +66,7 @@ def prompts(*rows):
         assert row["beyond ipttt %"] == pytest.approx(100 * beyond)
     naive, fused = rows["ipttcd_naive", 64], rows["ipttcd", 64]
     assert naive["FLOPs / swa"] == fused["FLOPs / swa"] > 1
-    assert 0 < naive["distance"] < 1e-5, "another program, the same numbers"
+    assert naive["distance"] < 1e-5
     assert fused["program MiB"] == rows["ipttcd", 32]["program MiB"] > fused["state MiB"]
 
 
