@@ -1,252 +1,212 @@
-"""Measures how fast long prompts are read, and what follows them is decoded, by several methods.
+"""Long prompts, read in pieces from an empty state, and greedy decoding after them: several methods
+in one shape, on random tokens."""
 
-    python -m experiments.bench.prefill [--gin=prefill/default.gin] [--lengths=65536,262144]
-        [--batch_sizes=1,4] [--windows=2048,8192,16384] [--models=swa,ipttt,ipttcd_naive,ipttcd]
-        [--decode_batches=1,2,4,8,16,32,64] [--json=FILE] [--picture=FOLDER]
-
-One file describes the shape of all models; method and windows are set here (the student sees half
-of the teacher's), parameters and tokens are random. Rows are read in pieces from an empty state,
-the models take turns. Times and FLOPs (logits of the last token only) stand beside those of SWA and
-IP-TTT; "beyond" is what the times' ratio is above the FLOPs'. Naive IP-TTCD must give the fused
-one's logits, else the exit status is 1. What would not fit or would take too long is left out and
-named. Then memory by length, and decoding behind --decode_context tokens under the first window.
---quick shrinks everything to seconds.
-"""
-
-import json
-from collections.abc import Iterator
-from pathlib import Path
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from absl import flags
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ttcd_kernels import measure
 
 from experiments import cli
+from experiments.bench.frame import MIB, MILLISECOND, Case, Row, over, why_not_run
+from experiments.bench.models import Competitor, Models
+from experiments.gin_loading import load_config
+from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
+from ttcd_jax.inference.decode import decode
+from ttcd_jax.inference.model import InferenceModel
+from ttcd_jax.inference.prefill import PIECE_SIZE, prefill, read_last
+from ttcd_jax.inference.state import InferenceState, start_state
+from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memory_chunk
+from ttcd_jax.train.flops import forward_flops
 
-FLAGS = flags.FLAGS
-flags.DEFINE_string("gin", "prefill/default.gin", "A file in experiments/configs/, or a path.")
-flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
-flags.DEFINE_list("lengths", ["65536", "262144"], "Tokens of a row.")
-flags.DEFINE_list("batch_sizes", ["1", "4"], "Rows.")
-flags.DEFINE_list("windows", ["2048", "8192", "16384"], "Attention windows, the teacher's.")
-flags.DEFINE_list("models", ["swa", "ipttt", "ipttcd_naive", "ipttcd"], "Which models.")
-flags.DEFINE_integer("piece_size", 4096, "Tokens of a row that are read at once.", lower_bound=1)
-flags.DEFINE_string("compute", None, "Dtype of weights and products; default: bfloat16 on a GPU.")
-flags.DEFINE_integer("rounds", 5, "Timed rounds; the models take turns.", lower_bound=1)
-flags.DEFINE_float("max_seconds", 120, "What would take longer a call is not run; 0: nothing.")
-flags.DEFINE_bool("whole_rows", False, "Compile the training forward too: its memory by length.")
-flags.DEFINE_list("decode_batches", [], "Batch sizes of decoding; none: prefill only.")
-flags.DEFINE_integer("decode_context", 8192, "Tokens in front of it.", lower_bound=1)
-flags.DEFINE_integer("decode_steps", 64, "Tokens decoded per timed round.", lower_bound=1)
-flags.DEFINE_bool("quick", False, "Tiny sizes, whatever the other flags say.")
-flags.DEFINE_string("json", None, "File for the report, rewritten after every case.")
-flags.DEFINE_string("picture", None, "Folder for the pictures.")
-
-_QUICK = {
-    "gin": "prefill/cpu.gin",
-    "param": [
-        "TransformerConfig.vocab_size=64",
-        "TransformerConfig.dim=16",
-        "TransformerConfig.num_layers=1",
-        "TransformerConfig.head_dim=8",
-        "TransformerConfig.mlp_dim=32",
-        "MemoryConfig.chunk_size=8",
-        "TargetMemoryConfig.chunk_size=8",
-    ],
-    "lengths": ["32", "64"],
-    "batch_sizes": ["2"],
-    "windows": ["8"],
-    "piece_size": 16,
-    "rounds": 1,
-    "decode_batches": ["2"],
-    "decode_context": 16,
-    "decode_steps": 2,
+BASELINES = ("swa", "ipttt")  # what times and FLOPs are divided by
+# Largest difference of the naive form's logits to the fused one's over the largest logit.
+BOUNDS = {
+    "float32": 1e-3,  # an accelerator multiplies float32 in fewer bits unless told otherwise
+    "bfloat16": 5e-2,  # every layer rounds anew
 }
 
 
-def main(argv: list[str]) -> None:
-    if FLAGS.quick:
-        for name, value in _QUICK.items():
-            setattr(FLAGS, name, value)
-    numbers = {
-        name: _positives(name) for name in ("lengths", "batch_sizes", "windows", "decode_batches")
-    }
-    _check_outputs()
-    from ttcd_kernels import measure
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefill(Config):
+    """Rows of `lengths` tokens under the teacher's `windows`; the student's are half."""
 
-    config = _shape()
-    _check_sizes(config, numbers)
-    environment = measure.environment()
-    print(" ".join(f"{key}={value}" for key, value in environment.items()), flush=True)
-    sizes = numbers | {name: getattr(FLAGS, name) for name in ("models", "piece_size", "rounds")}
-    report: dict[str, Any] = {"environment": environment, "config": config.to_dict()} | sizes
-    report |= {"prefill": [], "memory": [], "decode": []}
-    for kind, rows in _measured(config, numbers):
-        print(f"\n{_TABLES[kind](rows)}", flush=True)
-        report[kind] += [row._asdict() for row in rows]
-        if FLAGS.json:  # after every case: a long run may be cut off
-            Path(FLAGS.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if FLAGS.picture:
-        from experiments.bench.prefill_picture import draw_prefill
+    gin: str = "prefill/default.gin"
+    param: tuple[str, ...] = ()
+    models: tuple[Competitor, ...] = ("swa", "ipttt", "ipttcd_naive", "ipttcd")
+    lengths: tuple[Positive, ...] = (65536, 262144)
+    batch_sizes: tuple[Positive, ...] = (1, 4)
+    windows: tuple[Positive, ...] = (2048, 8192, 16384)
+    piece_size: Positive = PIECE_SIZE
+    rounds: Positive = 5
+    max_seconds: NonNegativeFloat = 120
 
-        print("\n" + "\n".join(map(str, draw_prefill(Path(FLAGS.picture), report))))
-    failed = [row["label"] for row in report["prefill"] if row["note"].startswith(measure.FAILED)]
-    if failed:
-        raise SystemExit(f"failed: {', '.join(dict.fromkeys(failed))}; the notes above say why")
+    def settings(self) -> Iterator[tuple[dict[str, InferenceModel], int, int]]:
+        """(models by name, rows, tokens of a row)."""
+        shape = load_config(TransformerConfig, self.gin, self.param, config_dir=cli.CONFIG_DIR)
+        built = Models(shape)
+        for window in self.windows:
+            models = {name: built.build(name, window) for name in self.models}
+            self._check_pieces(model.config for model in models.values())
+            for batch_size, length in itertools.product(self.batch_sizes, self.lengths):
+                yield models, batch_size, length
 
-
-def _positives(flag: str) -> list[int]:
-    for text in getattr(FLAGS, flag):
-        if not (text.isascii() and text.isdecimal() and int(text)):
-            raise UserError(f"--{flag}: {text!r} is not a positive number, e.g. 4,16")
-    numbers = [int(text) for text in getattr(FLAGS, flag)]
-    if not numbers and flag != "decode_batches":
-        raise UserError(f"--{flag} is empty")
-    return numbers
+    def _check_pieces(self, configs: Iterable[TransformerConfig]) -> None:
+        """One program reads all pieces. Raises `UserError`."""
+        for chunk in filter(None, map(memory_chunk, configs)):
+            small, large = sorted((chunk, self.piece_size))
+            if large % small or (small == chunk and (large // small).bit_count() > 1):
+                raise UserError(
+                    f"--piece_size={self.piece_size} and chunk_size {chunk}: pieces must be chunks "
+                    "times a power of two, or divide them"
+                )
 
 
-def _check_outputs() -> None:
-    if FLAGS.json and not Path(FLAGS.json).parent.is_dir():
-        raise UserError(f"--json: no folder {Path(FLAGS.json).parent}; create it first")
-    if FLAGS.picture and not Path(FLAGS.picture).is_dir():
-        raise UserError(f"--picture: no folder {FLAGS.picture}; create it first")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decode(Prefill):
+    """A timed round takes `steps` tokens of every row after `lengths` ones."""
+
+    models: tuple[Competitor, ...] = ("swa", "ipttt", "ipttcd")
+    lengths: tuple[Positive, ...] = (8192,)
+    batch_sizes: tuple[Positive, ...] = (1, 2, 4, 8, 16, 32, 64)
+    windows: tuple[Positive, ...] = (8192,)
+    steps: Positive = 64
 
 
-def _shape():
-    """The configuration of the file, in the dtype to compute in. Raises `UserError`."""
-    import jax
-
-    from experiments.bench.prefill_models import COMPETITORS
-    from experiments.gin_loading import load_config
-    from ttcd_jax.models.config import TransformerConfig
-    from ttcd_jax.precision import Precision
-
-    for name in FLAGS.models or [""]:
-        if name not in COMPETITORS:
-            raise UserError(f"--models={name} is not one of {', '.join(COMPETITORS)}")
-    config = load_config(TransformerConfig, FLAGS.gin, FLAGS.param, config_dir=cli.CONFIG_DIR)
-    compute = FLAGS.compute or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    return config.replace(precision=Precision(param=compute, compute=compute))
+def prefill_flops(config: TransformerConfig, length: int) -> float:
+    """FLOPs of reading a row, logits of its last token only."""
+    return forward_flops(config, length) - 2 * (length - 1) * config.dim * config.vocab_size
 
 
-def _check_sizes(config, numbers: dict[str, list[int]]) -> None:
-    """Rows are whole pieces, and pieces and chunks fit: one program then reads every piece behind
-    the first windows. Raises `UserError`."""
-    size = FLAGS.piece_size
-    named = [("lengths", length) for length in numbers["lengths"]]
-    if numbers["decode_batches"]:
-        named.append(("decode_context", FLAGS.decode_context))
-    for flag, length in named:
-        if length % size:
-            raise UserError(f"--piece_size={size} does not divide {length} of --{flag}")
-    for chunk in (config.memory.chunk_size, config.target_memory.chunk_size):
-        small, large = sorted((size, chunk))
-        if large % small or (size > chunk and (size // chunk).bit_count() > 1):
-            raise UserError(
-                f"--piece_size={size} and chunk_size {chunk}: pieces must be chunks times a power "
-                "of two, or divide them"
-            )
+def measured_prefill(options: Prefill) -> Iterator[list[Row]]:
+    """A table per window, batch size and length."""
+    for models, batch_size, length in options.settings():
+        make = functools.partial(_Reading, batch_size=batch_size, length=length, options=options)
+        read = {name: make(model) for name, model in models.items()}
+        calls = {name: reading for name, reading in read.items() if not reading.row["note"]}
+        logits = {name: reading.logits for name, reading in calls.items()}
+        seconds = measure.median_seconds(calls, options.rounds)
+        rows = []
+        for name, model in models.items():
+            time = seconds.get(name)
+            row: Row = {"ms": over(time, MILLISECOND), "tokens/s": over(batch_size * length, time)}
+            for base in BASELINES:
+                floor = over(read[name].flops, read[base].flops if base in read else None)
+                ratio = over(time, seconds.get(base))
+                row |= {f"/ {base}": ratio, f"FLOPs / {base}": floor}
+                row[f"beyond {base} %"] = 100 * (ratio / floor - 1) if ratio and floor else None
+            row = {"model": name} | read[name].row | row
+            rows.append(row | checked(name, logits, model.config.precision.compute))
+        yield rows
 
 
-def _measured(config, numbers: dict[str, list[int]]) -> Iterator[tuple[str, list[Any]]]:
-    """(part of the report, its next rows), case by case."""
-    from experiments.bench import prefill_cost as cost
-    from experiments.bench.prefill_models import COMPETITORS, Models
-
-    limits = {name: getattr(FLAGS, name) for name in ("piece_size", "rounds", "max_seconds")}
-    built = Models(config)
-    for window in numbers["windows"]:
-        models = {name: built.build(name, window) for name in FLAGS.models}
-        settings = [
-            cost.Setting(length, batch_size, window)
-            for batch_size in numbers["batch_sizes"]
-            for length in numbers["lengths"]
-        ]
-        for setting in settings:
-            yield "prefill", cost.prefill_rows(models, setting, **limits)
-        if window != numbers["windows"][0]:
-            continue
-        fused = {name: model for name, model in models.items() if not COMPETITORS[name].is_naive}
-        yield (
-            "memory",
-            cost.memory_rows(
-                fused,
-                settings[: len(numbers["lengths"])],
-                piece_size=FLAGS.piece_size,
-                has_whole_rows=FLAGS.whole_rows,
-            ),
-        )
-        for batch_size in numbers["decode_batches"]:
-            steps = {"steps": FLAGS.decode_steps, **limits}
-            yield "decode", cost.decode_rows(fused, batch_size, FLAGS.decode_context, **steps)
+def measured_decode(options: Decode) -> Iterator[list[Row]]:
+    """A table per window, batch size and length: a row per model, and one for its memory off while
+    decoding ("published"). One after another: two states may not fit beside each other."""
+    for models, batch_size, length in options.settings():
+        rows: list[Row] = []
+        for name, model in models.items():
+            read = _Reading(model, batch_size, length, options)
+            for memory in ("kept", "published") if has_in_place_memory(model.config) else ("kept",):
+                time = None if read.row["note"] else _seconds_of_step(read, memory, options)
+                row = {"model": name, "memory": memory} | read.row
+                row |= {"ms a step": over(time, MILLISECOND), "tokens/s": over(batch_size, time)}
+                rows.append(row)
+        base = next((row["ms a step"] for row in rows if row["model"] == "swa"), None)
+        yield [row | {"/ swa": over(row["ms a step"], base)} for row in rows]
 
 
-def _prefill_table(rows) -> str:
-    from ttcd_kernels import measure
+class _Reading:
+    """Random rows, which a call reads into an empty state: (logits, state). `row` has sizes and, if
+    they cannot be read, a note; else `logits` are there. Program bytes are what the compiler plans
+    for a piece after a full window, parameters and state included."""
 
-    from experiments.bench.prefill_cost import BASELINES
+    def __init__(
+        self, model: InferenceModel, batch_size: int, length: int, options: Prefill
+    ) -> None:
+        config, shape = model.config, (batch_size, length)
+        self.model, self._piece_size = model, options.piece_size
+        self._tokens = np.random.default_rng(0).integers(0, config.vocab_size, shape, np.int32)
+        self.flops = batch_size * prefill_flops(config, length)
+        self.row: Row = {"rows": batch_size, "tokens": length, "window": config.window}
+        self.row |= {"state MiB": None, "program MiB": None}
+        try:
+            state = start_state(model, batch_size)
+            self.row["state MiB"] = _bytes(state) / MIB
+            program = self._program_bytes(state)
+            self.row["program MiB"] = program / MIB
+            needed = program - _bytes(model) - _bytes(state)
+            self.row["note"] = why_not_run(needed, self.flops, options.max_seconds)
+            del state
+            if not self.row["note"]:
+                self.logits = np.asarray(self()[0], np.float32)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            self.row["note"] = f"out of memory: {str(error).splitlines()[0][:100]}"
 
-    header = ["tokens", "window", "model", "ms", "min", "max", "tokens/s"]
-    header += [name for base in BASELINES for name in (f"/ {base}", "FLOPs", "beyond %")]
-    header += ["program MiB", "state MiB", "device MiB", "distance", "note"]
-    cells = []
-    for row in rows:
-        line = [f"{row.batch_size} x {row.length:,}", f"{row.window:,}", row.label]
-        line += map(measure.milliseconds, (row.seconds, row.min_seconds, row.max_seconds))
-        line.append(_rate(row))
-        for base in BASELINES:
-            time, flops = (row._asdict()[f"{kind}_over_{base}"] for kind in ("time", "flops"))
-            line += [measure.ratio(time), measure.ratio(flops)]
-            line.append(measure.percent(time / flops - 1 if time and flops else None))
-        line += map(measure.mebibytes, (row.program_bytes, row.state_bytes, row.device_bytes))
-        line += ["-" if row.distance is None else f"{row.distance:.0e}", row.note]
-        cells.append(line)
-    return measure.table(header, cells)
+    def __call__(self) -> Any:
+        state = start_state(self.model, len(self._tokens))
+        return prefill(self.model, state, self._tokens, piece_size=self._piece_size)
 
-
-def _memory_table(rows) -> str:
-    from ttcd_kernels import measure
-
-    header = "tokens", "window", "model", "state MiB", "in pieces MiB", "row at once MiB", "note"
-    cells = [
-        (
-            f"{row.batch_size} x {row.length:,}",
-            f"{row.window:,}",
-            row.label,
-            *map(measure.mebibytes, (row.state_bytes, row.piece_bytes, row.whole_bytes)),
-            row.note,
-        )
-        for row in rows
-    ]
-    return measure.table(header, cells)
-
-
-def _decode_table(rows) -> str:
-    from ttcd_kernels import measure
-
-    header = "batch", "behind", "model", "ms a step", "tokens/s", "/ swa", "state MiB"
-    cells = [
-        (
-            f"{row.batch_size}",
-            f"{row.context:,}",
-            row.label,
-            measure.milliseconds(row.seconds),
-            _rate(row),
-            measure.ratio(row.time_over_swa),
-            measure.mebibytes(row.state_bytes),
-            row.note,
-        )
-        for row in rows
-    ]
-    return measure.table((*header, "note"), cells)
+    def _program_bytes(self, state: InferenceState) -> int:
+        config, B = self.model.config, len(self._tokens)
+        assert config.window is not None
+        hidden = jax.ShapeDtypeStruct((B, config.dim), config.precision.compute_dtype)
+        tokens = jax.ShapeDtypeStruct((B, self._piece_size), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
+        seen: Any = {"halo": config.window - 1, "has_gap": False}
+        lowered = read_last.lower(self.model, state, hidden, tokens, lengths, None, **seen)
+        return measure.needed_bytes(lowered.compile())
 
 
-def _rate(row) -> str:
-    return "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
+def _bytes(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-_TABLES = {"prefill": _prefill_table, "memory": _memory_table, "decode": _decode_table}
+def checked(name: str, logits: dict[str, np.ndarray], compute: str) -> Row:
+    """A model's distance to itself with fused operations, and a note that fails the benchmark where
+    that is too large or not finite."""
+    own, fused = logits.get(name), logits.get(name.removesuffix("_naive"))
+    if own is None or fused is None:
+        return {"distance": None}
+    distance = float(np.abs(own - fused).max() / np.abs(fused).max())
+    bound = BOUNDS[compute]
+    if distance <= bound:
+        return {"distance": distance}
+    note = f"{measure.FAILED}{distance:.1e} from the fused form, the bound is {bound:.0e}"
+    return {"distance": distance, "note": note}
 
 
-if __name__ == "__main__":
-    cli.run(main)
+def _seconds_of_step(read: _Reading, memory: Any, options: Decode) -> float:
+    logits, state = read()
+
+    def take_steps() -> jax.Array:
+        nonlocal logits, state
+        for _ in range(options.steps):
+            logits, state = decode(read.model, state, _greedy(logits), memory=memory)
+        return logits
+
+    return measure.median_seconds({"steps": take_steps}, options.rounds)["steps"] / options.steps
+
+
+@jax.jit
+def _greedy(logits: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+_SMALL = ("vocab_size=64", "dim=16", "num_layers=1", "head_dim=8", "mlp_dim=32")
+_CHUNKS = ("MemoryConfig.chunk_size=8", "TargetMemoryConfig.chunk_size=8")
+_PARAM = (*(f"TransformerConfig.{binding}" for binding in _SMALL), *_CHUNKS)
+_QUICK: Row = {"gin": "prefill/cpu.gin", "param": _PARAM, "lengths": (32, 64), "rounds": 1}
+_QUICK |= {"batch_sizes": (2,), "windows": (8,), "piece_size": 16}
+CASES = {
+    "prefill": Case(Prefill, _QUICK, measured_prefill),
+    "decode": Case(Decode, _QUICK | {"lengths": (16,), "steps": 2}, measured_decode),
+}

@@ -1,0 +1,97 @@
+"""The models that read prompts side by side: one shape, one set of random parameters per method.
+
+`ipttcd_naive` computes what `ipttcd` does with its fused attention taken apart: one single-window
+attention for each view, each over all of its own keys.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+
+from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.methods.in_place import InPlaceSettings
+from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
+from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.block import Views
+from ttcd_jax.nn.dual_window import DualWindowAttention, DualWindowConfig
+from ttcd_jax.nn.row import Piece
+from ttcd_jax.nn.windows import KVCache, attend_cached
+from ttcd_jax.train.state import with_params
+
+Competitor = Literal["swa", "ipttt", "ipttcd_naive", "ipttcd"]
+_NAIVE = "_naive"
+
+
+class Models:
+    """Models of a shape, that of an IP-TTCD model. Parameters are drawn with seed 0; a window
+    changes none."""
+
+    def __init__(self, shape: TransformerConfig) -> None:
+        compute = shape.precision.compute
+        self._shape = shape.replace(precision=shape.precision.replace(param=compute))
+        self._params = functools.cache(self._drawn)
+
+    def config(self, name: str, window: int) -> TransformerConfig:
+        """Of a model under a window, of which the student sees half."""
+        windows = {"window": window, "student_window": max(window // 2, 1)}
+        if name == "swa":
+            return self._shape.replace(method=name, fast_layers=(), memory=None, **windows)
+        memory = self._shape.settings
+        if name == "ipttt":
+            assert isinstance(memory, InPlaceSettings)
+            # Causal and random, so that the memory can be read in pieces and writes something.
+            memory = TargetMemoryConfig(
+                chunk_size=memory.chunk_size, is_conv_causal=True, conv_init="normal"
+            )
+        return self._shape.replace(method=name.removesuffix(_NAIVE), memory=memory, **windows)
+
+    def build(self, name: str, window: int) -> InferenceModel:
+        config = self.config(name, window)
+        model = inference_model(with_params(config, self._params(config.method)))
+        if not name.endswith(_NAIVE):
+            return model
+        blocks = tuple(map(_taken_apart, model.blocks, model.layers))
+        return dataclasses.replace(model, blocks=blocks)
+
+    def _drawn(self, method: str) -> dict[str, Any]:
+        def draw() -> dict[str, Any]:
+            model = Transformer(self.config(method, 1), rngs=nnx.Rngs(0))
+            return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+        return jax.jit(draw)()
+
+
+class _TwoCalls(DualWindowAttention):
+    """The teacher's and the student's view by a call of its own each."""
+
+    def extend(
+        self, x: jax.Array, piece: Piece, state: KVCache, student: jax.Array | None = None
+    ) -> tuple[Views, KVCache]:
+        """(both outputs, the cache after the piece)."""
+        q, k, v = self.project(x, piece.positions(x.shape[1]))
+
+        def view(window: int | None) -> tuple[jax.Array, KVCache]:
+            how = self.config.attention_implementation
+            (seen,), after = attend_cached(q, k, v, piece, state, (window,), how)
+            return self.project_out(seen), after
+
+        (teacher, after), (student, _) = view(self.config.window), view(self.student_window)
+        return Views(teacher, student), after
+
+
+def _taken_apart(graph: nnx.GraphDef, params: Any) -> nnx.GraphDef:
+    """The block's, its fused attention replaced; parameters keep their names."""
+
+    def naive() -> Any:
+        block: Any = nnx.merge(graph, params)
+        fused = block.mixer
+        if isinstance(fused, DualWindowAttention):
+            config = DualWindowConfig(attention=fused.config, student_window=fused.student_window)
+            block.mixer = _TwoCalls(config, rngs=nnx.Rngs(0))
+        return block
+
+    return nnx.split(nnx.eval_shape(naive))[0]
