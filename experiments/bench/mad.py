@@ -99,7 +99,7 @@ def _programs(sizes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
         precision=Precision(compute=sizes["compute"]),
     )
     recipe = sweep.RecipeConfig(epochs=steps, batch_size=batch)
-    every = sweep.Batch(*map(jax.numpy.asarray, rows))
+    every = jax.tree.map(jax.numpy.asarray, rows)
     first = jax.tree.map(lambda x: x[:batch], every)
 
     def made(num_runs: int):
@@ -115,10 +115,10 @@ def _programs(sizes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
     start_one, train_one = made(1)
 
     def at_once():
-        return train_all(start_all(), put[sizes["runs"]][0], 0, 1).step
+        return train_all(start_all(), put[sizes["runs"]][0], 0, 1).train["step"]
 
     def by_epoch():
-        return [train_one(start_one(), put[1][0], 0, 1).step for _ in range(sizes["runs"])]
+        return [train_one(start_one(), put[1][0], 0, 1).train["step"] for _ in range(sizes["runs"])]
 
     def by_step():
         ends = []
@@ -126,7 +126,7 @@ def _programs(sizes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
             state = start_one()
             for step in range(steps):
                 state = train_one(state, put[1][1], step, step + 1)
-            ends.append(state.step)
+            ends.append(state.train["step"])
         return ends
 
     programs = {

@@ -1,10 +1,10 @@
-"""The models of the MAD tasks: two small blocks of any method behind one of two heads.
+"""The models of the MAD tasks: two small blocks of any method and one of two heads.
 
 Next-token tasks take a `Transformer` with an untied head. Compression takes an `Autoencoder`: the
 row has to be read back from the hidden state of its last token alone.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from ttcd_jax.precision import Precision
 # The seven methods that are compared.
 MADMethod = Literal["ipttcd", "ipttt", "deltanet", "gated_deltanet", "lact", "swa", "full"]
 MAD_METHODS: tuple[MADMethod, ...] = get_args(MADMethod)
-_WINDOWED = ("ipttcd", "ipttt", "lact", "swa")
 _LONGEST_WAVE = 10_000.0
 
 
@@ -39,14 +38,13 @@ def mad_config(
     init_std: float = 0.02,
     precision: Precision = Precision(),
 ) -> TransformerConfig:
-    """Two layers with four heads, both fast; the student's window and the chunk are half of
-    `window`.
+    """Two layers with four heads, both fast where a method has fast layers; the student's window
+    and the chunk are half of `window`.
 
-    Methods are as published for training from scratch; rows are short enough for the cheapest form
-    of the memory to differ with their length. What is published of LaCT leaves its start
-    open: full matrices here, one fast head per attention head, no Muon.
+    Methods are as published for training from scratch; rows are so short that the forms of a memory
+    cost the same. The publication of LaCT does not specify its initial state: here full matrices,
+    one fast head per attention head, no Muon.
     """
-    chunk = window // 2
     return TransformerConfig(
         vocab_size=vocab_size,
         dim=dim,
@@ -54,20 +52,31 @@ def mad_config(
         num_heads=4,
         mlp_dim=mlp_dim,
         method=method,
-        window=window if method in _WINDOWED else None,
-        student_window=chunk,
-        fast_layers=(0, 1),
-        memory=MemoryConfig(chunk_size=chunk, block_chunks=1),
-        target_memory=TargetMemoryConfig(chunk_size=chunk, block_chunks=1),
-        lact=LaCTMemoryConfig(chunk_size=chunk, low_rank=None),
         has_tied_head=False,
         init_std=init_std,
         precision=precision,
+        **_own_fields(method, window, window // 2),
     )
 
 
+def _own_fields(method: MADMethod, window: int, chunk: int) -> dict[str, Any]:
+    """The fields of `TransformerConfig` that this method reads and not every other."""
+    in_place = {"window": window, "fast_layers": (0, 1)}
+    fields = {
+        "ipttcd": in_place
+        | {
+            "student_window": chunk,
+            "memory": MemoryConfig(chunk_size=chunk, block_chunks=1),
+        },
+        "ipttt": in_place | {"target_memory": TargetMemoryConfig(chunk_size=chunk, block_chunks=1)},
+        "lact": {"window": window, "lact": LaCTMemoryConfig(chunk_size=chunk, low_rank=None)},
+        "swa": {"window": window},
+    }
+    return fields.get(method, {})
+
+
 def switched_off(config: TransformerConfig, length: int) -> TransformerConfig | None:
-    """The same parameters with a memory that nothing is read from; None where the memory is the
+    """The same parameters with a memory from which nothing is read; None where the memory is the
     mixer itself, or where there is none. LaCT learns nothing in a row of one chunk."""
     if config.method == "lact":
         return config.replace(lact=config.lact.replace(chunk_size=length))
@@ -84,12 +93,11 @@ def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:
 
 
 class Autoencoder(Transformer):
-    """tokens [B, T] -> logits [B, T, V] of the same tokens, from the last position's state c [B, D]
-    alone:
+    """Logits [B, T, V] of the tokens [B, T] from the state c [B, D] of their last position alone:
 
         y_n = gelu(RMSNorm(gelu(RMSNorm(c + sinusoids_n) W_1 + b_1)) W_2 + b_2)
 
-    The final norm and the untied head of the transformer follow y; its blocks end without them.
+    The final norm and the untied head of the transformer are applied to y, not to its blocks.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -107,12 +115,12 @@ class Autoencoder(Transformer):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
-        """(what the head reads, statistics [fast layers] in layer order)."""
+        """(the input of the head, statistics [fast layers] in layer order)."""
         h, stats = self.residual(tokens, segment_ids, positions)
         return self.decode(h[:, -1], tokens.shape[1]), stats
 
     def decode(self, code: Float[Array, "B D"], length: int) -> Float[Array, "B T D"]:
-        """What the head reads, out of c."""
+        """The input of the head, from c."""
         y = code[:, None] + sinusoids(length, self.config.dim).astype(code.dtype)
         for layer in (1, 2):
             y = self._decoder_layer(y, layer)
