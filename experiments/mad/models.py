@@ -4,14 +4,16 @@ Next-token tasks take a `Transformer` with an untied head. Compression takes an 
 row has to be read back from the hidden state of its last token alone.
 """
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from experiments.mad.tasks.settings import PUBLISHED
 from ttcd_jax.axes import param
+from ttcd_jax.config import Bound
 from ttcd_jax.methods.in_place import MemoryStats
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
@@ -22,9 +24,9 @@ from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.precision import Precision
 
-# The seven methods that are compared.
-MADMethod = Literal["ipttcd", "ipttt", "deltanet", "gated_deltanet", "lact", "swa", "full"]
-MAD_METHODS: tuple[MADMethod, ...] = get_args(MADMethod)
+# The methods with published scores, and what their memory adds to.
+MAD_METHODS = (*PUBLISHED, "swa", "full")
+MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
 _LONGEST_WAVE = 10_000.0
 
 
@@ -51,28 +53,25 @@ def mad_config(
         num_layers=2,
         num_heads=4,
         mlp_dim=mlp_dim,
-        method=method,
         has_tied_head=False,
         init_std=init_std,
         precision=precision,
-        **_own_fields(method, window, window // 2),
+        **_method_fields(method, window, window // 2),
     )
 
 
-def _own_fields(method: MADMethod, window: int, chunk: int) -> dict[str, Any]:
-    """The fields of `TransformerConfig` that this method reads and not every other."""
+def _method_fields(method: MADMethod, window: int, chunk: int) -> dict[str, Any]:
+    """`method` and the fields of `TransformerConfig` that not every method reads."""
     in_place = {"window": window, "fast_layers": (0, 1)}
+    memory = MemoryConfig(chunk_size=chunk, block_chunks=1)
+    target_memory = TargetMemoryConfig(chunk_size=chunk, block_chunks=1)
     fields = {
-        "ipttcd": in_place
-        | {
-            "student_window": chunk,
-            "memory": MemoryConfig(chunk_size=chunk, block_chunks=1),
-        },
-        "ipttt": in_place | {"target_memory": TargetMemoryConfig(chunk_size=chunk, block_chunks=1)},
+        "ipttcd": in_place | {"student_window": chunk, "memory": memory},
+        "ipttt": in_place | {"target_memory": target_memory},
         "lact": {"window": window, "lact": LaCTMemoryConfig(chunk_size=chunk, low_rank=None)},
         "swa": {"window": window},
     }
-    return fields.get(method, {})
+    return {"method": method} | fields.get(method, {})
 
 
 def switched_off(config: TransformerConfig, length: int) -> TransformerConfig | None:

@@ -10,19 +10,13 @@ from experiments.mad.models import mad_model, switched_off
 from experiments.mad.scores import batch_scores, summed_loss
 from experiments.mad.sweep import Problem
 from experiments.mad.tasks.config import MADConfig
+from experiments.mad.tasks.settings import TASKS
 from ttcd_jax.models.catalog import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.step import Batch, Metrics
 
 # The teacher's window by task; the student's and the chunk are half of it.
-WINDOWS = {
-    "in-context-recall": 32,
-    "noisy-in-context-recall": 32,
-    "fuzzy-in-context-recall": 32,
-    "selective-copying": 32,
-    "compression": 16,
-    "memorization": 16,
-}
+WINDOWS = dict.fromkeys(TASKS, 32) | {"compression": 16, "memorization": 16}
 
 
 def mad_problem(task: MADConfig, model: TransformerConfig) -> Problem:

@@ -12,16 +12,6 @@ from experiments.mad.sweep import Hyper, Problem, Programs, RecipeConfig, progra
 from experiments.mad.tasks.instances import Splits
 
 
-class Evaluation(NamedTuple):
-    """All active runs after an epoch, for a progress line."""
-
-    epoch: int
-    epochs: int
-    group: int
-    groups: int
-    best_accuracy: float  # of the group, macro
-
-
 class Outcome(NamedTuple):
     """One run. `metrics` are those of the epoch that the recipe selects, None for a run that
     failed: it has a curve until then, but no score. `curve`: epoch, macro accuracy and loss on the
@@ -53,11 +43,12 @@ def train_runs(
     hyper: Hyper,
     *,
     budget_bytes: int | None = None,
-    on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
+    on_evaluation: Callable[[float, float], None] = lambda done, accuracy: None,
 ) -> list[Outcome]:
     """All runs of `hyper`, in its order. `budget_bytes`: the memory of a device for its part of a
     group; by the compiler's account of all runs together, they are trained in as few groups as fit.
-    Devices beyond the number of runs stay idle."""
+    Devices beyond the number of runs stay idle. `on_evaluation` gets the part of the work that is
+    done and the best macro accuracy of the group."""
     num_runs = len(hyper.rate)
     devices = jax.devices()[:num_runs]
     mesh = sweep_mesh(devices)
@@ -69,14 +60,14 @@ def train_runs(
     fitting = group_size(num_runs, len(devices), needed, budget_bytes)
     if fitting != size:
         size, compiled = fitting, _compiled(jitted, fitting, splits)
-    outcomes, groups = [], range(0, num_runs, size)
-    for group, first in enumerate(groups):
+    outcomes = []
+    for first in range(0, num_runs, size):
+
+        def report(done: float, accuracy: float, first: int = first) -> None:
+            on_evaluation(min((first + done * size) / num_runs, 1.0), accuracy)
+
         # The last group is filled up with copies of the last run: one program for all groups.
         index = np.minimum(np.arange(first, first + size), num_runs - 1)
-
-        def report(epoch: int, epochs: int, accuracy: float, group: int = group) -> None:
-            on_evaluation(Evaluation(epoch, epochs, group, len(groups), accuracy))
-
         part = Hyper(*(np.asarray(x)[index] for x in hyper))
         outcomes += _train_group(config, compiled, splits, part, report)
     return outcomes[:num_runs]
@@ -112,7 +103,7 @@ def _train_group(
     compiled: Programs,
     splits: Splits,
     part: Hyper,
-    report: Callable[[int, int, float], None],
+    report: Callable[[float, float], None],
 ) -> list[Outcome]:
     hyper, epochs = _on_device(part), config.num_epochs(len(splits.train.inputs))
     state, every = compiled.init(hyper), config.epochs_per_evaluation(epochs)
@@ -122,7 +113,7 @@ def _train_group(
         state = compiled.train(state, hyper, splits.train, first, stop)
         metrics = jax.device_get(compiled.measure(state.train["params"], splits.test))
         history.append(_Point(stop, is_active, np.asarray(state.loss), metrics))
-        report(stop, epochs, float(metrics["macro_accuracy"].max()))
+        report(stop / epochs, float(metrics["macro_accuracy"].max()))
         is_active = np.asarray(state.is_active)
         if config.stops_at is not None:
             is_active = is_active & (metrics["macro_accuracy"] <= config.stops_at)
