@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     from experiments.gin_loading import load_config
     from experiments.mad.config import MADSweepConfig, plan
     from experiments.mad.picture import draw_curves
-    from experiments.mad.records import check_beside, gather
+    from experiments.mad.records import gather
     from experiments.mad.report import report
     from experiments.mad.training import train_jobs
     from ttcd_jax.run.directory import RunDirectory
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
         return
     cli.use_every_core()
     beside = [Path(other) for other in FLAGS.beside]
-    check_beside(beside)
+    gather(beside)  # A mistake in them is reported before anything is trained.
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / f"mad-{Path(FLAGS.gin).stem}")
     with run_dir.lock(waits=True):
         run_dir.claim(config.comparable(), " ".join(sys.argv) + "\n", {"seed": config.data_seed})

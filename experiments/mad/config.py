@@ -17,8 +17,6 @@ from ttcd_jax.precision import Precision
 
 # Fields that choose what is trained, or where it fits, and leave every result as it is.
 _SELECTION = ("tasks", "settings", "methods", "memory_gib")
-
-
 DISTINCT = Bound("one or more, none twice", lambda values: 0 < len(values) == len(set(values)))
 
 
@@ -93,15 +91,13 @@ def hyper(config: MADSweepConfig) -> Hyper:
 def plan(config: MADSweepConfig) -> str:
     """A line per job, and the number of runs."""
     every_job, runs = jobs(config), len(hyper(config).rate)
-    num_settings = len({(job.setting.config.task, job.setting.name) for job in every_job})
+    num_settings = len({job.setting for job in every_job})
     lines = [
         f"{job.name}: {runs} runs of {job.num_steps:,} steps ({job.num_epochs} epochs)"
         for job in every_job
     ]
-    return "\n".join(lines) + (
-        f"\n{num_settings} settings, {runs * num_settings} runs per method, "
-        f"{runs * len(every_job)} runs in all"
-    )
+    total = f"{runs * num_settings} runs per method, {runs * len(every_job)} runs in all"
+    return "\n".join([*lines, f"{num_settings} settings, {total}"])
 
 
 def model_of(config: MADSweepConfig, job: Job) -> TransformerConfig:

@@ -22,42 +22,24 @@ from ttcd_jax.models.catalog import TransformerConfig, without_memory
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
-from ttcd_jax.precision import Precision
 
-# The methods with published scores, and what their memory adds to.
+# The methods with published scores, and the two without a memory.
 MAD_METHODS = (*PUBLISHED, "swa", "full")
 MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
 _LONGEST_WAVE = 10_000.0
 
 
-def mad_config(
-    method: MADMethod,
-    *,
-    vocab_size: int,
-    window: int,
-    dim: int = 128,
-    mlp_dim: int = 256,
-    init_std: float = 0.02,
-    precision: Precision = Precision(),
-) -> TransformerConfig:
-    """Two layers with four heads, both fast where a method has fast layers; the student's window
-    and the chunk are half of `window`.
+def mad_config(method: MADMethod, *, window: int, **fields: Any) -> TransformerConfig:
+    """Two layers with four heads, both fast where a method has fast layers, of the published sizes
+    unless `fields` (vocab_size, and any others) change them; the student's window and the chunk are
+    half of `window`.
 
     Methods are as published for training from scratch; rows are so short that the forms of a memory
     cost the same. The publication of LaCT does not specify its initial state: here full matrices,
     one fast head per attention head, no Muon.
     """
-    return TransformerConfig(
-        vocab_size=vocab_size,
-        dim=dim,
-        num_layers=2,
-        num_heads=4,
-        mlp_dim=mlp_dim,
-        has_tied_head=False,
-        init_std=init_std,
-        precision=precision,
-        **_method_fields(method, window, window // 2),
-    )
+    sizes = {"dim": 128, "num_layers": 2, "num_heads": 4, "mlp_dim": 256, "has_tied_head": False}
+    return TransformerConfig(**sizes | _method_fields(method, window, window // 2) | fields)
 
 
 def _method_fields(method: MADMethod, window: int, chunk: int) -> dict[str, Any]:

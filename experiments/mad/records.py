@@ -48,6 +48,8 @@ class Records:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """All records. Raises `UserError` naming a file that is damaged."""
+        if not self._folder.is_dir():
+            raise UserError(f"{self._folder.parent} holds no records: give the folder of a sweep")
         for path in sorted(self._folder.glob("*.json")):
             try:
                 yield json.loads(path.read_text(encoding="utf-8"))
@@ -60,15 +62,9 @@ class Records:
         return self._folder / f"{job.name}.json"
 
 
-def check_beside(sweeps: Sequence[Path]) -> None:
-    """Raises `UserError` naming a directory that has no records."""
-    for sweep in sweeps:
-        if not (sweep / "records").is_dir():
-            raise UserError(f"--beside={sweep} holds no records: give the directory of a sweep")
-
-
 def gather(sweeps: Sequence[Path]) -> list[dict[str, Any]]:
-    """The records of several sweeps. Raises `UserError` where two have the same job."""
+    """The records of several sweeps. Raises `UserError` where one has none, or two have the same
+    job."""
     records: dict[tuple[str, str, str], dict[str, Any]] = {}
     for sweep in sweeps:
         for record in Records(sweep / "records").read():

@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
     failed_at: int | None
     epoch: int | None
     metrics: dict[str, Any] | None
-    curve: list[dict[str, float]]
+    curve: list[dict[str, float | None]]
 
 
 class _Point(NamedTuple):
@@ -131,18 +131,10 @@ def _outcome(
     config: RecipeConfig, hyper: Hyper, history: list[_Point], run: int, steps: int, failed_at: int
 ) -> Outcome:
     points = [point for point in history if point.was_active[run]]
-    curve = [
-        {
-            "epoch": point.epoch,
-            "macro_accuracy": float(point.metrics["macro_accuracy"][run]),
-            "loss": float(point.metrics["loss"][run]),
-            "training_loss": _finite(float(point.training_loss[run])),
-        }
-        for point in points
-    ]
     chosen = points[-1]
     if config.selects == "best_test_loss":
         chosen = min(points, key=lambda point: point.metrics["loss"][run])
+    metrics = {name: x[run].tolist() for name, x in chosen.metrics.items()}
     has_failed = failed_at >= 0
     return Outcome(
         rate=float(hyper.rate),
@@ -151,11 +143,14 @@ def _outcome(
         steps=int(steps),
         failed_at=int(failed_at) if has_failed else None,
         epoch=None if has_failed else chosen.epoch,
-        metrics=None if has_failed else {k: x[run].tolist() for k, x in chosen.metrics.items()},
-        curve=curve,
+        metrics=None if has_failed else metrics,
+        curve=[_curve_point(point, run) for point in points],
     )
 
 
-def _finite(x: float) -> float | None:
-    """JSON knows no NaN."""
-    return x if np.isfinite(x) else None
+def _curve_point(point: _Point, run: int) -> dict[str, float | None]:
+    training_loss = float(point.training_loss[run])
+    scores = {name: float(point.metrics[name][run]) for name in ("macro_accuracy", "loss")}
+    # JSON has no NaN.
+    finite_loss = training_loss if np.isfinite(training_loss) else None
+    return {"epoch": point.epoch} | scores | {"training_loss": finite_loss}

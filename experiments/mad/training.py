@@ -25,8 +25,9 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
     progress, rows = _Progress(pending), functools.lru_cache(maxsize=1)(instances)
     for job in pending:
         with records.claim(job) as is_ours:
-            progress.start(job)
+            progress.leave(job)
             if is_ours:
+                progress.start(job)
                 record = _train(config, job, rows, progress)
                 records.write(job, record)
                 progress.finish(record)
@@ -71,9 +72,12 @@ class _Progress:
         self._waiting, self._total = list(pending), len(pending)
         self._seconds, self._tokens = 0.0, 0.0
 
+    def leave(self, job: Job) -> None:
+        """The job is trained here, or was claimed by another process."""
+        self._waiting.remove(job)
+
     def start(self, job: Job) -> None:
         self._job, self._since = job, time.monotonic()
-        self._waiting.remove(job)
         self._show_live("compiling")
 
     def show(self, done: float, accuracy: float) -> None:

@@ -51,12 +51,8 @@ class Setting(NamedTuple):
 def settings(task: str) -> tuple[Setting, ...]:
     """All settings of a task, its baseline first."""
     first = Setting(DEFAULT, BASELINES[task], _NUM_TRAIN.get(task, _USUAL_NUM_TRAIN))
-    changed = [
-        _changed(first, field, value)
-        for field, values in _CHANGES[task].items()
-        for value in values
-    ]
-    return (first, *changed)
+    changes = [(field, value) for field, values in _CHANGES[task].items() for value in values]
+    return (first, *(_changed(first, *change) for change in changes))
 
 
 def _changed(baseline: Setting, field: str, value: Any) -> Setting:
