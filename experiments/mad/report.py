@@ -21,39 +21,36 @@ Record = dict[str, Any]
 _SCORE = "macro_accuracy"
 
 
-def best_run(record: Record) -> dict[str, Any] | None:
-    """The pair of rate and decay with the highest mean accuracy over the seeds, as one run whose
-    metrics are the means; None where every pair has a run that failed."""
-    groups: dict[tuple[float, float], list[dict[str, Any]]] = {}
+def _best_pair(record: Record) -> list[dict[str, Any]]:
+    """The runs, one per seed, of the pair of rate and decay with the highest mean accuracy; none
+    where every pair has a run that failed."""
+    pairs: dict[tuple[float, float], list[dict[str, Any]]] = {}
     for run in record["runs"]:
-        groups.setdefault((run["rate"], run["weight_decay"]), []).append(run)
-    whole = [_mean_run(runs) for runs in groups.values() if all(run["metrics"] for run in runs)]
-    return max(whole, key=lambda run: run["metrics"][_SCORE], default=None)
+        pairs.setdefault((run["rate"], run["weight_decay"]), []).append(run)
+    complete = [runs for runs in pairs.values() if all(run["metrics"] for run in runs)]
+    return max(complete, key=lambda runs: _mean_metrics(runs)[_SCORE], default=[])
 
 
-def _mean_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    names = runs[0]["metrics"]
-    means = {
-        name: np.mean([run["metrics"][name] for run in runs], axis=0).tolist() for name in names
-    }
-    return runs[0] | {"metrics": means}
+def _mean_metrics(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    names = runs[0]["metrics"] if runs else ()
+    return {name: np.mean([run["metrics"][name] for run in runs], axis=0) for name in names}
+
+
+def best_run(record: Record) -> dict[str, Any] | None:
+    """The best pair of rate and decay as one run, whose metrics are the means over the seeds."""
+    runs = _best_pair(record)
+    return runs[0] | {"metrics": _mean_metrics(runs)} if runs else None
 
 
 def best_curve(record: Record) -> np.ndarray | None:
     """[evaluations, 2]: step and macro accuracy of the best pair of rate and decay, mean over
     the seeds; None where every pair failed."""
-    best = best_run(record)
-    if best is None:
-        return None
-    pair = best["rate"], best["weight_decay"]
-    steps_per_epoch = record["steps"] / record["epochs"]
-    return mean_curve(
-        [
-            np.array([(p["epoch"] * steps_per_epoch, p["macro_accuracy"]) for p in run["curve"]])
-            for run in record["runs"]
-            if (run["rate"], run["weight_decay"]) == pair
-        ]
-    )
+    steps = record["steps"] / record["epochs"]
+    curves = [
+        np.array([(point["epoch"] * steps, point["macro_accuracy"]) for point in run["curve"]])
+        for run in _best_pair(record)
+    ]
+    return mean_curve(curves) if curves else None
 
 
 def mean_curve(curves: list[np.ndarray]) -> np.ndarray:
@@ -81,7 +78,7 @@ def score_table(records: list[Record]) -> list[dict[str, str]]:
     for method in methods_of(records):
         row, scores, published = {"method": METHODS[method].label}, [], []
         for task in tasks_of(records):
-            metrics = _mean_metrics(records, task, method)
+            metrics = _task_metrics(records, task, method)
             cell = "-"
             if metrics:
                 scores.append(100 * metrics[_SCORE])
@@ -103,7 +100,7 @@ def memory_table(records: list[Record]) -> list[dict[str, str]]:
     rows = []
     for task in tasks_of(records):
         for method in methods_of(records):
-            metrics = _mean_metrics(records, task, method)
+            metrics = _task_metrics(records, task, method)
             if not metrics or f"{_SCORE}_off" not in metrics:
                 continue
             row = {"task": task, "method": METHODS[method].label}
@@ -171,14 +168,11 @@ def methods_of(records: list[Record]) -> list[str]:
     return [name for name in MAD_METHODS if any(record["method"] == name for record in records)]
 
 
-def _mean_metrics(records: list[Record], task: str, method: str) -> dict[str, Any]:
+def _task_metrics(records: list[Record], task: str, method: str) -> dict[str, Any]:
     """Metrics of the best runs, mean over the settings that have one; the footnotes report how many
     runs failed."""
     chosen = [r for r in records if r["task"] == task and r["method"] == method]
-    best = [run["metrics"] for run in map(best_run, chosen) if run is not None]
-    if not best:
-        return {}
-    return {name: np.mean([metrics[name] for metrics in best], axis=0) for name in best[0]}
+    return _mean_metrics([run for run in map(best_run, chosen) if run is not None])
 
 
 def _span(values: Iterable[int]) -> str:

@@ -76,8 +76,8 @@ class Hyper(NamedTuple):
 
 class Problem(NamedTuple):
     """One run's functions: `init(key)` gives parameters, `loss_sum(params, batch)` the loss summed
-    over the scored targets of a batch (`take_rows`), `measure(params, rows)` what is averaged over
-    the batches of the test rows; among it `loss` and `macro_accuracy`."""
+    over the scored targets of a batch (`take_rows`), `measure(params, batch)` the measures that are
+    averaged over the batches of the test rows; among them `loss` and `macro_accuracy`."""
 
     init: Callable[[jax.Array], Params]
     loss_sum: Callable[[Params, Batch], jax.Array]
@@ -158,11 +158,12 @@ def _train(
     problem: Problem,
     epochs: int,
     rows: Rows,
-    epochs_range: tuple[jax.Array, jax.Array],
+    first: jax.Array,
+    stop: jax.Array,
     run: RunState,
     hyper: Hyper,
 ) -> RunState:
-    """Epochs first .. stop - 1 of one run, each over all rows in an order of its own."""
+    """Epochs first .. stop - 1 of one run, each over all rows in a new order."""
     key = jax.random.fold_in(jax.random.key(hyper.seed), 1)
     num_rows = len(rows.inputs)
 
@@ -170,10 +171,9 @@ def _train(
         epoch = jnp.asarray(step) // config.steps_per_epoch(num_rows)
         return rate_of_epoch(config, hyper.rate, epoch, epochs)
 
-    def loss_sum(params: Params, batch: Batch) -> tuple[jax.Array, None]:
-        return problem.loss_sum(params, batch), None
-
-    gradients = jax.value_and_grad(loss_sum, has_aux=True)
+    gradients = jax.value_and_grad(
+        lambda params, batch: (problem.loss_sum(params, batch), None), has_aux=True
+    )
     step = step_with(gradients, _optimizer(config, rate, hyper.weight_decay), rate)
 
     def epoch_of(epoch: jax.Array, run: RunState) -> RunState:
@@ -186,7 +186,7 @@ def _train(
         loss = jnp.where(run.is_active, jnp.mean(losses).astype(jnp.float32), run.loss)
         return new._replace(loss=loss)
 
-    return jax.lax.fori_loop(*epochs_range, epoch_of, run)
+    return jax.lax.fori_loop(first, stop, epoch_of, run)
 
 
 def _measure(config: RecipeConfig, problem: Problem, rows: Rows, params: Params) -> Metrics:
@@ -208,8 +208,8 @@ def programs(config: RecipeConfig, problem: Problem, epochs: int, mesh: Mesh) ->
     def init(hyper: Hyper) -> RunState:
         return jax.vmap(functools.partial(_init, config, problem))(hyper)
 
-    def train(state: RunState, hyper: Hyper, rows: Rows, first, stop) -> RunState:
-        run = functools.partial(_train, config, problem, epochs, rows, (first, stop))
+    def train(state: RunState, hyper: Hyper, rows: Rows, *epochs_range: jax.Array) -> RunState:
+        run = functools.partial(_train, config, problem, epochs, rows, *epochs_range)
         return jax.vmap(run)(state, hyper)
 
     def measure(params: Params, rows: Rows) -> Metrics:
