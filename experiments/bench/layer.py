@@ -17,6 +17,7 @@ from experiments import cli
 from experiments.bench.frame import MIB, MILLISECOND, TERA, Case, Row, over, why_not_run
 from experiments.gin_loading import load_config
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import Remat
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.config import RunConfig
@@ -44,12 +45,14 @@ def measured(options: Layer) -> Iterator[list[Row]]:
     config = load_config(RunConfig, options.gin, options.param, config_dir=cli.CONFIG_DIR).model
     fast: Any = {"num_layers": options.num_layers, "fast_layers": (*range(options.num_layers),)}
     config = config.replace(vocab_size=256, **fast)
+    settings = config.settings
+    assert isinstance(settings, MemoryConfig)
     for length in options.lengths:
         calls, rows = {}, {}
         flops = length * training_flops_per_token(config, length)
         for form, remat in itertools.product(options.forms, options.remat):
             # The published start leaves a fast layer's output zero, and zeros run faster.
-            memory = config.settings.replace(form=form, teacher_conv_init="identity")
+            memory = settings.replace(form=form, teacher_conv_init="identity")
             compiled, draw = _gradient(config.replace(memory=memory, remat=remat), length)
             note = why_not_run(measure.needed_bytes(compiled), flops, options.max_seconds)
             if not note:

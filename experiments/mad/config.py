@@ -17,8 +17,6 @@ from ttcd_jax.precision import Precision
 
 # Fields that choose what is trained, or where it fits, and leave every result as it is.
 _SELECTION = ("tasks", "settings", "methods", "memory_gib")
-
-
 DISTINCT = Bound("one or more, none twice", lambda values: 0 < len(values) == len(set(values)))
 
 
@@ -27,10 +25,10 @@ class MADSweepConfig(Config):
     """Every setting of `tasks` is trained with every method and with each of `rates` times
     `weight_decays` times `seeds`, which are one compiled program.
 
-    `num_train` lowers the number of training rows, `num_test` is the number of test rows: reduced
-    budgets, told in every table. `init_std` belongs to all normal initialisations; with a larger
-    one recall is learned from far fewer rows (experiments/RESULTS.md). `memory_gib`: what a device
-    may use, default what it has.
+    `num_train` lowers the number of training rows, `num_test` is the number of test rows; every
+    table states both. `init_std` is that of all normal initialisations; with a larger one recall is
+    learned from far fewer rows (experiments/RESULTS.md). `memory_gib`: the memory of a device that
+    may be used, by default all of it.
     """
 
     recipe: RecipeConfig
@@ -55,12 +53,13 @@ class MADSweepConfig(Config):
 
 
 class Job(NamedTuple):
-    """A setting and a method: what is trained at once and recorded as one."""
+    """A setting and a method: its runs are trained at once and recorded as one."""
 
     setting: Setting
     method: MADMethod
     num_train: int
     num_epochs: int
+    num_steps: int
 
     @property
     def name(self) -> str:
@@ -68,15 +67,18 @@ class Job(NamedTuple):
 
 
 def jobs(config: MADSweepConfig) -> list[Job]:
-    """Setting after setting, its methods beside each other: they share the rows."""
-    found = []
-    for task in config.tasks:
-        chosen = settings(task) if config.settings == "all" else settings(task)[:1]
-        for setting, method in itertools.product(chosen, config.methods):
-            num_train = min(setting.num_train, config.num_train or setting.num_train)
-            epochs = config.recipe.num_epochs(num_train)
-            found.append(Job(setting, method, num_train, epochs))
-    return found
+    """Setting after setting, the methods of one together: they share the rows."""
+    stop = None if config.settings == "all" else 1
+    chosen = [setting for task in config.tasks for setting in settings(task)[:stop]]
+    return [_job(config, *pair) for pair in itertools.product(chosen, config.methods)]
+
+
+def _job(config: MADSweepConfig, setting: Setting, method: MADMethod) -> Job:
+    num_train = min(setting.num_train, config.num_train or setting.num_train)
+    epochs = config.recipe.num_epochs(num_train)
+    return Job(
+        setting, method, num_train, epochs, epochs * config.recipe.steps_per_epoch(num_train)
+    )
 
 
 def hyper(config: MADSweepConfig) -> Hyper:
@@ -84,6 +86,18 @@ def hyper(config: MADSweepConfig) -> Hyper:
     grid = itertools.product(config.rates, config.weight_decays, config.seeds)
     rates, weight_decays, seeds = zip(*grid, strict=True)
     return Hyper(np.array(rates), np.array(weight_decays), np.array(seeds))
+
+
+def plan(config: MADSweepConfig) -> str:
+    """A line per job, and the number of runs."""
+    every_job, runs = jobs(config), len(hyper(config).rate)
+    num_settings = len({job.setting for job in every_job})
+    lines = [
+        f"{job.name}: {runs} runs of {job.num_steps:,} steps ({job.num_epochs} epochs)"
+        for job in every_job
+    ]
+    total = f"{runs * num_settings} runs per method, {runs * len(every_job)} runs in all"
+    return "\n".join([*lines, f"{num_settings} settings, {total}"])
 
 
 def model_of(config: MADSweepConfig, job: Job) -> TransformerConfig:

@@ -1,5 +1,4 @@
-"""How many directions the keys of a memory span: a memory whose keys lie along few mixes up what it
-stores."""
+"""The number of directions that the keys of a memory span: with few, its entries interfere."""
 
 from typing import Any
 
@@ -19,7 +18,7 @@ def effective_rank(x: Float[Array, "*rows F"]) -> Float[Array, ""]:
     an orthogonal x, 1 for a single direction, and for a matrix of zeros."""
     flat = x.reshape(-1, x.shape[-1]).astype(jnp.promote_types(x.dtype, jnp.float32))
     squares = jnp.linalg.eigvalsh(jnp.einsum("TF,TE->FE", flat, flat))
-    # Rounding leaves directions that are not there at about eps of the largest square.
+    # Rounding gives absent directions about eps of the largest square.
     floor = squares.max() * len(squares) * jnp.finfo(flat.dtype).eps
     sizes = jnp.sqrt(jnp.where(squares > floor, squares, 0))
     shares = sizes / jnp.maximum(sizes.sum(), jnp.finfo(flat.dtype).tiny)

@@ -1,18 +1,19 @@
-"""The models of the MAD tasks: two small blocks of any method behind one of two heads.
+"""The models of the MAD tasks: two small blocks of any method and one of two heads.
 
 Next-token tasks take a `Transformer` with an untied head. Compression takes an `Autoencoder`: the
 row has to be read back from the hidden state of its last token alone.
 """
 
-from typing import Literal, get_args
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from experiments.mad.tasks.settings import PUBLISHED
 from ttcd_jax.axes import param
-from ttcd_jax.methods import method_named
+from ttcd_jax.config import Bound
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
@@ -21,53 +22,38 @@ from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import MemoryStats
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
-from ttcd_jax.precision import Precision
 
-# The seven methods that are compared.
-MADMethod = Literal["ipttcd", "ipttt", "deltanet", "gated_deltanet", "lact", "swa", "full"]
-MAD_METHODS: tuple[MADMethod, ...] = get_args(MADMethod)
-_WINDOWED = ("ipttcd", "ipttt", "lact", "swa")
+# The methods with published scores, and the two without a memory.
+MAD_METHODS = (*PUBLISHED, "swa", "full")
+MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
 _LONGEST_WAVE = 10_000.0
 
 
-def mad_config(
-    method: MADMethod,
-    *,
-    vocab_size: int,
-    window: int,
-    dim: int = 128,
-    mlp_dim: int = 256,
-    init_std: float = 0.02,
-    precision: Precision = Precision(),
-) -> TransformerConfig:
-    """Two layers with four heads, both fast; the student's window and the chunk are half of
-    `window`.
+def mad_config(method: MADMethod, *, window: int, **fields: Any) -> TransformerConfig:
+    """Two layers with four heads, both fast where a method has fast layers, of the published sizes
+    unless `fields` (vocab_size, and any others) change them; the student's window and the chunk are
+    half of `window`.
 
-    Methods are as published for training from scratch; rows are short enough for the cheapest form
-    of the memory to differ with their length. What is published of LaCT leaves its start
-    open: full matrices here, one fast head per attention head, no Muon.
+    Methods are as published for training from scratch; rows are so short that the forms of a memory
+    cost the same. The publication of LaCT does not specify its initial state: here full matrices,
+    one fast head per attention head, no Muon.
     """
-    chunk = window // 2
-    settings = {
-        "ipttcd": MemoryConfig(chunk_size=chunk, block_chunks=1),
-        "ipttt": TargetMemoryConfig(chunk_size=chunk, block_chunks=1),
-        "lact": LaCTMemoryConfig(chunk_size=chunk, low_rank=None),
+    sizes = {"dim": 128, "num_layers": 2, "num_heads": 4, "mlp_dim": 256, "has_tied_head": False}
+    return TransformerConfig(**sizes | _method_fields(method, window, window // 2) | fields)
+
+
+def _method_fields(method: MADMethod, window: int, chunk: int) -> dict[str, Any]:
+    """`method` and the fields of `TransformerConfig` that not every method reads."""
+    in_place = {"window": window, "fast_layers": (0, 1)}
+    memory = MemoryConfig(chunk_size=chunk, block_chunks=1)
+    target = TargetMemoryConfig(chunk_size=chunk, block_chunks=1)
+    fields = {
+        "ipttcd": in_place | {"student_window": chunk, "memory": memory},
+        "ipttt": in_place | {"memory": target},
+        "lact": {"window": window, "memory": LaCTMemoryConfig(chunk_size=chunk, low_rank=None)},
+        "swa": {"window": window},
     }
-    return TransformerConfig(
-        vocab_size=vocab_size,
-        dim=dim,
-        num_layers=2,
-        num_heads=4,
-        mlp_dim=mlp_dim,
-        method=method,
-        window=window if method in _WINDOWED else None,
-        student_window=chunk,
-        fast_layers=(0, 1) if method_named(method).layers == "fast" else (),
-        memory=settings.get(method),
-        has_tied_head=False,
-        init_std=init_std,
-        precision=precision,
-    )
+    return {"method": method} | fields.get(method, {})
 
 
 def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:
@@ -79,12 +65,11 @@ def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:
 
 
 class Autoencoder(Transformer):
-    """tokens [B, T] -> logits [B, T, V] of the same tokens, from the last position's state c [B, D]
-    alone:
+    """Logits [B, T, V] of the tokens [B, T] from the state c [B, D] of their last position alone:
 
         y_n = gelu(RMSNorm(gelu(RMSNorm(c + sinusoids_n) W_1 + b_1)) W_2 + b_2)
 
-    The final norm and the untied head of the transformer follow y; its blocks end without them.
+    The final norm and the untied head of the transformer are applied to y, not to its blocks.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -102,12 +87,12 @@ class Autoencoder(Transformer):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
-        """(what the head reads, statistics [fast layers] in layer order)."""
+        """(the input of the head, statistics [fast layers] in layer order)."""
         h, stats = self.residual(tokens, segment_ids, positions)
         return self.decode(h[:, -1], tokens.shape[1]), stats
 
     def decode(self, code: Float[Array, "B D"], length: int) -> Float[Array, "B T D"]:
-        """What the head reads, out of c."""
+        """The input of the head, from c."""
         y = code[:, None] + sinusoids(length, self.config.dim).astype(code.dtype)
         for layer in (1, 2):
             y = self._decoder_layer(y, layer)

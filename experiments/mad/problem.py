@@ -1,4 +1,4 @@
-"""A MAD setting and a method as a problem for `train.sweep`: model, loss, and what is measured."""
+"""A MAD setting and a method as a problem of `sweep`: model, loss, and what is measured."""
 
 from typing import Any
 
@@ -7,28 +7,23 @@ from flax import nnx
 
 from experiments.mad.key_rank import key_ranks
 from experiments.mad.models import mad_model
-from experiments.mad.scores import batch_loss, batch_scores
-from experiments.mad.sweep import Batch, Metrics, Problem
+from experiments.mad.scores import batch_scores, summed_loss
+from experiments.mad.sweep import Problem
 from experiments.mad.tasks.config import MADConfig
+from experiments.mad.tasks.settings import TASKS
 from ttcd_jax.models.config import TransformerConfig, switched_off
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.train.step import Batch, Metrics
 
 # The teacher's window by task; the student's and the chunk are half of it.
-WINDOWS = {
-    "in-context-recall": 32,
-    "noisy-in-context-recall": 32,
-    "fuzzy-in-context-recall": 32,
-    "selective-copying": 32,
-    "compression": 16,
-    "memorization": 16,
-}
+WINDOWS = dict.fromkeys(TASKS, 32) | {"compression": 16, "memorization": 16}
 
 
 def mad_problem(task: MADConfig, model: TransformerConfig) -> Problem:
-    """Parameters, training loss, and the measures of test rows: MAD's scores, the same with the
-    memory switched off (`*_off`, where it can be), and of each fast layer [layers] `memory_ratio`,
-    |eta S| / |W_base| behind the last token, `gate_mean`, and `key_rank`, the effective rank of the
-    keys."""
+    """Parameters, training loss, and the measures of test rows: the scores of MAD, the same with
+    the memory switched off (`*_off`, where it can be), and of each fast layer [layers]
+    `memory_ratio`, |eta S| / |W_base| after the last token, `gate_mean`, and `key_rank`, the
+    effective rank of the keys."""
     is_autoencoder = task.task == "compression"
     off = switched_off(model, task.num_positions)
 
@@ -38,24 +33,25 @@ def mad_problem(task: MADConfig, model: TransformerConfig) -> Problem:
     def init(key: jax.Array) -> dict[str, Any]:
         return nnx.to_pure_dict(nnx.state(build(model, nnx.Rngs(key)), nnx.Param))
 
-    def holding(config: TransformerConfig, params: dict[str, Any]) -> Transformer:
+    def with_params(config: TransformerConfig, params: dict[str, Any]) -> Transformer:
         graph, state = nnx.split(nnx.eval_shape(lambda: build(config, nnx.Rngs(0))))
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state)
 
-    def loss(params: dict[str, Any], rows: Batch) -> jax.Array:
-        return batch_loss(holding(model, params)(rows.inputs), rows.targets)
+    def loss_sum(params: dict[str, Any], batch: Batch) -> jax.Array:
+        return summed_loss(with_params(model, params)(batch["tokens"]), batch["targets"])
 
-    def measure(params: dict[str, Any], rows: Batch) -> Metrics:
-        whole = holding(model, params)
-        hidden, stats = whole.forward(rows.inputs)
-        metrics: Metrics = batch_scores(whole.logits(hidden), rows.targets)._asdict()
+    def measure(params: dict[str, Any], batch: Batch) -> Metrics:
+        tokens, targets = batch["tokens"], batch["targets"]
+        module = with_params(model, params)
+        hidden, stats = module.forward(tokens)
+        metrics: Metrics = batch_scores(module.logits(hidden), targets)._asdict()
         metrics |= stats._asdict() if stats is not None else {}
-        ranks = key_ranks(whole, rows.inputs)
+        ranks = key_ranks(module, tokens)
         metrics |= {"key_rank": ranks} if ranks is not None else {}
         if off is not None:
-            scores = batch_scores(holding(off, params)(rows.inputs), rows.targets)
+            scores = batch_scores(with_params(off, params)(tokens), targets)
             metrics |= {f"{name}_off": value for name, value in scores._asdict().items()}
         return metrics
 
-    return Problem(init, loss, measure)
+    return Problem(init, loss_sum, measure)

@@ -1,4 +1,4 @@
-"""One JSON file per finished setting and method, whole or not there."""
+"""One JSON file per finished setting and method, complete or absent."""
 
 import contextlib
 import fcntl
@@ -22,9 +22,9 @@ class Records:
         return self._path(job).exists()
 
     @contextlib.contextmanager
-    def taking(self, job: Job) -> Iterator[bool]:
-        """Whether the job is this process's to do: not recorded, and no other process of this
-        machine is at it. Holds it until the end; a process that dies lets go of it."""
+    def claim(self, job: Job) -> Iterator[bool]:
+        """Whether this process is to do the job: it is not recorded, and no other process of this
+        machine has claimed it. The claim ends with the block, or with the process."""
         locks = self._folder / "locks"
         locks.mkdir(parents=True, exist_ok=True)
         with (locks / job.name).open("w") as handle:
@@ -40,39 +40,33 @@ class Records:
         text = json.dumps(record, indent=1, allow_nan=False)
         write_whole(self._path(job), text + "\n", is_durable=True)
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> Iterator[dict[str, Any]]:
         """All records. Raises `UserError` naming a file that is damaged."""
-        found = []
+        if not self._folder.is_dir():
+            raise UserError(f"{self._folder.parent} holds no records: give the folder of a sweep")
         for path in sorted(self._folder.glob("*.json")):
             try:
-                found.append(json.loads(path.read_text(encoding="utf-8")))
+                yield json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise UserError(
                     f"{path} is damaged ({error}): delete it and run the sweep again"
                 ) from error
-        return found
 
     def _path(self, job: Job) -> Path:
         return self._folder / f"{job.name}.json"
 
 
-def check_beside(sweeps: Sequence[Path]) -> None:
-    """Raises `UserError` naming a directory that holds no records."""
+def gather(sweeps: Sequence[Path]) -> list[dict[str, Any]]:
+    """The records of several sweeps. Raises `UserError` where one has none, or two have the same
+    job."""
+    records: dict[tuple[str, str, str], dict[str, Any]] = {}
     for sweep in sweeps:
-        if not (sweep / "records").is_dir():
-            raise UserError(f"--beside={sweep} holds no records: give the directory of a sweep")
-
-
-def gather(own: Path, beside: Sequence[Path]) -> list[dict[str, Any]]:
-    """The records of several sweeps. Raises `UserError` where two have the same job."""
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for sweep in (own, *beside):
         for record in Records(sweep / "records").read():
             job = record["task"], record["setting"], record["method"]
-            if job in found:
+            if job in records:
                 raise UserError(
                     f"{sweep} has {'.'.join(job)}, and so has another of the sweeps: show one of "
                     "them without --beside"
                 )
-            found[job] = record
-    return list(found.values())
+            records[job] = record
+    return list(records.values())

@@ -1,31 +1,31 @@
 """Many small runs as one program: R runs of one model that differ in rate, decay and seed.
 
-The runs are stacked on a leading axis and vmapped, over all devices where there are several. An
-epoch is a scan inside the compiled function over rows that stay on the device, so that a tiny model
-is not bound by one dispatch per step.
+The training step of the library (`train.step`) is vmapped over the runs, and the runs are split
+among the devices. An epoch is a scan inside the compiled function, over rows that stay on the
+device: one dispatch per step would dominate the time of a tiny model.
 
-Runs never mix. One whose loss or gradient stops being finite keeps its last good parameters, takes
-no further step, and is told by `failed_at`; the numbers of the others do not change by a bit.
+Runs never mix. One whose loss or gradient is not finite keeps its last good parameters, takes no
+further step, and reports it in `failed_at`; the numbers of the others do not change by a bit.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.mad.tasks.rows import IGNORE
+from experiments.mad.tasks.rows import IGNORE, Rows
 from ttcd_jax.config import Config, Decay, NonNegativeFloat, Positive, PositiveFloat
-from ttcd_jax.train.optimizer import global_norm
+from ttcd_jax.train.optimizer import OptimizerConfig, build_with_schedule
+from ttcd_jax.train.state import TrainState
+from ttcd_jax.train.step import Batch, Metrics, TrainStep, is_finite, step_with
 
 Params = Any
-Metrics = dict[str, jax.Array]
-_RUNS = PartitionSpec("runs")
-_WHOLE = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,13 +66,6 @@ class RecipeConfig(Config):
         return 1 if looks_often else -(-num_epochs // self.num_evaluations)
 
 
-class Batch(NamedTuple):
-    """Rows on the device."""
-
-    inputs: Int[Array, "N T"]
-    targets: Int[Array, "N T"]
-
-
 class Hyper(NamedTuple):
     """What the runs differ in, [R] each. The seed gives parameters and order of rows."""
 
@@ -82,22 +75,20 @@ class Hyper(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One run's functions: `init(key)` gives parameters, `loss(params, rows)` a mean over scored
-    targets, `measure(params, rows)` what is averaged over the batches of the test rows; among it
-    `loss` and `macro_accuracy`."""
+    """One run's functions: `init(key)` gives parameters, `loss_sum(params, batch)` the loss summed
+    over the scored targets of a batch (`take_rows`), `measure(params, batch)` the measures that are
+    averaged over the batches of the test rows; among them `loss` and `macro_accuracy`."""
 
     init: Callable[[jax.Array], Params]
-    loss: Callable[[Params, Batch], jax.Array]
+    loss_sum: Callable[[Params, Batch], jax.Array]
     measure: Callable[[Params, Batch], Metrics]
 
 
 class RunState(NamedTuple):
     """One run; stacked over runs outside this file's inner functions."""
 
-    params: Params
-    opt_state: Any
+    train: TrainState  # its `step` counts the steps taken
     is_active: Bool[Array, ""]
-    step: Int[Array, ""]  # steps taken
     failed_at: Int[Array, ""]  # the first step that was not finite, -1 without one
     loss: Float[Array, ""]  # mean over the last epoch's steps
 
@@ -122,122 +113,115 @@ def rate_of_epoch(
     return config.min_rate + (rate - config.min_rate) * fall
 
 
-def _optimizer(config: RecipeConfig, rate: Any, weight_decay: Any) -> optax.GradientTransformation:
-    return optax.chain(
-        optax.scale_by_adam(config.beta1, config.beta2, config.eps),
-        optax.add_decayed_weights(weight_decay),
-        optax.scale(-rate),
-    )
-
-
-def take_rows(rows: Batch, index: Int[Array, " B"]) -> Batch:
-    """The rows of a batch; what lies behind the last one is there, but not scored."""
-    inputs, targets = (jnp.take(x, index, axis=0, mode="clip") for x in rows)
-    is_real = (index < len(rows.inputs))[:, None]
-    return Batch(inputs, jnp.where(is_real, targets, IGNORE))
+def take_rows(rows: Rows, index: Int[Array, " B"]) -> Batch:
+    """The batch of these rows; an index after the last row gives one that is not scored."""
+    tokens, targets = (jnp.take(x, index, axis=0, mode="clip") for x in rows)
+    targets = jnp.where((index < len(rows.inputs))[:, None], targets, IGNORE)
+    return {"tokens": tokens, "targets": targets, "loss_mask": targets != IGNORE}
 
 
 def _batches(config: RecipeConfig, order: jax.Array) -> jax.Array:
-    """Indices [steps, B]; the last batch is filled up with the index behind the last row."""
-    count = len(order)
-    steps = config.steps_per_epoch(count)
+    """Indices [steps, B]; the last batch is filled up with the index after the last row."""
+    count, steps = len(order), config.steps_per_epoch(len(order))
     filled = jnp.pad(order, (0, steps * config.batch_size - count), constant_values=count)
     return filled.reshape(steps, config.batch_size)
 
 
+def _optimizer(
+    config: RecipeConfig, schedule: optax.Schedule, weight_decay: jax.Array | float
+) -> optax.GradientTransformation:
+    constants = OptimizerConfig(
+        beta1=config.beta1, beta2=config.beta2, eps=config.eps, clip_norm=None
+    )
+    return build_with_schedule(constants, schedule, {}, weight_decay)
+
+
 def _init(config: RecipeConfig, problem: Problem, hyper: Hyper) -> RunState:
     params = problem.init(jax.random.key(hyper.seed))
-    opt_state = _optimizer(config, 0.0, 0.0).init(params)
+    opt_state = _optimizer(config, lambda _: 0.0, 0.0).init(params)
     zero = jnp.zeros((), jnp.int32)
-    loss = jnp.full((), jnp.nan, jnp.float32)
-    return RunState(params, opt_state, jnp.array(True), zero, zero - 1, loss)
+    state = TrainState(params=params, opt_state=opt_state, step=zero)
+    return RunState(state, jnp.array(True), zero - 1, jnp.full((), jnp.nan, jnp.float32))
 
 
-def _step(
-    config: RecipeConfig, problem: Problem, state: RunState, rate, weight_decay, rows: Batch
-) -> tuple[RunState, jax.Array]:
-    """One step; nothing of a run changes that is inactive, or whose step is not finite."""
-    loss, grads = jax.value_and_grad(problem.loss)(state.params, rows)
-    optimizer = _optimizer(config, rate, weight_decay)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    is_finite = jnp.isfinite(loss) & jnp.isfinite(global_norm(grads))
-    is_taken = state.is_active & is_finite
-    params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(is_taken, new, old),
-        (params, opt_state),
-        (state.params, state.opt_state),
-    )
-    failed_at = jnp.where(state.is_active & ~is_finite, state.step, state.failed_at)
-    step = state.step + is_taken
-    return RunState(params, opt_state, is_taken, step, failed_at, state.loss), loss
+def _run_step(step: TrainStep, run: RunState, batch: Batch) -> tuple[RunState, jax.Array]:
+    """One step, and its loss; nothing of an inactive run changes, nor in a step that fails."""
+    new, metrics = step(run.train, batch)
+    is_taken = run.is_active & is_finite(metrics)
+    train = jax.tree.map(functools.partial(jnp.where, is_taken), new, run.train)
+    failed_at = jnp.where(run.is_active & ~is_taken, run.train["step"], run.failed_at)
+    return RunState(train, is_taken, failed_at, run.loss), metrics["loss"]
 
 
 def _train(
     config: RecipeConfig,
     problem: Problem,
     epochs: int,
-    state: RunState,
+    rows: Rows,
+    first: jax.Array,
+    stop: jax.Array,
+    run: RunState,
     hyper: Hyper,
-    rows: Batch,
-    epochs_range: tuple[jax.Array, jax.Array],
 ) -> RunState:
-    """Epochs first .. stop - 1 of one run, each over all rows in an order of its own."""
+    """Epochs first .. stop - 1 of one run, each over all rows in a new order."""
     key = jax.random.fold_in(jax.random.key(hyper.seed), 1)
+    num_rows = len(rows.inputs)
 
-    def epoch_of(epoch, state: RunState) -> RunState:
-        order = jax.random.permutation(jax.random.fold_in(key, epoch), len(rows.inputs))
-        rate = rate_of_epoch(config, hyper.rate, epoch, epochs)
+    def rate(step: jax.typing.ArrayLike) -> jax.Array:
+        epoch = jnp.asarray(step) // config.steps_per_epoch(num_rows)
+        return rate_of_epoch(config, hyper.rate, epoch, epochs)
 
-        def body(state, index):
-            batch = take_rows(rows, index)
-            return _step(config, problem, state, rate, hyper.weight_decay, batch)
+    gradients = jax.value_and_grad(
+        lambda params, batch: (problem.loss_sum(params, batch), None), has_aux=True
+    )
+    step = step_with(gradients, _optimizer(config, rate, hyper.weight_decay), rate)
 
-        was_active = state.is_active
-        state, losses = jax.lax.scan(body, state, _batches(config, order))
-        loss = jnp.where(was_active, jnp.mean(losses).astype(jnp.float32), state.loss)
-        return state._replace(loss=loss)
+    def epoch_of(epoch: jax.Array, run: RunState) -> RunState:
+        order = jax.random.permutation(jax.random.fold_in(key, epoch), num_rows)
+        new, losses = jax.lax.scan(
+            lambda run, index: _run_step(step, run, take_rows(rows, index)),
+            run,
+            _batches(config, order),
+        )
+        loss = jnp.where(run.is_active, jnp.mean(losses).astype(jnp.float32), run.loss)
+        return new._replace(loss=loss)
 
-    return jax.lax.fori_loop(*epochs_range, epoch_of, state)
+    return jax.lax.fori_loop(first, stop, epoch_of, run)
 
 
-def _measure(config: RecipeConfig, problem: Problem, params: Params, rows: Batch) -> Metrics:
-    def body(_, index):
-        return None, problem.measure(params, take_rows(rows, index))
-
-    _, metrics = jax.lax.scan(body, None, _batches(config, jnp.arange(len(rows.inputs))))
+def _measure(config: RecipeConfig, problem: Problem, rows: Rows, params: Params) -> Metrics:
+    indices = _batches(config, jnp.arange(len(rows.inputs)))
+    metrics = jax.lax.map(lambda index: problem.measure(params, take_rows(rows, index)), indices)
     return jax.tree.map(lambda x: x.mean(0), metrics)
 
 
 def sweep_mesh(devices: Sequence[Any]) -> Mesh:
-    """All devices in a line; each has runs of its own, and none waits for another."""
+    """All devices in a line; each has its own runs, and none waits for another."""
     return jax.make_mesh((len(devices),), ("runs",), (AxisType.Auto,), devices=devices)
 
 
 def programs(config: RecipeConfig, problem: Problem, epochs: int, mesh: Mesh) -> Programs:
-    """The functions for runs stacked on the leading axis, whose number the devices divide. `train`
-    takes over the memory of the state it is given."""
+    """The functions for runs stacked on the leading axis, whose number the devices divide. They
+    take arrays of the host and of the devices; `train` consumes its state."""
+    runs, whole = PartitionSpec("runs"), PartitionSpec()
 
-    def init(hyper):
-        return jax.vmap(lambda hyper: _init(config, problem, hyper))(hyper)
+    def init(hyper: Hyper) -> RunState:
+        return jax.vmap(functools.partial(_init, config, problem))(hyper)
 
-    def train(state, hyper, rows, first, stop):
-        def run(state, hyper):
-            return _train(config, problem, epochs, state, hyper, rows, (first, stop))
-
+    def train(state: RunState, hyper: Hyper, rows: Rows, *epochs_range: jax.Array) -> RunState:
+        run = functools.partial(_train, config, problem, epochs, rows, *epochs_range)
         return jax.vmap(run)(state, hyper)
 
-    def measure(params, rows):
-        return jax.vmap(lambda params: _measure(config, problem, params, rows))(params)
+    def measure(params: Params, rows: Rows) -> Metrics:
+        return jax.vmap(functools.partial(_measure, config, problem, rows))(params)
 
-    def on_devices(function, *in_specs, donated=()):
-        mapped = jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=_RUNS, check_vma=False
-        )
-        return jax.jit(mapped, donate_argnums=donated)
+    def on_devices(function: Callable[..., Any], *specs: PartitionSpec, donated: tuple = ()) -> Any:
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=runs, check_vma=False)
+        places = tuple(NamedSharding(mesh, spec) for spec in specs)
+        return jax.jit(mapped, in_shardings=places, donate_argnums=donated)
 
     return Programs(
-        on_devices(init, _RUNS),
-        on_devices(train, _RUNS, _RUNS, _WHOLE, _WHOLE, _WHOLE, donated=0),
-        on_devices(measure, _RUNS, _WHOLE),
+        on_devices(init, runs),
+        on_devices(train, runs, runs, whole, whole, whole, donated=(0,)),
+        on_devices(measure, runs, whole),
     )

@@ -1,6 +1,6 @@
 """Trains the runs of a sweep in groups that fit into memory, and evaluates them as they go."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,35 +8,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from ttcd_kernels import measure
 
-from experiments.mad.sweep import (
-    Batch,
-    Hyper,
-    Problem,
-    Programs,
-    RecipeConfig,
-    RunState,
-    programs,
-    sweep_mesh,
-)
+from experiments.mad.sweep import Hyper, Problem, Programs, RecipeConfig, programs, sweep_mesh
 from experiments.mad.tasks.instances import Splits
-
-Host = dict[str, np.ndarray]
-
-
-class Evaluation(NamedTuple):
-    """All active runs after an epoch, for a progress line."""
-
-    epoch: int
-    epochs: int
-    group: int
-    groups: int
-    best_accuracy: float  # of the group, macro
 
 
 class Outcome(NamedTuple):
     """One run. `metrics` are those of the epoch that the recipe selects, None for a run that
-    failed: its step and what came before it are told, but it has no score. `curve`: epoch, macro
-    accuracy and loss on the test rows, training loss."""
+    failed: it has a curve until then, but no score. `curve`: epoch, macro accuracy and loss on the
+    test rows, training loss."""
 
     rate: float
     weight_decay: float
@@ -45,7 +24,16 @@ class Outcome(NamedTuple):
     failed_at: int | None
     epoch: int | None
     metrics: dict[str, Any] | None
-    curve: list[dict[str, float]]
+    curve: list[dict[str, float | None]]
+
+
+class _Point(NamedTuple):
+    """All runs of a group after an epoch; arrays have the runs first."""
+
+    epoch: int
+    was_active: np.ndarray
+    training_loss: np.ndarray
+    metrics: dict[str, np.ndarray]
 
 
 def train_runs(
@@ -55,14 +43,34 @@ def train_runs(
     hyper: Hyper,
     *,
     budget_bytes: int | None = None,
-    devices: Sequence[Any] | None = None,
-    on_evaluation: Callable[[Evaluation], None] = lambda evaluation: None,
+    on_evaluation: Callable[[float, float], None] = lambda done, accuracy: None,
 ) -> list[Outcome]:
-    """All runs of `hyper`, in its order. `budget_bytes`: what a device has for its part of a group;
-    by the compiler's account of all runs together, they are trained in as few groups as fit.
-    Devices beyond the number of runs stay idle."""
-    devices = (jax.devices() if devices is None else devices)[: len(hyper.rate)]
-    return _Trainer(config, problem, splits, devices, budget_bytes).run(hyper, on_evaluation)
+    """All runs of `hyper`, in its order. `budget_bytes`: the memory of a device for its part of a
+    group; by the compiler's account of all runs together, they are trained in as few groups as fit.
+    Devices beyond the number of runs stay idle. `on_evaluation` gets the part of the work that is
+    done and the best macro accuracy of the group."""
+    num_runs = len(hyper.rate)
+    devices = jax.devices()[:num_runs]
+    mesh = sweep_mesh(devices)
+    splits = jax.device_put(splits, NamedSharding(mesh, PartitionSpec()))
+    jitted = programs(config, problem, config.num_epochs(len(splits.train.inputs)), mesh)
+    size = group_size(num_runs, len(devices), 0, None)
+    compiled = _compiled(jitted, size, splits)
+    needed = measure.needed_bytes(compiled.train)
+    fitting = group_size(num_runs, len(devices), needed, budget_bytes)
+    if fitting != size:
+        size, compiled = fitting, _compiled(jitted, fitting, splits)
+    outcomes = []
+    for first in range(0, num_runs, size):
+
+        def report(done: float, accuracy: float, first: int = first) -> None:
+            on_evaluation(min((first + done * size) / num_runs, 1.0), accuracy)
+
+        # The last group is filled up with copies of the last run: one program for all groups.
+        index = np.minimum(np.arange(first, first + size), num_runs - 1)
+        part = Hyper(*(np.asarray(x)[index] for x in hyper))
+        outcomes += _train_group(config, compiled, splits, part, report)
+    return outcomes[:num_runs]
 
 
 def group_size(num_runs: int, num_devices: int, needed: int, budget: int | None) -> int:
@@ -75,127 +83,74 @@ def group_size(num_runs: int, num_devices: int, needed: int, budget: int | None)
     return -(-per_device // groups) * num_devices
 
 
-class _Trainer:
-    """Rows on the devices, and the functions compiled for one size of a group."""
-
-    def __init__(self, config, problem, splits, devices, budget_bytes) -> None:
-        self.config = config
-        self.epochs = config.num_epochs(len(splits.train.inputs))
-        self.num_devices, self.budget = len(devices), budget_bytes
-        mesh = sweep_mesh(devices)
-        self.runs = NamedSharding(mesh, PartitionSpec("runs"))
-        self.whole = NamedSharding(mesh, PartitionSpec())
-        self.train, self.test = (
-            jax.device_put(Batch(*rows), self.whole) for rows in (splits.train, splits.test)
-        )
-        self.programs = programs(config, problem, self.epochs, mesh)
-
-    def run(self, hyper: Hyper, on_evaluation: Callable[[Evaluation], None]) -> list[Outcome]:
-        num_runs = len(hyper.rate)
-        size, compiled = self._compile(num_runs)
-        groups = range(0, num_runs, size)
-        outcomes = []
-        for group, first in enumerate(groups):
-            # The last group is filled up with copies of the last run: one program for all groups.
-            index = np.minimum(np.arange(first, first + size), num_runs - 1)
-            part = Hyper(*(np.asarray(x)[index] for x in hyper))
-            outcomes += self._run_group(compiled, part, group, len(groups), on_evaluation)
-        return outcomes[:num_runs]
-
-    def _compile(self, num_runs: int) -> tuple[int, Programs]:
-        """The size of a group, and the functions compiled for it."""
-        size = group_size(num_runs, self.num_devices, 0, None)
-        compiled = self._compiled_for(size)
-        needed = measure.needed_bytes(compiled.train)
-        fitting = group_size(num_runs, self.num_devices, needed, self.budget)
-        return (size, compiled) if fitting == size else (fitting, self._compiled_for(fitting))
-
-    def _compiled_for(self, size: int) -> Programs:
-        hyper = self._hyper(Hyper(np.ones(size), np.zeros(size), np.zeros(size)))
-        init = self.programs.init.lower(hyper).compile()
-        state, epoch = init(hyper), self._epoch(0)
-        return Programs(
-            init,
-            self.programs.train.lower(state, hyper, self.train, epoch, epoch).compile(),
-            self.programs.measure.lower(state.params, self.test).compile(),
-        )
-
-    def _hyper(self, hyper: Hyper) -> Hyper:
-        kinds = Hyper(np.float32, np.float32, np.uint32)
-        return Hyper(*(self._split(x, kind) for x, kind in zip(hyper, kinds, strict=True)))
-
-    def _split(self, x: Any, dtype: Any) -> jax.Array:
-        return jax.device_put(np.asarray(x, dtype), self.runs)
-
-    def _epoch(self, epoch: int) -> jax.Array:
-        return jax.device_put(np.int32(epoch), self.whole)
-
-    def _run_group(
-        self, compiled: Programs, part: Hyper, group: int, groups: int, on_evaluation
-    ) -> list[Outcome]:
-        hyper = self._hyper(part)
-        state: RunState = compiled.init(hyper)
-        history: list[tuple[int, Host]] = []
-        every = self.config.epochs_per_evaluation(self.epochs)
-        for first in range(0, self.epochs, every):
-            stop = min(first + every, self.epochs)
-            was_active = np.asarray(state.is_active)
-            state = compiled.train(state, hyper, self.train, self._epoch(first), self._epoch(stop))
-            found = jax.device_get(compiled.measure(state.params, self.test))
-            found |= {"training_loss": np.asarray(state.loss), "was_active": was_active}
-            history.append((stop, found))
-            best = float(found["macro_accuracy"].max())
-            on_evaluation(Evaluation(stop, self.epochs, group, groups, best))
-            state = self._without_the_done(state, found)
-            if not np.asarray(state.is_active).any():
-                break
-        facts = jax.device_get((state.step, state.failed_at))
-        return [
-            self._outcome(part, history, run, *(int(x[run]) for x in facts))
-            for run in range(len(part.rate))
-        ]
-
-    def _without_the_done(self, state: RunState, found: Host) -> RunState:
-        """Runs above the accuracy that ends a run take no further step."""
-        if self.config.stops_at is None:
-            return state
-        goes_on = np.asarray(state.is_active) & (found["macro_accuracy"] <= self.config.stops_at)
-        return state._replace(is_active=self._split(goes_on, bool))
-
-    def _outcome(
-        self, part: Hyper, history: list[tuple[int, Host]], run: int, steps: int, failed_at: int
-    ) -> Outcome:
-        own = [(epoch, found) for epoch, found in history if found["was_active"][run]]
-        curve = [
-            {
-                "epoch": epoch,
-                "macro_accuracy": float(found["macro_accuracy"][run]),
-                "loss": float(found["loss"][run]),
-                "training_loss": _finite(float(found["training_loss"][run])),
-            }
-            for epoch, found in own
-        ]
-        chosen = len(own) - 1
-        if self.config.selects == "best_test_loss":
-            chosen = min(range(len(own)), key=lambda i: curve[i]["loss"])
-        has_failed = failed_at >= 0
-        metrics = {
-            name: x[run].tolist()
-            for name, x in own[chosen][1].items()
-            if name not in ("training_loss", "was_active")
-        }
-        return Outcome(
-            rate=float(part.rate[run]),
-            weight_decay=float(part.weight_decay[run]),
-            seed=int(part.seed[run]),
-            steps=steps,
-            failed_at=failed_at if has_failed else None,
-            epoch=None if has_failed else own[chosen][0],
-            metrics=None if has_failed else metrics,
-            curve=curve,
-        )
+def _on_device(hyper: Hyper) -> Hyper:
+    kinds = Hyper(np.float32, np.float32, np.uint32)
+    return Hyper(*(np.asarray(x, kind) for x, kind in zip(hyper, kinds, strict=True)))
 
 
-def _finite(x: float) -> float | None:
-    """JSON knows no NaN."""
-    return x if np.isfinite(x) else None
+def _compiled(jitted: Programs, size: int, splits: Splits) -> Programs:
+    hyper = _on_device(Hyper(*np.zeros((3, size))))
+    state = jax.eval_shape(jitted.init, hyper)
+    return Programs(
+        jitted.init.lower(hyper).compile(),
+        jitted.train.lower(state, hyper, splits.train, 0, 0).compile(),
+        jitted.measure.lower(state.train["params"], splits.test).compile(),
+    )
+
+
+def _train_group(
+    config: RecipeConfig,
+    compiled: Programs,
+    splits: Splits,
+    part: Hyper,
+    report: Callable[[float, float], None],
+) -> list[Outcome]:
+    hyper, epochs = _on_device(part), config.num_epochs(len(splits.train.inputs))
+    state, every = compiled.init(hyper), config.epochs_per_evaluation(epochs)
+    is_active, history = np.ones(len(part.rate), bool), []
+    for first in range(0, epochs, every):
+        stop = min(first + every, epochs)
+        state = compiled.train(state, hyper, splits.train, first, stop)
+        metrics = jax.device_get(compiled.measure(state.train["params"], splits.test))
+        history.append(_Point(stop, is_active, np.asarray(state.loss), metrics))
+        report(stop / epochs, float(metrics["macro_accuracy"].max()))
+        is_active = np.asarray(state.is_active)
+        if config.stops_at is not None:
+            is_active = is_active & (metrics["macro_accuracy"] <= config.stops_at)
+            state = state._replace(is_active=is_active)
+        if not is_active.any():
+            break
+    steps, failed_at = jax.device_get((state.train["step"], state.failed_at))
+    return [
+        _outcome(config, Hyper(*(x[run] for x in part)), history, run, steps[run], failed_at[run])
+        for run in range(len(part.rate))
+    ]
+
+
+def _outcome(
+    config: RecipeConfig, hyper: Hyper, history: list[_Point], run: int, steps: int, failed_at: int
+) -> Outcome:
+    points = [point for point in history if point.was_active[run]]
+    chosen = points[-1]
+    if config.selects == "best_test_loss":
+        chosen = min(points, key=lambda point: point.metrics["loss"][run])
+    metrics = {name: x[run].tolist() for name, x in chosen.metrics.items()}
+    has_failed = failed_at >= 0
+    return Outcome(
+        rate=float(hyper.rate),
+        weight_decay=float(hyper.weight_decay),
+        seed=int(hyper.seed),
+        steps=int(steps),
+        failed_at=int(failed_at) if has_failed else None,
+        epoch=None if has_failed else chosen.epoch,
+        metrics=None if has_failed else metrics,
+        curve=[_curve_point(point, run) for point in points],
+    )
+
+
+def _curve_point(point: _Point, run: int) -> dict[str, float | None]:
+    training_loss = float(point.training_loss[run])
+    scores = {name: float(point.metrics[name][run]) for name in ("macro_accuracy", "loss")}
+    # JSON has no NaN.
+    finite_loss = training_loss if np.isfinite(training_loss) else None
+    return {"epoch": point.epoch} | scores | {"training_loss": finite_loss}

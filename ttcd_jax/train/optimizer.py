@@ -56,9 +56,13 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 def build_with_schedule(
-    config: OptimizerConfig, schedule: optax.Schedule, axes: Any
+    config: OptimizerConfig,
+    schedule: optax.Schedule,
+    axes: Any,
+    weight_decay: jax.Array | float | None = None,
 ) -> optax.GradientTransformation:
-    """The transformation of `config` with `schedule(step)` as its rate, step = 0 at first.
+    """The transformation of `config` with `schedule(step)` as its rate, step = 0 at first. Both the
+    rate and `weight_decay`, which replaces that of `config`, may be traced.
 
     `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`, then
     `p <- p (1 - rate * weight_decay) - rate * mhat / (sqrt(vhat) + eps)`;
@@ -77,7 +81,7 @@ def build_with_schedule(
         direction = optax.partition({"muon": muon, "adamw": direction}, groups)
     rule = optax.chain(
         direction,
-        optax.add_decayed_weights(config.weight_decay),
+        optax.add_decayed_weights(config.weight_decay if weight_decay is None else weight_decay),
         optax.scale_by_learning_rate(schedule),
     )
     if config.clip_norm is None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.nn.block import MemoryStats
 from ttcd_jax.sharding.rules import constrain
 from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.optimizer import global_norm
@@ -16,6 +17,8 @@ from ttcd_jax.train.state import TrainState, logical_axes, with_params
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+# (parameters, batch) -> ((loss summed over the marked targets, statistics), gradients)
+Gradients = Callable[[Any, Batch], tuple[tuple[jax.Array, MemoryStats | None], Any]]
 
 
 def make_train_step(
@@ -26,54 +29,62 @@ def make_train_step(
     accumulation_steps: int = 1,
     loss_rows: int,
 ) -> TrainStep:
-    """The step of a run. The loss is the mean over the batch's marked targets, however many parts
-    the batch is computed in. Metrics: loss (nats), grad_norm (before the clip), learning_rate,
-    and [fast layers] memory_ratio and gate_mean.
+    """The step of a language model on batches of tokens, segment_ids, positions, targets and
+    loss_mask. The loss is the same however many parts the batch is computed in."""
 
-    A step whose loss or gradient is not finite leaves parameters and optimizer as they were; its
-    metrics tell.
-    """
-
-    def loss_sum(params: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    def loss_sum(params: Any, batch: Batch) -> tuple[jax.Array, MemoryStats | None]:
         model = with_params(config, params)
         hidden, stats = model.forward(batch["tokens"], batch["segment_ids"], batch["positions"])
         head = model.head_weight()
         return summed_loss(hidden, head, batch["targets"], batch["loss_mask"], loss_rows), stats
 
-    def gradients(params: Any, batch: Batch) -> tuple[jax.Array, Any, Any]:
-        if accumulation_steps == 1:
-            (loss, stats), grads = jax.value_and_grad(loss_sum, has_aux=True)(params, batch)
-            return loss, grads, stats
-        parts = _in_parts(batch, accumulation_steps)
-        return _accumulated_gradients(loss_sum, params, logical_axes(config), parts)
+    gradients = jax.value_and_grad(loss_sum, has_aux=True)
+    if accumulation_steps > 1:
+        gradients = _accumulated(loss_sum, logical_axes(config), accumulation_steps)
+    return step_with(gradients, optimizer, learning_rate)
+
+
+def step_with(
+    gradients: Gradients, optimizer: optax.GradientTransformation, learning_rate: optax.Schedule
+) -> TrainStep:
+    """The step of any model whose batches have a `loss_mask`; its loss is the mean over the marked
+    targets. Metrics: loss (nats), grad_norm (before the clip), learning_rate, and [fast layers]
+    memory_ratio and gate_mean.
+
+    A step whose loss or gradient is not finite leaves parameters and optimizer state unchanged;
+    `is_finite` of its metrics is False.
+    """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         count = jnp.maximum(batch["loss_mask"].sum(), 1)
-        loss, grads, stats = gradients(state["params"], batch)
+        (loss, stats), grads = gradients(state["params"], batch)
         loss, grads = loss / count, jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
-        norm = global_norm(grads)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
-        new = (optax.apply_updates(state["params"], updates), opt_state)
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(is_good, new, old),
-            new,
-            (state["params"], state["opt_state"]),
-        )
         metrics = {
             "loss": loss,
-            "grad_norm": norm,
+            "grad_norm": global_norm(grads),
             "learning_rate": learning_rate(state["step"]),
         }
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        is_good = is_finite(metrics)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(is_good, new, old),
+            (optax.apply_updates(state["params"], updates), opt_state),
+            (state["params"], state["opt_state"]),
+        )
         metrics |= stats._asdict() if stats is not None else {}
         return TrainState(params=params, opt_state=opt_state, step=state["step"] + 1), metrics
 
     return train_step
 
 
+def is_finite(metrics: Metrics) -> jax.Array:
+    """Whether loss and gradient of a step are finite, so that it changed the parameters."""
+    return jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+
+
 def _in_parts(batch: Batch, count: int) -> Batch:
     """[B, ...] -> [count, B / count, ...]. Every part takes its rows from all over the batch, so
-    that a batch sharded by rows stays where it is."""
+    that a batch sharded by rows is not moved."""
 
     def split(x: jax.Array) -> jax.Array:
         parts = jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
@@ -82,20 +93,23 @@ def _in_parts(batch: Batch, count: int) -> Batch:
     return jax.tree.map(split, batch)
 
 
-def _accumulated_gradients(
-    loss_sum, params: Any, axes: Any, parts: Batch
-) -> tuple[jax.Array, Any, Any]:
-    """(loss, gradients, mean statistics) of all parts. A part's backward adds what it finds, layer
-    by layer, into the one copy of the gradients, which lies as the parameters do."""
-    total = jax.tree.map(
-        lambda x, names: jax.new_ref(constrain(jnp.zeros_like(x), *names)), params, axes
-    )
+def _accumulated(loss_sum: Callable[[Any, Batch], Any], axes: Any, count: int) -> Gradients:
+    """Gradients of a batch in `count` parts, and their mean statistics. The backward of a part adds
+    to the one copy of the gradients, layer by layer; it is sharded as the parameters, whose axis
+    names are `axes`."""
 
-    def add_part(_, part):
-        loss, pull, stats = jax.vjp(lambda x: loss_sum(x, part), params, has_aux=True)
-        pull.with_refs(total)(jnp.ones_like(loss))
-        return None, (loss, stats)
+    def gradients(params: Any, batch: Batch) -> tuple[tuple[jax.Array, MemoryStats | None], Any]:
+        total = jax.tree.map(
+            lambda x, names: jax.new_ref(constrain(jnp.zeros_like(x), *names)), params, axes
+        )
 
-    _, (losses, stats) = jax.lax.scan(add_part, None, parts)
-    grads = jax.tree.map(jax.freeze, total)
-    return losses.sum(), grads, jax.tree.map(lambda x: x.mean(0), stats)
+        def add_part(_: None, part: Batch) -> tuple[None, tuple[jax.Array, MemoryStats | None]]:
+            loss, pull, stats = jax.vjp(lambda x: loss_sum(x, part), params, has_aux=True)
+            pull.with_refs(total)(jnp.ones_like(loss))
+            return None, (loss, stats)
+
+        _, (losses, stats) = jax.lax.scan(add_part, None, _in_parts(batch, count))
+        mean_stats = jax.tree.map(lambda x: x.mean(0), stats)
+        return (losses.sum(), mean_stats), jax.tree.map(jax.freeze, total)
+
+    return gradients

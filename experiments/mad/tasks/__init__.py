@@ -3,13 +3,11 @@ Architectures"), bit-equal to the published generators.
 
     config.MADConfig, config.BASELINES          a task and its sizes; the published ones
     instances.instances(config, seed=, num_train=, num_test=) -> Splits(train, test)
-    instances.check(config, rows, seed=, is_training=)       every row by its task's own rules
-    instances.TASKS                             name -> Task(draw, check)
     rows.Rows(inputs, targets), rows.IGNORE     int32 [N, T]; ignored targets are -100
-    memorization.key_value_map(config, seed)    the fixed map behind that task
+    memorization.key_value_map(config, seed)    the fixed map of that task
 
 Everything is a pure function of (config, seed, num_train, num_test): one stream serves the training
-rows first, the test rows after them. So test rows change with `num_train`, while a shorter
+rows first, then the test rows. So test rows change with `num_train`, while a shorter
 training split is a prefix of a longer one. Accuracy by the protocol is in `experiments.mad.scores`.
 
 Recall tasks train on every next token, noise and padding included, and are tested on the values a

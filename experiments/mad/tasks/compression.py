@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments.mad.tasks.config import MADConfig
 from experiments.mad.tasks.draws import Draws
-from experiments.mad.tasks.rows import Rows, require
+from experiments.mad.tasks.rows import Rows
 
 
 def draw(config: MADConfig, draws: Draws, num_rows: int, _is_training: bool) -> Rows:
@@ -17,12 +17,3 @@ def draw(config: MADConfig, draws: Draws, num_rows: int, _is_training: bool) -> 
     x = np.full((num_rows, config.seq_len), last, np.int32)
     x[:, :-1] = draws.generator.integers(0, last, size=(num_rows, config.seq_len - 1))
     return Rows(x, x.copy())
-
-
-def check(config: MADConfig, rows: Rows, _seed: int, _is_training: bool) -> None:
-    """Content, then the compression id; targets equal inputs."""
-    last = config.vocab_size - 1
-    content = rows.inputs[:, :-1]
-    require((content >= 0) & (content < last), f"content lies in 0 .. {last - 1}")
-    require(rows.inputs[:, -1] == last, f"the last token is {last}")
-    require(rows.targets == rows.inputs, "targets equal inputs")

@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
@@ -27,8 +27,8 @@ Rule = tuple[bool, str]
 class MADConfig(Config):
     """A task and its sizes, with the published defaults. A task refuses sizes it does not read.
 
-    Every recall is multi-query: each value that its key's earlier appearance gives away is asked
-    for, not the last alone. Noise is read by noisy recall only, as in every published setting.
+    Every recall is multi-query: the value of each key that appeared before is asked for, not that
+    of the last alone. Noise is read by noisy recall only, as in every published setting.
     """
 
     task: TaskName
@@ -41,8 +41,7 @@ class MADConfig(Config):
     v_motif_size: int = 1
 
     def validate(self) -> None:
-        fields, rules = _TASKS[self.task]
-        for holds, rule in itertools.chain(_unread(self, fields), rules(self)):
+        for holds, rule in itertools.chain(_unread(self), _minima(self), _ids(self)):
             if not holds:
                 raise UserError(f"MADConfig of {self.task}: {rule}")
 
@@ -53,46 +52,74 @@ class MADConfig(Config):
         return self.seq_len - 1 if is_exact_recall else self.seq_len
 
 
-def _unread(config: MADConfig, fields: tuple[str, ...]) -> Iterator[Rule]:
+# What a task reads beside vocab_size and seq_len.
+_READS: dict[str, tuple[str, ...]] = {
+    "noisy-in-context-recall": ("frac_noise", "noise_vocab_size"),
+    "fuzzy-in-context-recall": ("k_motif_size", "v_motif_size"),
+    "selective-copying": ("num_tokens_to_copy",),
+}
+
+
+def _unread(config: MADConfig) -> Iterator[Rule]:
+    reads = ("task", "vocab_size", "seq_len", *_READS.get(config.task, ()))
     for field in dataclasses.fields(config):
-        if field.name not in ("task", "vocab_size", "seq_len", *fields):
-            value = getattr(config, field.name)
-            yield (
-                value == field.default,
-                f"{field.name} {value} is not read by this task; leave it at {field.default}",
-            )
+        value = getattr(config, field.name)
+        yield (
+            field.name in reads or value == field.default,
+            f"{field.name} {value} is not read by this task; leave it at {field.default}",
+        )
 
 
-def _pair_rules(config: MADConfig, special: str, num_ids: int) -> Iterator[Rule]:
-    yield (
-        num_ids >= 2,
-        f"vocab_size {config.vocab_size}{special} leaves {num_ids} ids; "
-        "a key and a value need 2 at least",
-    )
-    yield config.seq_len % 2 == 0, f"seq_len {config.seq_len} is odd; pairs need an even one"
+def _minima(config: MADConfig) -> Iterator[Rule]:
+    """The smallest value of each size, and the fault of one below it."""
+    num_copied, pair = config.num_tokens_to_copy, config.k_motif_size + config.v_motif_size
+    recall = ("seq_len", 4, "holds no pair and probe")
+    minima: dict[TaskName, tuple[tuple[str, int, str], ...]] = {
+        "in-context-recall": (recall,),
+        "noisy-in-context-recall": (recall, ("noise_vocab_size", 1, "is too small")),
+        "fuzzy-in-context-recall": (
+            ("k_motif_size", 1, "is too small"),
+            ("v_motif_size", 1, "is too small"),
+            ("seq_len", 2 * pair + 1, f"is too short for two pairs of {pair} tokens"),
+        ),
+        "memorization": (("seq_len", 2, "holds no key"),),
+        "compression": (("vocab_size", 2, "has no content"), ("seq_len", 2, "holds no content")),
+        "selective-copying": (
+            ("vocab_size", 3, "has no content"),
+            ("num_tokens_to_copy", 1, "is too small"),
+            ("seq_len", 2 * num_copied + 2, f"has no blank with num_tokens_to_copy {num_copied}"),
+        ),
+    }
+    for name, least, fault in minima[config.task]:
+        value = getattr(config, name)
+        yield value >= least, f"{name} {value} {fault}; take {least} or more"
 
 
-def _recall_rules(config: MADConfig) -> Iterator[Rule]:
-    noise = config.noise_vocab_size
-    yield from _pair_rules(config, f" with noise_vocab_size {noise}", config.vocab_size - noise)
-    yield config.seq_len >= 4, f"seq_len {config.seq_len} holds no pair and probe; take 4 or more"
+def _ids(config: MADConfig) -> Iterator[Rule]:
+    """The vocabulary and the lengths allow keys and values."""
+    if config.task == "fuzzy-in-context-recall":
+        yield from _motifs(config)
+    if config.task == "noisy-in-context-recall":
+        frac_noise = config.frac_noise
+        yield 0 < frac_noise < 1, f"frac_noise {frac_noise} must be between 0 and 1, both excluded"
+    if config.task in ("in-context-recall", "noisy-in-context-recall", "memorization"):
+        special = "the insert id" if config.task == "memorization" else "noise"
+        num_ids = config.vocab_size - (config.noise_vocab_size or config.task == "memorization")
+        yield (
+            num_ids >= 2,
+            f"vocab_size {config.vocab_size} without {special} leaves {num_ids} ids; "
+            "a key and a value need 2 at least",
+        )
+        yield config.seq_len % 2 == 0, f"seq_len {config.seq_len} is odd; pairs need an even one"
 
 
-def _noisy_recall_rules(config: MADConfig) -> Iterator[Rule]:
-    frac_noise, noise_vocab_size = config.frac_noise, config.noise_vocab_size
-    yield 0 < frac_noise < 1, f"frac_noise {frac_noise} must lie between 0 and 1, both excluded"
-    yield noise_vocab_size >= 1, f"noise_vocab_size {noise_vocab_size} must be 1 or more"
-    yield from _recall_rules(config)
-
-
-def _fuzzy_recall_rules(config: MADConfig) -> Iterator[Rule]:
+def _motifs(config: MADConfig) -> Iterator[Rule]:
     num_keys = (config.vocab_size - 1) // 2
     kinds = (
         ("k_motif_size", config.k_motif_size, num_keys, "key"),
         ("v_motif_size", config.v_motif_size, config.vocab_size - 1 - num_keys, "value"),
     )
     for name, size, num_tokens, kind in kinds:
-        yield size >= 1, f"{name} {size} must be 1 or more"
         has = f"vocab_size {config.vocab_size} has {num_tokens} {kind} tokens"
         yield (
             size <= num_tokens,
@@ -104,56 +131,17 @@ def _fuzzy_recall_rules(config: MADConfig) -> Iterator[Rule]:
             f"{has}, so {num_motifs} motifs of {name} {size}, which every row would shuffle; "
             f"{_MAX_MOTIFS} is the most",
         )
-    longest = config.k_motif_size + config.v_motif_size
-    yield (
-        config.seq_len > 2 * longest,
-        f"seq_len {config.seq_len} is too short for two pairs of {longest} tokens; "
-        f"take {2 * longest + 1} or more",
-    )
 
-
-def _memorization_rules(config: MADConfig) -> Iterator[Rule]:
-    yield from _pair_rules(config, " without the insert id", config.vocab_size - 1)
-    yield config.seq_len >= 2, f"seq_len {config.seq_len} holds no key; take 2 or more"
-
-
-def _compression_rules(config: MADConfig) -> Iterator[Rule]:
-    yield config.vocab_size >= 2, f"vocab_size {config.vocab_size} has no content; take 2 or more"
-    yield config.seq_len >= 2, f"seq_len {config.seq_len} holds no content; take 2 or more"
-
-
-def _copying_rules(config: MADConfig) -> Iterator[Rule]:
-    num_copied = config.num_tokens_to_copy
-    yield config.vocab_size >= 3, f"vocab_size {config.vocab_size} has no content; take 3 or more"
-    yield num_copied >= 1, f"num_tokens_to_copy {num_copied} must be 1 or more"
-    yield (
-        config.seq_len > 2 * num_copied + 1,
-        f"seq_len {config.seq_len} leaves no blank beside num_tokens_to_copy {num_copied}; "
-        f"take {2 * num_copied + 2} or more",
-    )
-
-
-# What each task reads beside vocab_size and seq_len, and what must hold.
-_TASKS: dict[str, tuple[tuple[str, ...], Callable[[MADConfig], Iterator[Rule]]]] = {
-    "in-context-recall": ((), _recall_rules),
-    "noisy-in-context-recall": (("frac_noise", "noise_vocab_size"), _noisy_recall_rules),
-    "fuzzy-in-context-recall": (("k_motif_size", "v_motif_size"), _fuzzy_recall_rules),
-    "memorization": ((), _memorization_rules),
-    "compression": ((), _compression_rules),
-    "selective-copying": (("num_tokens_to_copy",), _copying_rules),
-}
 
 # The published baseline of each task.
+_SIZES: dict[TaskName, dict[str, Any]] = {
+    "in-context-recall": {},
+    "noisy-in-context-recall": {"vocab_size": 32, "frac_noise": 0.2, "noise_vocab_size": 16},
+    "fuzzy-in-context-recall": {"k_motif_size": 3, "v_motif_size": 3},
+    "memorization": {"vocab_size": 256, "seq_len": 32},
+    "compression": {"seq_len": 32},
+    "selective-copying": {"seq_len": 256, "num_tokens_to_copy": 16},
+}
 BASELINES: dict[str, MADConfig] = {
-    config.task: config
-    for config in (
-        MADConfig(task="in-context-recall"),
-        MADConfig(
-            task="noisy-in-context-recall", vocab_size=32, frac_noise=0.2, noise_vocab_size=16
-        ),
-        MADConfig(task="fuzzy-in-context-recall", k_motif_size=3, v_motif_size=3),
-        MADConfig(task="memorization", vocab_size=256, seq_len=32),
-        MADConfig(task="compression", seq_len=32),
-        MADConfig(task="selective-copying", seq_len=256, num_tokens_to_copy=16),
-    )
+    task: MADConfig(task=task, **sizes) for task, sizes in _SIZES.items()
 }

@@ -9,7 +9,7 @@ _LOW_BITS = 2**32 - 1
 
 
 class Draws:
-    """The streams that training rows begin and test rows go on with.
+    """The streams of a data set, which training rows begin and test rows continue.
 
     `generator` is `default_rng(seed)`; `legacy` stands for numpy's global state after `seed(seed)`.
     `below(n)` takes from the same stream as `generator`, in any order with its methods.
@@ -26,7 +26,7 @@ class Draws:
         """`generator.integers(0, n)`, 1 <= n < 2^32, to the bit and four times as fast.
 
         Lemire's method as numpy runs it: the upper word of word * n, drawn anew while the lower one
-        falls among the 2^32 mod n that would be too many. n = 1 draws nothing.
+        is among the 2^32 mod n that would be too many. n = 1 draws nothing.
         """
         if n == 1:
             return 0

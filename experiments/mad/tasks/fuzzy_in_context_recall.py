@@ -2,23 +2,22 @@
 
 Ids: key tokens, value tokens, and the last id pads. Training draws a key's length from
 1 .. k_motif_size, the test takes the longest; a value's length is always drawn from
-1 .. v_motif_size. One pair, the probe, is drawn first, put in from a drawn position on unless its
-key came up by itself, and asked for at the end (seldom the pairs end before that position: then
-the probe was never presented). Rows are padded on the left. Masked targets are the values of keys
-presented before, and the probe's at the end.
+1 .. v_motif_size. One pair, the probe, is drawn first, inserted at the first pair from a drawn
+position on unless its key was drawn before, and asked for at the end (seldom the pairs end before
+that position: then the probe was never presented). Rows are padded on the left. Masked targets are
+the values of keys presented before, and the probe's at the end.
 
 A motif is the tuple (length, index among all motifs of that length in lexicographic order).
 """
 
 import functools
-import itertools
 import math
 
 import numpy as np
 
 from experiments.mad.tasks.config import MADConfig
 from experiments.mad.tasks.draws import Draws
-from experiments.mad.tasks.rows import IGNORE, Rows, require, shifted, unshifted
+from experiments.mad.tasks.rows import IGNORE, Rows, shifted
 
 Motif = tuple[int, int]
 Tokens = tuple[int, ...]
@@ -32,8 +31,8 @@ def motif_tokens(motif: Motif, num_tokens: int) -> Tokens:
     left = list(range(num_tokens))
     tokens = []
     for remaining in reversed(range(length)):
-        place, index = divmod(index, math.perm(len(left) - 1, remaining))
-        tokens.append(left.pop(place))
+        position, index = divmod(index, math.perm(len(left) - 1, remaining))
+        tokens.append(left.pop(position))
     return tuple(tokens)
 
 
@@ -54,18 +53,15 @@ class _Motifs:
         return length, int(shuffled[self._draws.below(len(shuffled))])
 
 
-def _key_lengths(config: MADConfig, is_training: bool) -> range:
-    return range(1 if is_training else config.k_motif_size, config.k_motif_size + 1)
-
-
 def draw(config: MADConfig, draws: Draws, num_rows: int, is_training: bool) -> Rows:
     """Rows of T = L."""
     num_keys = (config.vocab_size - 1) // 2
     num_values = config.vocab_size - 1 - num_keys
     x = np.full((num_rows, config.seq_len + 1), config.vocab_size - 1, np.int32)
     t = np.full_like(x, IGNORE)
+    shortest = 1 if is_training else config.k_motif_size
     for row in range(num_rows):
-        keys = _Motifs(draws, num_keys, _key_lengths(config, is_training))
+        keys = _Motifs(draws, num_keys, range(shortest, config.k_motif_size + 1))
         values = _Motifs(draws, num_values, range(1, config.v_motif_size + 1))
         tokens, targets = [], []
         for key, value, is_target in _pairs(config, draws, keys, values):
@@ -81,7 +77,7 @@ def _pairs(
     config: MADConfig, draws: Draws, keys: _Motifs, values: _Motifs
 ) -> list[tuple[Motif, Motif, bool]]:
     """(key, value, whether the value is a masked target) of one row. Lengths are drawn for every
-    pair, those of a known key or of the probe for nothing."""
+    pair; those of a known key or of the probe are not used."""
     lengths = keys.draw_length(), values.draw_length()
     probe = keys.draw(lengths[0])
     value_of = {probe: values.draw(lengths[1])}
@@ -100,64 +96,3 @@ def _pairs(
         presented.add(key)
         num_tokens += key[0] + value_of[key][0]
     return [*pairs, (probe, value_of[probe], True)]
-
-
-def check(config: MADConfig, rows: Rows, _seed: int, is_training: bool) -> None:
-    """Pairs follow the padding, a key keeps its value, and targets are those of the rules."""
-    x = unshifted(rows)
-    require((x >= 0) & (x < config.vocab_size), f"ids lie in 0 .. {config.vocab_size - 1}")
-    t = np.full_like(x, IGNORE)
-    holds = np.zeros((3, len(x)), bool)
-    for row, tokens in enumerate(x.tolist()):
-        pads, *runs = _runs(config, tokens)
-        holds[0, row] = _are_pairs(config, pads, runs)
-        if holds[0, row]:
-            pairs = list(zip(runs[0::2], runs[1::2], strict=True))
-            holds[1, row] = _are_motifs(config, pairs, is_training)
-            holds[2, row], t[row, len(pads) :] = _read(pairs)
-    require(holds[0], "pads, then keys and values in turn fill it")
-    require(holds[1], "motifs have distinct tokens and an allowed length")
-    require(holds[2], "a key keeps its value")
-    require(rows.targets == shifted(x, t, is_training).targets, "targets follow from the pairs")
-
-
-def _runs(config: MADConfig, tokens: list[int]) -> list[Tokens]:
-    """Maximal runs of one kind. Keys alternate with values, so a run is a whole motif."""
-    pad = config.vocab_size - 1
-    groups = itertools.groupby(tokens, lambda token: (token >= pad // 2) + (token == pad))
-    return [tuple(group) for _, group in groups]
-
-
-def _are_pairs(config: MADConfig, pads: Tokens, runs: list[Tokens]) -> bool:
-    """Whether keys and values alternate after the padding. The loop of `_pairs` ends at `room` or
-    less than a longest pair above it, hence 2 pads at least."""
-    pad = config.vocab_size - 1
-    first_tokens = [run[0] for run in runs]
-    return (
-        pads[0] == pad
-        and 2 <= len(pads) <= config.k_motif_size + config.v_motif_size + 1
-        and len(runs) % 2 == 0
-        and all(token < pad // 2 for token in first_tokens[0::2])
-        and all(pad // 2 <= token < pad for token in first_tokens[1::2])
-    )
-
-
-def _are_motifs(config: MADConfig, pairs: list[tuple[Tokens, Tokens]], is_training: bool) -> bool:
-    key_lengths = _key_lengths(config, is_training)
-    return all(
-        len(key) in key_lengths
-        and len(value) <= config.v_motif_size
-        and all(len(set(motif)) == len(motif) for motif in (key, value))
-        for key, value in pairs
-    )
-
-
-def _read(pairs: list[tuple[Tokens, Tokens]]) -> tuple[bool, list[int]]:
-    """(whether every key keeps its value, the masked targets)."""
-    value_of, targets, keeps_values = {}, [], True
-    for index, (key, value) in enumerate(pairs):
-        is_target = key in value_of or index == len(pairs) - 1
-        targets += [IGNORE] * len(key)
-        targets += value if is_target else [IGNORE] * len(value)
-        keeps_values &= value_of.setdefault(key, value) == value
-    return keeps_values, targets

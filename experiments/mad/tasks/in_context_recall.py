@@ -1,16 +1,16 @@
-"""In-context recall, plain and noisy: a key that comes again comes with its value.
+"""In-context recall, plain and noisy: a repeated key is followed by its value.
 
 Ids: keys, values, noise, in this order; keys are half of what noise leaves, values the rest. A row
 is L / 2 slots of two tokens. One slot, drawn first, is never noise; each other becomes two noise
-tokens with probability `frac_noise`. The last slot asks for a key presented before. Masked targets
-are the values of keys presented before.
+tokens with probability `frac_noise`. The last slot asks for a key of an earlier one. Masked targets
+are the values of keys that an earlier slot has.
 """
 
 import numpy as np
 
 from experiments.mad.tasks.config import MADConfig
 from experiments.mad.tasks.draws import Draws
-from experiments.mad.tasks.rows import IGNORE, Rows, require, shifted, unshifted
+from experiments.mad.tasks.rows import IGNORE, Rows, shifted
 
 
 def _num_ids(config: MADConfig) -> tuple[int, int]:
@@ -55,26 +55,3 @@ def _slots(config: MADConfig, draws: Draws) -> tuple[list[int], list[int], dict[
         x += [key, value_of[key]]
         t += [IGNORE, value_of[key] if is_known else IGNORE]
     return x, t, value_of
-
-
-def check(config: MADConfig, rows: Rows, _seed: int, is_training: bool) -> None:
-    """Slots are pairs or noise, a key keeps its value, and targets are those of the rules."""
-    num_keys, num_ids = _num_ids(config)
-    x = unshifted(rows)
-    key, value = x[:, 0::2], x[:, 1::2]
-    is_pair = (key >= 0) & (key < num_keys) & (value >= num_keys) & (value < num_ids)
-    is_noise = np.minimum(key, value) >= num_ids
-    is_noise &= np.maximum(key, value) < config.vocab_size
-    require(is_pair | is_noise, "a slot is a key with a value, or noise")
-    # Slots sorted by key, in order: neighbours of one key are its successive appearances.
-    key = np.where(is_pair, key, num_keys)
-    order = np.argsort(key, axis=1, kind="stable")
-    key, sorted_value = (np.take_along_axis(part, order, 1) for part in (key, value))
-    is_repeat = (np.diff(key, axis=1) == 0) & (key[:, 1:] < num_keys)
-    require(~is_repeat | (np.diff(sorted_value, axis=1) == 0), "a key keeps its value")
-    is_known = np.zeros(order.shape, bool)
-    np.put_along_axis(is_known, order[:, 1:], is_repeat, 1)
-    require(is_known[:, -1], "the last key was presented before")
-    t = np.full_like(x, IGNORE)
-    t[:, 1::2] = np.where(is_known, value, IGNORE)
-    require(rows.targets == shifted(x, t, is_training).targets, "targets follow from the pairs")

@@ -3,13 +3,13 @@ import pytest
 
 from experiments.mad.picture import draw_curves
 from experiments.mad.report import (
-    PUBLISHED,
     best_curve,
     best_run,
     footnotes,
     memory_table,
     score_table,
 )
+from experiments.mad.tasks.settings import PUBLISHED
 
 
 def run(accuracy, rate=1e-3, decay=0.0, seed=1, **metrics):

@@ -5,14 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mad_rules import check
 
 from experiments.mad.tasks.config import BASELINES, MADConfig
 from experiments.mad.tasks.draws import Draws
 from experiments.mad.tasks.fuzzy_in_context_recall import motif_tokens
-from experiments.mad.tasks.instances import TASKS, check, instances
+from experiments.mad.tasks.instances import instances
 from experiments.mad.tasks.memorization import key_value_map
-from experiments.mad.tasks.rows import IGNORE, Rows
-from ttcd_jax.errors import DataError, UserError
+from experiments.mad.tasks.rows import Rows
+from experiments.mad.tasks.settings import TASKS
+from ttcd_jax.errors import UserError
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SPLITS = {"train": True, "test": False}
@@ -76,118 +78,11 @@ def test_splits_are_a_pure_function_of_seed_and_numbers(task):
     check(config, other.test, seed=4, is_training=False)
 
 
-def _refused(config, rows, seed, is_training, match="row 1 "):
-    with pytest.raises(DataError, match=match):
-        check(config, rows, seed=seed, is_training=is_training)
-
-
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("task", TASKS)
-def test_check_refuses_every_wrong_target_and_every_foreign_id(task, split):
-    config, seed, golden, _ = _golden(task, "c0")
-    inputs, targets = (part[:3] for part in golden(split))
-    for position in range(config.num_positions):
-        wrong = targets.copy()
-        is_scored = wrong[1, position] != IGNORE
-        wrong[1, position] = IGNORE if is_scored else 0
-        _refused(config, Rows(inputs, wrong), seed, SPLITS[split])
-        if is_scored:
-            wrong[1, position] = (targets[1, position] + 1) % config.vocab_size
-            _refused(config, Rows(inputs, wrong), seed, SPLITS[split])
-        foreign = inputs.copy()
-        foreign[1, position] = config.vocab_size
-        _refused(config, Rows(foreign, targets), seed, SPLITS[split])
-
-
-def _recall_sequence(tokens, is_scored):
-    """Inputs and masked targets of one test row."""
-    x = np.array(tokens, np.int32)
-    t = np.where(is_scored, x, IGNORE)
-    return x[:-1], t[1:]
-
-
-EXACT = MADConfig(task="in-context-recall", vocab_size=8, seq_len=6)
-FUZZY = MADConfig(
-    task="fuzzy-in-context-recall", vocab_size=8, seq_len=10, k_motif_size=2, v_motif_size=2
-)
-NOISY = MADConfig(
-    task="noisy-in-context-recall", vocab_size=8, seq_len=6, frac_noise=0.5, noise_vocab_size=2
-)
-COPYING = MADConfig(task="selective-copying", vocab_size=6, seq_len=8, num_tokens_to_copy=2)
-
-
-@pytest.mark.parametrize(
-    ("config", "good", "tokens", "scored", "rule"),
-    [
-        (EXACT, [0, 4, 1, 5, 0, 4], [0, 4, 0, 5, 0, 5], [3, 5], "keeps its value"),
-        (EXACT, [0, 4, 1, 5, 0, 4], [0, 4, 1, 5, 2, 6], [5], "presented before"),
-        (EXACT, [0, 4, 1, 5, 0, 4], [0, 4, 5, 1, 0, 4], [5], "key with a value, or noise"),
-        (NOISY, [0, 3, 6, 7, 0, 3], [0, 3, 1, 7, 0, 3], [5], "key with a value, or noise"),
-        (NOISY, [0, 3, 6, 7, 0, 3], [0, 3, 0, 3, 6, 6], [3, 5], "presented before"),
-        (
-            FUZZY,
-            [7, 7, 0, 1, 3, 1, 0, 4, 0, 1, 3],
-            [7, 7, 0, 1, 3, 1, 0, 4, 0, 1, 4],
-            [10],
-            "keeps its value",
-        ),
-        (
-            FUZZY,
-            [7, 7, 0, 1, 3, 1, 0, 4, 0, 1, 3],
-            [7, 7, 0, 1, 3, 1, 4, 4, 0, 1, 3],
-            [10],
-            "distinct tokens and an allowed length",
-        ),
-        (
-            FUZZY,
-            [7, 7, 0, 1, 3, 1, 0, 4, 0, 1, 3],
-            [7, 0, 2, 3, 4, 1, 0, 4, 0, 2, 3],
-            [10],
-            "pads, then keys",
-        ),
-    ],
-)
-def test_check_of_recall_names_the_broken_rule(config, good, tokens, scored, rule):
-    last = [index == len(good) - 1 for index in range(len(good))]
-    is_scored = [index in scored for index in range(len(tokens))]
-    sequences = [_recall_sequence(good, last), _recall_sequence(tokens, is_scored)]
-    first, second = (Rows(*(part[None] for part in sequence)) for sequence in sequences)
-    check(config, first, seed=0, is_training=False)
-    both = Rows(*(np.concatenate(parts) for parts in zip(first, second, strict=True)))
-    _refused(config, both, 0, False, f"row 1 breaks the rule that .*{rule}.*1 of 2 rows")
-
-
-@pytest.mark.parametrize(
-    ("tokens", "content", "rule"),
-    [
-        ([4, 0, 1, 4, 4, 5, 4, 4], [0, 1], "right before the copy id"),
-        ([4, 4, 0, 4, 1, 4, 5, 4], [0, 1], "copy id and blanks end it"),
-        ([4, 0, 2, 4, 1, 5, 4, 4], [0, 2], "holds 2 content tokens"),
-        ([4, 4, 0, 4, 1, 5, 4, 4], [1, 0], "in order at the end"),
-    ],
-)
-def test_check_of_copying_names_the_broken_rule(tokens, content, rule):
-    good = Rows(np.array([[4, 4, 0, 4, 1, 5, 4, 4]]), np.array([[*[IGNORE] * 6, 0, 1]], np.int32))
-    check(COPYING, good, seed=0, is_training=True)
-    rows = Rows(np.array([tokens]), np.array([[*[IGNORE] * 6, *content]]))
-    _refused(COPYING, rows, 0, True, rule)
-
-
-def test_check_of_memorization_depends_on_the_seed():
-    config, seed, golden, _ = _golden("memorization", "c0")
-    _refused(config, golden("train"), seed + 1, True, f"map of seed {seed + 1}")
-
-
-def test_check_names_a_wrong_shape():
-    config, seed, golden, _ = _golden("compression", "c0")
-    rows = golden("test")
-    wrong = Rows(rows.inputs[:, 1:], rows.targets)
-    _refused(config, wrong, seed, False, r"\(64, 31\).*\(64, 32\).*\[rows, 32\]")
-
-
 def test_row_of_noise_alone_is_drawn_anew():
     # Without the guard about one row in eight would have no key to ask for.
-    config = NOISY.replace(seq_len=10, frac_noise=0.9)
+    config = MADConfig(
+        task="noisy-in-context-recall", vocab_size=8, seq_len=10, frac_noise=0.9, noise_vocab_size=2
+    )
     splits = instances(config, seed=0, num_train=300, num_test=100)
     check(config, splits.train, seed=0, is_training=True)
     check(config, splits.test, seed=0, is_training=False)
@@ -215,13 +110,13 @@ def test_motifs_are_in_the_order_of_itertools(num_tokens, length):
         ("in-context-recall", {"seq_len": 127}, "seq_len 127 is odd"),
         ("in-context-recall", {"seq_len": 2}, "seq_len 2 holds no pair"),
         ("in-context-recall", {"frac_noise": 0.2}, "frac_noise 0.2 is not read"),
-        ("noisy-in-context-recall", {"frac_noise": 1.0}, "frac_noise 1.0 must lie between"),
+        ("noisy-in-context-recall", {"frac_noise": 1.0}, "frac_noise 1.0 must be between"),
         ("noisy-in-context-recall", {"noise_vocab_size": 0}, "noise_vocab_size 0"),
-        ("noisy-in-context-recall", {"noise_vocab_size": 31}, "noise_vocab_size 31 leaves 1 ids"),
+        ("noisy-in-context-recall", {"noise_vocab_size": 31}, "leaves 1 ids"),
         ("fuzzy-in-context-recall", {"k_motif_size": 8}, "7 key tokens, k_motif_size 8 needs 8"),
         ("fuzzy-in-context-recall", {"v_motif_size": 9}, "8 value tokens, v_motif_size 9 needs 9"),
-        ("fuzzy-in-context-recall", {"v_motif_size": 0}, "v_motif_size 0 must be 1"),
-        ("fuzzy-in-context-recall", {"k_motif_size": -1}, "k_motif_size -1 must be 1"),
+        ("fuzzy-in-context-recall", {"v_motif_size": 0}, "v_motif_size 0 .*take 1 or more"),
+        ("fuzzy-in-context-recall", {"k_motif_size": -1}, "k_motif_size -1 .*take 1 or more"),
         ("fuzzy-in-context-recall", {"vocab_size": 1}, "vocab_size 1 has 0 key tokens"),
         ("fuzzy-in-context-recall", {"seq_len": 12}, "seq_len 12 .* pairs of 6 tokens; take 13"),
         (
@@ -236,7 +131,7 @@ def test_motifs_are_in_the_order_of_itertools(num_tokens, length):
         ("compression", {"seq_len": 1}, "seq_len 1 holds no content"),
         ("compression", {"k_motif_size": 3}, "k_motif_size 3 is not read by this task"),
         ("selective-copying", {"vocab_size": 2}, "vocab_size 2 has no content"),
-        ("selective-copying", {"num_tokens_to_copy": 0}, "num_tokens_to_copy 0 must be 1"),
+        ("selective-copying", {"num_tokens_to_copy": 0}, "num_tokens_to_copy 0 .*take 1 or more"),
         ("selective-copying", {"seq_len": 33}, "seq_len 33 .* num_tokens_to_copy 16; take 34"),
     ],
 )

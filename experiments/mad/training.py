@@ -1,0 +1,115 @@
+"""Trains the jobs of a sweep that are not recorded yet, and shows how far it is."""
+
+import functools
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ttcd_kernels import measure
+
+from experiments.mad.config import Job, MADSweepConfig, hyper, jobs, model_of
+from experiments.mad.problem import mad_problem
+from experiments.mad.records import Records
+from experiments.mad.report import best_run
+from experiments.mad.sweep_loop import train_runs
+from experiments.mad.tasks.instances import instances
+
+
+def train_jobs(config: MADSweepConfig, folder: Path) -> None:
+    """Every job that is neither recorded in `folder` nor claimed by another process."""
+    records, every_job = Records(folder / "records"), jobs(config)
+    pending = [job for job in every_job if not records.has(job)]
+    done = len(every_job) - len(pending)
+    print(f"{folder}: {done} of {len(every_job)} recorded", flush=True)
+    progress, rows = _Progress(pending), functools.lru_cache(maxsize=1)(instances)
+    for job in pending:
+        with records.claim(job) as is_ours:
+            progress.leave(job)
+            if is_ours:
+                progress.start(job)
+                record = _train(config, job, rows, progress)
+                records.write(job, record)
+                progress.finish(record)
+
+
+def _train(config: MADSweepConfig, job: Job, rows: Any, progress: "_Progress") -> dict[str, Any]:
+    """Trains one job; returns its record."""
+    model, task = model_of(config, job), job.setting.config
+    budget = config.memory_gib * 2**30 if config.memory_gib else measure.usable_bytes()
+    start = time.monotonic()
+    outcomes = train_runs(
+        config.recipe,
+        mad_problem(task, model),
+        rows(task, seed=config.data_seed, num_train=job.num_train, num_test=config.num_test),
+        hyper(config),
+        budget_bytes=int(budget),
+        on_evaluation=progress.show,
+    )
+    return {
+        "task": task.task,
+        "setting": job.setting.name,
+        "method": job.method,
+        "data": task.to_dict(),
+        "num_train": job.num_train,
+        "num_test": config.num_test,
+        "published_num_train": job.setting.num_train,
+        "epochs": job.num_epochs,
+        "steps": job.num_steps,
+        "recipe": config.recipe.to_dict(),
+        "model": model.to_dict(),
+        "environment": measure.environment(),
+        "seconds": round(time.monotonic() - start, 1),
+        "runs": [outcome._asdict() for outcome in outcomes],
+    }
+
+
+class _Progress:
+    """A line per finished job and, on a terminal, one per evaluation; the time left is that of the
+    tokens left at the speed so far."""
+
+    def __init__(self, pending: list[Job]) -> None:
+        self._waiting, self._total = list(pending), len(pending)
+        self._seconds, self._tokens = 0.0, 0.0
+
+    def leave(self, job: Job) -> None:
+        """The job is trained here, or was claimed by another process."""
+        self._waiting.remove(job)
+
+    def start(self, job: Job) -> None:
+        self._job, self._since = job, time.monotonic()
+        self._show_live("compiling")
+
+    def show(self, done: float, accuracy: float) -> None:
+        """`done` is the part of the job that is done."""
+        seconds = self._seconds + time.monotonic() - self._since
+        tokens = self._tokens + done * _tokens(self._job)
+        left = self._left(seconds, tokens, (1 - done) * _tokens(self._job))
+        self._show_live(f"{done:.0%}, accuracy {accuracy:.3f}, {left}")
+
+    def finish(self, record: dict[str, Any]) -> None:
+        elapsed, best = time.monotonic() - self._since, best_run(record)
+        self._seconds += elapsed
+        self._tokens += _tokens(self._job)
+        score = "no run stayed finite"
+        if best is not None:
+            score = f"accuracy {best['metrics']['macro_accuracy']:.3f} at rate {best['rate']:g}, "
+            score += f"decay {best['weight_decay']:g}"
+        left = f", {self._left(self._seconds, self._tokens, 0.0)}" if self._waiting else ""
+        number = f"[{self._total - len(self._waiting)}/{self._total}]"
+        start = "\r\x1b[K" if sys.stdout.isatty() else ""
+        print(f"{start}{number} {self._job.name}: {score}, {elapsed:.0f} s{left}", flush=True)
+
+    def _show_live(self, text: str) -> None:
+        if sys.stdout.isatty():
+            print(f"\r\x1b[K{self._job.name}: {text}", end="", flush=True)
+
+    def _left(self, seconds: float, tokens: float, more: float) -> str:
+        more += sum(map(_tokens, self._waiting))
+        minutes, rest = divmod(round(more * seconds / tokens), 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{rest:02} left"
+
+
+def _tokens(job: Job) -> float:
+    """Tokens that a job trains on, in units of the batch size, which all jobs share."""
+    return job.num_steps * job.setting.config.num_positions
