@@ -19,7 +19,8 @@ import pytest
 from devices import environment
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from ttcd_kernels import aot, launch
+from launched import launched_kernels
+from ttcd_kernels import launch
 from ttcd_kernels.dual_window import mosaic_aot, mosaic_call, reference
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile
 
@@ -194,7 +195,7 @@ def test_the_gradient_adds_the_two_backward_kernels_of_triton():
         results, pull = jax.vjp(attend, q, k, v)
         return pull(results)
 
-    launched = aot.launched_kernels(gradient, *_shapes(1024, 2, 1, 64), capability=90)
+    launched = launched_kernels(gradient, *_shapes(1024, 2, 1, 64), capability=90)
     assert launched == ["dual_window_backward_q", "dual_window_backward_kv"]
 
 
