@@ -17,6 +17,7 @@ from ttcd_kernels.dual_window import api as dual_window
 from ttcd_kernels.normalize import l2_normalize
 from ttcd_kernels.short_conv import api as short_conv_api
 from ttcd_kernels.short_conv.xla import short_conv
+from ttcd_kernels.windows import Results, Windows
 
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.models.catalog import METHODS, TransformerConfig
@@ -90,14 +91,18 @@ def _taken_apart() -> Iterator[None]:
         yield
 
 
-def _two_attentions(q, k, v, segment_ids, teacher_window: int, student_window: int, scale: float):
+def _two_attentions(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
+) -> Results:
     """Same contract as `dual_window.reference.dual_window`: the implementation that "auto" takes,
     called for each window by itself."""
     attend = choose("naive attention", "auto", dual_window.CANDIDATES, q, k, v, segment_ids)
-    windows = dict.fromkeys((teacher_window, student_window))
-    found = {window: attend(q, k, v, segment_ids, window, window, scale) for window in windows}
-    (_, teacher, _, teacher_lse) = found[teacher_window]
-    (_, student, _, student_lse) = found[student_window]
+    found = {
+        window: attend(q, k, v, segment_ids, Windows(window, window, windows.scale))
+        for window in dict.fromkeys(windows[:2])
+    }
+    (_, teacher, _, teacher_lse) = found[windows.teacher]
+    (_, student, _, student_lse) = found[windows.student]
     return teacher, student, teacher_lse, student_lse
 
 

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttcd_kernels import launch
-from ttcd_kernels.batching import folds_batch
 from ttcd_kernels.decode.tuning import HEAD_DIMS, Tuning, slices_for, tuning_for
 from ttcd_kernels.dual_window.lse import merge
-from ttcd_kernels.partitioning import partitioned
+from ttcd_kernels.partitioning import everywhere
 from ttcd_kernels.windows import Results, Windows
 
 _LOG2E = 1.4426950408889634
@@ -44,13 +43,10 @@ def decode(
         capability = launch.capability()
         assert capability is not None
         tuning = tuning_for(capability, q.shape[-1], q.dtype.itemsize)
-    split = partitioned(
-        functools.partial(_launch, windows, tuning),
-        "b (k g) h, b s k h, b s k h, b -> b (k g) h, b (k g) h, b (k g), b (k g)",
-        whole=("h", "s"),
-        g=q.shape[1] // k_cache.shape[2],
-    )
-    return folds_batch(split)(q, k_cache, v_cache, position)
+    axes = {"Q": "b (k g) h", "K": "b s k h", "P": "b", "L": "b (k g)"}
+    arrays, group = (q, k_cache, v_cache, position), q.shape[1] // k_cache.shape[2]
+    run = functools.partial(_launch, windows, tuning)
+    return everywhere(run, "QKKP -> QQLL", axes, arrays, whole=("h", "s"), g=group)
 
 
 def _launch(

@@ -18,6 +18,7 @@ from ttcd_kernels.dual_window.api import (
 from ttcd_kernels.dual_window.shapes import SHAPES, Case
 from ttcd_kernels.dual_window.tuning import CANDIDATES, Tile, tuning_for
 from ttcd_kernels.measure import Search, Work
+from ttcd_kernels.windows import Windows
 
 __all__ = [
     "BASELINE",
@@ -75,14 +76,12 @@ def searches(case: Case) -> dict[str, Search]:
     capability = launch.capability()
     assert capability is not None
     table = tuning_for(capability, case.head_dim)
-    windows = case.teacher_window or case.length, case.student_window
 
     def program(kernel: str, tile: Tile) -> Callable[..., Any]:
         tuning = dataclasses.replace(table, **{kernel: tile})
 
         def attend(q, k, v):
-            scale = case.head_dim**-0.5
-            return triton_call.dual_window(q, k, v, None, *windows, scale, tuning)[:2]
+            return triton_call.dual_window(q, k, v, None, _windows(case), tuning)[:2]
 
         return _forward(attend) if kernel == "forward" else _gradient(attend)
 
@@ -150,11 +149,13 @@ def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def _lse(case: Case, attend: lse.SingleWindow) -> Callable[..., Any]:
-    windows = case.teacher_window or case.length, case.student_window
+def _windows(case: Case) -> Windows:
+    return Windows(case.teacher_window or case.length, case.student_window, case.head_dim**-0.5)
 
+
+def _lse(case: Case, attend: lse.SingleWindow) -> Callable[..., Any]:
     def call(q, k, v):
-        return lse.dual_window(q, k, v, None, *windows, case.head_dim**-0.5, attend)[:2]
+        return lse.dual_window(q, k, v, None, _windows(case), attend)[:2]
 
     return call
 

@@ -1,15 +1,15 @@
 """The convolved residual by the Triton kernels: launches, custom VJP, what they support."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from ttcd_kernels import launch
-from ttcd_kernels.batching import folds_batch
 from ttcd_kernels.normalize import NORM_EPS
-from ttcd_kernels.partitioning import partitioned
+from ttcd_kernels.partitioning import everywhere
 from ttcd_kernels.short_conv.tuning import Tile, Tuning, tuning_for
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -127,14 +127,13 @@ _fused.defvjp(_forward, _backward)
 _AXES = {"Z": "b c l f", "P": "b r f", "I": "b c l", "G": "b c r f"}
 
 
-def _everywhere(function, kinds: str, shape: _Shape, *arrays):
+def _everywhere(
+    function: Callable[..., Any], kinds: str, shape: _Shape, *arrays: jax.Array | None
+) -> Any:
     """`function(shape, *arrays)` under vmap and on a mesh: batch and chunks are independent, and
     features where the forward needs no norm."""
-    inputs, results = kinds.split(" -> ")
-    present = [kind for kind, array in zip(inputs, arrays, strict=True) if array is not None]
-    rule = " -> ".join(", ".join(_AXES[kind] for kind in part) for part in (present, results))
-    whole = ("l", "f", "r") if results == "ZZZI" else ("l", "r")
-    return folds_batch(partitioned(functools.partial(function, shape), rule, whole=whole))(*arrays)
+    whole = ("l", "f", "r") if kinds.endswith("ZZZI") else ("l", "r")
+    return everywhere(functools.partial(function, shape), kinds, _AXES, arrays, whole)
 
 
 def _launch_forward(shape: _Shape, z_teacher, z_student, teacher_taps, student_taps, segment_ids):

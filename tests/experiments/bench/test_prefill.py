@@ -69,9 +69,9 @@ def test_the_naive_form_takes_the_fused_operations_apart_and_only_there(monkeypa
     for name in ("ipttcd", "ipttcd_naive", "ipttcd"):
         calls[name] = []
 
-        def recorded(q, k, v, ids, *windows, calls=calls[name]):
+        def recorded(q, k, v, ids, windows, calls=calls[name]):
             calls.append(windows[:2])
-            return attend(q, k, v, ids, *windows)
+            return attend(q, k, v, ids, windows)
 
         monkeypatch.setitem(dual_window.CANDIDATES, "xla", Candidate(recorded))
         model = built.build(name, window=4)
