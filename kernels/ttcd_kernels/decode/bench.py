@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +11,11 @@ from ttcd_kernels import launch
 from ttcd_kernels.decode import triton_call
 from ttcd_kernels.decode.api import Implementation, decode_attention
 from ttcd_kernels.decode.reference import visible_slots
-from ttcd_kernels.decode.shapes import SHAPES, Case
+from ttcd_kernels.decode.shapes import SHAPES as SHAPES
+from ttcd_kernels.decode.shapes import Case
 from ttcd_kernels.decode.tuning import CANDIDATES, Tuning, tuning_for
 from ttcd_kernels.measure import Search, Work
 from ttcd_kernels.windows import Results, Windows
-
-__all__ = [
-    "BASELINE",
-    "PEERS",
-    "SHAPES",
-    "operand_shapes",
-    "programs",
-    "reference_bytes",
-    "searches",
-    "work",
-]
 
 BASELINE = "xla"  # ratios are times over this one's
 PEERS = ("jax.nn",)  # names of what is not ours begin so: they may refuse a shape
@@ -42,7 +33,18 @@ def programs(case: Case) -> dict[tuple[str, str], Callable]:
     """(direction, implementation) -> function of the operands."""
 
     def dual(implementation: Implementation) -> Callable:
-        return functools.partial(_decode, case, implementation)
+        def call(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> Any:
+            return decode_attention(
+                q,
+                k_cache,
+                v_cache,
+                jnp.asarray(case.positions),
+                teacher_window=case.teacher_window,
+                student_window=case.student_window,
+                implementation=implementation,
+            )
+
+        return call
 
     found: dict[tuple[str, str], Callable] = {
         ("forward", "xla"): dual("xla"),
@@ -64,7 +66,7 @@ def searches(case: Case) -> dict[str, Search]:
     def program(tuning: Tuning) -> Callable:
         def call(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> Results:
             position = jnp.asarray(case.positions)
-            return triton_call.decode(q, k_cache, v_cache, position, windows, tuning)
+            return triton_call.decode(q, k_cache, v_cache, position, windows, tuning=tuning)
 
         return call
 
@@ -88,19 +90,9 @@ def reference_bytes(case: Case) -> int:
     return 8 * case.batch * slots * case.num_heads * case.head_dim
 
 
-def _decode(case: Case, implementation: Implementation, q, k_cache, v_cache):
-    return decode_attention(
-        q,
-        k_cache,
-        v_cache,
-        jnp.asarray(case.positions),
-        teacher_window=case.teacher_window,
-        student_window=case.student_window,
-        implementation=implementation,
-    )
-
-
-def _stock(case: Case, q, k_cache, v_cache):
+def _stock(
+    case: Case, q: jax.Array, k_cache: jax.Array, v_cache: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """One masked call per window."""
 
     def attend(window: int) -> jax.Array:
