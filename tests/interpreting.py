@@ -50,7 +50,11 @@ def _patch_the_language_once() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once
-    interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)  # a table at every call
+    # A table of all types is made at every call.
+    plain, by_element = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda dtype: (
+        plain(dtype) if dtype.scalar.is_ptr() else by_element(dtype.scalar)
+    )
 
 
 def relative_error(found, expected) -> float:
