@@ -1,5 +1,5 @@
-"""What the benchmarks share: interleaved timing, compiled memory, the machine and its ceilings, a
-table."""
+"""Tools of every benchmark, of kernels and of models: interleaved timing, compiled memory, the
+machine and its ceilings, a table."""
 
 import dataclasses
 import functools

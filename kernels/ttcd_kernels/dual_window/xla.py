@@ -17,7 +17,8 @@ head dim.
 """
 
 import functools
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,7 @@ def _ungrouped(x: jax.Array) -> jax.Array:
 
 
 class _Window(NamedTuple):
-    """What one block of queries sees."""
+    """Keys, values and masks of one block of queries."""
 
     k: jax.Array  # [B, E, K, H]
     v: jax.Array
@@ -123,9 +124,15 @@ class _Window(NamedTuple):
     far: jax.Array
 
 
-def _window(shape: _Shape, k_pad, v_pad, ids_pad, index: jax.Array) -> _Window:
+def _window(
+    shape: _Shape,
+    k_pad: jax.Array,
+    v_pad: jax.Array,
+    ids_pad: jax.Array | None,
+    index: jax.Array,
+) -> _Window:
     """Keys of block `index` and the masks of its two bands. K and V carry w_T rows of front
-    padding, so the query in row r of the block stands at column r + w_T."""
+    padding, so the query in row r of the block is at column r + w_T."""
     w_T, c = shape.teacher_window, shape.block
     start, extent = index * c + shape.halo, shape.teacher_window + shape.block
     rows = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=extent, axis=1)
@@ -143,7 +150,9 @@ def _window(shape: _Shape, k_pad, v_pad, ids_pad, index: jax.Array) -> _Window:
     return _Window(rows(k_pad, start), rows(v_pad, start), near, far)
 
 
-def _padded(shape: _Shape, q, k, v, segment_ids):
+def _padded(
+    shape: _Shape, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     back = -q.shape[1] % shape.block
     pad = functools.partial(_pad_rows, front=shape.teacher_window, back=back)
     return pad(k), pad(v), None if segment_ids is None else pad(segment_ids)
@@ -171,10 +180,10 @@ def _forward(
     near_cols, far_cols = _near_columns(shape), _far_columns(shape)
     dot = functools.partial(jnp.einsum, preferred_element_type=state)
 
-    def attend(weight, values):
+    def attend(weight: jax.Array, values: jax.Array) -> jax.Array:
         return dot("BKGTS,BSKH->BKGTH", weight.astype(values.dtype), values)
 
-    def one_block(_, operands):
+    def one_block(_: None, operands: Any) -> tuple[None, tuple[jax.Array, ...]]:
         index, q_BTNH = operands
         window = _window(shape, k_pad, v_pad, ids_pad, index)
         score = dot("BKGTH,BSKH->BKGTS", _grouped(q_BTNH, K), window.k) * shape.scale
@@ -213,7 +222,7 @@ def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
     extent = shape.teacher_window + shape.block
     empty = jnp.zeros((k.shape[0], extent, *k.shape[2:]), state)
 
-    def one_block(carry, operands):
+    def one_block(carry: Any, operands: Any) -> tuple[Any, tuple[jax.Array, ...]]:
         index, *rows = operands
         dq, dk, dv = _backward_block(shape, _window(shape, *padded, index), rows)
         dk, dv = carry[0] + dk, carry[1] + dv
@@ -225,7 +234,7 @@ def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
         one_block, (empty, empty), (jnp.arange(len(blocks[0])), *blocks)
     )
 
-    def whole(done, rest, like):
+    def whole(done: jax.Array, rest: jax.Array, like: jax.Array) -> jax.Array:
         """Finished rows, then what the last window still holds; without the padding in front."""
         total = jnp.concatenate([_from_blocks(done, done.shape[0] * shape.block), rest], axis=1)
         total = _pad_rows(total, shape.halo, 0).astype(like.dtype)
@@ -234,7 +243,9 @@ def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
     return _from_blocks(dq, q.shape[1]), whole(dk, carry[0], k), whole(dv, carry[1], v)
 
 
-def _backward_block(shape: _Shape, window: _Window, rows):
+def _backward_block(
+    shape: _Shape, window: _Window, rows: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq [B, c, N, H] of one block and its share of dk, dv [B, E, K, H]: five matrix products."""
     state = rows[3].dtype
     dot = functools.partial(jnp.einsum, preferred_element_type=state)
@@ -243,7 +254,9 @@ def _backward_block(shape: _Shape, window: _Window, rows):
     q, d_near, D_near, lse_near, d_far, D_far, lse_far = (_grouped(x, K) for x in rows)
     score = dot("BKGTH,BSKH->BKGTS", q, window.k) * shape.scale
 
-    def band(mask, columns, lse, d_out, D):
+    def band(
+        mask: jax.Array, columns: slice, lse: jax.Array, d_out: jax.Array, D: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """(dS, dV) of one band, padded to all columns of the window."""
         values = window.v[:, columns]
         weight = jnp.exp(jnp.where(mask, score, -jnp.inf)[..., columns] - lse)
