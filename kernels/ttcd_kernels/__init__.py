@@ -2,7 +2,8 @@
 
 A folder per op: `api` (the call), `reference` (its definition), `xla`, `triton_call` and
 `triton_kernels` (implementations), `tuning`, `shapes`, `bench`, `aot`. Shared by them: `dispatch`,
-`launch`, `partitioning`, `windows`, `normalize`. Tools: `measure`, `parity`, `bench`, `tune`, `aot`.
+`launch`, `partitioning`, `windows`, `normalize`. Tools: `measure`, `parity`, `bench`,
+`tune`, `aot`.
 """
 
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
