@@ -1,36 +1,53 @@
-"""The dry run: what a configuration costs, before anything is allocated."""
+"""The dry run: what a configuration costs, before anything is allocated, and what to change when a
+step does not fit."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from experiments import roofline
-from experiments.memory_plan import Memory, remedy
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.sharding.collectives import collectives, compile_partitioned
 from ttcd_jax.sharding.mesh import build_mesh
 from ttcd_jax.train.flops import training_flops_per_token
-from ttcd_jax.train.hardware import Hardware, data_sheet, parse_topology
+from ttcd_jax.train.hardware import DEVICES_PER_NODE, Hardware, data_sheet, parse_topology
 from ttcd_jax.train.state import abstract_model
 from ttcd_jax.units import size as size_text
 
 type Rows = list[tuple[str, str]]
 
+PEAK_SHARE = 0.4  # of the data sheet's peak: what the time of the FLOPs is stated at
+
+
+class Memory(NamedTuple):
+    """Bytes of one device. `rest`: activations and everything else that exists during a step."""
+
+    params: int
+    gradients: int
+    optimizer: int
+    rest: int
+
+    @property
+    def lasting(self) -> int:
+        """Bytes that a smaller batch does not reduce."""
+        return self.params + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        return self.lasting + self.rest
+
 
 class Plan(NamedTuple):
-    """What a step costs each device. `mesh`: devices along each axis; `compiled`: the step itself;
-    `text`: the program after partitioning, empty on one device."""
+    """Cost of a step per device. `mesh`: devices along each axis; `compiled`: the step itself."""
 
     mesh: dict[str, int]
     memory: Memory
     compiled: jax.stages.Compiled
-    text: str
 
 
 def num_params(config: RunConfig) -> int:
@@ -50,8 +67,7 @@ def make_plan(config: RunConfig, mesh: Mesh) -> Plan:
     """Compiles the real step for the devices of `mesh`."""
     state, batch = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
     with jax.set_mesh(mesh):
-        lowered = build.build_step(config, mesh).lower(state, batch)
-    compiled, text = compile_partitioned(lowered)
+        compiled = build.build_step(config, mesh).lower(state, batch).compile()
     (on_state, on_batch), _ = compiled.input_shardings
     params = _num_bytes(state["params"], on_state["params"])
     # Gradients are as large as the parameters and live among the temporary arrays.
@@ -64,7 +80,7 @@ def make_plan(config: RunConfig, mesh: Mesh) -> Plan:
         optimizer=_num_bytes(state["opt_state"], on_state["opt_state"]),
         rest=max(temporary - params, 0),
     )
-    return Plan(dict(mesh.shape), memory, compiled, text)
+    return Plan(dict(mesh.shape), memory, compiled)
 
 
 def _num_bytes(arrays: Any, shardings: Any) -> int:
@@ -78,20 +94,18 @@ def _num_bytes(arrays: Any, shardings: Any) -> int:
 
 
 def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
-    """Parameters, memory of a device by what holds it, FLOPs and, with a data sheet, collectives
-    and time of a step. Compiles the real step for this process's devices. Raises `UserError` for a
-    mesh that fits neither them nor the batch."""
+    """Prints parameters, memory of a device by what holds it, FLOPs and, with a data sheet, whether
+    the step fits and the time of its FLOPs at a share of the peak. Compiles the real step for this
+    process's devices. Raises `UserError` for a mesh that fits neither them nor the batch."""
     mesh = build_mesh(config.mesh)
     build.placement(config, mesh)
     plan = make_plan(config, mesh)
     hardware = data_sheet(jax.devices()[0].device_kind) if hardware is None else hardware
     rows = _size_rows(config) + _memory_rows(plan.memory) + _state_rows(config)
     if hardware is not None:
-        rows += _fit_rows(config, plan, hardware) + _time_rows(config, plan, hardware)
+        rows += _fit_rows(config, plan, hardware)
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
-    if hardware is not None:
-        print(_assumptions(hardware))
 
 
 def _size_rows(config: RunConfig) -> Rows:
@@ -102,7 +116,13 @@ def _size_rows(config: RunConfig) -> Rows:
         ("tokens per step", f"{tokens:,} ({config.batch_size} rows of {length:,})"),
         ("tokens in all", f"{tokens * config.steps:,} in {config.steps:,} steps"),
         ("training FLOPs per token", f"{training_flops_per_token(config.model, length):.4g}"),
+        ("training FLOPs per step", f"{_step_flops(config):.4g}"),
     ]
+
+
+def _step_flops(config: RunConfig) -> float:
+    length = config.data.seq_len
+    return config.batch_size * length * training_flops_per_token(config.model, length)
 
 
 def _memory_rows(memory: Memory) -> Rows:
@@ -110,79 +130,40 @@ def _memory_rows(memory: Memory) -> Rows:
         ("memory: parameters", _per_device(memory.params)),
         ("memory: gradients", _per_device(memory.gradients)),
         ("memory: optimizer", _per_device(memory.optimizer)),
-        ("memory: activations and all else", _per_device(memory.rest)),
+        ("memory: activations and all else", f"{_per_device(memory.rest)}, as compiled here"),
         ("memory: in all", _per_device(memory.total)),
     ]
 
 
 def _state_rows(config: RunConfig) -> Rows:
-    """What is kept of a row that is read and continued."""
+    """Size of the decoding state."""
     length = config.data.seq_len
     try:
         sizes = state_bytes(config.model, 1, max_length=length)
     except UserError as error:
-        return [("state of inference", f"none: {error}")]
+        return [("decoding state", f"none: {error}")]
     kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in sizes.items() if size)
     extent = f", for {length:,} tokens" if config.model.window is None else ", for any length"
-    return [("state of inference", f"per row: {kinds}{extent}")]
+    return [("decoding state", f"per row: {kinds}{extent}")]
 
 
 def _fit_rows(config: RunConfig, plan: Plan, hardware: Hardware) -> Rows:
     change = remedy(config, plan.mesh, plan.memory, hardware)
-    axes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
-    rows = [
-        ("devices", f"{math.prod(plan.mesh.values())} x {hardware.name}: {axes}"),
-        ("memory: there is", _per_device(hardware.memory_bytes)),
-    ]
-    if change is None:
-        return [*rows, ("fits", "yes")]
-    return [*rows, ("fits", "DOES NOT FIT"), ("change", change)]
-
-
-def _time_rows(config: RunConfig, plan: Plan, hardware: Hardware) -> Rows:
-    found = collectives(plan.text, plan.mesh) if plan.text else []
-    sent = roofline.traffic(found, plan.mesh, hardware)
     num_devices = math.prod(plan.mesh.values())
-    tokens, length = config.batch_size * config.data.seq_len, config.data.seq_len
-    flops = tokens * training_flops_per_token(config.model, length) / num_devices
-    time = roofline.step_time(
-        flops=flops,
-        remat=config.model.remat,
-        sent=sent,
-        optimizer_bytes=plan.memory.lasting,
-        hardware=hardware,
-    )
+    axes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
+    seconds = _step_flops(config) / (num_devices * PEAK_SHARE * hardware.peak_flops)
     return [
-        *(_traffic_row(one) for one in sent),
-        ("time: products", _seconds(time.products)),
-        ("time: traffic, hidden", _seconds(time.hidden)),
-        ("time: traffic, exposed", _seconds(time.exposed)),
-        ("time: optimizer", _seconds(time.optimizer)),
-        ("time: step", f"{_seconds(time.total)}, {tokens / time.total:,.0f} tokens per second"),
-        ("time: all steps", f"{time.total * config.steps / 3600:,.1f} hours"),
-        ("MFU", f"{flops / (time.total * hardware.peak_flops):.1%}"),
+        ("devices", f"{num_devices} x {hardware.name}: {axes}"),
+        ("memory: there is", _per_device(hardware.memory_bytes)),
+        # A CPU's compiler computes some bfloat16 products in float32 and has attention in XLA.
+        ("fits", "yes" if change is None else "DOES NOT FIT"),
+        *([] if change is None else [("change", change)]),
+        (
+            f"FLOPs at {PEAK_SHARE:.0%} of peak",
+            f"{_seconds(seconds)} per step, {seconds * config.steps / 3600:,.1f} hours in all "
+            f"(arithmetic, no prediction; peak {hardware.peak_flops / 1e12:,.0f} TFLOP/s)",
+        ),
     ]
-
-
-def _assumptions(hardware: Hardware) -> str:
-    sheet = (
-        f"{hardware.name}: {hardware.peak_flops / 1e12:,.0f} TFLOP/s dense bfloat16, "
-        f"{size_text(hardware.memory_bytes)} at {hardware.memory_bandwidth / 1e12:.2f} TB/s, "
-        f"{hardware.link_bandwidth / 1e9:.0f} GB/s each way to the {hardware.devices_per_node} of "
-        f"a node, {hardware.network_bandwidth / 1e9:.0f} GB/s to other nodes"
-    )
-    memory = (
-        "activations as this machine's compiler plans them: a CPU computes some bfloat16 products "
-        "in float32 and has attention in XLA"
-    )
-    lines = (sheet, memory, *roofline.ASSUMPTIONS)
-    return "\nassumed:\n" + "\n".join(f"  {line}" for line in lines)
-
-
-def _traffic_row(one: roofline.Traffic) -> tuple[str, str]:
-    how = "exposed" if one.is_exposed else "hidden"
-    sent = f"{one.count:,} times, {size_text(one.num_bytes)}, {_seconds(one.seconds)} {how}"
-    return f"sent: {one.kind} along {' x '.join(one.axes)}", sent
 
 
 def _per_device(size: float) -> str:
@@ -191,3 +172,57 @@ def _per_device(size: float) -> str:
 
 def _seconds(time: float) -> str:
     return f"{time:.3f} s" if time >= 1 else f"{time * 1e3:.2f} ms"
+
+
+def remedy(
+    config: RunConfig, mesh: Mapping[str, int], memory: Memory, hardware: Hardware
+) -> str | None:
+    """The change with which a step fits; None if it does already. Parameters, gradients and
+    optimizer are sharded along fsdp, seq and tensor; the rest is proportional to the tokens that a
+    device computes at once."""
+    if memory.total <= hardware.memory_bytes:
+        return None
+    if memory.lasting > hardware.memory_bytes:
+        return _cut_parameters(mesh, memory, hardware)
+    return _cut_activations(config, mesh, memory.rest / (hardware.memory_bytes - memory.lasting))
+
+
+def _cut_parameters(mesh: Mapping[str, int], memory: Memory, hardware: Hardware) -> str:
+    copies = mesh["data"]
+    for factor in _divisors(copies):
+        if memory.lasting / factor + memory.rest <= hardware.memory_bytes:
+            return (
+                f"parameters, gradients and optimizer: raise MeshConfig.fsdp from {mesh['fsdp']} "
+                f"to {mesh['fsdp'] * factor} (data from {copies} to {copies // factor})"
+            )
+    whole = memory.lasting * math.prod(mesh.values()) / copies
+    room = max(hardware.memory_bytes - memory.rest, hardware.memory_bytes / 2)
+    devices = math.ceil(whole / room / DEVICES_PER_NODE) * DEVICES_PER_NODE
+    return (
+        f"parameters, gradients and optimizer, even in {math.prod(mesh.values())} parts: take at "
+        f"least {devices} devices, all of them along fsdp or tensor"
+    )
+
+
+def _cut_activations(config: RunConfig, mesh: Mapping[str, int], factor: float) -> str:
+    """A layout whose activations are smaller by `factor`."""
+    parts = config.accumulation_steps
+    rows = config.batch_size // (mesh["data"] * mesh["fsdp"] * parts)
+    for cut in _divisors(rows):
+        if cut >= factor:
+            return f"activations: raise RunConfig.accumulation_steps from {parts} to {parts * cut}"
+    if config.model.remat in ("none", "dots"):
+        return f"activations: set TransformerConfig.remat = 'block' (now {config.model.remat!r})"
+    for axis in ("fsdp", "data"):
+        for cut in _divisors(mesh[axis]):
+            if cut * rows >= factor:
+                return (
+                    f"activations: raise MeshConfig.seq from {mesh['seq']} to {mesh['seq'] * cut} "
+                    f"({axis} from {mesh[axis]} to {mesh[axis] // cut}) and "
+                    f"RunConfig.accumulation_steps from {parts} to {parts * cut * rows}"
+                )
+    return f"activations: shorten the rows or take {math.ceil(factor)} times the devices along seq"
+
+
+def _divisors(n: int) -> list[int]:
+    return [factor for factor in range(2, n + 1) if n % factor == 0]

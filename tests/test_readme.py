@@ -120,10 +120,9 @@ def test_the_way_from_raw_text_to_a_pod(place):
             assert "64 x H100: data 1 x fsdp 32 x seq 2 x tensor 1" in result.stdout
             for name in (
                 "memory: gradients",
-                "state of inference",
+                "decoding state",
                 "fits",
-                "sent: all-gather along fsdp x seq",
-                "MFU",
+                "FLOPs at 40% of peak",
             ):
                 assert f"\n{name}" in result.stdout
         if "--nodes=4" in command:

@@ -1,4 +1,10 @@
-"""Kernels of ttcd_jax as a leaf library: needs jax and numpy, knows no layer and no model."""
+"""Kernels of ttcd_jax as a leaf library: needs jax and numpy, knows no layer and no model.
+
+A folder per op: `api` (the call), `reference` (its definition), `xla`, `triton_call` and
+`triton_kernels` (implementations), `tuning`, `shapes`, `bench`, `aot`. Shared by them: `dispatch`,
+`launch`, `partitioning`, `windows`, `normalize`. Tools: `measure`, `parity`, `bench`,
+`tune`, `aot`.
+"""
 
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
 from ttcd_kernels.dual_window.api import (

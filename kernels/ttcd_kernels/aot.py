@@ -23,7 +23,8 @@ import jax
 from ttcd_kernels import launch, measure
 
 OPS = ("dual_window", "decode", "short_conv")
-_TENSOR_CORES = re.compile(r"\b(?:HGMMA|HMMA|WGMMA)\b")
+# Each becomes one instruction of the machine.
+_TENSOR_CORES = re.compile(r"\b(?:wgmma\.mma_async|mma)\.sync")
 
 
 class Compiled(NamedTuple):
@@ -41,19 +42,15 @@ def compile_kernels(
 ) -> tuple[list[Compiled], list[str]]:
     """(the kernels that calling `function` on a GPU of this capability compiles, the names of the
     kernels that its lowered program launches, in order). `operands` may be shapes."""
-    sources, launched = _lower(function, operands, capability)
+    sources, launched = lower(function, operands, capability)
     return [_assemble(source, capability) for source in sources], launched
 
 
-def launched_kernels(function: Callable[..., Any], *operands: Any, capability: int) -> list[str]:
-    """The names alone, without compiling a kernel further than its parse."""
-    return _lower(function, operands, capability, compiles=False)[1]
-
-
-def _lower(
-    function: Callable[..., Any], operands: Any, capability: int, *, compiles: bool = True
+def lower(
+    function: Callable[..., Any], operands: Any, capability: int
 ) -> tuple[list["_Source"], list[str]]:
-    with launch.compiling_for(capability), _without_gpu(compiles) as sources:
+    """(the kernels that jax-triton compiles, as PTX, the names of the kernels launched)."""
+    with launch.compiling_for(capability), _without_gpu() as sources:
         traced = jax.jit(function).trace(*operands)
         module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
     assert module is not None
@@ -82,23 +79,28 @@ class _Call:
         return self._name.encode()
 
 
-@contextlib.contextmanager
-def _without_gpu(compiles: bool) -> Iterator[list[_Source]]:
-    """The kernels that jax-triton compiles inside, as far as PTX, if at all. Its partner from JAX's
-    CUDA plugin, which need not be installed, is stood in for."""
-    sources: list[_Source] = []
-
-    def kernel(*facts: Any) -> _Source:
-        sources.append(_Source(*facts))
-        return sources[-1]
-
+def jax_triton_library() -> Any:
+    """jax-triton's compiler, which imports without JAX's CUDA plugin too."""
     plugin: Any = importlib.import_module("jaxlib.gpu_triton")
     for name in ("get_compute_capability", "get_serialized_metadata"):
         if not hasattr(plugin, name):  # jax-triton looks for them when it is imported
             setattr(plugin, name, None)
     from jax_triton import triton_lib
 
-    library: Any = triton_lib
+    return triton_lib
+
+
+@contextlib.contextmanager
+def _without_gpu() -> Iterator[list[_Source]]:
+    """The kernels that jax-triton compiles inside, as far as PTX. Its partner from JAX's CUDA
+    plugin, which need not be installed, is replaced."""
+    sources: list[_Source] = []
+
+    def kernel(*facts: Any) -> _Source:
+        sources.append(_Source(*facts))
+        return sources[-1]
+
+    library = jax_triton_library()
     stand_in = types.SimpleNamespace(
         TritonKernel=kernel,
         TritonKernelCall=_Call,
@@ -106,19 +108,12 @@ def _without_gpu(compiles: bool) -> Iterator[list[_Source]]:
         create_scalar_parameter=lambda *_: None,
     )
 
-    def name_only(ttir: Any, *_: Any) -> Any:
-        (name,) = re.findall(r"tt\.func public @(\w+)", str(ttir))
-        return library.CompilationResult("", name, 0, None, None)
-
-    real = library.triton_kernel_call_lib, library.compile_ttir_inplace
+    real, library.triton_kernel_call_lib = library.triton_kernel_call_lib, stand_in
     library._COMPILED_KERNEL_CACHE.clear()
-    library.triton_kernel_call_lib = stand_in
-    if not compiles:
-        library.compile_ttir_inplace = name_only
     try:
         yield sources
     finally:
-        library.triton_kernel_call_lib, library.compile_ttir_inplace = real
+        library.triton_kernel_call_lib = real
         library._COMPILED_KERNEL_CACHE.clear()
 
 
@@ -140,9 +135,7 @@ def _assemble(kernel: _Source, capability: int) -> Compiled:
         source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(kernel.ptx)
         arch = f"-arch=sm_{capability}{suffix}"
-        report = _run("ptxas", "-v", arch, str(source), "-o", str(cubin))
-        # Only products become tensor-core instructions; the disassembler takes long to start.
-        sass = _run("nvdisasm", "-c", str(cubin)) if "mma" in kernel.ptx else ""
+        report = _ptxas("-v", arch, str(source), "-o", str(cubin))
     registers = re.search(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     assert registers is not None, report
@@ -151,18 +144,18 @@ def _assemble(kernel: _Source, capability: int) -> Compiled:
         int(registers[1]),
         sum(map(int, spills)),
         kernel.shared_bytes,
-        len(_TENSOR_CORES.findall(sass)),
+        len(_TENSOR_CORES.findall(kernel.ptx)),
     )
 
 
-def _run(tool: str, *arguments: str) -> str:
-    """A tool of the CUDA toolkit out of triton's package: what it prints."""
+def _ptxas(*arguments: str) -> str:
+    """Output of the assembler in triton's package."""
     import triton
 
-    binary = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    binary = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     done = subprocess.run([str(binary), *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{tool} failed: {done.stderr.strip()}")
+        raise RuntimeError(f"ptxas failed: {done.stderr.strip()}")
     return done.stdout + done.stderr
 
 

@@ -20,7 +20,7 @@ _TYPES = {
     np.dtype(np.int32): "i32",
 }
 
-# The interpreter keeps the running program's place in the grid in a global; devices are threads.
+# The interpreter keeps the running program's position in the grid in a global; devices are threads.
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -34,7 +34,7 @@ def launch(
     """As `launch.launch`. Results start as NaN: what no program writes shows."""
     is_array = [isinstance(arg, jax.Array) for arg in args]
 
-    def run(*arrays):
+    def run(*arrays: Any) -> list[np.ndarray]:
         given = iter(arrays)
         whole = [
             np.array(next(given)) if known else arg

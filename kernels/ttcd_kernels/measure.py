@@ -1,6 +1,7 @@
-"""What the benchmarks share: interleaved timing, compiled memory, the machine and its ceilings, a
-table."""
+"""Tools of every benchmark, of kernels and of models: interleaved timing, compiled memory, the
+machine and its ceilings, a table."""
 
+import dataclasses
 import functools
 import importlib.metadata
 import math
@@ -68,6 +69,51 @@ class Search(NamedTuple):
     table: Any
 
 
+def both_directions(
+    implementations: Mapping[str, Callable[..., Any]], num_inputs: int
+) -> dict[tuple[str, str], Callable[..., Any]]:
+    """Programs of (*inputs, *cotangents) by (direction, implementation): the forward, and the
+    forward with the gradients of the inputs."""
+    makers = {"forward": _forward, "fwd + bwd": _gradient}
+    return {
+        (direction, name): make(function, num_inputs)
+        for name, function in implementations.items()
+        for direction, make in makers.items()
+    }
+
+
+def searches(
+    table: Any,
+    candidates: Mapping[str, Sequence[Any]],
+    call: Callable[[Any], Callable[..., Any]],
+    num_inputs: int,
+) -> dict[str, Search]:
+    """Tiles to try by kernel, a field of the tuning `table`, the others as in the table; `call` is
+    the op with a tuning. A backward kernel is timed with its forward."""
+    found = {}
+    for kernel, tiles in candidates.items():
+        best = getattr(table, kernel)
+        make = _forward if kernel == "forward" else _gradient
+        programs = {
+            tile: make(call(dataclasses.replace(table, **{kernel: tile})), num_inputs)
+            for tile in dict.fromkeys((best, *tiles))
+        }
+        found[kernel] = Search(programs, best)
+    return found
+
+
+def _forward(function: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
+    return lambda *arrays: function(*arrays[:num_inputs])
+
+
+def _gradient(function: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
+    def gradient(*arrays: jax.Array) -> Any:
+        results, pull = jax.vjp(function, *arrays[:num_inputs])
+        return results, pull(arrays[num_inputs:][: len(results)])
+
+    return gradient
+
+
 class Ceilings(NamedTuple):
     """What this device does at best, measured: a large matrix product, a copy."""
 
@@ -122,7 +168,7 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
     return sum(sizes) - memory.alias_size_in_bytes
 
 
-def _memory(compiled: jax.stages.Compiled):
+def _memory(compiled: jax.stages.Compiled) -> Any:
     memory = compiled.memory_analysis()
     assert memory is not None, "this backend's compiler reports no memory"
     return memory

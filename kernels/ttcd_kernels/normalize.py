@@ -1,4 +1,5 @@
-"""A vector by its length, with a chosen gradient where it has none: x / max(|x|, 1e-6)."""
+"""Vectors divided by their length, x / max(|x|, 1e-6), with a chosen gradient at zero: the one
+normalisation of keys, of the kernels and of the layers that need no kernel."""
 
 import functools
 from typing import cast
@@ -22,11 +23,12 @@ def l2_normalize(x: Float[Array, "... X"], zero_slope: float = 1.0) -> Float[Arr
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _l2_normalize(x, zero_slope: float):
+def _l2_normalize(x: jax.Array, zero_slope: float) -> jax.Array:
     return _normalize(x)[0].astype(x.dtype)
 
 
-def _normalize(x):
+def _normalize(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(unit vector, 1 / length, is the length above the smallest), float32 or wider."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     norm = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
     scale = 1 / jnp.maximum(norm, NORM_EPS)
@@ -34,7 +36,9 @@ def _normalize(x):
 
 
 @_l2_normalize.defjvp
-def _l2_normalize_jvp(zero_slope, primals, tangents):
+def _l2_normalize_jvp(
+    zero_slope: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
     unit, scale, is_long = _normalize(x)
     along = jnp.sum(unit * dx, axis=-1, keepdims=True) * unit

@@ -1,12 +1,30 @@
-"""Kernels on a sharded mesh: each device runs one on its own part of the independent axes."""
+"""Kernels under vmap and on a mesh: a mapped axis joins the batch, and each device runs a kernel on
+its own shard of the independent axes."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
+
+
+def everywhere(
+    function: Callable[..., Any],
+    kinds: str,
+    axes: Mapping[str, str],
+    arrays: Sequence[jax.Array | None],
+    whole: Sequence[str],
+    **sizes: int,
+) -> Any:
+    """`function(*arrays)` under vmap and on a mesh. `kinds` has a letter for every array,
+    "QKK -> Q", `axes` the names of each kind's; the rest is as in `partitioned`."""
+    inputs, results = kinds.split(" -> ")
+    present = [kind for kind, array in zip(inputs, arrays, strict=True) if array is not None]
+    rule = " -> ".join(", ".join(axes[kind] for kind in part) for part in (present, results))
+    return folds_batch(partitioned(function, rule, whole, **sizes))(*arrays)
 
 
 def partitioned(
@@ -60,3 +78,21 @@ def _axes_by_name(arrays: Iterable[tuple[Any, list[str]]], whole: Sequence[str])
                 found[name] = axis
                 taken |= parts
     return found
+
+
+def folds_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function(*arrays)` [B, ...] -> arrays [B, ...] under `vmap`: one call with a larger B. Not
+    differentiable by itself: for use inside a custom VJP."""
+    mapped = jax.custom_batching.custom_vmap(function)
+
+    @mapped.def_vmap
+    def rule(axis_size: int, in_batched: Any, *arrays: Any) -> Any:
+        def fold(x: jax.Array, is_batched: bool) -> jax.Array:
+            x = x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        results = mapped(*jax.tree.map(fold, arrays, tuple(in_batched)))
+        results = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return mapped

@@ -6,17 +6,8 @@ from pathlib import Path
 import pytest
 
 from experiments.gin_loading import load_config
-from experiments.memory_plan import Memory, remedy
-from experiments.roofline import (
-    PRODUCT_SHARE,
-    TRAFFIC_SHARE,
-    StepTime,
-    bandwidth,
-    step_time,
-    traffic,
-)
+from experiments.plan import Memory, remedy
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.sharding.collectives import Collective
 from ttcd_jax.train.hardware import Hardware
 
 ROOT = Path(__file__).parents[2]
@@ -26,59 +17,7 @@ CONFIG = load_config(
     ["RunConfig.batch_size=64", "RunConfig.accumulation_steps=2"],
     config_dir=ROOT / "experiments" / "configs",
 )
-DEVICE = Hardware(
-    name="T1",
-    peak_flops=1e12,
-    memory_bytes=100,
-    memory_bandwidth=1e12,
-    link_bandwidth=400,
-    network_bandwidth=50,
-)
-# 128 devices, 8 of a node: a node holds seq and tensor.
-MESH = {"data": 2, "fsdp": 8, "seq": 4, "tensor": 2}
-
-
-@pytest.mark.parametrize(
-    ("kind", "axes", "expected"),
-    [
-        ("all-gather", ("tensor",), 400),
-        ("collective-permute", ("seq",), 400),
-        ("all-gather", ("seq", "tensor"), 400),
-        ("all-gather", ("fsdp",), 50),  # each of a node in a ring of its own
-        ("all-reduce", ("fsdp", "tensor"), 100),
-        ("all-reduce", ("data", "fsdp", "seq"), 200),
-        ("all-reduce", ("data", "fsdp", "seq", "tensor"), 400),  # all eight adapters
-        ("collective-permute", ("fsdp",), 50),
-        ("all-to-all", ("fsdp", "tensor"), 50),
-    ],
-)
-def test_the_last_axes_of_a_mesh_share_a_node(kind, axes, expected):
-    assert bandwidth(kind, axes, MESH, DEVICE) == expected
-
-
-def test_traffic_of_a_kind_along_the_same_axes_adds_up():
-    found = [
-        Collective("all-gather", 100, 8, ("fsdp",), 3),
-        Collective("all-gather", 50, 8, ("fsdp",), 2),
-        Collective("all-reduce", 10, 2, ("tensor",), 4),
-        Collective("collective-permute", 7, 4, ("seq",), 1),
-    ]
-    gathers, sums, halos = traffic(found, MESH, DEVICE)
-    assert gathers[:4] == ("all-gather", ("fsdp",), 5, 400)
-    assert gathers.seconds == pytest.approx(400 / (50 * TRAFFIC_SHARE))
-    assert [one.is_exposed for one in (gathers, sums, halos)] == [False, True, True]
-
-
-def test_a_step_waits_for_products_or_hidden_traffic_and_for_all_else():
-    sent = traffic([Collective("all-gather", 100, 8, ("fsdp",), 1)], MESH, DEVICE)
-    terms = {"sent": sent, "optimizer_bytes": 5e11, "hardware": DEVICE}
-    time = step_time(flops=3e12, remat="block", **terms)
-    assert time.products == pytest.approx(4 / PRODUCT_SHARE)
-    assert time.hidden == sent[0].seconds
-    assert (time.exposed, time.optimizer) == (0, 1)
-    assert step_time(flops=3e12, remat="none", **terms).products == pytest.approx(3 / PRODUCT_SHARE)
-    assert StepTime(products=2, hidden=1, exposed=0.5, optimizer=0.25).total == 2.75
-    assert StepTime(products=2, hidden=3, exposed=0.5, optimizer=0.25).total == 3.75
+DEVICE = Hardware("T1", peak_flops=1e12, memory_bytes=100)
 
 
 def _change(config=CONFIG, data=4, fsdp=2, seq=2, **memory):

@@ -6,6 +6,7 @@ Every case is compared with `reference` in float64 on the same (rounded) operand
 """
 
 import os
+from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -16,6 +17,7 @@ from interpreting import print_errors, relative_error
 from ttcd_kernels.dual_window import reference, triton_call
 from ttcd_kernels.dual_window.api import dual_window_attention_with_lse
 from ttcd_kernels.dual_window.tuning import Tile, Tuning
+from ttcd_kernels.windows import Windows
 
 NAMES = ("teacher", "student", "teacher_lse", "student_lse", "dq", "dk", "dv")
 
@@ -35,27 +37,17 @@ def operands(case):
 
 
 def attend(case, ids):
-    windows = case["teacher"], case["student"]
     if case.get("is_public"):
-
-        def call(q, k, v):
-            return dual_window_attention_with_lse(
-                q,
-                k,
-                v,
-                teacher_window=windows[0],
-                student_window=windows[1],
-                segment_ids=ids,
-                implementation="triton",
-            )
-
+        windows = {"teacher_window": case["teacher"], "student_window": case["student"]}
+        call = partial(
+            dual_window_attention_with_lse, **windows, segment_ids=ids, implementation="triton"
+        )
     else:
         tile = Tile(case.get("block_m", 16), case.get("block_n", 16), 4, 2)
         tuning = Tuning(forward=tile, backward_q=tile, backward_kv=tile)
-
-        def call(q, k, v):
-            return triton_call.dual_window(q, k, v, ids, *windows, case["H"] ** -0.5, tuning)
-
+        call = partial(
+            triton_call.dual_window, segment_ids=ids, windows=_windows(case), tuning=tuning
+        )
     return {
         None: call,
         "jit": jax.jit(call),
@@ -64,6 +56,10 @@ def attend(case, ids):
             lambda x: x[0], jax.vmap(call)(*(jnp.stack([x, 2 * x]) for x in xs))
         ),
     }[case.get("transform")]
+
+
+def _windows(case):
+    return Windows(case["teacher"] or case["S"], case["student"], case["H"] ** -0.5)
 
 
 def errors(case):
@@ -75,10 +71,7 @@ def errors(case):
     found = *results, *pull(tuple(narrow[3:]))
 
     wide = [x.astype(jnp.float64) for x in narrow]
-    windows = case["teacher"] or case["S"], case["student"]
-
-    def definition(q, k, v):
-        return reference.dual_window(q, k, v, ids, *windows, case["H"] ** -0.5)
+    definition = partial(reference.dual_window, segment_ids=ids, windows=_windows(case))
 
     @jax.jit
     def gradient(*wide):

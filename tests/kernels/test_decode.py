@@ -1,5 +1,5 @@
 """Decode attention: the kernel by Triton's interpreter and ahead of time, the XLA form, rings
-against whole sequences, pages against rings, a mesh, and what is refused.
+against whole sequences, a mesh, and what is refused.
 
 Run as a program, the file prints what the mesh test asks for: a mesh needs devices of its own.
 """
@@ -24,14 +24,8 @@ from ttcd_kernels.decode import bench, reference, triton_call, xla
 from ttcd_kernels.decode.aot import compile_step
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
 from ttcd_kernels.decode.shapes import SHAPES
-from ttcd_kernels.decode.tuning import (
-    HEAD_DIMS,
-    TABLE,
-    Slices,
-    Tuning,
-    slices_for,
-    tuning_for,
-)
+from ttcd_kernels.decode.tuning import HEAD_DIMS, TABLE, Slices, Tuning, slices_for, tuning_for
+from ttcd_kernels.windows import Windows
 
 # A row that waits, the beginning, both windows' ends, the ring's edge, far beyond.
 PHASES = [-1, 0, 5, 19, 20, 47, 48, 52, 53, 54, 110, 2_000_000_011]
@@ -39,7 +33,6 @@ BASE = {
     **{"positions": [7, 60, 1_000_003], "N": 4, "K": 2, "H": 32, "W": 53},
     **{"teacher": 48, "student": 20, "slices": 2, "block_n": 16},
 }
-PAGES = BASE | {"W": 64, "page_size": 16}
 CASES = [
     # phases
     BASE | {"positions": PHASES, "K": 1, "N": 2},
@@ -54,19 +47,13 @@ CASES = [
     BASE | {"student": 1},
     BASE | {"student": 47, "slices": 5},
     BASE | {"teacher": 50, "student": 18, "slices": 4},
-    # pages
-    PAGES,
-    PAGES | {"positions": PHASES, "K": 1, "N": 2, "slices": 5, "H": 64},
-    PAGES | {"page_size": 32, "block_n": 16, "teacher": 60},
-    PAGES | {"W": 55, "page_size": 5},
     # transforms
     *[
-        case | {"transform": name, "positions": [7, 90]}
-        for case in (BASE, PAGES)
+        BASE | {"transform": name, "positions": [7, 90]}
         for name in ("jit", "vmap", "vmap, shared caches")
     ],
     # public
-    *[case | {"is_public": True, "H": 128} for case in (BASE, PAGES)],
+    BASE | {"is_public": True, "H": 128},
     # narrow
     *[BASE | {"dtype": dtype} for dtype in ("bfloat16", "float16")],
 ]
@@ -84,11 +71,10 @@ def test_the_kernel_computes_the_definition():
         assert all(error < BOUND["float32"] for error in lses), (case, errors)
 
 
-@pytest.mark.parametrize("page_size", [None, 64])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("capability", [80, 90])
-def test_machine_code_is_one_kernel_without_spills(capability, head_dim, page_size):
-    (kernel,), launched = compile_step(capability, head_dim, page_size)
+def test_machine_code_is_one_kernel_without_spills(capability, head_dim):
+    (kernel,), launched = compile_step(capability, head_dim)
     assert launched == [kernel.name] == ["decode_attention"]
     assert kernel.spill_bytes == 0
     assert kernel.tensor_core_instructions > 0
@@ -204,27 +190,6 @@ def test_decoding_position_by_position_equals_the_whole_sequence(num_slots, form
         assert_close(found[:, 1], expected[1, 7:])
 
 
-@pytest.mark.parametrize("form", ["xla", "reference"])
-def test_pages_equal_the_ring_they_hold_wherever_they_lie(form):
-    q, k, v, position = _rings([0, 6, 23, 24, 99], 4, 2, 24)
-    page, rng = 4, np.random.default_rng(0)
-    table = rng.permutation(35)[:30].reshape(5, 6)
-
-    def pool(rings):
-        pages = rng.standard_normal((35, page, 2, 8)).astype(np.float32)
-        pages[table] = np.asarray(rings).reshape(5, 6, page, 2, 8)
-        return jnp.asarray(pages)
-
-    options = {"teacher_window": 21, "student_window": 8, "implementation": form}
-    rings = decode_attention_with_lse(q, k, v, position, **options)
-    pools = pool(k), pool(v)
-    table[0, 1:] = -7, 35, 1000, 2**31 - 1, -(2**31)  # pages the row at position 0 has not reached
-    paged = decode_attention_with_lse(
-        q, *pools, position, page_table=jnp.asarray(table, jnp.int32), **options
-    )
-    assert_same(paged, rings)
-
-
 @pytest.mark.parametrize("form", ["triton", "xla", "reference"])
 def test_a_gradient_is_refused(form):
     q, k, v, position = _rings([3, 4], 2, 2, 8, "float32")
@@ -240,14 +205,13 @@ def test_a_gradient_is_refused(form):
         jax.jit(jax.grad(loss))(q)
 
 
-def _call(q=(2, 4, 8), k=(2, 16, 2, 8), v=None, position=(2,), table=None, **options):
+def _call(q=(2, 4, 8), k=(2, 16, 2, 8), v=None, position=(2,), **options):
     """The call as users make it: the suite's type checker would refuse some before the library."""
     options = {"teacher_window": 16, "student_window": 8} | options
     dtype = options.pop("position_dtype", jnp.int32)
     return inspect.unwrap(decode_attention_with_lse)(
         *(jnp.zeros(shape) for shape in (q, k, v or k)),
         jnp.zeros(position, dtype),
-        page_table=None if table is None else jnp.zeros(table, jnp.int32),
         **options,
     )
 
@@ -258,16 +222,13 @@ def _call(q=(2, 4, 8), k=(2, 16, 2, 8), v=None, position=(2,), table=None, **opt
         ({"v": (2, 16, 1, 8)}, ["k_cache has shape (2, 16, 2, 8)", "(2, 16, 1, 8)"]),
         ({"q": (2, 4, 4)}, ["(2, 4, 4)", "(2, 16, 2, 8)", "head dimension"]),
         ({"q": (2, 3, 8)}, ["2 kv heads do not divide 3 query heads"]),
-        ({"k": (3, 16, 2, 8)}, ["q has 2 rows and the cache 3", "page_table"]),
+        ({"k": (3, 16, 2, 8)}, ["q has 2 rows and the cache 3"]),
         ({"position": (3,)}, ["position has shape (3,)", "2 queries need (2,)"]),
         ({"position": ()}, ["position has shape ()", "2 queries need (2,)"]),
         ({"position_dtype": jnp.float32}, ["position is float32", "int32"]),
-        ({"table": (3, 1)}, ["page_table has shape (3, 1)", "2 queries need (2, pages per row)"]),
-        ({"table": (2,)}, ["page_table has shape (2,)"]),
         ({"student_window": 0}, ["student_window is 0", "at least 1"]),
         ({"student_window": 17}, ["student_window 17", "teacher_window 16"]),
         ({"teacher_window": 20}, ["16 slots", "20 positions"]),
-        ({"k": (9, 4, 2, 8), "table": (2, 3)}, ["12 slots", "16 positions"]),
         ({"implementation": "cudnn"}, ["'cudnn'", "auto, triton, xla, reference"]),
     ],
 )
@@ -300,8 +261,7 @@ def test_the_benchmarked_programs_agree(case):
     programs = bench.programs(case)
     expected = programs["forward", "reference"](*arrays)
     assert_close(programs["forward", "xla"](*arrays), expected)
-    if case.page_size is None:
-        assert_close(bench._stock(case, *arrays), expected)
+    assert_close(bench._stock(case, *arrays), expected)
 
 
 def test_the_work_counts_both_products_and_each_key_once():
@@ -315,64 +275,45 @@ def test_the_work_counts_both_products_and_each_key_once():
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
 
-def _mesh_measure() -> dict[str, dict[str, object]]:
-    """Rings and pages on a mesh, with the definition in place of the launch: JAX cannot run the
-    interpreter's callback inside a partitioned call."""
+def _mesh_measure() -> dict[str, object]:
+    """A mesh with the definition in place of the launch: JAX cannot run the interpreter's callback
+    inside a partitioned call."""
+    queries = []  # the shape in each launch, the last one when a device's part is compiled
 
-    queries = []  # what each launch sees of them, the last one when a device's part is compiled
-
-    def definition(shape, *arrays):
+    def definition(windows, _, *arrays):
         queries.append(arrays[0].shape)
-        table = arrays[4] if len(arrays) == 5 else None
-        windows = shape.teacher_window, shape.student_window
-        return reference.decode(*arrays[:4], table, *windows, shape.scale)
+        return reference.decode(*arrays, windows)
 
     triton_call._launch = definition
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2)
     keys = jax.random.split(jax.random.key(0), 3)
-    q = jax.random.normal(keys[0], (2, 4, 32))
-    ring, pool = (
-        [jax.random.normal(key, (*at, 2, 32)) for key in keys[1:]] for at in ((2, 24), (9, 8))
-    )
-    position = jnp.asarray([30, 11], jnp.int32)
-    table = jnp.asarray([[7, 1, 3], [0, 8, 2]], jnp.int32)
-    heads, rows = PartitionSpec("data", "tensor"), PartitionSpec("data")
-    shared = PartitionSpec(None, None, "tensor")
-    own = PartitionSpec("data", None, "tensor")
-    forms = {
-        "ring": ((q, *ring, position, None), (heads, own, own, rows, None)),
-        "pages": ((q, *pool, position, table), (heads, shared, shared, rows, rows)),
-    }
-    report = {}
+    shapes = (2, 4, 32), (2, 24, 2, 32), (2, 24, 2, 32)
+    arrays = [jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True)]
+    operands = *arrays, jnp.asarray([30, 11], jnp.int32)
+    specs = ("data", "tensor"), *[("data", None, "tensor")] * 2, ("data",)
+    shardings = tuple(NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
+    windows = Windows(16, 8, 0.2)
     with launch.compiling_for(90):
-        for name, (operands, specs) in forms.items():
-            shardings = tuple(spec and NamedSharding(mesh, spec) for spec in specs)
-
-            def call(*operands):
-                return triton_call.decode(*operands, 16, 8, 0.2)
-
-            run = jax.jit(call, in_shardings=shardings)
-            program = str(run.lower(*operands).compile().as_text())
-            found, expected = run(*operands), xla.decode(*operands, 16, 8, 0.2)
-            pairs = zip(found, expected, strict=True)
-            report[name] = {
-                "launched": queries[-1],
-                "collectives": [name for name in COLLECTIVES if name in program],
-                "distance": max(float(jnp.abs(x - y).max()) for x, y in pairs),
-                "shards": [x.addressable_shards[0].data.shape for x in found],
-            }
-    return report
+        run = jax.jit(partial(triton_call.decode, windows=windows), in_shardings=shardings)
+        program = str(run.lower(*operands).compile().as_text())
+        found, expected = run(*operands), xla.decode(*operands, windows)
+    return {
+        "launched": queries[-1],
+        "collectives": [name for name in COLLECTIVES if name in program],
+        "distance": max(float(jnp.abs(x - y).max()) for x, y in zip(found, expected, strict=True)),
+        "shards": [x.addressable_shards[0].data.shape for x in found],
+    }
 
 
 def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing():
     output = subprocess.run(
         [sys.executable, __file__], env=environment(4), check=True, capture_output=True, text=True
     ).stdout
-    for found in json.loads(output).values():
-        assert found["launched"] == [1, 2, 32]
-        assert found["collectives"] == []
-        assert found["distance"] <= 1e-5
-        assert found["shards"] == [[1, 2, 32], [1, 2, 32], [1, 2], [1, 2]]
+    found = json.loads(output)
+    assert found["launched"] == [1, 2, 32]
+    assert found["collectives"] == []
+    assert found["distance"] <= 1e-5
+    assert found["shards"] == [[1, 2, 32], [1, 2, 32], [1, 2], [1, 2]]
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from launched import launched_kernels
 from ttcd_kernels import dispatch, dual_window_attention, launch
-from ttcd_kernels.aot import launched_kernels
 from ttcd_kernels.dispatch import Candidate, choose
 
 KERNELS = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]

@@ -19,9 +19,11 @@ import pytest
 from devices import environment
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from ttcd_kernels import aot, launch
+from launched import launched_kernels
+from ttcd_kernels import launch
 from ttcd_kernels.dual_window import mosaic_aot, mosaic_call, reference
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile
+from ttcd_kernels.windows import Windows
 
 BASE = {"T": 128, "S": 128, "N": 2, "K": 1, "H": 64, "teacher": 64, "student": 32}
 NARROW = {"tile": (128, 64, 2)}  # more tiles than slots in few tokens
@@ -56,12 +58,12 @@ def _operands(case):
 def _errors(case):
     """Of (teacher, student, teacher lse, student lse), against the definition in float64."""
     q, k, v = _operands(case)
-    teacher, student, scale = case["teacher"], case["student"], case["H"] ** -0.5
+    windows = Windows(case["teacher"], case["student"], case["H"] ** -0.5)
     tile = MosaicTile(*case["tile"]) if "tile" in case else None
     simulator = mosaic_gpu.InterpretGPUParams(detect_races=True)
-    found = mosaic_call.forward(q, k, v, teacher, student, scale, tile=tile, interpret=simulator)
+    found = mosaic_call.forward(q, k, v, windows, tile=tile, interpret=simulator)
     q, k, v = (x.astype(jnp.float64) for x in (q, k, v))
-    expected = reference.dual_window(q, k, v, None, teacher, student, scale)
+    expected = reference.dual_window(q, k, v, None, windows)
     dtypes = [x.dtype.name for x in found]
     assert dtypes == [case.get("dtype", "bfloat16")] * 2 + ["float32"] * 2
     # NumPy's maximum keeps a NaN.
@@ -96,8 +98,7 @@ def test_results_are_those_of_the_definition_and_nothing_races(name):
 
 def _define(shape, q, k, v):
     """The definition in place of the launch."""
-    teacher, student = shape.teacher_window, shape.student_window
-    return reference.dual_window(q, k, v, None, teacher, student, shape.scale)
+    return reference.dual_window(q, k, v, None, Windows(*shape[:3]))
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
@@ -111,13 +112,13 @@ def test_gradients_pass_through_all_four_results(monkeypatch, transform):
 
     def gradients(implementation):
         def attend(q, k, v):
-            return implementation(q, k, v, None, 20, 7, 0.1)
+            return implementation(q, k, v, None, Windows(20, 7, 0.1))
 
         def loss(q, k, v):
             results = transform(attend)(q, k, v)
             return sum(((i + 1) * x**2).sum() for i, x in enumerate(results))
 
-        return jax.grad(loss, (0, 1, 2))(*qkv)
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv)
 
     expected = gradients(reference.dual_window)
     for x, y in zip(gradients(mosaic_call.dual_window), expected, strict=True):
@@ -137,12 +138,13 @@ def _on_a_mesh():
     rng = np.random.default_rng(0)
     shapes = (2, 24, 4, 64), (2, 24, 2, 64), (2, 24, 2, 64)
     q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    windows = Windows(16, 7, 0.1)
 
     def attend(q, k, v):
-        return mosaic_call.dual_window(q, k, v, None, 16, 7, 0.1)
+        return mosaic_call.dual_window(q, k, v, None, windows)
 
     compiled = jax.jit(attend, in_shardings=(split,) * 3).lower(q, k, v).compile()
-    pairs = zip(compiled(q, k, v), reference.dual_window(q, k, v, None, 16, 7, 0.1), strict=True)
+    pairs = zip(compiled(q, k, v), reference.dual_window(q, k, v, None, windows), strict=True)
     return {
         "moves": re.findall("all-|collective", str(compiled.as_text())),
         "distance": max(float(jnp.abs(x - y).max()) for x, y in pairs),
@@ -172,10 +174,8 @@ def _shapes(length, num_heads, num_kv_heads, head_dim, dtype=jnp.bfloat16) -> tu
     ids=["paper", "from scratch"],
 )
 def test_the_call_lowers_to_one_kernel_for_hopper(shapes, windows):
-    teacher, student = windows
-
     def attend(q, k, v):
-        return mosaic_call.dual_window(q, k, v, None, teacher, student, q.shape[-1] ** -0.5)
+        return mosaic_call.dual_window(q, k, v, None, Windows(*windows, q.shape[-1] ** -0.5))
 
     with launch.compiling_for(90):
         assert mosaic_call.unsupported(*shapes) is None
@@ -189,12 +189,12 @@ def test_the_call_lowers_to_one_kernel_for_hopper(shapes, windows):
 def test_the_gradient_adds_the_two_backward_kernels_of_triton():
     def gradient(q, k, v):
         def attend(q, k, v):
-            return mosaic_call.dual_window(q, k, v, None, 256, 128, 0.1)
+            return mosaic_call.dual_window(q, k, v, None, Windows(256, 128, 0.1))
 
         results, pull = jax.vjp(attend, q, k, v)
         return pull(results)
 
-    launched = aot.launched_kernels(gradient, *_shapes(1024, 2, 1, 64), capability=90)
+    launched = launched_kernels(gradient, *_shapes(1024, 2, 1, 64), capability=90)
     assert launched == ["dual_window_backward_q", "dual_window_backward_kv"]
 
 
@@ -240,7 +240,7 @@ def test_what_the_kernel_cannot_take_is_refused_before_launch(monkeypatch):
 def test_a_scale_that_turns_the_order_of_scores_round_is_refused():
     q, k, v = (jnp.zeros(x.shape, x.dtype) for x in _shapes(128, 2, 1, 64))
     with pytest.raises(ValueError, match=r"scale is -0.1, the Mosaic kernel needs one above 0"):
-        mosaic_call.forward(q, k, v, 16, 8, -0.1)
+        mosaic_call.forward(q, k, v, Windows(16, 8, -0.1))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ from devices import environment
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import reference, triton_call
+from ttcd_kernels.windows import Windows
 
-WINDOWS, SCALE = (16, 8), 0.2
+WINDOWS = Windows(16, 8, 0.2)
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
 
 def _forward(shape, q, k, v, ids):
-    windows = shape.teacher_window, shape.student_window
-    return reference.dual_window(q, k, v, ids, *windows, shape.scale)
+    return reference.dual_window(q, k, v, ids, Windows(*shape[:3]))
 
 
 def _backward(shape, q, k, v, ids, near_out, near_delta, near_lse, far_out, *_):
@@ -30,9 +30,7 @@ def _backward(shape, q, k, v, ids, near_out, near_delta, near_lse, far_out, *_):
 
 
 def _gradient(q, k, v, ids):
-    results, pull = jax.vjp(
-        lambda *qkv: triton_call.dual_window(*qkv, ids, *WINDOWS, SCALE), q, k, v
-    )
+    results, pull = jax.vjp(lambda *qkv: triton_call.dual_window(*qkv, ids, WINDOWS), q, k, v)
     return results, pull(results)
 
 

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from interpreting import errors_of
+from launched import launched_kernels
 from ttcd_kernels import dual_window_attention, launch
-from ttcd_kernels.aot import launched_kernels
 from ttcd_kernels.dual_window.aot import compile_gradient
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, TABLE, tuning_for
 

@@ -5,7 +5,7 @@ import collections
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from ttcd_kernels.aot import launched_kernels
+from launched import launched_kernels
 
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import TransformerConfig

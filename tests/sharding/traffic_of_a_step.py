@@ -1,7 +1,6 @@
-"""What a training step on eight fake devices sends along `seq`, at two lengths. A script:
+"""Bytes a training step on eight fake devices sends along `seq`, at two lengths. A script:
 `python traffic_of_a_step.py METHOD FILE` writes [{kind: bytes per step}, ...] as JSON."""
 
-import collections
 import json
 import sys
 from pathlib import Path
@@ -11,10 +10,10 @@ import jax.numpy as jnp
 import optax
 from equal_on_devices import B, config
 from jax.sharding import NamedSharding
+from sent_bytes import sent_bytes
 
 from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.batch import replicated
-from ttcd_jax.sharding.collectives import collectives, compile_partitioned
 from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
 from ttcd_jax.sharding.rules import spec
 from ttcd_jax.train.state import init_state, placed_as, state_shardings
@@ -38,12 +37,7 @@ def traffic(method: str, length: int) -> dict[str, int]:
     step = make_train_step(model, optimizer, lambda _: jnp.asarray(1e-3), loss_rows=16)
     run = jax.jit(step, donate_argnums=0, out_shardings=(places, replicated(mesh)))
     with jax.set_mesh(mesh):
-        _, text = compile_partitioned(run.lower(state, batch))
-    total = collections.Counter[str]()
-    for collective in collectives(text, mesh.shape):
-        assert collective.axes == ("seq",)
-        total[collective.kind] += collective.num_bytes * collective.count
-    return total
+        return sent_bytes(str(run.lower(state, batch).compile().as_text()))
 
 
 if __name__ == "__main__":

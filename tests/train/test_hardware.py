@@ -31,8 +31,3 @@ def test_the_name_a_device_gives_itself_finds_its_data_sheet():
     assert peak_flops("NVIDIA H100 80GB HBM3") == HARDWARE["H100"].peak_flops == 989e12
     assert peak_flops("NVIDIA GB200") == HARDWARE["B200"].peak_flops
     assert peak_flops("cpu") is None
-
-
-def test_bandwidths_fall_with_distance():
-    for device in HARDWARE.values():
-        assert device.memory_bandwidth > device.link_bandwidth > device.network_bandwidth

@@ -1,7 +1,8 @@
-"""Decode attention against the definition and, on a GPU with rings, JAX's own attention twice."""
+"""Decode attention against the definition and, on a GPU, JAX's own attention twice."""
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,32 +11,21 @@ from ttcd_kernels import launch
 from ttcd_kernels.decode import triton_call
 from ttcd_kernels.decode.api import Implementation, decode_attention
 from ttcd_kernels.decode.reference import visible_slots
-from ttcd_kernels.decode.shapes import SHAPES, Case
+from ttcd_kernels.decode.shapes import SHAPES as SHAPES
+from ttcd_kernels.decode.shapes import Case
 from ttcd_kernels.decode.tuning import CANDIDATES, Tuning, tuning_for
 from ttcd_kernels.measure import Search, Work
-
-__all__ = [
-    "BASELINE",
-    "PEERS",
-    "SHAPES",
-    "operand_shapes",
-    "programs",
-    "reference_bytes",
-    "searches",
-    "work",
-]
+from ttcd_kernels.windows import Results, Windows
 
 BASELINE = "xla"  # ratios are times over this one's
 PEERS = ("jax.nn",)  # names of what is not ours begin so: they may refuse a shape
 
 
 def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
-    """q and both caches. Positions and page tables are constants of the programs."""
+    """q and both caches. Positions are constants of the programs."""
     q = jax.ShapeDtypeStruct((case.batch, case.num_heads, case.head_dim), case.dtype)
-    slots = case.batch, case.num_slots or case.teacher_window
-    if case.page_table is not None:
-        slots = case.page_table.size, case.page_size
-    cache = jax.ShapeDtypeStruct((*slots, case.num_kv_heads, case.head_dim), case.dtype)
+    slots = case.num_slots or case.teacher_window
+    cache = jax.ShapeDtypeStruct((case.batch, slots, case.num_kv_heads, case.head_dim), case.dtype)
     return [q, cache, cache]
 
 
@@ -43,7 +33,18 @@ def programs(case: Case) -> dict[tuple[str, str], Callable]:
     """(direction, implementation) -> function of the operands."""
 
     def dual(implementation: Implementation) -> Callable:
-        return functools.partial(_decode, case, implementation)
+        def call(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> Any:
+            return decode_attention(
+                q,
+                k_cache,
+                v_cache,
+                jnp.asarray(case.positions),
+                teacher_window=case.teacher_window,
+                student_window=case.student_window,
+                implementation=implementation,
+            )
+
+        return call
 
     found: dict[tuple[str, str], Callable] = {
         ("forward", "xla"): dual("xla"),
@@ -51,8 +52,7 @@ def programs(case: Case) -> dict[tuple[str, str], Callable]:
     }
     if jax.default_backend() == "gpu":
         found["forward", "triton"] = dual("triton")
-        if case.page_size is None:
-            found["forward", "jax.nn twice"] = functools.partial(_stock, case)
+        found["forward", "jax.nn twice"] = functools.partial(_stock, case)
     return found
 
 
@@ -61,14 +61,14 @@ def searches(case: Case) -> dict[str, Search]:
     capability = launch.capability()
     assert capability is not None
     table = tuning_for(capability, case.head_dim, jnp.dtype(case.dtype).itemsize)
-    pages = case.page_table
-    rest = (
-        *(jnp.asarray(case.positions), None if pages is None else jnp.asarray(pages)),
-        *(case.teacher_window, case.student_window, case.head_dim**-0.5),
-    )
+    windows = Windows(case.teacher_window, case.student_window, case.head_dim**-0.5)
 
     def program(tuning: Tuning) -> Callable:
-        return lambda q, k_cache, v_cache: triton_call.decode(q, k_cache, v_cache, *rest, tuning)
+        def call(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> Results:
+            position = jnp.asarray(case.positions)
+            return triton_call.decode(q, k_cache, v_cache, position, windows, tuning=tuning)
+
+        return call
 
     tunings = dict.fromkeys((table, *CANDIDATES))
     return {"decode_attention": Search({tuning: program(tuning) for tuning in tunings}, table)}
@@ -90,21 +90,9 @@ def reference_bytes(case: Case) -> int:
     return 8 * case.batch * slots * case.num_heads * case.head_dim
 
 
-def _decode(case: Case, implementation: Implementation, q, k_cache, v_cache):
-    table = case.page_table
-    return decode_attention(
-        q,
-        k_cache,
-        v_cache,
-        jnp.asarray(case.positions),
-        teacher_window=case.teacher_window,
-        student_window=case.student_window,
-        page_table=None if table is None else jnp.asarray(table),
-        implementation=implementation,
-    )
-
-
-def _stock(case: Case, q, k_cache, v_cache):
+def _stock(
+    case: Case, q: jax.Array, k_cache: jax.Array, v_cache: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """One masked call per window."""
 
     def attend(window: int) -> jax.Array:

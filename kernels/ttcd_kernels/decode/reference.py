@@ -6,21 +6,13 @@ window w sees it when d < w:
 
     lse = log sum_s exp(scale * q . k_s),    out = sum_s exp(scale * q . k_s - lse) v_s
 
-over the visible slots; without any (p < 0: a row that waits) lse is -inf and out 0. With pages,
-the row's slot s is slot s mod page_size of page page_table[s // page_size] of a common pool.
+over the visible slots; without any (p < 0: a row that waits) lse is -inf and out 0.
 """
 
 import jax
 import jax.numpy as jnp
 
-
-def rings(cache: jax.Array, page_table: jax.Array | None) -> jax.Array:
-    """Every row's slots in order [B, W, K, H]. A page that holds no visible slot is never seen, so
-    its entry in the table may be anything."""
-    if page_table is None:
-        return cache
-    pages = jnp.take(cache, page_table, axis=0, mode="clip")
-    return pages.reshape(page_table.shape[0], -1, *cache.shape[2:])
+from ttcd_kernels.windows import Results, Windows
 
 
 def visible_slots(position: jax.Array, num_slots: int, window: int) -> jax.Array:
@@ -34,17 +26,15 @@ def decode(
     k_cache: jax.Array,
     v_cache: jax.Array,
     position: jax.Array,
-    page_table: jax.Array | None,
-    teacher_window: int,
-    student_window: int,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    windows: Windows,
+) -> Results:
     """(teacher out, student out, teacher lse, student lse), each by its own softmax."""
     state = jnp.promote_types(q.dtype, jnp.float32)
-    k, v = (rings(cache, page_table).astype(state) for cache in (k_cache, v_cache))
+    k, v = (cache.astype(state) for cache in (k_cache, v_cache))
     group = q.shape[1] // k.shape[2]
     k_BSNH, v_BSNH = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
-    score = jnp.einsum("BNH,BSNH->BNS", q.astype(state), k_BSNH, precision="highest") * scale
+    score = jnp.einsum("BNH,BSNH->BNS", q.astype(state), k_BSNH, precision="highest")
+    score = score * windows.scale
 
     def softmax(window: int) -> tuple[jax.Array, jax.Array]:
         visible = visible_slots(position, k.shape[1], window)[:, None]
@@ -53,8 +43,5 @@ def decode(
         out = jnp.einsum("BNS,BSNH->BNH", weight, v_BSNH, precision="highest")
         return out.astype(q.dtype), lse
 
-    (teacher, teacher_lse), (student, student_lse) = (
-        softmax(teacher_window),
-        softmax(student_window),
-    )
+    (teacher, teacher_lse), (student, student_lse) = map(softmax, windows[:2])
     return teacher, student, teacher_lse, student_lse

@@ -18,7 +18,6 @@ class Case(NamedTuple):
     teacher_window: int
     student_window: int
     num_slots: int | None = None  # None: as many as the teacher's window
-    page_size: int | None = None  # None: a ring per row
     first_position: int = 100_000  # far beyond any window
     dtype: str = "bfloat16"
     rounds: int = 5
@@ -27,48 +26,25 @@ class Case(NamedTuple):
     def positions(self) -> np.ndarray:
         return self.first_position + 7 * np.arange(self.batch, dtype=np.int32)
 
-    @property
-    def page_table(self) -> np.ndarray | None:
-        """[B, P]: the pages of all rows, shuffled."""
-        if self.page_size is None:
-            return None
-        pages = (self.num_slots or self.teacher_window) // self.page_size
-        shuffled = np.random.default_rng(0).permutation(self.batch * pages)
-        return shuffled.reshape(self.batch, pages).astype(np.int32)
 
-
-def _at_batches(name: str, page_size: int | None, *facts: int) -> tuple[Case, ...]:
-    kind = "ring" if page_size is None else f"pages of {page_size}"
-    return tuple(
-        Case(f"B{batch} {name}, {kind}", batch, *facts, page_size=page_size) for batch in (1, 8, 64)
-    )
+def _at_batches(case: Case) -> list[Case]:
+    return [case._replace(name=f"B{n} {case.name}", batch=n) for n in (1, 8, 64)]
 
 
 SHAPES: dict[SetName, tuple[Case, ...]] = {
-    "tiny": (
-        Case("B3 16/8, ring", 3, 4, 2, 8, 16, 8, num_slots=20, dtype="float32", rounds=3),
-        Case("B2 16/8, pages of 4", 2, 2, 2, 8, 16, 8, page_size=4, dtype="float32", rounds=3),
-    ),
+    "tiny": (Case("B3 16/8", 3, 4, 2, 8, 16, 8, num_slots=20, dtype="float32", rounds=3),),
     "cpu": (
-        Case("B1 2048/1024 H24 D64, ring", 1, 24, 24, 64, 2048, 1024, dtype="float32"),
-        Case("B8 2048/1024 H16/8 D64, ring", 8, 16, 8, 64, 2048, 1024, dtype="float32"),
-        Case(
-            "B8 2048/1024 H16/8 D64, pages of 64",
-            *(8, 16, 8, 64, 2048, 1024),
-            page_size=64,
-            dtype="float32",
-        ),
+        Case("B1 2048/1024 H24 D64", 1, 24, 24, 64, 2048, 1024, dtype="float32"),
+        Case("B8 2048/1024 H16/8 D64", 8, 16, 8, 64, 2048, 1024, dtype="float32"),
     ),
     "paper": (
-        *_at_batches("8192/4096 H16/8 D128", None, 16, 8, 128, 8192, 4096),
-        *_at_batches("8192/4096 H16/8 D128", 64, 16, 8, 128, 8192, 4096),
-        *_at_batches("2048/1024 H24 D64", None, 24, 24, 64, 2048, 1024),
-        *_at_batches("2048/1024 H24 D64", 64, 24, 24, 64, 2048, 1024),
+        *_at_batches(Case("8192/4096 H16/8 D128", 1, 16, 8, 128, 8192, 4096)),
+        *_at_batches(Case("2048/1024 H24 D64", 1, 24, 24, 64, 2048, 1024)),
     ),
     "parity": (
         Case("300/100 H16/8 D128, 517 slots", 3, 16, 8, 128, 300, 100, num_slots=517),
         Case("1000/999 H17 of one kv head D64", 2, 17, 1, 64, 1000, 999, dtype="float16"),
-        Case("256/256 H6/2 D32, pages of 16", 4, 6, 2, 32, 256, 256, page_size=16),
+        Case("256/256 H6/2 D32", 4, 6, 2, 32, 256, 256),
         Case("300/1 H24 D64, beginning", 9, 24, 24, 64, 300, 1, first_position=0, dtype="float32"),
     ),
 }

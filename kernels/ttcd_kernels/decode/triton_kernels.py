@@ -12,9 +12,8 @@ In base 2, with s = q k^T scale log2(e), a tile updates the softmax state
 whose result, acc / l with lse = (m + log2 l) ln 2, is the slice's share of both windows (of the
 teacher's alone in the far band). Slices are put together outside.
 
-Arrays are contiguous: q [B, N, H]; caches [B, W, K, H], or pools [pages, PAGE_SIZE, K, H] with a
-table [B, W / PAGE_SIZE]; shares [slices, B, N, H] and [slices, B, N]. Offsets are 64 bit: a pool
-may pass 2^31 elements.
+Arrays are contiguous: q [B, N, H]; caches [B, W, K, H]; shares [slices, B, N, H] and
+[slices, B, N]. Offsets are 64 bit: caches may pass 2^31 elements.
 """
 
 import triton
@@ -24,23 +23,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _row(slot, is_visible, batch, W, table_ptr, PAGE_SIZE: tl.constexpr):
-    """Place of a row's slots among the slots of all rows or pages, 64 bit."""
-    if PAGE_SIZE == 0:
-        return tl.cast(batch, tl.int64) * W + slot
-    else:
-        entry = table_ptr + tl.cast(batch, tl.int64) * (W // PAGE_SIZE) + slot // PAGE_SIZE
-        page = tl.load(entry, mask=is_visible, other=0)
-        return tl.cast(page, tl.int64) * PAGE_SIZE + slot % PAGE_SIZE
-
-
-@triton.jit
 def decode_attention(
     q_ptr,
     k_ptr,
     v_ptr,
     position_ptr,
-    table_ptr,
     B,
     N,
     K,
@@ -55,7 +42,6 @@ def decode_attention(
     H: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (slices, K, B): one slice's share for the N / K query heads of one kv head."""
@@ -84,7 +70,7 @@ def decode_attention(
         is_visible = distance < stop  # of the first key at least: the peak is finite from here on
         slot = newest - distance
         slot = tl.where(slot < 0, slot + W, slot)
-        row = _row(slot, is_visible, batch, W, table_ptr, PAGE_SIZE)
+        row = tl.cast(batch, tl.int64) * W + slot
         at = row[:, None] * (K * H) + kv_head * H + dim[None, :]
         k = tl.load(k_ptr + at, mask=is_visible[:, None], other=0.0)
         v = tl.load(v_ptr + at, mask=is_visible[:, None], other=0.0)

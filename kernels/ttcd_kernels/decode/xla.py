@@ -8,7 +8,8 @@ temporaries against 127 ms and 97 MiB.)
 import jax
 import jax.numpy as jnp
 
-from ttcd_kernels.decode.reference import rings, visible_slots
+from ttcd_kernels.decode.reference import visible_slots
+from ttcd_kernels.windows import Results, Windows
 
 
 def decode(
@@ -16,25 +17,21 @@ def decode(
     k_cache: jax.Array,
     v_cache: jax.Array,
     position: jax.Array,
-    page_table: jax.Array | None,
-    teacher_window: int,
-    student_window: int,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    windows: Windows,
+) -> Results:
     """Same contract as `reference.decode`. Axis X: the teacher's window, the student's."""
     state = jnp.promote_types(q.dtype, jnp.float32)
-    k, v = rings(k_cache, page_table), rings(v_cache, page_table)
-    (B, N, H), (W, K) = q.shape, k.shape[1:3]
+    (B, N, H), (W, K) = q.shape, k_cache.shape[1:3]
     q_BKGH = q.reshape(B, K, N // K, H).astype(state)
-    score_BSKG = (q_BKGH[:, None] * k[:, :, :, None].astype(state)).sum(-1) * scale
-    windows = teacher_window, student_window
-    visible_BSX = jnp.stack([visible_slots(position, W, window) for window in windows], axis=-1)
+    score_BSKG = (q_BKGH[:, None] * k_cache[:, :, :, None].astype(state)).sum(-1) * windows.scale
+    visible = [visible_slots(position, W, window) for window in windows[:2]]
+    visible_BSX = jnp.stack(visible, axis=-1)
     score_BSKXG = jnp.where(visible_BSX[:, :, None, :, None], score_BSKG[:, :, :, None], -jnp.inf)
     peak = score_BSKXG.max(1)
     shift = jnp.where(jnp.isneginf(peak), 0, peak)  # a row without a visible slot has weights of 0
     weight = jnp.exp(score_BSKXG - shift[:, None])
     total = weight.sum(1)
-    out = (weight[..., None] * v[:, :, :, None, None].astype(state)).sum(1)
+    out = (weight[..., None] * v_cache[:, :, :, None, None].astype(state)).sum(1)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     lse = shift + jnp.log(total)
     teacher, student = (out[:, :, x].reshape(q.shape).astype(q.dtype) for x in range(2))

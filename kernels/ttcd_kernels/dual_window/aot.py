@@ -1,5 +1,6 @@
 """The variants of the dual-window kernels that are compiled ahead of time."""
 
+import functools
 import sys
 from collections.abc import Iterator
 
@@ -41,18 +42,16 @@ def compile_gradient(
     k = jax.ShapeDtypeStruct((1, _LENGTH, 8, head_dim), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, _LENGTH), jnp.int32) if has_segments else None
 
-    def gradient(q, k, v, ids):
-        def attend(q, k, v):
-            return dual_window_attention_with_lse(
-                q,
-                k,
-                v,
-                teacher_window=_TEACHER_WINDOW,
-                student_window=_STUDENT_WINDOW,
-                segment_ids=ids,
-                implementation="triton",
-            )
-
+    def gradient(
+        q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
+    ) -> tuple[jax.Array, ...]:
+        attend = functools.partial(
+            dual_window_attention_with_lse,
+            teacher_window=_TEACHER_WINDOW,
+            student_window=_STUDENT_WINDOW,
+            segment_ids=ids,
+            implementation="triton",
+        )
         results, pull = jax.vjp(attend, q, k, v)
         return pull(results)
 

@@ -3,10 +3,12 @@ launched."""
 
 from typing import Literal
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.dispatch import Candidate, choose
 from ttcd_kernels.dual_window import lse, mosaic_call, reference, triton_call, xla
+from ttcd_kernels.windows import Windows
 
 Implementation = Literal["auto", "triton", "mosaic", "lse", "xla", "reference"]
 # "auto" takes the first that can run.
@@ -64,9 +66,11 @@ def dual_window_attention_with_lse(
             f"student_window {student_window} is wider than teacher_window {teacher_window}: "
             "the student must see no more than the teacher"
         )
-    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    windows = Windows(
+        teacher_window, student_window, float(q.shape[-1] ** -0.5) if scale is None else scale
+    )
     run = choose("dual-window attention", implementation, CANDIDATES, q, k, v, segment_ids)
-    return run(q, k, v, segment_ids, teacher_window, student_window, scale)
+    return run(q, k, v, segment_ids, windows)
 
 
 def dual_window_attention(
@@ -117,7 +121,7 @@ def window_attention(
     )[1]
 
 
-def check_shapes(q, k, v, segment_ids) -> None:
+def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> None:
     if k.shape != v.shape:
         raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
     if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:

@@ -1,34 +1,25 @@
 """Dual-window attention and what it is measured against: its own forms, two single-window calls,
 and, on a GPU, cuDNN and (where it is installed) tokamax."""
 
-import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from ttcd_kernels import launch
+from ttcd_kernels import launch, measure
 from ttcd_kernels.dual_window import cudnn, lse, mosaic_call, triton_call
 from ttcd_kernels.dual_window.api import (
     Implementation,
     dual_window_attention,
     window_attention,
 )
-from ttcd_kernels.dual_window.shapes import SHAPES, Case
-from ttcd_kernels.dual_window.tuning import CANDIDATES, Tile, tuning_for
-from ttcd_kernels.measure import Search, Work
-
-__all__ = [
-    "BASELINE",
-    "PEERS",
-    "SHAPES",
-    "operand_shapes",
-    "programs",
-    "reference_bytes",
-    "searches",
-    "work",
-]
+from ttcd_kernels.dual_window.shapes import SHAPES as SHAPES
+from ttcd_kernels.dual_window.shapes import Case
+from ttcd_kernels.dual_window.tuning import CANDIDATES, Tuning, tuning_for
+from ttcd_kernels.measure import Work
+from ttcd_kernels.windows import Windows
 
 BASELINE = "xla"  # ratios are times over this one's
 PEERS = ("cudnn", "tokamax")  # names of what is not ours begin so: they may refuse a shape
@@ -44,13 +35,8 @@ def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
 
 
 def programs(case: Case) -> dict[tuple[str, str], Callable[..., Any]]:
-    """By (direction, implementation): the forward, and the forward with the gradients of q, k,
-    v."""
-    found = {}
-    for name, attend in _implementations(case).items():
-        found["forward", name] = _forward(attend)
-        found["fwd + bwd", name] = _gradient(attend)
-    return found
+    """(direction, implementation) -> function of the operands."""
+    return measure.both_directions(_implementations(case), 3)
 
 
 def work(case: Case, direction: str) -> Work:
@@ -70,28 +56,18 @@ def reference_bytes(case: Case) -> int:
     return 4 * case.batch * case.num_heads * case.length**2
 
 
-def searches(case: Case) -> dict[str, Search]:
+def searches(case: Case) -> dict[str, measure.Search]:
     """Per kernel: the tiles to try, and a program with each."""
     capability = launch.capability()
     assert capability is not None
-    table = tuning_for(capability, case.head_dim)
-    windows = case.teacher_window or case.length, case.student_window
 
-    def program(kernel: str, tile: Tile) -> Callable[..., Any]:
-        tuning = dataclasses.replace(table, **{kernel: tile})
+    def attend(tuning: Tuning) -> Callable[..., Any]:
+        def call(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return triton_call.dual_window(q, k, v, None, _windows(case), tuning=tuning)[:2]
 
-        def attend(q, k, v):
-            scale = case.head_dim**-0.5
-            return triton_call.dual_window(q, k, v, None, *windows, scale, tuning)[:2]
+        return call
 
-        return _forward(attend) if kernel == "forward" else _gradient(attend)
-
-    found = {}
-    for field in dataclasses.fields(table):
-        tiles = dict.fromkeys((getattr(table, field.name), *CANDIDATES))
-        programs = {tile: program(field.name, tile) for tile in tiles}
-        found[field.name] = Search(programs, getattr(table, field.name))
-    return found
+    return measure.searches(tuning_for(capability, case.head_dim), CANDIDATES, attend, 3)
 
 
 def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
@@ -99,23 +75,17 @@ def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
     windows = case.teacher_window, case.student_window
 
     def dual(implementation: Implementation) -> Callable[..., Any]:
-        def call(q, k, v):
-            return dual_window_attention(
-                q,
-                k,
-                v,
-                teacher_window=case.teacher_window,
-                student_window=case.student_window,
-                implementation=implementation,
-            )
-
-        return call
+        return functools.partial(
+            dual_window_attention,
+            teacher_window=case.teacher_window,
+            student_window=case.student_window,
+            implementation=implementation,
+        )
 
     def single(implementation: Implementation, *windows: int | None) -> Callable[..., Any]:
-        def call(q, k, v):
-            return tuple(
-                window_attention(q, k, v, window=w, implementation=implementation) for w in windows
-            )
+        def call(*qkv: jax.Array) -> tuple[jax.Array, ...]:
+            attend = functools.partial(window_attention, *qkv, implementation=implementation)
+            return tuple(attend(window=window) for window in windows)
 
         return call
 
@@ -150,41 +120,25 @@ def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
     return found
 
 
+def _windows(case: Case) -> Windows:
+    return Windows(case.teacher_window or case.length, case.student_window, case.head_dim**-0.5)
+
+
 def _lse(case: Case, attend: lse.SingleWindow) -> Callable[..., Any]:
-    windows = case.teacher_window or case.length, case.student_window
-
-    def call(q, k, v):
-        return lse.dual_window(q, k, v, None, *windows, case.head_dim**-0.5, attend)[:2]
+    def call(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return lse.dual_window(q, k, v, None, _windows(case), attend)[:2]
 
     return call
 
 
-def _stock(attention: Callable[..., Any], implementation: str, *windows: int | None):
+def _stock(
+    attention: Callable[..., Any], implementation: str, *windows: int | None
+) -> Callable[..., Any]:
     """One call per window, with gradients of their own."""
+    attend = functools.partial(attention, is_causal=True, implementation=implementation)
 
-    def call(q, k, v):
-        return tuple(
-            attention(
-                q,
-                k,
-                v,
-                is_causal=True,
-                local_window_size=None if window is None else (window - 1, 0),
-                implementation=implementation,
-            )
-            for window in windows
-        )
+    def call(*qkv: jax.Array) -> tuple[jax.Array, ...]:
+        sizes = (None if window is None else (window - 1, 0) for window in windows)
+        return tuple(attend(*qkv, local_window_size=size) for size in sizes)
 
     return call
-
-
-def _forward(attend: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda q, k, v, d_teacher, d_student: attend(q, k, v)
-
-
-def _gradient(attend: Callable[..., Any]) -> Callable[..., Any]:
-    def gradient(q, k, v, d_teacher, d_student):
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, pull((d_teacher, d_student)[: len(out)])
-
-    return gradient

@@ -1,4 +1,4 @@
-"""What every backward of dual-window attention starts from.
+"""The differentiable call of dual-window attention, and the cotangents its backwards start from.
 
 In the near band (distance < w_S) P_T = rho P_S with rho = exp(lse_S - lse_T) <= 1, so both outputs'
 gradients pass through one set of weights:
@@ -9,14 +9,18 @@ gradients pass through one set of weights:
 with D = rowsum(dO * O) - d_lse: five matrix products for each key pair of the teacher's window.
 """
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
+from ttcd_kernels.windows import Results
+
 
 class Residuals(NamedTuple):
-    """What the backward needs. Scores are recomputed."""
+    """Operands and results, for the backward; it computes the scores again."""
 
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
@@ -28,6 +32,61 @@ class Residuals(NamedTuple):
     student_lse: jax.Array
 
 
+type QKV = tuple[jax.Array, jax.Array, jax.Array]
+type Forward = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array | None], Results]
+type Backward = Callable[[Any, Residuals, Results], QKV]
+
+
+def with_gradients(
+    forward: Forward,
+    backward: Backward,
+    static: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+) -> Results:
+    """`forward(static, q, k, v, segment_ids)`, which returns the results of
+    `reference.dual_window`, made differentiable in q, k, v through all four of them by
+    `backward(static, residuals, cotangents)`."""
+    return cast(Results, _call(forward, backward, static, q, k, v, segment_ids))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _call(
+    forward: Forward,
+    backward: Backward,
+    static: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+) -> Results:
+    return forward(static, q, k, v, segment_ids)
+
+
+def _forward(
+    forward: Forward,
+    _: Backward,
+    static: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+) -> tuple[Results, Residuals]:
+    results = forward(static, q, k, v, segment_ids)
+    return results, Residuals(q, k, v, segment_ids, *results)
+
+
+def _backward(
+    _: Forward, backward: Backward, static: Any, saved: Residuals, cotangents: Results
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    return *backward(static, saved, cotangents), None
+
+
+_call.defvjp(_forward, _backward)
+
+
 class BandCotangents(NamedTuple):
     """dO in q's dtype [B, T, N, H] and D in the dtype of the log-sum-exps [B, T, N], by band."""
 
@@ -37,7 +96,7 @@ class BandCotangents(NamedTuple):
     far_delta: jax.Array
 
 
-def by_band(saved: Residuals, cotangents: tuple[jax.Array, ...]) -> BandCotangents:
+def by_band(saved: Residuals, cotangents: Results) -> BandCotangents:
     """From the cotangents of (teacher, student, teacher lse, student lse). The combined one of the
     near band is rounded to q's dtype once."""
     d_teacher, d_student, d_teacher_lse, d_student_lse = cotangents

@@ -14,7 +14,7 @@ from ttcd_kernels import launch
 _MAX_HEAD_DIM = {80: 128, 90: 256}  # by compute capability
 
 
-def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids=None) -> str | None:
+def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any = None) -> str | None:
     """Why cuDNN cannot take these arrays on this machine; None if it can."""
     if segment_ids is not None:
         return "documents (segment_ids) are not supported"
@@ -35,7 +35,7 @@ def attend(
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     T, S = q.shape[1], k.shape[1]
-    # cuDNN counts queries from the first key, we from the last: rows in front make them meet.
+    # cuDNN counts queries from the first key, we from the last: padding aligns them.
     q = jnp.pad(q, ((0, 0), (S - T, 0), (0, 0), (0, 0)))
     attention: Any = dot_product_attention  # what it returns depends on its arguments
     out, lse = attention(

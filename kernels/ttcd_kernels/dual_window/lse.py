@@ -10,6 +10,7 @@ so both outputs cost the products of the teacher's window alone. The gradients a
 (`gradients.py`): stock backwards would do both windows, and drop the cotangents of log-sum-exps.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from ttcd_kernels.dual_window import cudnn, triton_call, xla
-from ttcd_kernels.dual_window.gradients import with_gradients
+from ttcd_kernels.dual_window.cotangents import with_gradients
+from ttcd_kernels.dual_window.gradients import gradients
+from ttcd_kernels.windows import Results, Windows
 
 # (q [B, T, N, H], k, v [B, S, K, H], window, scale) -> (out [B, T, N, H], lse [B, T, N] float32):
 # causal, the queries the last T of S positions, the window counting the query itself.
@@ -29,8 +32,10 @@ type SingleWindow = Callable[
 def of_own(dual_window: Callable[..., Any]) -> SingleWindow:
     """A dual-window implementation of this package as a single-window one: no far band."""
 
-    def attend(q, k, v, window, scale):
-        _, out, _, lse = dual_window(q, k, v, None, window, window, scale)
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, window: int, scale: float
+    ) -> tuple[jax.Array, jax.Array]:
+        _, out, _, lse = dual_window(q, k, v, None, Windows(window, window, scale))
         return out, lse
 
     return attend
@@ -45,7 +50,7 @@ def best_single_window(q: jax.Array, k: jax.Array, v: jax.Array) -> SingleWindow
     )
 
 
-def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids=None) -> str | None:
+def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any = None) -> str | None:
     """Why the form cannot take these arrays; None if it can."""
     return None if segment_ids is None else "documents (segment_ids) are not supported"
 
@@ -68,24 +73,19 @@ def dual_window(
     k: jax.Array,
     v: jax.Array,
     segment_ids: None,
-    teacher_window: int,
-    student_window: int,
-    scale: float,
+    windows: Windows,
     attend: SingleWindow | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> Results:
     """Same contract as `reference.dual_window`, without documents. `attend`, the best one here
     unless given, is called twice and need not be differentiable."""
-    S = k.shape[1]
-    teacher_window, student_window = min(teacher_window, S), min(student_window, S)
-    attend = best_single_window(q, k, v) if attend is None else attend
-
-    def forward(q, k, v, _, teacher_window, student_window, scale):
-        return _forward(attend, q, k, v, teacher_window, student_window, scale)
-
-    return with_gradients(forward, q, k, v, segment_ids, teacher_window, student_window, scale)
+    forward = functools.partial(_forward, best_single_window(q, k, v) if attend is None else attend)
+    return with_gradients(forward, gradients, windows.within(k.shape[1]), q, k, v, segment_ids)
 
 
-def _forward(attend: SingleWindow, q, k, v, teacher_window, student_window, scale):
+def _forward(
+    attend: SingleWindow, windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array, *_: Any
+) -> Results:
+    teacher_window, student_window, scale = windows
     student, student_lse = attend(q, k, v, student_window, scale)
     # Queries with a far band, and the keys it may reach.
     num_keys = k.shape[1] - student_window

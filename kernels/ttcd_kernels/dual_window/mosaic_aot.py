@@ -7,6 +7,7 @@ for a GPU that is only described, in a process of its own, and reports through t
 MOSAIC_GPU_DUMP_*.
 """
 
+import functools
 import importlib.util
 import os
 import pkgutil
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from ttcd_kernels import launch
 from ttcd_kernels.aot import Compiled
 from ttcd_kernels.dual_window import mosaic_call
+from ttcd_kernels.windows import Windows
 
 _COMPILER = Path(sys.prefix) / "hopper"
 # What the compiler asks of a GPU: here an H100's answers.
@@ -111,9 +113,8 @@ def compile_here(head_dim: int) -> None:
         shape = (1, _LENGTH, num_heads, head_dim)
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
 
-    def attend(q, k, v):
-        return mosaic_call.forward(q, k, v, _TEACHER_WINDOW, _STUDENT_WINDOW, head_dim**-0.5)
-
+    windows = Windows(_TEACHER_WINDOW, _STUDENT_WINDOW, head_dim**-0.5)
+    attend = jax.jit(functools.partial(mosaic_call.forward, windows=windows))
     with launch.compiling_for(90):
-        traced = jax.jit(attend).trace(operand(16), operand(8), operand(8))
+        traced = attend.trace(operand(16), operand(8), operand(8))
         traced.lower(lowering_platforms=("cuda",)).compile()

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import triton_call
-from ttcd_kernels.dual_window.gradients import with_gradients
+from ttcd_kernels.dual_window.cotangents import with_gradients
+from ttcd_kernels.dual_window.gradients import gradients
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile
+from ttcd_kernels.windows import Results, Windows
 
 _LOG2E = 1.4426950408889634
 _DTYPES = ("bfloat16", "float16")
 CAPABILITY = 90  # wgmma exists on Hopper only
-
-type _Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 class _Shape(NamedTuple):
@@ -59,27 +59,23 @@ def _toolkit() -> int | None:
 
 
 def dual_window(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    teacher_window: int,
-    student_window: int,
-    scale: float,
-) -> _Results:
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
+) -> Results:
     """Same contract as `reference.dual_window`, for operands that are not `unsupported`;
     differentiable in q, k, v through all four results.
 
     Raises:
         ValueError: scale is not above 0.
     """
-    return with_gradients(_forward, q, k, v, segment_ids, teacher_window, student_window, scale)
+    return with_gradients(_forward, gradients, windows, q, k, v, segment_ids)
 
 
-def _forward(q, k, v, segment_ids, teacher_window: int, student_window: int, scale: float):
+def _forward(
+    windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> Results:
     """Under vmap and on a mesh too."""
     assert segment_ids is None
-    shape: Any = _shape(q, k, teacher_window, student_window, scale, None, False)
+    shape = _shape(windows, q, k)
     return triton_call.everywhere(_launch_forward, "QKK -> QQLL", shape, q, k, v)
 
 
@@ -87,30 +83,34 @@ def forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    teacher_window: int,
-    student_window: int,
-    scale: float,
+    windows: Windows,
     *,
     tile: MosaicTile | None = None,
     interpret: Any = False,
-) -> _Results:
+) -> Results:
     """One launch: `dual_window` without a gradient. `interpret`, an instance of
     `mosaic_gpu.InterpretGPUParams`, runs it on a CPU (of three threads at least, or it hangs)."""
-    shape = _shape(q, k, teacher_window, student_window, scale, tile, interpret)
+    shape = _shape(windows, q, k, tile, interpret)
     return _launch_forward(shape, q, k, v)
 
 
-def _shape(q, k, teacher_window: int, student_window: int, scale: float, tile, interpret) -> _Shape:
-    if scale <= 0:
+def _shape(
+    windows: Windows,
+    q: jax.Array,
+    k: jax.Array,
+    tile: MosaicTile | None = None,
+    interpret: Any = False,
+) -> _Shape:
+    if windows.scale <= 0:
         # The largest score is looked for before scaling.
-        raise ValueError(f"scale is {scale}, the Mosaic kernel needs one above 0; use 'triton'")
-    S = k.shape[1]
-    windows = min(teacher_window, S), min(student_window, S)
-    return _Shape(*windows, float(scale), tile or MOSAIC_TILES[q.shape[-1]], interpret)
+        raise ValueError(
+            f"scale is {windows.scale}, the Mosaic kernel needs one above 0; use 'triton'"
+        )
+    return _Shape(*windows.within(k.shape[1]), tile or MOSAIC_TILES[q.shape[-1]], interpret)
 
 
-def _launch_forward(shape: _Shape, q, k, v) -> _Results:
-    """The kernel copies whole tiles only, so that queries and keys are padded to them. Keys behind
+def _launch_forward(shape: _Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> Results:
+    """The kernel copies whole tiles only, so that queries and keys are padded to them. Keys after
     the last are ahead of every query, none of which sees them."""
     from ttcd_kernels.dual_window.mosaic_kernel import Facts, dual_window_forward
 
@@ -129,7 +129,7 @@ def _launch_forward(shape: _Shape, q, k, v) -> _Results:
     results = dual_window_forward(q, k, v, facts)
     results = [(out[:, :T], lse[:, :, :T].swapaxes(1, 2)) for out, lse in results]
     (student, student_lse), (teacher, teacher_lse) = results[0], results[-1]
-    return cast(_Results, (teacher, student, teacher_lse, student_lse))
+    return cast(Results, (teacher, student, teacher_lse, student_lse))
 
 
 def _padded(x: jax.Array, multiple: int) -> jax.Array:

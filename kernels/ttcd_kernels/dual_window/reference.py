@@ -11,6 +11,8 @@ Memory is O(T * S). Tests and small experiments only.
 import jax
 import jax.numpy as jnp
 
+from ttcd_kernels.windows import Results, Windows
+
 
 def single_window(
     q: jax.Array,
@@ -38,17 +40,11 @@ def single_window(
 
 
 def dual_window(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    teacher_window: int,
-    student_window: int,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
+) -> Results:
     """(teacher out, student out, teacher lse, student lse), each by its own full softmax."""
-    teacher, teacher_lse = single_window(q, k, v, segment_ids, teacher_window, scale)
-    if student_window == teacher_window:
+    teacher, teacher_lse = single_window(q, k, v, segment_ids, windows.teacher, windows.scale)
+    if windows.student == windows.teacher:
         return teacher, teacher, teacher_lse, teacher_lse
-    student, student_lse = single_window(q, k, v, segment_ids, student_window, scale)
+    student, student_lse = single_window(q, k, v, segment_ids, windows.student, windows.scale)
     return teacher, student, teacher_lse, student_lse

@@ -1,22 +1,20 @@
 """Dual-window attention by the Triton kernels: launches, custom VJP, what they support."""
 
 import functools
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ttcd_kernels import launch
-from ttcd_kernels.batching import folds_batch
-from ttcd_kernels.dual_window.cotangents import Residuals, by_band
+from ttcd_kernels import launch, partitioning
+from ttcd_kernels.dual_window.cotangents import QKV, Residuals, by_band, with_gradients
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tile, Tuning, tuning_for
-from ttcd_kernels.partitioning import partitioned
+from ttcd_kernels.windows import Results, Windows
 
 _LOG2E = 1.4426950408889634
 _DTYPES = ("bfloat16", "float16", "float32")
-
-type _Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 class _Shape(NamedTuple):
@@ -40,77 +38,62 @@ def dual_window(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array | None,
-    teacher_window: int,
-    student_window: int,
-    scale: float,
+    windows: Windows,
     tuning: Tuning | None = None,
-) -> _Results:
+) -> Results:
     """Same contract as `reference.dual_window`, for operands that are not `unsupported`;
     differentiable in q, k, v through all four results, deterministic. float32 operands are
     multiplied in full float32, not TF32."""
-    shape = _shape(q, k, teacher_window, student_window, scale, tuning)
-    return cast(_Results, _fused(shape, q, k, v, segment_ids))
+    shape = _shape(windows, q, k, tuning)
+    return with_gradients(_forward, _backward, shape, q, k, v, segment_ids)
 
 
-def gradients(
-    saved: Residuals,
-    cotangents: tuple[jax.Array, ...],
-    teacher_window: int,
-    student_window: int,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
     """dq, dk, dv from the cotangents of the four results, whoever computed the results."""
-    shape = _shape(saved.q, saved.k, teacher_window, student_window, scale, None)
-    dq, dk, dv, _ = _backward(shape, saved, cotangents)
-    return dq, dk, dv
+    return _backward(_shape(windows, saved.q, saved.k, None), saved, cotangents)
 
 
-def _shape(q, k, teacher_window: int, student_window: int, scale: float, tuning: Tuning | None):
+def _shape(windows: Windows, q: jax.Array, k: jax.Array, tuning: Tuning | None) -> _Shape:
     if tuning is None:
         capability = launch.capability()
         assert capability is not None
         tuning = tuning_for(capability, q.shape[-1])
-    S = k.shape[1]
-    return _Shape(min(teacher_window, S), min(student_window, S), scale, tuning)
+    return _Shape(*windows.within(k.shape[1]), tuning)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(shape: _Shape, q, k, v, segment_ids):
-    return _forward(shape, q, k, v, segment_ids)[0]
+def _forward(
+    shape: _Shape, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> Results:
+    return everywhere(_launch_forward, "QKKI -> QQLL", shape, q, k, v, segment_ids)
 
 
-def _forward(shape: _Shape, q, k, v, segment_ids):
-    results = everywhere(_launch_forward, "QKKI -> QQLL", shape, q, k, v, segment_ids)
-    return results, Residuals(q, k, v, segment_ids, *results)
-
-
-def _backward(shape: _Shape, saved: Residuals, cotangents):
+def _backward(shape: _Shape, saved: Residuals, cotangents: Results) -> QKV:
     bands = by_band(saved, cotangents)
     near = bands.near_out, bands.near_delta, saved.student_lse
     far = bands.far_out, bands.far_delta, saved.teacher_lse
     operands = saved.q, saved.k, saved.v, saved.segment_ids
-    dqkv = everywhere(_launch_backward, "QKKIQLLQLL -> QKK", shape, *operands, *near, *far)
-    return *dqkv, None
+    return everywhere(_launch_backward, "QKKIQLLQLL -> QKK", shape, *operands, *near, *far)
 
 
 # Axes of a query-like, key-like, row-statistic and id array: query heads are (k g).
 _AXES = {"Q": "b t (k g) h", "K": "b s k h", "L": "b t (k g)", "I": "b s"}
 
 
-def everywhere(function, kinds: str, shape: _Shape, *arrays):
+def everywhere(
+    function: Callable[..., Any], kinds: str, shape: Any, *arrays: jax.Array | None
+) -> Any:
     """`function(shape, *arrays)` under vmap and on a mesh: batch and kv heads are independent."""
-    inputs, results = kinds.split(" -> ")
-    present = [kind for kind, array in zip(inputs, arrays, strict=True) if array is not None]
-    rule = " -> ".join(", ".join(_AXES[kind] for kind in part) for part in (present, results))
-    group = arrays[0].shape[2] // arrays[1].shape[2]
-    run = partitioned(functools.partial(function, shape), rule, whole=("t", "h", "s"), g=group)
-    return folds_batch(run)(*arrays)
+    q, k = arrays[:2]
+    assert q is not None
+    assert k is not None
+    group = q.shape[2] // k.shape[2]
+    run = functools.partial(function, shape)
+    return partitioning.everywhere(run, kinds, _AXES, arrays, whole=("t", "h", "s"), g=group)
 
 
-_fused.defvjp(_forward, _backward)
-
-
-def _launch_forward(shape: _Shape, q, k, v, segment_ids):
+def _launch_forward(
+    shape: _Shape, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> Results:
     from ttcd_kernels.dual_window.triton_kernels import dual_window_forward
 
     B, T, N, _ = q.shape
@@ -131,24 +114,29 @@ def _launch_forward(shape: _Shape, q, k, v, segment_ids):
     return teacher, student, teacher_lse.swapaxes(1, 2), student_lse.swapaxes(1, 2)
 
 
-def _launch_backward(
-    shape: _Shape,
-    q,
-    k,
-    v,
-    ids,
-    near_out,
-    near_delta,
-    near_lse,
-    far_out,
-    far_delta,
-    far_lse,
-):
+class _BackwardOperands(NamedTuple):
+    """Arrays of the backward kernels: dO [B, T, N, H], D and lse [B, T, N] of each band."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    segment_ids: jax.Array | None
+    near_out: jax.Array
+    near_delta: jax.Array
+    near_lse: jax.Array
+    far_out: jax.Array
+    far_delta: jax.Array
+    far_lse: jax.Array
+
+
+def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
     from ttcd_kernels.dual_window.triton_kernels import (
         dual_window_backward_kv,
         dual_window_backward_q,
     )
 
+    x = _BackwardOperands(*arrays)
+    q, k, ids = x.q, x.k, x.segment_ids
     B, T, N, _ = q.shape
     S, K = k.shape[1:3]
 
@@ -157,10 +145,10 @@ def _launch_backward(
         return jnp.stack([near, far]).swapaxes(2, 3)
 
     arguments = (
-        *_operands(q, k, v, ids),
-        jnp.stack([near_out, far_out]),
-        stacked(near_lse, far_lse),
-        stacked(near_delta, far_delta),
+        *_operands(q, k, x.v, ids),
+        jnp.stack([x.near_out, x.far_out]),
+        stacked(x.near_lse, x.far_lse),
+        stacked(x.near_delta, x.far_delta),
         B,
         *_sizes(q, k),
         shape.teacher_window,
@@ -186,17 +174,19 @@ def _launch_backward(
     return dq, dk, dv
 
 
-def _operands(q, k, v, segment_ids) -> tuple[jax.Array, ...]:
-    """Without documents a pointer that is never read stands for the ids."""
+def _operands(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Without documents a pointer that is never read replaces the ids."""
     return q, k, v, q if segment_ids is None else segment_ids.astype(jnp.int32)
 
 
-def _sizes(q, k) -> tuple[int, ...]:
+def _sizes(q: jax.Array, k: jax.Array) -> tuple[int, ...]:
     """T, S, N, K."""
     return q.shape[1], k.shape[1], q.shape[2], k.shape[2]
 
 
-def _constants(q, segment_ids, tile: Tile) -> dict[str, Any]:
+def _constants(q: jax.Array, segment_ids: jax.Array | None, tile: Tile) -> dict[str, Any]:
     return {
         "H": q.shape[-1],
         "BLOCK_M": tile.block_m,

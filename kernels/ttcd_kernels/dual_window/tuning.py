@@ -59,11 +59,14 @@ TABLE: dict[tuple[int, int], Tuning] = {
 HEAD_DIMS = (32, 64, 128)
 
 # What `ttcd_kernels.tune` tries for each kernel beside the table's.
-CANDIDATES = tuple(
-    Tile(block_m, block_n, num_warps, num_stages)
-    for block_m, block_n in ((32, 128), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128))
-    for num_warps in (4, 8)
-    for num_stages in (2, 3)
+CANDIDATES: dict[str, tuple[Tile, ...]] = dict.fromkeys(
+    ("forward", "backward_q", "backward_kv"),
+    tuple(
+        Tile(block_m, block_n, num_warps, num_stages)
+        for block_m, block_n in ((32, 128), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128))
+        for num_warps in (4, 8)
+        for num_stages in (2, 3)
+    ),
 )
 
 COMPUTE_WARPGROUPS = 2  # of the Mosaic kernel

@@ -17,22 +17,20 @@ head dim.
 """
 
 import functools
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
-from ttcd_kernels.dual_window.cotangents import Residuals, by_band
+from ttcd_kernels.dual_window.cotangents import QKV, Residuals, by_band, with_gradients
+from ttcd_kernels.windows import Results, Windows
 
 _MAX_SCORE_ELEMENTS = 1 << 24  # one block's scores: 64 MiB in float32
 # Half a window, within these bounds: a block of c rows computes w + c columns for w visible ones,
 # and 256 rows stay in a CPU's cache. Windows 128/64 on two cores: 64 rows 0.20 s, 256 rows 0.55 s.
 _MIN_BLOCK, _MAX_BLOCK = 16, 256
 _MIN_CAPPED_BLOCK = 64  # memory alone never asks for fewer rows than this
-
-
-# (teacher, student, teacher lse, student lse), as in `reference.dual_window`.
-type _Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 class _Shape(NamedTuple):
@@ -60,62 +58,35 @@ def block_rows(batch_heads: int, length: int, window: int) -> int:
 
 
 def dual_window(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    teacher_window: int,
-    student_window: int,
-    scale: float,
-) -> _Results:
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
+) -> Results:
     """Same contract as `reference.dual_window`; differentiable in q, k, v through all four
     results."""
+    T, S = q.shape[1], k.shape[1]
+    if windows.teacher >= S and 8 * _shape(windows, q, k).block <= T:
+        return _causal_halves(q, k, v, segment_ids, windows)
+    return with_gradients(_forward, gradients, windows, q, k, v, segment_ids)
+
+
+def _shape(windows: Windows, q: jax.Array, k: jax.Array) -> _Shape:
     B, T, N, _ = q.shape
     S = k.shape[1]
-    teacher_window, student_window = min(teacher_window, S), min(student_window, S)
-    block = block_rows(B * N, T, teacher_window)
-    if teacher_window == S and 8 * block <= T:
-        return _causal_halves(q, k, v, segment_ids, teacher_window, student_window, scale)
-    shape = _Shape(teacher_window, student_window, scale, block, S - T)
-    return cast(_Results, _banded(shape, q, k, v, segment_ids))
+    windows = windows.within(S)
+    return _Shape(*windows, block_rows(B * N, T, windows.teacher), S - T)
 
 
-def gradients(
-    saved: Residuals,
-    cotangents: tuple[jax.Array, ...],
-    teacher_window: int,
-    student_window: int,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk, dv from the cotangents of the four results, whoever computed the results."""
-    B, T, N, _ = saved.q.shape
-    S = saved.k.shape[1]
-    teacher_window, student_window = min(teacher_window, S), min(student_window, S)
-    block = block_rows(B * N, T, teacher_window)
-    shape = _Shape(teacher_window, student_window, scale, block, S - T)
-    dq, dk, dv, _ = _backward(shape, saved, cotangents)
-    return dq, dk, dv
-
-
-def _causal_halves(q, k, v, segment_ids, teacher_window, student_window, scale):
+def _causal_halves(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
+) -> Results:
     """Full attention: the first half of the queries never looks at the second half's keys, so each
     half is a call of its own (recursively), which saves most of the masked products."""
     half, S = q.shape[1] // 2, k.shape[1]
     seen = S - q.shape[1] + half
     early_ids = None if segment_ids is None else segment_ids[:, :seen]
-    early = dual_window(
-        q[:, :half], k[:, :seen], v[:, :seen], early_ids, seen, min(student_window, seen), scale
-    )
-    late_block = block_rows(q.shape[0] * q.shape[2], q.shape[1] - half, S)
-    shape = _Shape(teacher_window, student_window, scale, late_block, seen)
-    late = cast(_Results, _banded(shape, q[:, half:], k, v, segment_ids))
+    early = dual_window(q[:, :half], k[:, :seen], v[:, :seen], early_ids, windows)
+    late = with_gradients(_forward, gradients, windows, q[:, half:], k, v, segment_ids)
     whole = (jnp.concatenate(parts, axis=1) for parts in zip(early, late, strict=True))
-    return cast(_Results, tuple(whole))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _banded(shape: _Shape, q, k, v, segment_ids):
-    return _forward(shape, q, k, v, segment_ids)[0]
+    return cast(Results, tuple(whole))
 
 
 def _pad_rows(x: jax.Array, front: int, back: int) -> jax.Array:
@@ -145,7 +116,7 @@ def _ungrouped(x: jax.Array) -> jax.Array:
 
 
 class _Window(NamedTuple):
-    """What one block of queries sees."""
+    """Keys, values and masks of one block of queries."""
 
     k: jax.Array  # [B, E, K, H]
     v: jax.Array
@@ -153,9 +124,15 @@ class _Window(NamedTuple):
     far: jax.Array
 
 
-def _window(shape: _Shape, k_pad, v_pad, ids_pad, index: jax.Array) -> _Window:
+def _window(
+    shape: _Shape,
+    k_pad: jax.Array,
+    v_pad: jax.Array,
+    ids_pad: jax.Array | None,
+    index: jax.Array,
+) -> _Window:
     """Keys of block `index` and the masks of its two bands. K and V carry w_T rows of front
-    padding, so the query in row r of the block stands at column r + w_T."""
+    padding, so the query in row r of the block is at column r + w_T."""
     w_T, c = shape.teacher_window, shape.block
     start, extent = index * c + shape.halo, shape.teacher_window + shape.block
     rows = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=extent, axis=1)
@@ -173,7 +150,9 @@ def _window(shape: _Shape, k_pad, v_pad, ids_pad, index: jax.Array) -> _Window:
     return _Window(rows(k_pad, start), rows(v_pad, start), near, far)
 
 
-def _padded(shape: _Shape, q, k, v, segment_ids):
+def _padded(
+    shape: _Shape, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     back = -q.shape[1] % shape.block
     pad = functools.partial(_pad_rows, front=shape.teacher_window, back=back)
     return pad(k), pad(v), None if segment_ids is None else pad(segment_ids)
@@ -191,17 +170,20 @@ def _far_columns(shape: _Shape) -> slice:
     return slice(0, width + shape.block if width else 0)
 
 
-def _forward(shape: _Shape, q, k, v, segment_ids):
+def _forward(
+    windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> Results:
+    shape = _shape(windows, q, k)
     T, K = q.shape[1], k.shape[2]
     state = jnp.promote_types(q.dtype, jnp.float32)
     k_pad, v_pad, ids_pad = _padded(shape, q, k, v, segment_ids)
     near_cols, far_cols = _near_columns(shape), _far_columns(shape)
     dot = functools.partial(jnp.einsum, preferred_element_type=state)
 
-    def attend(weight, values):
+    def attend(weight: jax.Array, values: jax.Array) -> jax.Array:
         return dot("BKGTS,BSKH->BKGTH", weight.astype(values.dtype), values)
 
-    def one_block(_, operands):
+    def one_block(_: None, operands: Any) -> tuple[None, tuple[jax.Array, ...]]:
         index, q_BTNH = operands
         window = _window(shape, k_pad, v_pad, ids_pad, index)
         score = dot("BKGTH,BSKH->BKGTS", _grouped(q_BTNH, K), window.k) * shape.scale
@@ -224,12 +206,13 @@ def _forward(shape: _Shape, q, k, v, segment_ids):
     q_blocks = _to_blocks(q, shape.block)
     _, blocks = jax.lax.scan(one_block, None, (jnp.arange(len(q_blocks)), q_blocks))
     teacher, student, teacher_lse, student_lse = (_from_blocks(x, T) for x in blocks)
-    results = teacher, student, teacher_lse[..., 0], student_lse[..., 0]
-    return results, Residuals(q, k, v, segment_ids, *results)
+    return teacher, student, teacher_lse[..., 0], student_lse[..., 0]
 
 
-def _backward(shape: _Shape, saved: Residuals, cotangents):
+def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
+    """dq, dk, dv from the cotangents of the four results, whoever computed the results."""
     q, k, v = saved.q, saved.k, saved.v
+    shape = _shape(windows, q, k)
     state = saved.teacher_lse.dtype
     bands = by_band(saved, cotangents)
     rows = (q, bands.near_out, bands.near_delta[..., None], saved.student_lse[..., None])
@@ -239,7 +222,7 @@ def _backward(shape: _Shape, saved: Residuals, cotangents):
     extent = shape.teacher_window + shape.block
     empty = jnp.zeros((k.shape[0], extent, *k.shape[2:]), state)
 
-    def one_block(carry, operands):
+    def one_block(carry: Any, operands: Any) -> tuple[Any, tuple[jax.Array, ...]]:
         index, *rows = operands
         dq, dk, dv = _backward_block(shape, _window(shape, *padded, index), rows)
         dk, dv = carry[0] + dk, carry[1] + dv
@@ -251,16 +234,18 @@ def _backward(shape: _Shape, saved: Residuals, cotangents):
         one_block, (empty, empty), (jnp.arange(len(blocks[0])), *blocks)
     )
 
-    def whole(done, rest, like):
+    def whole(done: jax.Array, rest: jax.Array, like: jax.Array) -> jax.Array:
         """Finished rows, then what the last window still holds; without the padding in front."""
         total = jnp.concatenate([_from_blocks(done, done.shape[0] * shape.block), rest], axis=1)
         total = _pad_rows(total, shape.halo, 0).astype(like.dtype)
         return total[:, shape.teacher_window : shape.teacher_window + like.shape[1]]
 
-    return _from_blocks(dq, q.shape[1]), whole(dk, carry[0], k), whole(dv, carry[1], v), None
+    return _from_blocks(dq, q.shape[1]), whole(dk, carry[0], k), whole(dv, carry[1], v)
 
 
-def _backward_block(shape: _Shape, window: _Window, rows):
+def _backward_block(
+    shape: _Shape, window: _Window, rows: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq [B, c, N, H] of one block and its share of dk, dv [B, E, K, H]: five matrix products."""
     state = rows[3].dtype
     dot = functools.partial(jnp.einsum, preferred_element_type=state)
@@ -269,7 +254,9 @@ def _backward_block(shape: _Shape, window: _Window, rows):
     q, d_near, D_near, lse_near, d_far, D_far, lse_far = (_grouped(x, K) for x in rows)
     score = dot("BKGTH,BSKH->BKGTS", q, window.k) * shape.scale
 
-    def band(mask, columns, lse, d_out, D):
+    def band(
+        mask: jax.Array, columns: slice, lse: jax.Array, d_out: jax.Array, D: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """(dS, dV) of one band, padded to all columns of the window."""
         values = window.v[:, columns]
         weight = jnp.exp(jnp.where(mask, score, -jnp.inf)[..., columns] - lse)
@@ -290,6 +277,3 @@ def _backward_block(shape: _Shape, window: _Window, rows):
     dq = dot("BKGTS,BSKH->BKGTH", d_score, window.k) * shape.scale
     dk = dot("BKGTS,BKGTH->BSKH", d_score, q) * shape.scale
     return _ungrouped(dq), dk, dv
-
-
-_banded.defvjp(_forward, _backward)

@@ -1,6 +1,8 @@
 """The variants of the convolved residual's kernels that are compiled ahead of time."""
 
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,7 @@ def variants(capability: int) -> Iterator[tuple[str, list[Compiled]]]:
     for num_features in (4096, 2816):
         for normalizes_keys in (False, True):
             for has_segments in (False, True):
-                facts = (" unit keys" if normalizes_keys else "") + (
-                    " documents" if has_segments else ""
-                )
+                facts = " unit keys" * normalizes_keys + " documents" * has_segments
                 kernels, _ = compile_gradient(
                     capability,
                     num_features,
@@ -41,17 +41,15 @@ def compile_gradient(
     taps = jax.ShapeDtypeStruct((_NUM_TAPS, num_features), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, _CHUNKS, _LENGTH), jnp.int32) if has_segments else None
 
-    def gradient(z_teacher, z_student, teacher_taps, student_taps, ids):
-        def convolve(*operands):
-            return short_conv_residual(
-                *operands,
-                is_causal=True,
-                normalizes_keys=normalizes_keys,
-                segment_ids=ids,
-                implementation="triton",
-            )
-
-        results, pull = jax.vjp(convolve, z_teacher, z_student, teacher_taps, student_taps)
+    def gradient(*operands: Any) -> Any:
+        convolve = functools.partial(
+            short_conv_residual,
+            is_causal=True,
+            normalizes_keys=normalizes_keys,
+            segment_ids=operands[4],
+            implementation="triton",
+        )
+        results, pull = jax.vjp(convolve, *operands[:4])
         return results, pull(results)
 
     return compile_kernels(gradient, z, z, taps, taps, ids, capability=capability)

@@ -3,6 +3,7 @@ launched."""
 
 from typing import Literal
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.dispatch import Candidate, choose
@@ -52,7 +53,13 @@ def short_conv_residual(
     return run(*arrays, segment_ids, is_causal, normalizes_keys, zero_slope)
 
 
-def _check_shapes(z_teacher, z_student, teacher_taps, student_taps, segment_ids) -> None:
+def _check_shapes(
+    z_teacher: jax.Array,
+    z_student: jax.Array,
+    teacher_taps: jax.Array,
+    student_taps: jax.Array,
+    segment_ids: jax.Array | None,
+) -> None:
     if z_teacher.shape != z_student.shape:
         raise ValueError(
             f"z_teacher has shape {z_teacher.shape} and z_student {z_student.shape}: "

@@ -1,31 +1,21 @@
 """The convolved residual and what it is measured against: its composition in XLA and, on a GPU, two
 stock convolutions and a subtraction."""
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ttcd_kernels import launch
-from ttcd_kernels.measure import Search, Work
+from ttcd_kernels import launch, measure
+from ttcd_kernels.measure import Work
 from ttcd_kernels.normalize import l2_normalize
 from ttcd_kernels.short_conv import triton_call
 from ttcd_kernels.short_conv.api import Implementation, short_conv_residual
-from ttcd_kernels.short_conv.shapes import SHAPES, Case
-from ttcd_kernels.short_conv.tuning import CANDIDATES, Tile, tuning_for
-
-__all__ = [
-    "BASELINE",
-    "PEERS",
-    "SHAPES",
-    "operand_shapes",
-    "programs",
-    "reference_bytes",
-    "searches",
-    "work",
-]
+from ttcd_kernels.short_conv.shapes import SHAPES as SHAPES
+from ttcd_kernels.short_conv.shapes import Case
+from ttcd_kernels.short_conv.tuning import CANDIDATES, Tuning, tuning_for
 
 BASELINE = "xla"  # ratios are times over this one's
 PEERS = ("lax.conv",)  # names of what is not ours begin so: they may refuse a shape
@@ -40,13 +30,8 @@ def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
 
 
 def programs(case: Case) -> dict[tuple[str, str], Callable[..., Any]]:
-    """By (direction, implementation): the forward, and the forward with the gradients of both z and
-    both taps."""
-    found = {}
-    for name, convolve in _implementations(case).items():
-        found["forward", name] = _forward(convolve)
-        found["fwd + bwd", name] = _gradient(convolve)
-    return found
+    """(direction, implementation) -> function of the operands."""
+    return measure.both_directions(_implementations(case), 4)
 
 
 def work(case: Case, direction: str) -> Work:
@@ -66,28 +51,22 @@ def reference_bytes(case: Case) -> int:
     return 4 * 4 * operand_shapes(case)[0].size
 
 
-def searches(case: Case) -> dict[str, Search]:
+def searches(case: Case) -> dict[str, measure.Search]:
     """Per kernel: the tiles to try, and a program with each."""
     capability = launch.capability()
     assert capability is not None
-    table = tuning_for(capability)
 
-    def program(kernel: str, tile: Tile) -> Callable[..., Any]:
-        tuning = dataclasses.replace(table, **{kernel: tile})
+    def convolve(tuning: Tuning) -> Callable[..., Any]:
+        return functools.partial(
+            triton_call.short_conv_residual,
+            segment_ids=None,
+            is_causal=case.is_causal,
+            normalizes_keys=case.normalizes_keys,
+            zero_slope=1.0,
+            tuning=tuning,
+        )
 
-        def convolve(z_teacher, z_student, teacher_taps, student_taps):
-            operands = z_teacher, z_student, teacher_taps, student_taps, None
-            facts = case.is_causal, case.normalizes_keys, 1.0
-            return triton_call.short_conv_residual(*operands, *facts, tuning)
-
-        return _forward(convolve) if kernel == "forward" else _gradient(convolve)
-
-    found = {}
-    for kernel, candidates in CANDIDATES.items():
-        tiles = dict.fromkeys((getattr(table, kernel), *candidates))
-        programs = {tile: program(kernel, tile) for tile in tiles}
-        found[kernel] = Search(programs, getattr(table, kernel))
-    return found
+    return measure.searches(tuning_for(capability), CANDIDATES, convolve, 4)
 
 
 def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
@@ -98,16 +77,13 @@ def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
         ids = jnp.broadcast_to(ids, (case.batch, case.chunks, case.length))
 
     def call(implementation: Implementation) -> Callable[..., Any]:
-        def convolve(*operands):
-            return short_conv_residual(
-                *operands,
-                is_causal=case.is_causal,
-                normalizes_keys=case.normalizes_keys,
-                segment_ids=ids,
-                implementation=implementation,
-            )
-
-        return convolve
+        return functools.partial(
+            short_conv_residual,
+            is_causal=case.is_causal,
+            normalizes_keys=case.normalizes_keys,
+            segment_ids=ids,
+            implementation=implementation,
+        )
 
     found = {"xla": call("xla"), "reference": call("reference")}
     if jax.default_backend() != "gpu":
@@ -123,7 +99,7 @@ def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
 def _stock(case: Case) -> Callable[..., Any]:
     before = case.num_taps - 1 if case.is_causal else case.num_taps // 2
 
-    def depthwise(z, taps):
+    def depthwise(z: jax.Array, taps: jax.Array) -> jax.Array:
         moved = jax.lax.conv_general_dilated(
             z.reshape(-1, *z.shape[2:]),
             taps[:, None].astype(z.dtype),
@@ -134,22 +110,15 @@ def _stock(case: Case) -> Callable[..., Any]:
         )
         return moved.reshape(z.shape)
 
-    def convolve(z_teacher, z_student, teacher_taps, student_taps):
+    def convolve(
+        z_teacher: jax.Array,
+        z_student: jax.Array,
+        teacher_taps: jax.Array,
+        student_taps: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         target = depthwise(z_teacher, teacher_taps)
         student = depthwise(z_student, student_taps)
         key = l2_normalize(student) if case.normalizes_keys else student
         return target - student, target, key
 
     return convolve
-
-
-def _forward(convolve: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *operands: convolve(*operands[:4])
-
-
-def _gradient(convolve: Callable[..., Any]) -> Callable[..., Any]:
-    def gradient(*operands):
-        results, pull = jax.vjp(convolve, *operands[:4])
-        return results, pull(operands[4:])
-
-    return gradient

@@ -1,15 +1,15 @@
 """The convolved residual by the Triton kernels: launches, custom VJP, what they support."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from ttcd_kernels import launch
-from ttcd_kernels.batching import folds_batch
 from ttcd_kernels.normalize import NORM_EPS
-from ttcd_kernels.partitioning import partitioned
+from ttcd_kernels.partitioning import everywhere
 from ttcd_kernels.short_conv.tuning import Tile, Tuning, tuning_for
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -85,21 +85,28 @@ def short_conv_residual(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(shape: _Shape, z_teacher, z_student, teacher_taps, student_taps, segment_ids):
+def _fused(
+    shape: _Shape,
+    z_teacher: jax.Array,
+    z_student: jax.Array,
+    teacher_taps: jax.Array,
+    student_taps: jax.Array,
+    segment_ids: jax.Array | None,
+) -> _Results:
     operands = z_teacher, z_student, teacher_taps, student_taps, segment_ids
     return _forward(shape, *operands)[0]
 
 
-def _forward(shape: _Shape, *operands):
+def _forward(shape: _Shape, *operands: Any) -> tuple[_Results, Residuals]:
     kinds = "ZZPPI -> ZZZI" if shape.normalizes_keys else "ZZPPI -> ZZZ"
     results = tuple(_everywhere(_launch_forward, kinds, shape, *operands))
     key, norm = results[2:] if shape.normalizes_keys else (None, None)
     return results[:3], Residuals(*operands, key=key, norm=norm)
 
 
-def _backward(shape: _Shape, saved: Residuals, cotangents):
-    facts = saved.key, None, None
-    if saved.key is not None:
+def _backward(shape: _Shape, saved: Residuals, cotangents: _Results) -> tuple[Any, ...]:
+    facts = None, None, None
+    if saved.key is not None and saved.norm is not None:
         facts = saved.key, *_row_facts(saved.key, saved.norm, cotangents[2], shape.zero_slope)
     dz_teacher, dz_student, *d_taps = _everywhere(
         _launch_backward, "ZZPPIZIIZZZ -> ZZGG", shape, *saved[:5], *facts, *cotangents
@@ -107,7 +114,9 @@ def _backward(shape: _Shape, saved: Residuals, cotangents):
     return dz_teacher, dz_student, *(taps.sum(1) for taps in d_taps), None
 
 
-def _row_facts(key, norm, d_key, zero_slope: float) -> tuple[jax.Array, jax.Array]:
+def _row_facts(
+    key: jax.Array, norm: jax.Array, d_key: jax.Array, zero_slope: float
+) -> tuple[jax.Array, jax.Array]:
     """(slope, along) [B, C, L] float32 of the gradient slope (d_key - along key) through the
     normalisation.
 
@@ -127,17 +136,23 @@ _fused.defvjp(_forward, _backward)
 _AXES = {"Z": "b c l f", "P": "b r f", "I": "b c l", "G": "b c r f"}
 
 
-def _everywhere(function, kinds: str, shape: _Shape, *arrays):
+def _everywhere(
+    function: Callable[..., Any], kinds: str, shape: _Shape, *arrays: jax.Array | None
+) -> Any:
     """`function(shape, *arrays)` under vmap and on a mesh: batch and chunks are independent, and
     features where the forward needs no norm."""
-    inputs, results = kinds.split(" -> ")
-    present = [kind for kind, array in zip(inputs, arrays, strict=True) if array is not None]
-    rule = " -> ".join(", ".join(_AXES[kind] for kind in part) for part in (present, results))
-    whole = ("l", "f", "r") if results == "ZZZI" else ("l", "r")
-    return folds_batch(partitioned(functools.partial(function, shape), rule, whole=whole))(*arrays)
+    whole = ("l", "f", "r") if kinds.endswith("ZZZI") else ("l", "r")
+    return everywhere(functools.partial(function, shape), kinds, _AXES, arrays, whole)
 
 
-def _launch_forward(shape: _Shape, z_teacher, z_student, teacher_taps, student_taps, segment_ids):
+def _launch_forward(
+    shape: _Shape,
+    z_teacher: jax.Array,
+    z_student: jax.Array,
+    teacher_taps: jax.Array,
+    student_taps: jax.Array,
+    segment_ids: jax.Array | None,
+) -> list[jax.Array]:
     from ttcd_kernels.short_conv.triton_kernels import short_conv_residual_forward
 
     B, C, L, _ = z_teacher.shape
@@ -160,51 +175,56 @@ def _launch_forward(shape: _Shape, z_teacher, z_student, teacher_taps, student_t
     )
 
 
-def _launch_backward(
-    shape: _Shape,
-    z_teacher,
-    z_student,
-    teacher_taps,
-    student_taps,
-    segment_ids,
-    key,
-    slope,
-    along,
-    *cotangents,
-):
+class _BackwardOperands(NamedTuple):
+    """Arrays of the backward kernel. `slope` and `along` are those of `_row_facts`."""
+
+    z_teacher: jax.Array
+    z_student: jax.Array
+    teacher_taps: jax.Array
+    student_taps: jax.Array
+    segment_ids: jax.Array | None
+    key: jax.Array | None
+    slope: jax.Array | None
+    along: jax.Array | None
+    d_difference: jax.Array
+    d_target: jax.Array
+    d_key: jax.Array
+
+
+def _launch_backward(shape: _Shape, *arrays: Any) -> tuple[jax.Array, ...]:
     """dz of both branches, and d_taps of both as sums over the tokens of a chunk."""
     from ttcd_kernels.short_conv.triton_kernels import short_conv_residual_backward
 
-    B, C, L, F = z_teacher.shape
+    x = _BackwardOperands(*arrays)
+    B, C, L, F = x.z_teacher.shape
     tile = shape.tuning.backward
     spans = -(-L // tile.block_l)
-    dz = jax.ShapeDtypeStruct(z_teacher.shape, z_teacher.dtype)
-    sums = jax.ShapeDtypeStruct((B, C, spans, teacher_taps.shape[1], F), jnp.float32)
-    facts = (key, slope, along) if shape.normalizes_keys else (z_student,) * 3
+    dz = jax.ShapeDtypeStruct(x.z_teacher.shape, x.z_teacher.dtype)
+    sums = jax.ShapeDtypeStruct((B, C, spans, x.teacher_taps.shape[1], F), jnp.float32)
+    facts = (x.key, x.slope, x.along) if shape.normalizes_keys else (x.z_student,) * 3
     *dz_both, teacher_sums, student_sums = launch.launch(
         short_conv_residual_backward,
-        z_teacher,
-        z_student,
-        teacher_taps,
-        student_taps,
-        _ids(segment_ids, z_teacher),
+        *x[:4],
+        _ids(x.segment_ids, x.z_teacher),
         *facts,
-        *cotangents,
+        *x[8:],
         C,
         L,
         out_shape=[dz, dz, sums, sums],
         grid=(-(-F // tile.block_f) * spans, C, B),
-        **_constants(shape, teacher_taps, segment_ids, tile),
+        **_constants(shape, x.teacher_taps, x.segment_ids, tile),
     )
     return *dz_both, teacher_sums.sum(2), student_sums.sum(2)
 
 
-def _ids(segment_ids, z) -> jax.Array:
-    """Without segments a pointer that is never read stands for the ids."""
+def _ids(segment_ids: jax.Array | None, z: jax.Array) -> jax.Array:
+    """Without segments a pointer that is never read replaces the ids."""
     return z if segment_ids is None else segment_ids.astype(jnp.int32)
 
 
-def _constants(shape: _Shape, taps, segment_ids, tile: Tile) -> dict[str, Any]:
+def _constants(
+    shape: _Shape, taps: jax.Array, segment_ids: jax.Array | None, tile: Tile
+) -> dict[str, Any]:
     R, F = taps.shape[1:]
     return {
         "F": F,

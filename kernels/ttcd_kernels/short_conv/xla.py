@@ -28,7 +28,9 @@ def short_conv(
     return jax.checkpoint(convolve, prevent_cse=False)(x, taps, segment_ids)
 
 
-def _convolve(x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None, *, is_causal: bool):
+def _convolve(
+    x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None, *, is_causal: bool
+) -> jax.Array:
     R, L = taps.shape[0], x.shape[2]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     before = R - 1 if is_causal else R // 2
