@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     from experiments import plan
     from experiments.gin_loading import load_config
     from ttcd_jax.errors import UserError
-    from ttcd_jax.run import build
+    from ttcd_jax.run import build, start
     from ttcd_jax.run.config import RunConfig
     from ttcd_jax.run.directory import RunDirectory
     from ttcd_jax.sharding.mesh import build_mesh
@@ -76,13 +76,13 @@ def main(argv: list[str]) -> None:
         FLAGS.gin,
         FLAGS.param,
         config_dir=cli.CONFIG_DIR,
-        inherit=build.inherited_model(run_dir),
+        inherit=start.inherited_model(run_dir),
     )
     if hardware is None:  # else the files it names lie elsewhere
         build.check(config)
     window = step_window(FLAGS.profile, config.steps) if FLAGS.profile else range(0)
-    if not run_dir.is_claimed:
-        build.check_start(config)
+    if not run_dir.is_claimed and config.start_from is not None:
+        start.plan_start(config)
     if FLAGS.dry_run:
         plan.print_plan(config, hardware)
         return
@@ -110,11 +110,11 @@ def _train(config, run_dir, window: range, mesh, watchdog) -> int:
     place = build.placement(config, mesh)
     batches = _claim(config, run_dir, place.rows)
     stop = _StopSignal()
-    checkpoints = Checkpoints(run_dir.checkpoints, keep=config.keep_checkpoints)
+    checkpoints = Checkpoints(run_dir.checkpoints, model=config.model, keep=config.keep_checkpoints)
 
     def save(step, state):
         with watchdog.paused():
-            checkpoints.save(step, state, {"steps": config.steps})
+            checkpoints.save(step, state)
 
     try:
         start, state = _initial_state(config, checkpoints, mesh)
@@ -175,19 +175,23 @@ def _initial_state(config, checkpoints, mesh):
     that the configuration names, else from the seed."""
     from jax.experimental import multihost_utils
 
-    from ttcd_jax.run import build
+    from ttcd_jax.run import build, start
     from ttcd_jax.train.state import TrainState
 
     if multihost_utils.broadcast_one_to_all(bool(checkpoints.steps())):
-        start, restored, _ = checkpoints.restore(build.abstract_state(config, mesh))
-        processes.say(f"resumed at step {start}")
-        return start, TrainState(**restored)
+        done, restored = checkpoints.restore(build.abstract_state(config, mesh))
+        processes.say(f"resumed at step {done}")
+        return done, TrainState(**restored)
     if config.start_from is None:
         return 0, build.fresh_state(config, mesh)
-    step, state = build.started_state(config, mesh)
+    step, state = start.started_state(config, mesh)
     # From here on this directory alone decides: the other run may go on, or go away.
-    checkpoints.save(0, dict(state), {"steps": config.steps})
-    processes.say(f"starts from step {step} of {config.start_from}")
+    checkpoints.save(0, dict(state))
+    plan = start.plan_start(config)
+    taken = f"{len(plan.taken)} parameters taken"
+    processes.say(
+        "\n  ".join([f"starts from step {step} of {config.start_from}: {taken}", *plan.lines()])
+    )
     return 0, state
 
 

@@ -161,7 +161,7 @@ def _saving(run: _Run) -> dict[str, float | None]:
     ):
         for number in range(FLAGS.saves):
             jax.block_until_ready(run.state)
-            save = functools.partial(checkpoints.save, number, dict(run.state), {})
+            save = functools.partial(checkpoints.save, number, dict(run.state))
             handed_over.append(_seconds(save))
             written = pool.submit(checkpoints.wait)
             while not written.done():
