@@ -133,7 +133,7 @@ def test_a_plain_run_grows_and_its_first_logits_are_the_same_to_the_bit(
     grown = model.replace(
         method=method, fast_layers=fast_layers, scans_layers=window is None, **GROWN[method]
     )
-    step, state = started_state(run_config(grown, start_from=str(run_dir)), mesh)
+    step, _, state = started_state(run_config(grown, start_from=str(run_dir)), mesh)
     assert step == 3
     trained = load_params(run_dir).params
     np.testing.assert_array_equal(logits(grown, state["params"]), logits(model, trained))
@@ -147,7 +147,7 @@ def test_what_is_lacking_is_drawn_as_a_fresh_run_draws_it_and_listed(plain, mesh
     assert len(plan.taken) == len(stored_params(PLAIN))
     assert "initialised: layers/0,1,4/mlp/proj" in plan.lines()
     assert len(plan.lines()) == 4  # P, the rate, two convolutions
-    state = started_state(config, mesh)[1]
+    state = started_state(config, mesh)[-1]
     fresh = build.fresh_state(config, mesh)
     assert state["params"]["group_0"]["block_0"]["mlp"]["proj"].shape == (2, 16, 16)
     for ours, theirs in zip(
@@ -173,7 +173,7 @@ def test_what_is_left_over_is_refused_unless_allowed_by_name(run_of, mesh):
     plan = plan_start(config.replace(start_drops=drops))
     assert (len(plan.dropped), plan.initialised) == (8, ())
     assert "dropped: layers/0,3/mlp/rate" in plan.lines()
-    state = started_state(config.replace(start_drops=drops), mesh)[1]
+    state = started_state(config.replace(start_drops=drops), mesh)[-1]
     assert_same(state["params"]["embedding"], load_params(run_dir).params["embedding"])
     with pytest.raises(UserError, match=r"'layers/\*/prj' names no parameter of .*layers/0,1,2,3"):
         plan_start(config.replace(start_drops=(*drops, "layers/*/prj")))
@@ -187,7 +187,7 @@ def test_another_shape_is_refused_with_both_and_may_be_drawn_anew(plain, mesh):
     config = config.replace(start_drops=("embedding",))
     plan = plan_start(config)
     assert plan.lines() == ["initialised: embedding", "dropped: embedding"]
-    params = started_state(config, mesh)[1]["params"]
+    params = started_state(config, mesh)[-1]["params"]
     assert params["embedding"].shape == (11, 16)
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from ttcd_jax.data.pipeline import Batches
-from ttcd_jax.data.sources import build_source, is_shuffled, vocab_size
+from ttcd_jax.data.pipeline import Batches, CallerBatches, MakeBatches, StepBatches
+from ttcd_jax.data.sources import BatchesConfig, build_source, is_shuffled, vocab_size
 from ttcd_jax.errors import UserError
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.batch import Placement, replicated
@@ -54,15 +54,26 @@ def placement(config: RunConfig, mesh: Mesh) -> Placement:
     return Placement(mesh, batch_size=config.batch_size, length=config.data.seq_len)
 
 
-def build_data(config: RunConfig, rows: Sequence[int]) -> tuple[Batches, dict[str, Any]]:
-    """(batches of the training split, of which this process makes `rows`; manifest)."""
-    source, manifest = build_source(config.data, seed=config.seed)
+def build_data(
+    config: RunConfig, rows: Sequence[int], make: MakeBatches | None = None
+) -> tuple[StepBatches, dict[str, Any]]:
+    """(batches of the training split, or those that the caller makes, of which this process has
+    `rows`; manifest)."""
+    data, size = config.data, config.batch_size
+    if isinstance(data, BatchesConfig):
+        if make is None:
+            raise UserError("RunConfig.data is BatchesConfig: pass batches to ttcd_jax.train_run")
+        shape, vocab_size = (size, data.seq_len + 1), config.model.vocab_size
+        batches = CallerBatches(make, shape=shape, vocab_size=vocab_size, rows=rows)
+        return batches, {"kind": "batches"}
+    if make is not None:
+        raise UserError(
+            f"RunConfig.data is {type(data).__name__}, which makes the batches: set BatchesConfig "
+            "to pass them to ttcd_jax.train_run"
+        )
+    source, manifest = build_source(data, seed=config.seed)
     batches = Batches(
-        source,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        rows=rows,
-        is_shuffled=is_shuffled(config.data),
+        source, batch_size=size, seed=config.seed, rows=rows, is_shuffled=is_shuffled(data)
     )
     return batches, manifest
 

@@ -70,7 +70,7 @@ class RunDirectory:
     def claim(
         self,
         config: dict[str, Any],
-        source: str,
+        source: str | None,
         data: dict[str, Any],
         layout: tuple[str, ...] = (),
     ) -> None:
@@ -85,7 +85,8 @@ class RunDirectory:
                     f"{self.path} is not empty and holds no run (no config.json): choose another "
                     "--run_dir"
                 )
-            self._write_text("config.gin", source)
+            if source is not None:
+                self._write_text("config.gin", source)
             self._write_json("data.json", data)
             self._write_json("environment.json", _environment())
             self._write_json("config.json", {"format": FORMAT} | config)

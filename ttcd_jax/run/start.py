@@ -78,23 +78,14 @@ def plan_start(config: RunConfig) -> StartPlan:
     return StartPlan(tuple(offered), initialised, tuple(sorted(dropped)))
 
 
-def started_state(config: RunConfig, mesh: Mesh) -> tuple[int, TrainState]:
-    """(step of the other run, state on `mesh`): the newest parameters of `start_from`; those that
-    it lacks, and all else, fresh."""
+def started_state(config: RunConfig, mesh: Mesh) -> tuple[int, StartPlan, TrainState]:
+    """(step of the other run, what was taken of it, state on `mesh`): the newest parameters of
+    `start_from`; those that it lacks, and all else, fresh."""
     assert config.start_from is not None
-    plan, directory, model = plan_start(config), RunDirectory(config.start_from), config.model
+    plan, model = plan_start(config), config.model
     abstract = flatten_dict(build.abstract_state(config, mesh)["params"])
     on_disk = unstacked(model, abstract)
-    stored = stored_params(model_config(directory))
-    like = {path: _like(leaf, on_disk.get(path), mesh) for path, leaf in stored.items()}
-    with open_checkpoints(directory) as checkpoints:
-        step, params = checkpoints.restore_params(unflatten_dict(like))
-    rows: Leaves = flatten_dict(params)
-    rows = {
-        path: leaf.astype(on_disk[path].dtype)
-        for path, leaf in rows.items()
-        if "/".join(path) in plan.taken
-    }
+    step, rows = _taken(RunDirectory(config.start_from), plan, on_disk, mesh)
     lacking = {path: leaf.sharding for path, leaf in on_disk.items() if path not in rows}
 
     def fresh() -> Leaves:
@@ -103,7 +94,23 @@ def started_state(config: RunConfig, mesh: Mesh) -> tuple[int, TrainState]:
 
     rows |= jax.jit(fresh, out_shardings=lacking)()
     params = unflatten_dict(stacked(model, rows, abstract))
-    return step, build.state_of(config, mesh, params)
+    return step, plan, build.state_of(config, mesh, params)
+
+
+def _taken(
+    directory: RunDirectory, plan: StartPlan, on_disk: Leaves, mesh: Mesh
+) -> tuple[int, Leaves]:
+    """(step, parameters that are taken, as `on_disk` has them)."""
+    stored = stored_params(model_config(directory))
+    like = {path: _like(leaf, on_disk.get(path), mesh) for path, leaf in stored.items()}
+    with open_checkpoints(directory) as checkpoints:
+        step, params = checkpoints.restore_params(unflatten_dict(like))
+    rows: Leaves = flatten_dict(params)
+    return step, {
+        path: leaf.astype(on_disk[path].dtype)
+        for path, leaf in rows.items()
+        if "/".join(path) in plan.taken
+    }
 
 
 def _like(stored: Any, wanted: Any | None, mesh: Mesh) -> jax.ShapeDtypeStruct:
