@@ -76,9 +76,9 @@ def _import(source: Path, run_dir: Path) -> None:
         if tokenizer is not None and tokenizer.path is not None:
             shutil.copyfile(tokenizer.path, unfinished / TOKENIZER)
         directory = RunDirectory(unfinished)
-        checkpoints = Checkpoints(directory.checkpoints)
+        checkpoints = Checkpoints(directory.checkpoints, model=config)
         with contextlib.closing(checkpoints):
-            checkpoints.save(0, {"params": params}, {"steps": 0})
+            checkpoints.save(0, {"params": params})
         directory.write_import({"model": config.to_dict(), "data": data}, facts)
     _print_import(facts)
     print(f"run directory {run_dir.absolute()}")

@@ -34,8 +34,8 @@ from ttcd_jax.config import Config, closest, config_classes
 from ttcd_jax.errors import UserError
 
 Classes = dict[str, type[Config]]
-# (required field of the root whose class nothing binds, the root's bound values) -> its value, or
-# None to build it from the class's defaults.
+# (required field of the root that nothing binds, the root's bound values) -> what it inherits: a
+# configuration in which single bindings replace fields; None to build it from the class's defaults.
 Inherit = Callable[[str, dict[str, Any]], Config | None]
 
 
@@ -88,8 +88,15 @@ class _Builder:
         self.used: set[Key] = set()
         self._open: list[str] = []
 
-    def build(self, cls: type[Config], scope: str, inherit: Inherit | None = None) -> Config:
-        """An instance of `cls` with what `scope` and the scopes around it bind."""
+    def build(
+        self,
+        cls: type[Config],
+        scope: str,
+        inherit: Inherit = lambda field, values: None,
+        base: Config | None = None,
+    ) -> Config:
+        """An instance of `cls` with what `scope` and the scopes around it bind, and else with the
+        fields of `base`."""
         self._enter("/".join(filter(None, (scope, cls.__name__))))
         hints = typing.get_type_hints(cls)
         values, places, open_fields, missing = {}, {}, [], []
@@ -98,23 +105,23 @@ class _Builder:
             if binding:
                 values[field.name] = self._evaluate(binding.value, scope)
                 places[field.name] = binding.where
+            elif base is not None:
+                values[field.name] = self._overridden(getattr(base, field.name), scope)
             elif _is_required(field):
                 if config_classes(hints[field.name]) == [hints[field.name]]:
                     open_fields.append(field.name)
                 else:
                     missing.append(f"{cls.__name__}.{field.name} = {_example(hints[field.name])}")
         for name in open_fields:
-            inherited = None
-            if inherit and not self._is_bound(hints[name]):
-                inherited = inherit(name, values)
-            values[name] = inherited or self.build(hints[name], scope)
+            values[name] = self.build(hints[name], scope, base=inherit(name, values))
         if missing:
             raise UserError(f"{cls.__name__} lacks a value; bind {', '.join(missing)}")
         self._open.pop()
         return _construct(cls, values, places)
 
-    def _is_bound(self, cls: type[Config]) -> bool:
-        return any(binding.owner == cls.__name__ for binding in self.bindings.values())
+    def _overridden(self, value: Any, scope: str) -> Any:
+        """An inherited value; a configuration, with what is bound of its fields."""
+        return self.build(type(value), scope, base=value) if isinstance(value, Config) else value
 
     def _find(self, owner: str, field: str, scope: str) -> Binding | None:
         """The binding of the innermost scope; outer ones count as used, they give way to it."""

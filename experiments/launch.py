@@ -8,13 +8,11 @@ run.
 
 A stop by SIGTERM or Ctrl-C finishes the step, saves, and leaves with status 75: run the same
 command to go on, on as many devices as you like. A second Ctrl-C leaves at once. SIGUSR2 traces the
-next three steps. Of several processes the first speaks and writes; when one is lost, or hangs, the
+next three steps. Of several processes the first prints and writes; when one is lost, or hangs, the
 others leave with status 7.
 """
 
-import contextlib
 import shlex
-import signal
 import sys
 from pathlib import Path
 
@@ -53,18 +51,16 @@ RESUME_ME = 75  # EX_TEMPFAIL
 
 
 def main(argv: list[str]) -> None:
-    import jax
-
     from experiments import plan
     from experiments.gin_loading import load_config
     from ttcd_jax.errors import UserError
-    from ttcd_jax.run import build
+    from ttcd_jax.run import training
     from ttcd_jax.run.config import RunConfig
     from ttcd_jax.run.directory import RunDirectory
-    from ttcd_jax.sharding.mesh import build_mesh
+    from ttcd_jax.run.reporting import say
+    from ttcd_jax.run.start import inherited_model
     from ttcd_jax.train.compilation import keep_programs
     from ttcd_jax.train.profile import step_window
-    from ttcd_jax.train.watchdog import Watchdog
 
     hardware = None if FLAGS.topology is None else plan.use_topology(FLAGS.topology)
     if hardware is not None and not FLAGS.dry_run:
@@ -76,123 +72,29 @@ def main(argv: list[str]) -> None:
         FLAGS.gin,
         FLAGS.param,
         config_dir=cli.CONFIG_DIR,
-        inherit=build.inherited_model(run_dir),
+        inherit=inherited_model(run_dir),
     )
-    if hardware is None:  # else the files it names lie elsewhere
-        build.check(config)
-    window = step_window(FLAGS.profile, config.steps) if FLAGS.profile else range(0)
-    if not run_dir.is_claimed:
-        build.check_start(config)
     if FLAGS.dry_run:
+        if hardware is None:  # else the files it names are elsewhere
+            training.check(config, run_dir)
         plan.print_plan(config, hardware)
         return
+    window = step_window(FLAGS.profile, config.steps) if FLAGS.profile else range(0)
     processes.connect()
-    mesh = build_mesh(config.mesh)
-    is_first = jax.process_index() == 0
-    with (
-        Watchdog(jax.process_count(), minimum_seconds=FLAGS.hang_seconds) as watchdog,
-        run_dir.lock() if is_first else contextlib.nullcontext(),
-        jax.set_mesh(mesh),
-    ):
-        status = _train(config, run_dir, window, mesh, watchdog)
-    sys.exit(status)  # outside the block: all processes meet on their way out
-
-
-def _train(config, run_dir, window: range, mesh, watchdog) -> int:
-    """Trains to the end or to a stop, tracing the steps of `window`; returns the exit status."""
-    from experiments import reporting
-    from ttcd_jax.run import build
-    from ttcd_jax.run.evaluation import evaluation_callbacks
-    from ttcd_jax.train.checkpoint import Checkpoints
-    from ttcd_jax.train.compilation import compiled_once
-    from ttcd_jax.train.loop import MetricCallback, StateCallback, train
-    from ttcd_jax.train.profile import profiled
-
-    place = build.placement(config, mesh)
-    batches = _claim(config, run_dir, place.rows)
-    stop = _StopSignal()
-    checkpoints = Checkpoints(run_dir.checkpoints, keep=config.keep_checkpoints)
-
-    def save(step, state):
-        checkpoints.save(step, state, {"steps": config.steps})
-
-    try:
-        start, state = _initial_state(config, checkpoints, mesh)
-        if start >= config.steps:
-            processes.say(f"{run_dir.path} is complete at step {start}: nothing to train")
-            return 0
-        processes.say(f"run directory {run_dir.path}")
-        with (
-            reporting.reporter(config, run_dir.path, start) as (on_metrics, write),
-            compiled_once(build.build_step(config, mesh), start) as step,
-            profiled(step, run_dir.path / "profile", start=start, window=window) as step,
-        ):
-            beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
-            on_state = [
-                StateCallback(config.checkpoint_every, save),
-                *evaluation_callbacks(config, run_dir, write),
-            ]
-            _, done = train(
-                state,
-                step,
-                batches,
-                start=start,
-                steps=config.steps,
-                place=place,
-                on_metrics=[*on_metrics, beat],
-                on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
-                is_stopping=stop.is_set,
-            )
-    except (ValueError, RuntimeError) as error:
-        watchdog.leave_if_lost(error)  # the writer would wait for the lost process
-        raise
-    finally:
-        with watchdog.paused():
-            checkpoints.close()
-    if done < config.steps:
-        processes.say(
-            f"stopped by {stop.name} at step {done}, checkpoint saved; run the same command to go "
-            f"on: {shlex.join(['python', '-m', 'experiments.launch', *sys.argv[1:]])}"
+    run = training.train_run(
+        config,
+        run_dir.path,
+        source=_source(),
+        profile=window,
+        hang_seconds=FLAGS.hang_seconds,
+    )
+    if run.stopped_by is not None:
+        command = shlex.join(["python", "-m", "experiments.launch", *sys.argv[1:]])
+        say(
+            f"stopped by {run.stopped_by} at step {run.step}, checkpoint saved; run the same "
+            f"command to go on: {command}"
         )
-        return RESUME_ME
-    processes.say(f"trained {done} steps; checkpoints in {run_dir.checkpoints}")
-    return 0
-
-
-def _claim(config, run_dir, rows):
-    """The batches, once the run directory is ours for this configuration and these data."""
-    import jax
-    from jax.experimental import multihost_utils
-
-    from ttcd_jax.run import build
-    from ttcd_jax.run.config import LAYOUT
-
-    batches, manifest = build.build_data(config, rows)
-    if jax.process_index() == 0:
-        run_dir.claim(config.to_dict(), _source(), manifest, LAYOUT)
-    multihost_utils.sync_global_devices("the run directory is claimed")
-    return batches
-
-
-def _initial_state(config, checkpoints, mesh):
-    """(steps done, state): from the newest intact checkpoint if there is one, else from the run
-    that the configuration names, else from the seed."""
-    from jax.experimental import multihost_utils
-
-    from ttcd_jax.run import build
-    from ttcd_jax.train.state import TrainState
-
-    if multihost_utils.broadcast_one_to_all(bool(checkpoints.steps())):
-        start, restored, _ = checkpoints.restore(build.abstract_state(config, mesh))
-        processes.say(f"resumed at step {start}")
-        return start, TrainState(**restored)
-    if config.start_from is None:
-        return 0, build.fresh_state(config, mesh)
-    step, state = build.started_state(config, mesh)
-    # From here on this directory alone decides: the other run may go on, or go away.
-    checkpoints.save(0, dict(state), {"steps": config.steps})
-    processes.say(f"starts from step {step} of {config.start_from}")
-    return 0, state
+        sys.exit(RESUME_ME)
 
 
 def _source() -> str:
@@ -201,39 +103,6 @@ def _source() -> str:
 
     text = find_gin_file(FLAGS.gin, cli.CONFIG_DIR).read_text(encoding="utf-8")
     return text + "".join(f"# --param {param}\n" for param in FLAGS.param)
-
-
-class _StopSignal:
-    """SIGTERM or SIGINT seen; a second one ends the process at once.
-
-    Several processes agree on a step: JAX hears SIGTERM, of whichever process, and tells them all;
-    a handler of ours would hide it.
-    """
-
-    def __init__(self) -> None:
-        import jax
-
-        self.name = ""
-        self._is_alone = jax.process_count() == 1
-        if self._is_alone:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._note)
-        else:
-            signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
-
-    def is_set(self, step: int) -> bool:
-        """Whether to stop behind `step`, the same in all processes."""
-        from jax.experimental import multihost_utils
-
-        if not self._is_alone and multihost_utils.reached_preemption_sync_point(step):
-            self.name = signal.SIGTERM.name
-        return bool(self.name)
-
-    def _note(self, number: int, frame) -> None:
-        if self.name:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.name = signal.Signals(number).name
 
 
 if __name__ == "__main__":

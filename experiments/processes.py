@@ -20,11 +20,3 @@ def connect() -> None:
     processes = detect(FLAGS.distributed, os.environ)
     if processes is not None:
         initialize(processes)
-
-
-def say(line: str) -> None:
-    """Prints a line, if this is the first process."""
-    import jax
-
-    if jax.process_index() == 0:
-        print(line, flush=True)

@@ -21,10 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # None of them defines a flag of a command.
 IMPORTED = (
-    "ttcd_jax.run.build",
+    "ttcd_jax.run.training",
     "experiments.gin_loading",
     "experiments.plan",
-    "experiments.reporting",
     "ttcd_jax.eval.results",
     "ttcd_jax.eval.report",
     "ttcd_jax.inference.generate",

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ttcd_jax.data.sources import BatchesConfig as BatchesConfig
     from ttcd_jax.methods.ipttcd import IPTTCDMLP as IPTTCDMLP
     from ttcd_jax.methods.ipttcd import IPTTCDBlock as IPTTCDBlock
     from ttcd_jax.methods.ipttcd import IPTTCDBlockConfig as IPTTCDBlockConfig
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
     from ttcd_jax.nn.mlp import MLPConfig as MLPConfig
     from ttcd_jax.nn.rope import RopeConfig as RopeConfig
     from ttcd_jax.precision import Precision as Precision
+    from ttcd_jax.run.config import RunConfig as RunConfig
     from ttcd_jax.run.directory import load_run as load_run
+    from ttcd_jax.run.training import train_run as train_run
+    from ttcd_jax.train.optimizer import OptimizerConfig as OptimizerConfig
 
     __version__: str
 
 _HOME = {
     "AttentionConfig": "nn.attention",
+    "BatchesConfig": "data.sources",
     "DualWindowAttention": "nn.dual_window",
     "DualWindowConfig": "nn.dual_window",
     "IPTTCDBlock": "methods.ipttcd",
@@ -37,11 +42,14 @@ _HOME = {
     "IPTTCDMLP": "methods.ipttcd",
     "MLPConfig": "nn.mlp",
     "MemoryConfig": "methods.ipttcd",
+    "OptimizerConfig": "train.optimizer",
     "Precision": "precision",
     "RopeConfig": "nn.rope",
+    "RunConfig": "run.config",
     "Transformer": "models.transformer",
     "TransformerConfig": "models.config",
     "load_run": "run.directory",
+    "train_run": "run.training",
 }
 
 

@@ -129,7 +129,7 @@ def _saving(run: _Run, options: Step) -> Row:
     ):
         for number in range(options.saves):
             jax.block_until_ready(run.state)
-            save = functools.partial(checkpoints.save, number, dict(run.state), {})
+            save = functools.partial(checkpoints.save, number, dict(run.state))
             waits.append(_milliseconds(save))
             written = pool.submit(checkpoints.wait)
             while not written.done():

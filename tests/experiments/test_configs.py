@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType
 from experiments import plan
 from experiments.gin_loading import load_config
 from ttcd_jax.data.mixture import RecordsConfig
-from ttcd_jax.run import build
+from ttcd_jax.run import build, start
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.sharding.mesh import AXES, MeshConfig
@@ -65,10 +65,11 @@ def other_run(tmp_path_factory):
 def test_every_config_builds_and_has_the_parameters_its_header_states(name, other_run, tmp_path):
     params = [f"START='{other_run}'"] if "%START" in (CONFIG_DIR / name).read_text() else []
     params += without_files(name) if name in (*RECIPES, "ipttcd_8b.gin") else []
-    inherit = build.inherited_model(RunDirectory(tmp_path))
+    inherit = start.inherited_model(RunDirectory(tmp_path))
     config = load_config(RunConfig, name, params, config_dir=CONFIG_DIR, inherit=inherit)
     build.check(config)
-    build.check_start(config)
+    if config.start_from is not None:
+        start.plan_start(config)
     assert RunConfig.from_dict(config.to_dict()) == config
     header = (CONFIG_DIR / name).read_text()
     assert f"--gin={name}" in header

@@ -108,11 +108,12 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
         "launch",
         "--gin=continue.gin",
         f"--run_dir={run_dir}",
-        *(f"--param={param}" for param in params),
+        *(f"--param={param}" for param in [*params, "TransformerConfig.remat='block'"]),
     )
     assert f"starts from step 0 of {start}" in commands.output(*launch)
     model = json.loads((run_dir / "config.json").read_text())["model"]
-    assert model == json.loads((start / "config.json").read_text())["model"]
+    theirs = json.loads((start / "config.json").read_text())["model"]
+    assert model == theirs | {"remat": "block"}
     first, trained = load_params(run_dir, 0), load_params(run_dir)
     np.testing.assert_array_equal(first.params["embedding"], load_params(start).params["embedding"])
     assert trained.step == 2
@@ -124,6 +125,17 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
     )
     head = open_weights(tmp_path / "out")["model.embeddings.weight"]
     np.testing.assert_array_equal(head, np.asarray(trained.params["embedding"], np.float16))
+
+
+def test_training_continues_with_another_method_and_lists_what_it_draws(imported, text, tmp_path):
+    params = [*PARAMS, f"START='{imported[0]}'", f"TEXT='{text}'", "STEPS=1"]
+    params += ["TransformerConfig.method='ipttt'", "TransformerConfig.fast_layers=(0, 1)"]
+    params += ["RunConfig.start_drops=('layers/1/mlp/rate', 'layers/1/mlp/*_conv')"]
+    arguments = ("launch", "--gin=continue.gin", f"--run_dir={tmp_path / 'run'}")
+    output = commands.output(*arguments, *(f"--param={param}" for param in params))
+    assert "\n  initialised: layers/0/mlp/proj\n" in output
+    assert "\n  dropped: layers/1/mlp/rate\n" in output
+    assert "trained 1 steps" in output
 
 
 def test_a_run_that_starts_from_another_model_is_refused(imported, text, tmp_path):

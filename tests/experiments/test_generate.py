@@ -46,8 +46,8 @@ def run_dir(tmp_path_factory):
     params = nnx.to_pure_dict(nnx.state(Transformer(MODEL, rngs=nnx.Rngs(0)), nnx.Param))
     is_printable = (np.arange(MODEL.vocab_size) > 32) & (np.arange(MODEL.vocab_size) < 127)
     params["head"] = params["head"] * is_printable[:, None]
-    with contextlib.closing(Checkpoints(directory.checkpoints)) as checkpoints:
-        checkpoints.save(7, {"params": params}, {"steps": 7})
+    with contextlib.closing(Checkpoints(directory.checkpoints, model=MODEL)) as checkpoints:
+        checkpoints.save(7, {"params": params})
     data = {"type": IMPORTED, "seq_len": 32, "tokenizer": TokenizerConfig().to_dict()}
     directory.write_import({"model": MODEL.to_dict(), "data": data}, {})
     return directory.path

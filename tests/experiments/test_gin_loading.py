@@ -348,3 +348,23 @@ def test_classes_are_reached_through_unions_tuples_and_optionals():
         "TreeConfig", "AttentionConfig", "RopeConfig", "PlainConfig", "MemoryConfig",
         "RecallConfig", "CopyConfig", "VocabConfig",
     }  # fmt: skip
+
+
+def test_an_inherited_configuration_takes_single_overrides(tmp_path):
+    base = AttentionConfig(window=9, rope=RopeConfig(theta=5.0))
+
+    def attention(text):
+        (tmp_path / "run.gin").write_text(text)
+        inherit = {"attention": base}.get
+        return load_config(
+            TreeConfig, "run.gin", config_dir=tmp_path, inherit=lambda field, _: inherit(field)
+        ).attention
+
+    assert attention("TreeConfig.steps = 1") == base
+    assert attention("AttentionConfig.window = 3") == base.replace(window=3)
+    assert attention("RopeConfig.theta = 7.0") == base.replace(rope=RopeConfig(theta=7.0))
+    assert attention("AttentionConfig.rope = @RopeConfig()") == base.replace(rope=RopeConfig())
+    own = "TreeConfig.attention = @AttentionConfig()"
+    assert attention(own) == AttentionConfig(rope=RopeConfig())
+    with pytest.raises(UserError, match="has no effect"):
+        attention("PlainConfig.mlp_dim = 3")

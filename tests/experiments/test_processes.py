@@ -151,6 +151,24 @@ def test_other_processes_and_another_mesh_go_on(whole, launch, tmp_path):
     np.testing.assert_allclose(_losses(run_dir), _losses(whole[0]), rtol=TOLERANCE)
 
 
+def test_processes_start_from_another_run_as_one_does(whole, launch, tmp_path):
+    changes = [
+        "RunConfig.steps=2",
+        f"RunConfig.start_from='{whole[0]}'",
+        "RunConfig.start_drops=('*/rate', '*_conv')",
+        "TransformerConfig.method='ipttt'",
+        "TargetMemoryConfig.chunk_size=4",
+    ]
+    outputs = [_end(process)[0] for process in launch(tmp_path / "two", *changes)]
+    assert "dropped: layers/0/mlp/rate" in outputs[0]
+    assert "initialised: layers/0/mlp/target_conv" in outputs[0]
+    (alone,) = launch(tmp_path / "one", *changes, num_processes=1, devices=4)
+    _end(alone)
+    losses = _losses(tmp_path / "one")
+    assert losses[0, 1] < _losses(whole[0])[0, 1]
+    np.testing.assert_allclose(_losses(tmp_path / "two"), losses, rtol=TOLERANCE)
+
+
 def test_the_same_command_goes_on_after_every_end(whole, launch, tmp_path):
     """All killed in a save; one killed; one stopped; SIGTERM to one: in the end the losses are
     those of the run that nothing interrupted, to the last bit."""

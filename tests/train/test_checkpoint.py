@@ -48,7 +48,7 @@ def pristine(tmp_path_factory):
     directory = tmp_path_factory.mktemp("pristine") / "checkpoints"
     with _opened(directory) as checkpoints:
         for step in (1, 2, 3):
-            checkpoints.save(step, _state(step), {"tokens": step * 1000})
+            checkpoints.save(step, _state(step))
     return directory
 
 
@@ -99,8 +99,8 @@ def test_round_trip_is_exact(saved, warnings):
     with _opened(saved) as checkpoints:
         assert checkpoints.steps() == [1, 2, 3]
         for step in (None, 1):
-            found, state, meta = checkpoints.restore(_abstract(_state(1)), step)
-            assert (found, meta) == (step or 3, {"tokens": found * 1000})
+            found, state = checkpoints.restore(_abstract(_state(1)), step)
+            assert found == (step or 3)
             _assert_equal(state, _state(found))
     assert warnings == []
 
@@ -108,7 +108,7 @@ def test_round_trip_is_exact(saved, warnings):
 def test_steps_go_on_after_a_restart(saved):
     shutil.copytree(saved / "3", saved / "9.orbax-checkpoint-tmp")
     with _opened(saved, keep=2) as checkpoints:
-        checkpoints.save(4, _state(4), {})
+        checkpoints.save(4, _state(4))
         checkpoints.wait()
         assert checkpoints.steps() == [3, 4]
         _assert_equal(checkpoints.restore(_abstract(_state(1)))[1], _state(4))
@@ -121,7 +121,7 @@ def test_donated_arrays_are_saved_as_they_were(tmp_path):
     abstract = _abstract(state)
     with _opened(tmp_path / "run") as checkpoints:
         for step in range(3):
-            checkpoints.save(step, state, {})
+            checkpoints.save(step, state)
             for _ in range(5):
                 state = advance(state)
         for step in range(3):
@@ -130,12 +130,12 @@ def test_donated_arrays_are_saved_as_they_were(tmp_path):
 
 
 def test_retention(tmp_path):
-    with _opened(tmp_path / "run", keep=2, keep_every=4) as checkpoints:
-        for step in range(1, 8):
-            checkpoints.save(step, {"params": {"w": jnp.ones(3) * step}}, {})
+    with _opened(tmp_path / "run", keep=2) as checkpoints:
+        for step in range(1, 5):
+            checkpoints.save(step, {"params": {"w": jnp.ones(3) * step}})
         checkpoints.wait()
-        assert checkpoints.steps() == [4, 6, 7]
-    for step in (4, 6, 7):
+        assert checkpoints.steps() == [3, 4]
+    for step in (3, 4):
         assert digest.verify(tmp_path / "run" / str(step)) == []
 
 
@@ -143,8 +143,8 @@ def test_params_alone_do_not_touch_the_optimizer(saved):
     shutil.rmtree(saved / "3" / "train")
     digest.seal(saved / "3")
     with _opened(saved, is_read_only=True) as checkpoints:
-        step, params, meta = checkpoints.restore_params(_abstract(_state(1)["params"]))
-    assert (step, meta) == (3, {"tokens": 3000})
+        step, params = checkpoints.restore_params(_abstract(_state(1)["params"]))
+    assert step == 3
     _assert_equal(params, _state(3)["params"])
 
 
@@ -184,19 +184,19 @@ def test_nonsense_digest_is_refused(saved, content):
     assert digest.verify(saved / "3")[0].startswith("DIGEST.json: ")
 
 
-@pytest.mark.parametrize("item", ["params", "train", "params/_METADATA", "meta/metadata"])
+@pytest.mark.parametrize("item", ["params", "train", "params/_METADATA", "train/_METADATA"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_newest_step_falls_back(saved, warnings, damage, item):
     file = saved / "3" / item if "/" in item else _largest(saved / "3", item)
     damage(file)
     with _opened(saved) as checkpoints:
-        step, state, meta = checkpoints.restore(_abstract(_state(1)))
-        assert (step, meta) == (2, {"tokens": 2000})
+        step, state = checkpoints.restore(_abstract(_state(1)))
+        assert step == 2
         _assert_equal(state, _state(2))
         (line,) = warnings
         assert f"step 3 ({file.relative_to(saved / '3')}: " in line
         assert "using step 2" in line
-        checkpoints.save(3, _state(3), {})
+        checkpoints.save(3, _state(3))
         checkpoints.wait()
         assert checkpoints.steps() == [1, 2, 3]
         assert checkpoints.restore(_abstract(_state(1)))[0] == 3
@@ -209,7 +209,7 @@ def test_read_only_falls_back_and_touches_nothing(saved, warnings):
     with _opened(saved, is_read_only=True) as checkpoints:
         assert checkpoints.restore_params(_abstract(_state(1)["params"]))[0] == 2
         with pytest.raises(CheckpointError, match=r"step 9 was not saved: .* opened read-only"):
-            checkpoints.save(9, _state(9), {})
+            checkpoints.save(9, _state(9))
     assert sorted(saved.rglob("*")) == before
     assert len(warnings) == 1
 
@@ -217,7 +217,7 @@ def test_read_only_falls_back_and_touches_nothing(saved, warnings):
 def test_named_damaged_step_is_refused(saved):
     file = _largest(saved / "3", "params")
     _flip(file)
-    _delete(saved / "2" / "meta" / "metadata")
+    _delete(saved / "2" / "train" / "_METADATA")
     with _opened(saved) as checkpoints, pytest.raises(CheckpointError) as caught:
         checkpoints.restore(_abstract(_state(1)), step=3)
     name = file.relative_to(saved / "3")
@@ -253,13 +253,13 @@ def test_killed_before_the_first_seal_accepts_the_only_step(saved, warnings):
         shutil.rmtree(saved / step)
     _delete(saved / "3" / digest.DIGEST)
     with _opened(saved) as checkpoints:
-        step, state, _ = checkpoints.restore(_abstract(_state(1)))
+        step, state = checkpoints.restore(_abstract(_state(1)))
         _assert_equal(state, _state(step))
     assert "step 3 in" in warnings[0]
     assert "used unchecked" in warnings[0]
 
 
-@pytest.mark.parametrize("name", ["params/_METADATA", "params/_sharding", "meta/metadata"])
+@pytest.mark.parametrize("name", ["params/_METADATA", "params/_sharding", "train/_sharding"])
 @pytest.mark.parametrize("damage", [_flip, _truncate, _empty])
 def test_unreadable_unsealed_step_is_a_checkpoint_error(saved, damage, name):
     damage(saved / "3" / name)
@@ -289,16 +289,16 @@ def test_another_model_is_described(saved):
 def test_a_step_is_saved_once(saved, step):
     with _opened(saved) as checkpoints:
         with pytest.raises(CheckpointError) as caught:
-            checkpoints.save(step, _state(step), {})
+            checkpoints.save(step, _state(step))
         assert f"step {step} was not saved: step 3 is already in" in str(caught.value)
-        checkpoints.save(4, _state(4), {})
+        checkpoints.save(4, _state(4))
 
 
 def test_full_disk_is_foreseen(saved, monkeypatch):
     usage = shutil.disk_usage(saved)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with _opened(saved) as checkpoints, pytest.raises(CheckpointError) as caught:
-        checkpoints.save(4, {"params": {"w": jnp.ones(1_000_000)}}, {})
+        checkpoints.save(4, {"params": {"w": jnp.ones(1_000_000)}})
     assert "step 4 was not saved: it needs about 3.81 MiB and" in str(caught.value)
     assert str(caught.value).endswith("last good step: 3")
 
@@ -309,15 +309,15 @@ def test_background_failure_surfaces_at_the_next_call(saved, capfd):
     with _opened(saved, keep=3) as checkpoints:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
         try:
-            checkpoints.save(4, noise, {})
+            checkpoints.save(4, noise)
             with pytest.raises(CheckpointError) as caught:
-                checkpoints.save(5, noise, {})
+                checkpoints.save(5, noise)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert "step 4 was not saved: ValueError: " in str(caught.value)
         assert str(caught.value).endswith("last good step: 3")
         assert "\n" not in str(caught.value)
-        checkpoints.save(6, noise, {})
+        checkpoints.save(6, noise)
         checkpoints.wait()
         assert checkpoints.steps() == [2, 3, 6]
     assert capfd.readouterr() == ("", "")
@@ -347,7 +347,7 @@ def test_directory_removed_while_training(saved):
         shutil.rmtree(saved)
         saved.write_text("a file in its place")
         with pytest.raises(CheckpointError, match="step 4 was not saved: "):
-            checkpoints.save(4, _state(4), {})
+            checkpoints.save(4, _state(4))
 
 
 def test_relative_directory_and_silence(tmp_path, monkeypatch, warnings, capfd):
@@ -356,7 +356,7 @@ def test_relative_directory_and_silence(tmp_path, monkeypatch, warnings, capfd):
     logging.set_verbosity(logging.INFO)
     try:
         with _opened("run") as checkpoints:
-            checkpoints.save(1, _state(1), {})
+            checkpoints.save(1, _state(1))
             checkpoints.wait()
         with _opened("run", is_read_only=True) as checkpoints:
             _assert_equal(checkpoints.restore(_abstract(_state(1)))[1], _state(1))

@@ -1,13 +1,17 @@
 """Batches as a pure function of (seed, step): nothing to save, exact on any number of processes."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
 import numpy as np
 
-from ttcd_jax.errors import UserError
+from ttcd_jax.data.tokenizer import check_tokens
+from ttcd_jax.errors import DataError, UserError
+
+# The caller's batches of the steps from a given one on, each int [batch_size, seq_len + 1].
+MakeBatches = Callable[[int], Iterable[Any]]
 
 
 class Batches:
@@ -58,3 +62,49 @@ class Batches:
         batches = iter(steps.map(self.at).to_iter_dataset(ahead))
         with contextlib.closing(batches):
             yield from zip(range(start_step, start_step + num_steps), batches, strict=True)
+
+
+class CallerBatches:
+    """Batches that the caller makes, whole in every process, which keeps its `rows` of them. A row
+    is one document; its last token is only a target. Raises `DataError` for a batch of another
+    shape or with tokens outside the vocabulary, and when there are too few."""
+
+    def __init__(
+        self, make: MakeBatches, *, shape: tuple[int, int], vocab_size: int, rows: Sequence[int]
+    ) -> None:
+        self._make, self._shape, self._vocab_size = make, shape, vocab_size
+        self._rows = list(rows)
+
+    def iterate(
+        self, start_step: int, num_steps: int
+    ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """(step, fields of its batch) for `num_steps` steps."""
+        batches = iter(self._make(start_step))
+        for step in range(start_step, start_step + num_steps):
+            batch = next(batches, None)
+            if batch is None:
+                raise DataError(
+                    f"the batches end before step {step + 1} of {start_step + num_steps}: make "
+                    "more, or lower RunConfig.steps"
+                )
+            yield step, self._fields(step, np.asarray(batch))
+
+    def _fields(self, step: int, batch: np.ndarray) -> dict[str, np.ndarray]:
+        if batch.shape != self._shape or batch.dtype.kind not in "iu":
+            raise DataError(
+                f"the batch of step {step + 1} is {batch.dtype} {batch.shape}, not integers "
+                f"{self._shape}: batch_size rows of seq_len + 1 tokens"
+            )
+        check_tokens(batch, self._vocab_size)
+        tokens = batch[self._rows].astype(np.int32)
+        shape = tokens[:, 1:].shape
+        return {
+            "tokens": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "segment_ids": np.zeros(shape, np.int32),
+            "positions": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
+            "loss_mask": np.ones(shape, bool),
+        }
+
+
+type StepBatches = Batches | CallerBatches

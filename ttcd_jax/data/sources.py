@@ -27,11 +27,20 @@ class TextConfig(Config):
     seq_len: Annotated[int, AtLeast(2)]
 
 
-DataConfig = TextConfig | RecordsConfig | RecallConfig
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchesConfig(Config):
+    """Batches that the caller of `ttcd_jax.train_run` makes, rows of `seq_len` tokens."""
+
+    seq_len: Annotated[int, AtLeast(2)]
+
+
+DataConfig = TextConfig | RecordsConfig | RecallConfig | BatchesConfig
 
 
 def vocab_size(config: DataConfig) -> int:
-    """Token ids of this data are below it."""
+    """Token ids of this data are below it; 0 of batches, which are checked as they come."""
+    if isinstance(config, BatchesConfig):
+        return 0
     if isinstance(config, RecallConfig):
         return config.vocab_size
     if isinstance(config, RecordsConfig):
@@ -45,7 +54,7 @@ def is_shuffled(config: DataConfig) -> bool:
 
 
 def build_source(
-    config: DataConfig, *, seed: int
+    config: TextConfig | RecordsConfig | RecallConfig, *, seed: int
 ) -> tuple[grain.sources.RandomAccessDataSource, dict[str, Any]]:
     """(rows of the training split, manifest). Equal manifests mean equal data."""
     if isinstance(config, RecallConfig):

@@ -2,30 +2,24 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
-from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding
 
-from ttcd_jax.data.pipeline import Batches
-from ttcd_jax.data.sources import build_source, is_shuffled, vocab_size
-from ttcd_jax.errors import CheckpointError, UserError
-from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.data.pipeline import Batches, CallerBatches, MakeBatches, StepBatches
+from ttcd_jax.data.sources import BatchesConfig, build_source, is_shuffled, vocab_size
+from ttcd_jax.errors import UserError
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.directory import RunDirectory, load_params, model_config
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.rules import BATCH, spec
-from ttcd_jax.train.fit import misfit
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
 from ttcd_jax.train.schedule import learning_rate
 from ttcd_jax.train.state import (
     TrainState,
-    abstract_model,
     init_state,
     logical_axes,
     placed_as,
@@ -46,40 +40,6 @@ def check(config: RunConfig) -> None:
         )
 
 
-def inherited_model(
-    run_dir: RunDirectory,
-) -> Callable[[str, dict[str, Any]], TransformerConfig | None]:
-    """For `load_config`: a run without a model of its own has that of the run it starts from; once
-    it has started, its own directory tells."""
-
-    def inherit(field: str, values: dict[str, Any]) -> TransformerConfig | None:
-        start_from = values.get("start_from")
-        if field != "model" or not isinstance(start_from, str):
-            return None
-        return model_config(run_dir if run_dir.is_claimed else RunDirectory(start_from))
-
-    return inherit
-
-
-def check_start(config: RunConfig) -> None:
-    """The run that this one starts from has the same parameters. Raises `UserError`, a
-    `CheckpointError` that lists the differences."""
-    if config.start_from is None:
-        return
-    stored = _shapes(model_config(RunDirectory(config.start_from)))
-    problem = misfit(_shapes(config.model), stored)
-    if problem:
-        raise CheckpointError(
-            f"the model has other parameters than that of start_from {config.start_from!r}: "
-            f"{problem}; bind no TransformerConfig to take its model"
-        )
-
-
-def _shapes(config: TransformerConfig) -> Mapping[str, Any]:
-    params = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
-    return flatten_dict(params, sep="/")
-
-
 def placement(config: RunConfig, mesh: Mesh) -> Placement:
     """Where the batches of the run lie. Raises `UserError` when they, or the parts they are
     computed in, do not divide among the devices."""
@@ -94,15 +54,26 @@ def placement(config: RunConfig, mesh: Mesh) -> Placement:
     return Placement(mesh, batch_size=config.batch_size, length=config.data.seq_len)
 
 
-def build_data(config: RunConfig, rows: Sequence[int]) -> tuple[Batches, dict[str, Any]]:
-    """(batches of the training split, of which this process makes `rows`; manifest)."""
-    source, manifest = build_source(config.data, seed=config.seed)
+def build_data(
+    config: RunConfig, rows: Sequence[int], make: MakeBatches | None = None
+) -> tuple[StepBatches, dict[str, Any]]:
+    """(batches of the training split, or those that the caller makes, of which this process has
+    `rows`; manifest)."""
+    data, size = config.data, config.batch_size
+    if isinstance(data, BatchesConfig):
+        if make is None:
+            raise UserError("RunConfig.data is BatchesConfig: pass batches to ttcd_jax.train_run")
+        shape, vocab_size = (size, data.seq_len + 1), config.model.vocab_size
+        batches = CallerBatches(make, shape=shape, vocab_size=vocab_size, rows=rows)
+        return batches, {"kind": "batches"}
+    if make is not None:
+        raise UserError(
+            f"RunConfig.data is {type(data).__name__}, which makes the batches: set BatchesConfig "
+            "to pass them to ttcd_jax.train_run"
+        )
+    source, manifest = build_source(data, seed=config.seed)
     batches = Batches(
-        source,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        rows=rows,
-        is_shuffled=is_shuffled(config.data),
+        source, batch_size=size, seed=config.seed, rows=rows, is_shuffled=is_shuffled(data)
     )
     return batches, manifest
 
@@ -144,19 +115,15 @@ def fresh_state(config: RunConfig, mesh: Mesh) -> TrainState:
     return jax.jit(_init(config), out_shardings=_places(config, mesh))()
 
 
-def started_state(config: RunConfig, mesh: Mesh) -> tuple[int, TrainState]:
-    """(step of the other run, state): the newest parameters of `start_from`, all else fresh."""
-    assert config.start_from is not None
+def state_of(config: RunConfig, mesh: Mesh, params: dict[str, Any]) -> TrainState:
+    """The training state before the first step, with `params`, which are consumed."""
     _, optimizer = _optimizer(config)
-    params, _, step = load_params(config.start_from)
-    dtype = config.model.precision.param_dtype
 
-    def start(params: Any) -> TrainState:
-        params = jax.tree.map(lambda value: value.astype(dtype), params)
+    def start(params: dict[str, Any]) -> TrainState:
         count = jnp.zeros((), jnp.int32)
         return TrainState(params=params, opt_state=optimizer.init(params), step=count)
 
-    return step, jax.jit(start, out_shardings=_places(config, mesh), donate_argnums=0)(params)
+    return jax.jit(start, out_shardings=_places(config, mesh), donate_argnums=0)(params)
 
 
 def _init(config: RunConfig) -> Callable[[], TrainState]:

@@ -20,9 +20,10 @@ LAYOUT = ("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks")
 class RunConfig(Config):
     """`batch_size` rows per step, computed in `accumulation_steps` parts one after another.
     `loss_rows`: rows of logits that exist at once. `start_from`: a run directory whose newest
-    parameters this run starts from, with a fresh optimizer; `model`, unless bound, is that run's.
-    `evaluate_every`: steps between evaluations of `tasks` on the current parameters, None for
-    none. A run may go on with another `LAYOUT` than it was started with.
+    parameters this run starts from, with a fresh optimizer; those that it lacks are drawn as those
+    of a fresh run are. `start_drops`: patterns (`layers/*/mlp/proj`) of the parameters of that run
+    that are not taken. `evaluate_every`: steps between evaluations of `tasks` on the current
+    parameters, None for none. A run may go on with another `LAYOUT` than it was started with.
     """
 
     model: TransformerConfig
@@ -39,11 +40,17 @@ class RunConfig(Config):
     evaluate_every: Positive | None = None
     tasks: tuple[str, ...] = ("ppl",)
     start_from: str | None = None
+    start_drops: tuple[str, ...] = ()
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
     def validate(self) -> None:
         for name in self.tasks:
             find_task(name)
+        if self.start_drops and self.start_from is None:
+            raise UserError(
+                f"RunConfig.start_drops {self.start_drops} names parameters of no run: set "
+                "RunConfig.start_from"
+            )
         if self.batch_size % self.accumulation_steps:
             raise UserError(
                 f"accumulation_steps {self.accumulation_steps} does not divide batch_size "

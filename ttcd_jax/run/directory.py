@@ -1,6 +1,6 @@
 """The run directory: what a run writes, and all that evaluation needs.
 
-config.json      the resolved configuration    config.gin        the file and parameters given
+config.json      FORMAT and the configuration  config.gin        the file and parameters given
 data.json        manifest of the data          environment.json  versions and device
 checkpoints/     Orbax steps with digests      metrics.jsonl, tensorboard/
 eval/            results of evaluations        lock              held by the training process
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 
 from ttcd_jax.config import differences
 from ttcd_jax.data.mixture import RecordsConfig
@@ -33,10 +32,13 @@ from ttcd_jax.files import write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.checkpoint import Checkpoints
-from ttcd_jax.train.state import abstract_model, params_shardings, placed_as, with_params
+from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, with_params
 
 TOKENIZER = "tokenizer.json"
 IMPORTED = "imported"  # the type of data of a run that was imported
+
+# 1 stored layers as models stack them, 2 stores them one by one.
+FORMAT = 2
 
 _SHOWN = 4
 _IMPORT = "import.json"
@@ -55,13 +57,21 @@ class RunDirectory:
         return (self.path / "config.json").exists()
 
     def read_config(self) -> dict[str, Any]:
-        """The resolved configuration as JSON. Raises `UserError` when there is none."""
-        return self._read("config.json")
+        """The resolved configuration as JSON. Raises `UserError` when there is none, or one of
+        another format."""
+        config = self._read("config.json")
+        found = config.pop("format", 1)
+        if found != FORMAT:
+            raise UserError(
+                f"{self.path} is a run directory of format {found}, this version reads {FORMAT}: "
+                "train it, or import its checkpoint, again"
+            )
+        return config
 
     def claim(
         self,
         config: dict[str, Any],
-        source: str,
+        source: str | None,
         data: dict[str, Any],
         layout: tuple[str, ...] = (),
     ) -> None:
@@ -76,10 +86,11 @@ class RunDirectory:
                     f"{self.path} is not empty and holds no run (no config.json): choose another "
                     "--run_dir"
                 )
-            write_whole(self.path / "config.gin", source)
+            if source is not None:
+                write_whole(self.path / "config.gin", source)
             write_json(self.path / "data.json", data)
             write_json(self.path / "environment.json", _environment())
-            write_json(self.path / "config.json", config)
+            write_json(self.path / "config.json", {"format": FORMAT} | config)
             return
         old, new = (
             {name: value for name, value in fields.items() if name not in layout}
@@ -104,7 +115,7 @@ class RunDirectory:
         """Writes the files of a run that was imported: its configuration and where it is from."""
         write_json(self.path / "environment.json", _environment())
         write_json(self.path / _IMPORT, facts)
-        write_json(self.path / "config.json", config)
+        write_json(self.path / "config.json", {"format": FORMAT} | config)
 
     def read_import(self) -> dict[str, Any] | None:
         """Where an imported run is from; None for a run that was trained."""
@@ -165,16 +176,22 @@ def load_params(
     (`jax.set_mesh`) if there is one, else on the first device."""
     directory = RunDirectory(run_dir)
     config = model_config(directory).replace(**(model_changes or {}))
-    if not directory.checkpoints.is_dir():
-        raise CheckpointError(f"{directory.path} holds no checkpoint yet: train it first")
-    params = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
+    params = abstract_params(config)
     mesh = jax.sharding.get_mesh()
     if not mesh.empty:
         params = placed_as(params, params_shardings(config, mesh))
-    checkpoints = Checkpoints(directory.checkpoints, is_read_only=True)
-    with contextlib.closing(checkpoints):
-        step, params, _ = checkpoints.restore_params(params, step)
+    with open_checkpoints(directory, config) as checkpoints:
+        step, params = checkpoints.restore_params(params, step)
     return LoadedParams(params, config, step)
+
+
+def open_checkpoints(
+    directory: RunDirectory, model: TransformerConfig | None = None
+) -> contextlib.closing[Checkpoints]:
+    """The checkpoints of a run, to be read: of `model`, or by their names on disk."""
+    if not directory.checkpoints.is_dir():
+        raise CheckpointError(f"{directory.path} holds no checkpoint yet: train it first")
+    return contextlib.closing(Checkpoints(directory.checkpoints, model=model, is_read_only=True))
 
 
 def model_config(directory: RunDirectory) -> TransformerConfig:

@@ -1,7 +1,8 @@
 """Checkpoints of a training run: Orbax writes them asynchronously, a digest proves them intact.
 
-A step directory holds three items: `params` (all that evaluation reads), `train` (the rest of the
-state) and `meta` (JSON), plus `DIGEST.json`. On disk a state is a plain nested dict of arrays.
+A step directory holds two items, `params` (all that evaluation reads) and `train` (the rest of the
+state), plus `DIGEST.json`. On disk a state is a plain nested dict of arrays, and the layers of a
+model are stored one by one (`train.layers_on_disk`).
 
 A step is *sealed* once its digest is written, in the background, right after Orbax has committed
 it. A process killed between the two leaves an unsealed step: complete, as Orbax commits by rename,
@@ -32,14 +33,13 @@ from orbax.checkpoint import checkpoint_managers
 
 from ttcd_jax import units
 from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train import digest
 from ttcd_jax.train.fit import misfit
-
-Names = tuple[str, ...]
+from ttcd_jax.train.layers_on_disk import Leaves, stacked, unstacked
 
 _PARAMS = "params"
 _TRAIN = "train"
-_META = "meta"
 # What Orbax and TensorStore raise when a write fails: a full disk is a ValueError, a missing
 # directory an OSError, a lost process a JaxRuntimeError.
 _WRITE_ERRORS = (ValueError, OSError, jax.errors.JaxRuntimeError)
@@ -61,7 +61,7 @@ def _create(directory: Path) -> None:
         ) from error
 
 
-def _by_path(tree: Any) -> dict[Names, Any]:
+def _by_path(tree: Any) -> Leaves:
     """The leaves of any tree by the names on the way to them, an optimizer's fields included."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
@@ -70,16 +70,15 @@ def _by_path(tree: Any) -> dict[Names, Any]:
     }
 
 
-def _to_parts(state: dict[str, Any]) -> dict[str, Any]:
+def _to_parts(leaves: Leaves) -> dict[str, Any]:
     """The items on disk, nested dicts of leaves: `params`, and all other keys under `train`."""
-    leaves = _by_path(state)
     params = {path[1:]: leaf for path, leaf in leaves.items() if path[0] == _PARAMS}
     others = {path: leaf for path, leaf in leaves.items() if path[0] != _PARAMS}
     parts = {_PARAMS: unflatten_dict(params), _TRAIN: unflatten_dict(others)}
     return {name: part for name, part in parts.items() if part}
 
 
-def _merged(parts: dict[str, Any]) -> dict[Names, Any]:
+def _merged(parts: dict[str, Any]) -> Leaves:
     """The leaves of a state by path, from its items on disk."""
     return _by_path({_PARAMS: parts[_PARAMS], **parts.get(_TRAIN, {})})
 
@@ -92,7 +91,7 @@ def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
 
 
-def _check_fit(step: int, model: dict[Names, Any], stored: dict[Names, Any]) -> None:
+def _check_fit(step: int, model: Leaves, stored: Leaves) -> None:
     """Refuses other names, shapes or dtypes: Orbax would cast a dtype without a word."""
     problem = misfit(
         {"/".join(path): leaf for path, leaf in model.items()},
@@ -129,8 +128,9 @@ def _reporting_read(step: int) -> Iterator[None]:
 class Checkpoints:
     """The checkpoints of one run, in `directory`.
 
-    The newest `keep` steps stay, and every step that `keep_every` divides. A state is a dict of
-    arrays, `params` among its keys; other values may be any tree of arrays, an Optax state say.
+    The newest `keep` steps stay. A state is a dict of arrays, `params` among its keys; other values
+    may be any tree of arrays, an Optax state say. What it has of `model` is stacked in memory and
+    stored by layer; without a model it is stored as it is, which also reads the layers themselves.
     With `is_read_only` nothing on disk is ever touched. One writer per directory: opening it sweeps
     what a killed one left half-written. A save under way is lost unless `close` is called.
     """
@@ -139,32 +139,28 @@ class Checkpoints:
         self,
         directory: str | os.PathLike[str],
         *,
+        model: TransformerConfig | None = None,
         keep: int = 3,
-        keep_every: int | None = None,
         is_read_only: bool = False,
     ) -> None:
-        if keep < 1 or (keep_every is not None and keep_every < 1):
-            raise UserError(f"keep and keep_every must be at least 1, got {keep} and {keep_every}")
-        self._directory = Path(directory).absolute()
+        if keep < 1:
+            raise UserError(f"keep must be at least 1, got {keep}")
+        self._directory, self._model = Path(directory).absolute(), model
         self._is_read_only = is_read_only
         if is_read_only and not self._directory.is_dir():
             raise CheckpointError(f"there is no checkpoint directory {self._directory}")
         if not is_read_only:
             _create(self._directory)
         logging.get_absl_logger().addFilter(_is_not_orbax)
-        policies: list[checkpoint_managers.PreservationPolicy] = [checkpoint_managers.LatestN(keep)]
-        if keep_every is not None:
-            policies.append(checkpoint_managers.EveryNSteps(keep_every))
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_handlers={
                 _PARAMS: ocp.StandardCheckpointHandler(),
                 _TRAIN: ocp.StandardCheckpointHandler(),
-                _META: ocp.JsonCheckpointHandler(),
             },
             options=ocp.CheckpointManagerOptions(
                 save_interval_steps=0 if is_read_only else 1,
-                preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+                preservation_policy=checkpoint_managers.LatestN(keep),
                 create=False,
                 cleanup_tmp_directories=not is_read_only,
                 read_only=is_read_only,
@@ -182,15 +178,18 @@ class Checkpoints:
         found = self._directory.glob("*")
         return sorted(int(path.name) for path in found if path.name.isdigit() and path.is_dir())
 
-    def save(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> None:
-        """Hands `state` over to the writer; it may be donated or deleted afterwards.
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Hands `state` over to the writer; it may be donated or deleted afterwards. Until this
+        returns, the devices hold the stacked layers twice.
 
         Waits for the step before, whose failure is raised here. Raises `CheckpointError` with the
         step, the reason and the last good step.
         """
         self.wait()
-        items = {name: ocp.args.StandardSave(part) for name, part in _to_parts(state).items()}
-        args = ocp.args.Composite(**items, **{_META: ocp.args.JsonSave(meta)})
+        parts = _to_parts(self._on_disk(_by_path(state)))
+        args = ocp.args.Composite(
+            **{name: ocp.args.StandardSave(part) for name, part in parts.items()}
+        )
         with self._reporting_write(step):
             shortage = self._shortage(state)
             is_started = shortage is None and self._manager.save(step, args=args)
@@ -217,37 +216,39 @@ class Checkpoints:
 
     def restore(
         self, abstract_state: dict[str, Any], step: int | None = None
-    ) -> tuple[int, dict[str, Any], dict[str, Any]]:
-        """The step, state and meta of `step`, or of the newest intact one (policy: see above).
+    ) -> tuple[int, dict[str, Any]]:
+        """(step, state) of `step`, or of the newest intact one (policy: see above).
 
         `abstract_state` has a `jax.ShapeDtypeStruct` for every array, with the sharding it shall
         get. Raises `CheckpointError` for damage and for a state of another model.
         """
         self.wait()
         chosen, num_refused, refused = self._chosen(step)
-        parts = _to_parts(jax.tree.map(_placed, abstract_state))
+        placed = _by_path(jax.tree.map(_placed, abstract_state))
+        parts = _to_parts(self._on_disk(placed))
         with _reporting_read(chosen):
             metadata = self._manager.item_metadata(chosen)
             stored = {name: metadata[name].tree for name in parts}
         _check_fit(chosen, _merged(parts), _merged(stored))
-        items = {name: ocp.args.StandardRestore(part) for name, part in parts.items()}
+        args = ocp.args.Composite(
+            **{name: ocp.args.StandardRestore(part) for name, part in parts.items()}
+        )
         with _reporting_read(chosen):
-            restored = self._manager.restore(
-                chosen, args=ocp.args.Composite(**items, **{_META: ocp.args.JsonRestore()})
-            )
+            leaves = _merged({**self._manager.restore(chosen, args=args)})
         if num_refused and not self._is_read_only:
             self._set_aside(refused)
-        leaves = _merged({name: restored[name] for name in parts})
-        ordered = [leaves[path] for path in _by_path(abstract_state)]
-        state = jax.tree.unflatten(jax.tree.structure(abstract_state), ordered)
-        return chosen, state, restored[_META]
+        if self._model is not None:
+            leaves = stacked(self._model, leaves, placed)
+        ordered = [leaves[path] for path in placed]
+        return chosen, jax.tree.unflatten(jax.tree.structure(abstract_state), ordered)
 
-    def restore_params(
-        self, abstract_params: Any, step: int | None = None
-    ) -> tuple[int, Any, dict[str, Any]]:
+    def restore_params(self, abstract_params: Any, step: int | None = None) -> tuple[int, Any]:
         """As `restore`, for the parameters alone: the optimizer's state is never read."""
-        chosen, state, meta = self.restore({_PARAMS: abstract_params}, step)
-        return chosen, state[_PARAMS], meta
+        chosen, state = self.restore({_PARAMS: abstract_params}, step)
+        return chosen, state[_PARAMS]
+
+    def _on_disk(self, leaves: Leaves) -> Leaves:
+        return leaves if self._model is None else unstacked(self._model, leaves)
 
     def _step_dir(self, step: int) -> Path:
         return self._directory / str(step)

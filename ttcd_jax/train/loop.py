@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from ttcd_jax.data.pipeline import Batches
+from ttcd_jax.data.pipeline import StepBatches
 from ttcd_jax.errors import NonFiniteError
 from ttcd_jax.train.state import TrainState
 from ttcd_jax.train.step import Batch, Metrics, TrainStep
@@ -32,7 +32,7 @@ class StateCallback(NamedTuple):
 def train(
     state: TrainState,
     train_step: TrainStep,
-    batches: Batches,
+    batches: StepBatches,
     *,
     start: int,
     steps: int,

@@ -28,6 +28,11 @@ def abstract_model(config: TransformerConfig) -> Transformer:
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
 
 
+def abstract_params(config: TransformerConfig) -> dict[str, Any]:
+    """The parameters of `abstract_model`, as a nested dict."""
+    return nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
+
+
 def logical_axes(config: TransformerConfig) -> dict[str, Any]:
     """The axis names of every parameter (`ttcd_jax.axes`), in a dict nested like `params`."""
     params = nnx.state(abstract_model(config), nnx.Param)
@@ -42,8 +47,7 @@ def logical_axes(config: TransformerConfig) -> dict[str, Any]:
 def params_shardings(config: TransformerConfig, mesh: Mesh) -> dict[str, Any]:
     """Where every parameter lies on `mesh`. Raises `UserError` for a dimension that does not divide
     among its devices."""
-    params = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
-    return shardings(mesh, logical_axes(config), params)
+    return shardings(mesh, logical_axes(config), abstract_params(config))
 
 
 def state_shardings(
@@ -79,12 +83,16 @@ def with_params(config: TransformerConfig, params: dict[str, Any]) -> Transforme
     return nnx.merge(graph, state)
 
 
+def init_params(config: TransformerConfig, seed: int) -> dict[str, Any]:
+    """Fresh parameters; call it under `jax.jit` or `jax.eval_shape`."""
+    return nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(seed)), nnx.Param))
+
+
 def init_state(
     config: TransformerConfig, optimizer: optax.GradientTransformation, seed: int
 ) -> TrainState:
     """A fresh state; call it under `jax.jit` or `jax.eval_shape`."""
-    model = Transformer(config, rngs=nnx.Rngs(seed))
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    params = init_params(config, seed)
     return TrainState(
         params=params, opt_state=optimizer.init(params), step=jnp.zeros((), jnp.int32)
     )

@@ -2,15 +2,12 @@
 backward.
 
 A scan over blocks of c queries takes from K and V the w_T + c rows its block can see. One score
-matrix s [c, w_T + c] serves both windows. With the softmax state (m, l, acc) of the near band
-(distance < w_S)
-
-    student = acc / l,    lse_S = m + log l
-
-and the same state carried on over the far band (w_S <= distance < w_T) gives the teacher: one
-accumulator, as in the single sweep of a fused kernel. The backward (`cotangents.py`) needs no
-second set of products either. Its dK and dV leave the scan through a rolling window of w_T + c
-rows, so nothing is scattered into full-size arrays.
+matrix s [c, w_T + c] serves both windows: softmax over all visible columns gives the teacher, over
+the near band (distance < w_S) the student. The teacher's sums thus have one order whatever w_S is,
+and a plain layer's output is a dual one's to the last bit; carrying the student's state on over the
+far band (w_S <= distance < w_T), as fused kernels do, would save w_S columns of one product. The
+backward (`cotangents.py`) goes by bands, with one product per column. Its dK and dV leave the scan
+through a rolling window of w_T + c rows, so nothing is scattered into full-size arrays.
 
 Inside: B batch, c queries of a block (axis T), E = w_T + c keys (axis S), K kv heads, G = N / K, H
 head dim.
@@ -177,29 +174,27 @@ def _forward(
     T, K = q.shape[1], k.shape[2]
     state = jnp.promote_types(q.dtype, jnp.float32)
     k_pad, v_pad, ids_pad = _padded(shape, q, k, v, segment_ids)
-    near_cols, far_cols = _near_columns(shape), _far_columns(shape)
+    near_cols = _near_columns(shape)
     dot = functools.partial(jnp.einsum, preferred_element_type=state)
 
-    def attend(weight: jax.Array, values: jax.Array) -> jax.Array:
-        return dot("BKGTS,BSKH->BKGTH", weight.astype(values.dtype), values)
+    def attend(score: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(output, lse) of softmax over the columns; a query always sees itself."""
+        peak = score.max(-1, keepdims=True)
+        weight = jnp.exp(score - peak)
+        total = weight.sum(-1, keepdims=True)
+        acc = dot("BKGTS,BSKH->BKGTH", weight.astype(values.dtype), values)
+        return acc / total, peak + jnp.log(total)
 
     def one_block(_: None, operands: Any) -> tuple[None, tuple[jax.Array, ...]]:
         index, q_BTNH = operands
         window = _window(shape, k_pad, v_pad, ids_pad, index)
         score = dot("BKGTH,BSKH->BKGTS", _grouped(q_BTNH, K), window.k) * shape.scale
         near = jnp.where(window.near, score, -jnp.inf)[..., near_cols]
-        peak = near.max(-1, keepdims=True)  # finite: a query always sees itself
-        weight = jnp.exp(near - peak)
-        total, acc = weight.sum(-1, keepdims=True), attend(weight, window.v[:, near_cols])
-        student, student_lse = acc / total, peak + jnp.log(total)
+        student, student_lse = attend(near, window.v[:, near_cols])
         teacher, teacher_lse = student, student_lse
-        if far_cols.stop:
-            far = jnp.where(window.far, score, -jnp.inf)[..., far_cols]
-            new_peak = jnp.maximum(peak, far.max(-1, keepdims=True))
-            shrink, weight = jnp.exp(peak - new_peak), jnp.exp(far - new_peak)
-            total = total * shrink + weight.sum(-1, keepdims=True)
-            acc = acc * shrink + attend(weight, window.v[:, far_cols])
-            teacher, teacher_lse = acc / total, new_peak + jnp.log(total)
+        if near_cols.start:
+            every = jnp.where(window.near | window.far, score, -jnp.inf)
+            teacher, teacher_lse = attend(every, window.v)
         out = teacher.astype(q.dtype), student.astype(q.dtype), teacher_lse, student_lse
         return None, tuple(_ungrouped(x) for x in out)
 

@@ -67,8 +67,8 @@ def run_dir(tmp_path_factory):
     directory = RunDirectory(tmp_path_factory.mktemp("run") / "run")
     model = randomize(Transformer, MODEL, std=0.5)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    with contextlib.closing(Checkpoints(directory.checkpoints)) as checkpoints:
-        checkpoints.save(3, {"params": params}, {"steps": 3})
+    with contextlib.closing(Checkpoints(directory.checkpoints, model=MODEL)) as checkpoints:
+        checkpoints.save(3, {"params": params})
     directory.write_import({"model": MODEL.to_dict(), "data": data.to_dict()}, {})
     return directory.path
 

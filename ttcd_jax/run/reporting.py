@@ -1,4 +1,4 @@
-"""Metrics of a training run: files, TensorBoard and the live line."""
+"""Reports of a training run: metric files, TensorBoard and the live line, fed by one callback."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,6 +10,12 @@ from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.flops import peak_flops, training_flops_per_token
 from ttcd_jax.train.loop import HostMetrics, MetricCallback
 from ttcd_jax.train.metrics import MetricFiles, ProgressLine, Throughput, flat_metrics
+
+
+def say(line: str) -> None:
+    """Prints a line, if this is the first process."""
+    if jax.process_index() == 0:
+        print(line, flush=True)
 
 
 @contextlib.contextmanager

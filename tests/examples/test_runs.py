@@ -1,0 +1,105 @@
+"""The examples that train runs, as their users start them."""
+
+import runpy
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from ttcd_jax import BatchesConfig, train_run
+from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.run.directory import load_run
+from ttcd_jax.train.loop import MetricCallback
+from ttcd_jax.train.metrics import read_metrics
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Runs an example: `run(name, *arguments)`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+
+        def run(name, *arguments):
+            path = str(EXAMPLES / f"{name}.py")
+            patch.setattr("sys.argv", [path, *map(str, arguments)])
+            return runpy.run_path(path, run_name="__main__")
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def counting(run, tmp_path_factory):
+    """The run directory of the first example, and its names."""
+    run_dir = tmp_path_factory.mktemp("runs") / "counting"
+    return run_dir, run("train_on_your_iterator", run_dir)
+
+
+def test_a_run_learns_from_the_callers_iterator(counting):
+    losses = [record["loss"] for record in read_metrics(counting[0] / "metrics.jsonl")]
+    assert losses[-1] < losses[0]
+    assert load_run(counting[0]).step == 30
+    assert not (counting[0] / "config.gin").exists()
+
+
+def test_a_run_goes_on_with_another_method(counting, run, tmp_path, capsys):
+    source, _ = counting
+    run("continue_from_checkpoint", source, tmp_path / "grown")
+    assert f"starts from step 30 of {source}" in capsys.readouterr().out
+    assert load_run(tmp_path / "grown").config.method == "ipttcd"
+    tokens = np.arange(20)[None] % 32
+    first = load_run(tmp_path / "grown", 0).model
+    theirs = load_run(source).model
+    np.testing.assert_array_equal(
+        *(jax.jit(model)(jax.numpy.asarray(tokens)) for model in (first, theirs))
+    )
+
+
+def test_a_run_that_is_resumed_asks_for_the_batches_that_are_left(counting, tmp_path):
+    config, batches = counting[1]["CONFIG"], counting[1]["batches"]
+    config = config.replace(log_every=1, checkpoint_every=3, steps=5)
+    losses, asked = {}, []
+
+    def make(first_step):
+        asked.append(first_step)
+        yield from (batch for batch, _ in zip(batches(first_step), range(4), strict=False))
+
+    note = MetricCallback(1, lambda step, metrics: losses.update({step: float(metrics["loss"])}))
+    with pytest.raises(DataError, match="the batches end before step 5 of 5"):
+        train_run(config, tmp_path, make, on_metrics=[note])
+    before = dict(losses)
+    assert train_run(config, tmp_path, make, on_metrics=[note]) == (5, None)
+    assert asked == [0, 3]
+    assert before == {step: losses[step] for step in before}
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (np.zeros((8, 24), int), r"the batch of step 1 is int64 \(8, 24\), not integers \(8, 25\)"),
+        (np.zeros((8, 25)), "is float64"),
+        (np.full((8, 25), 32), "token 32 at position 0, 0 is outside the vocabulary of 32"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_named(counting, tmp_path, batch, message):
+    with pytest.raises(DataError, match=message):
+        train_run(counting[1]["CONFIG"], tmp_path, lambda first_step: [batch])
+
+
+def test_batches_and_their_configuration_go_together(counting, tmp_path):
+    config = counting[1]["CONFIG"]
+    with pytest.raises(UserError, match="pass batches to"):
+        train_run(config, tmp_path / "a")
+    recall = RecallConfig(num_slots=8, num_keys=4, num_values=4)
+    with pytest.raises(UserError, match=f"set {BatchesConfig.__name__} to pass them"):
+        train_run(config.replace(data=recall), tmp_path / "b", counting[1]["batches"])

@@ -1,0 +1,199 @@
+"""A run that starts from another: what it takes, draws, leaves, refuses, and its first logits."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_same
+from flax.traverse_util import flatten_dict
+from orbax.checkpoint import StandardCheckpointer
+
+from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.run import build
+from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.directory import RunDirectory, load_params
+from ttcd_jax.run.start import plan_start, started_state
+from ttcd_jax.sharding.mesh import build_mesh
+from ttcd_jax.train.checkpoint import Checkpoints
+from ttcd_jax.train.layers_on_disk import stored_params
+from ttcd_jax.train.optimizer import OptimizerConfig
+from ttcd_jax.train.state import with_params
+
+PLAIN = TransformerConfig(
+    vocab_size=8,
+    dim=16,
+    num_layers=6,
+    num_heads=2,
+    mlp_dim=24,
+    method="swa",
+    window=8,
+    student_window=4,
+    init_std=0.3,
+)
+# What configs/method/ipttcd_continued.gin says.
+IDENTITY = MemoryConfig(
+    chunk_size=4,
+    output="teacher_raw",
+    normalizes_keys=False,
+    teacher_conv_init="identity",
+    student_conv_init="zeros",
+)
+GROWN = {
+    "ipttcd": {"memory": IDENTITY},
+    "ipttt": {"target_memory": TargetMemoryConfig(chunk_size=4, target="embedding")},
+}
+TOKENS = np.random.default_rng(1).integers(0, 8, (2, 30))
+
+
+def run_config(model: TransformerConfig, **changes) -> RunConfig:
+    return RunConfig(
+        model=model,
+        data=RecallConfig(num_slots=8, num_keys=4, num_values=4),
+        optimizer=OptimizerConfig(kind="muon"),
+        steps=1,
+        batch_size=1,
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh():
+    mesh = build_mesh(run_config(PLAIN).mesh)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def run_of(mesh, tmp_path_factory):
+    """A run directory of a model at step 3: `run_of(model)`."""
+
+    def run_of(model: TransformerConfig):
+        config = run_config(model, seed=7)
+        directory = RunDirectory(tmp_path_factory.mktemp("runs"))
+        directory.claim(config.to_dict(), "", {})
+        with contextlib.closing(Checkpoints(directory.checkpoints, model=model)) as checkpoints:
+            checkpoints.save(3, dict(build.fresh_state(config, mesh)))
+        return directory.path
+
+    return run_of
+
+
+@pytest.fixture(scope="module")
+def plain(run_of):
+    return run_of(PLAIN)
+
+
+@pytest.fixture(scope="module")
+def run_of_window(run_of, plain):
+    """Model and run directory of a plain transformer, with a window and without."""
+    full = PLAIN.replace(method="full", window=None)
+    return {8: (PLAIN, plain), None: (full, run_of(full))}
+
+
+def logits(model: TransformerConfig, params):
+    tokens = jnp.asarray(TOKENS)
+    return jax.jit(lambda params: with_params(model, params)(tokens))(params)
+
+
+def test_layers_are_stored_one_by_one_with_their_moments(run_of):
+    model = PLAIN.replace(method="ipttcd", fast_layers=(0, 3), memory=IDENTITY)
+    run_dir = run_of(model)
+    with StandardCheckpointer() as reader:
+        items = {
+            item: reader.metadata(run_dir / "checkpoints" / "3" / item).item_metadata.tree
+            for item in ("params", "train")
+        }
+    names = {
+        item: {"/".join(path): leaf.shape for path, leaf in flatten_dict(tree).items()}
+        for item, tree in items.items()
+    }
+    assert names["params"]["layers/0/mlp/down"] == names["params"]["layers/5/mlp/down"] == (24, 16)
+    assert not [name for item in names.values() for name in item if "group" in name]
+    layers = {name.split("/")[1] for name in names["params"] if name.startswith("layers/")}
+    assert layers == set("012345")
+    moments = {name.partition("/layers/")[2] for name in names["train"]} - {""}
+    assert moments == {
+        name.removeprefix("layers/") for name in names["params"] if name.startswith("layers/")
+    }
+
+
+@pytest.mark.parametrize("fast_layers", [(0, 3), (0, 1, 4), tuple(range(6))])
+@pytest.mark.parametrize("method", GROWN)
+@pytest.mark.parametrize("window", [8, None])
+def test_a_plain_run_grows_and_its_first_logits_are_the_same_to_the_bit(
+    run_of_window, mesh, method, fast_layers, window
+):
+    model, run_dir = run_of_window[window]
+    grown = model.replace(
+        method=method, fast_layers=fast_layers, scans_layers=window is None, **GROWN[method]
+    )
+    step, _, state = started_state(run_config(grown, start_from=str(run_dir)), mesh)
+    assert step == 3
+    trained = load_params(run_dir).params
+    np.testing.assert_array_equal(logits(grown, state["params"]), logits(model, trained))
+
+
+def test_what_is_lacking_is_drawn_as_a_fresh_run_draws_it_and_listed(plain, mesh):
+    model = PLAIN.replace(method="ipttcd", fast_layers=(0, 1, 4), memory=IDENTITY)
+    config = run_config(model, start_from=str(plain), seed=5)
+    plan = plan_start(config)
+    assert plan.dropped == ()
+    assert len(plan.taken) == len(stored_params(PLAIN))
+    assert "initialised: layers/0,1,4/mlp/proj" in plan.lines()
+    assert len(plan.lines()) == 4  # P, the rate, two convolutions
+    state = started_state(config, mesh)[-1]
+    fresh = build.fresh_state(config, mesh)
+    assert state["params"]["group_0"]["block_0"]["mlp"]["proj"].shape == (2, 16, 16)
+    for ours, theirs in zip(
+        *(flatten_dict(x["params"]).items() for x in (state, fresh)), strict=True
+    ):
+        path = ours[0]
+        assert path == theirs[0]
+        is_drawn = path[-1] in ("proj", "rate", "teacher_conv", "student_conv")
+        is_constant = path[-1].endswith("norm")
+        assert is_constant or is_drawn == np.array_equal(ours[1], theirs[1]), path
+    assert_same(state["opt_state"], fresh["opt_state"])
+    assert state["step"] == 0
+
+
+def test_what_is_left_over_is_refused_unless_allowed_by_name(run_of, mesh):
+    fast = PLAIN.replace(method="ipttcd", fast_layers=(0, 3), memory=IDENTITY)
+    run_dir = str(run_of(fast))
+    config = run_config(PLAIN, start_from=run_dir)
+    with pytest.raises(CheckpointError, match="8 only in the checkpoint: layers/0/mlp/proj") as it:
+        plan_start(config)
+    assert "RunConfig.start_drops" in str(it.value)
+    drops = ("layers/*/mlp/proj", "layers/*/mlp/rate", "*_conv")
+    plan = plan_start(config.replace(start_drops=drops))
+    assert (len(plan.dropped), plan.initialised) == (8, ())
+    assert "dropped: layers/0,3/mlp/rate" in plan.lines()
+    state = started_state(config.replace(start_drops=drops), mesh)[-1]
+    assert_same(state["params"]["embedding"], load_params(run_dir).params["embedding"])
+    with pytest.raises(UserError, match=r"'layers/\*/prj' names no parameter of .*layers/0,1,2,3"):
+        plan_start(config.replace(start_drops=(*drops, "layers/*/prj")))
+
+
+def test_another_shape_is_refused_with_both_and_may_be_drawn_anew(plain, mesh):
+    model = PLAIN.replace(vocab_size=11)
+    config = run_config(model, start_from=str(plain))
+    with pytest.raises(CheckpointError, match=r"another shape: embedding \(8, 16\) not \(11, 16\)"):
+        plan_start(config)
+    config = config.replace(start_drops=("embedding",))
+    plan = plan_start(config)
+    assert plan.lines() == ["initialised: embedding", "dropped: embedding"]
+    params = started_state(config, mesh)[-1]["params"]
+    assert params["embedding"].shape == (11, 16)
+
+
+def test_a_run_of_an_older_format_is_refused(plain, tmp_path):
+    (tmp_path / "config.json").write_text(
+        (plain / "config.json").read_text().replace('"format": 2,', "")
+    )
+    with pytest.raises(UserError, match="is a run directory of format 1, this version reads 2"):
+        RunDirectory(tmp_path).read_config()

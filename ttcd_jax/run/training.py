@@ -1,0 +1,201 @@
+"""Training a run: from its configuration to the files of its directory, in one call that also
+resumes it."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, Self
+
+import jax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from ttcd_jax.data.pipeline import MakeBatches, StepBatches
+from ttcd_jax.run import build
+from ttcd_jax.run.config import LAYOUT, RunConfig
+from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.run.evaluation import evaluation_callbacks
+from ttcd_jax.run.reporting import reporter, say
+from ttcd_jax.run.start import plan_start, started_state
+from ttcd_jax.sharding.batch import Placement
+from ttcd_jax.sharding.mesh import build_mesh
+from ttcd_jax.train.checkpoint import Checkpoints
+from ttcd_jax.train.compilation import compiled_once
+from ttcd_jax.train.loop import MetricCallback, StateCallback, train
+from ttcd_jax.train.profile import profiled
+from ttcd_jax.train.state import TrainState
+from ttcd_jax.train.watchdog import Watchdog
+
+
+class TrainedRun(NamedTuple):
+    """How far a run is: steps done, and the signal that stopped it before its last one."""
+
+    step: int
+    stopped_by: str | None = None
+
+
+def train_run(
+    config: RunConfig,
+    run_dir: str | os.PathLike[str],
+    batches: MakeBatches | None = None,
+    *,
+    on_metrics: Sequence[MetricCallback] = (),
+    source: str | None = None,
+    profile: range = range(0),
+    hang_seconds: float = 60.0,
+) -> TrainedRun:
+    """Trains a run to its last step; a run directory that has checkpoints is resumed.
+
+    `batches`, for a run whose data are `BatchesConfig`, makes the batches from a given step on.
+    `source` is kept: the text that the configuration was read from. The steps of `profile` are
+    traced. SIGTERM and Ctrl-C finish the step, save and return, a second Ctrl-C ends the process,
+    SIGUSR2 traces three steps. To be called in the main thread of every process of the job; one
+    whose step takes longer than `hang_seconds`, and 20 times the median step, counts as lost.
+
+    Raises `UserError` for a configuration or directory that cannot be trained, and its subclasses
+    for data, checkpoints and a loss that is not finite.
+    """
+    directory = RunDirectory(run_dir)
+    with Watchdog(jax.process_count(), minimum_seconds=hang_seconds) as watchdog:
+        check(config, directory)
+        mesh = build_mesh(config.mesh)
+        is_first = jax.process_index() == 0
+        with directory.lock() if is_first else contextlib.nullcontext(), jax.set_mesh(mesh):
+            place = build.placement(config, mesh)
+            data, manifest = build.build_data(config, place.rows, batches)
+            if is_first:
+                directory.claim(config.to_dict(), source, manifest, LAYOUT)
+            multihost_utils.sync_global_devices("the run directory is claimed")
+            return _train(config, directory, mesh, watchdog, data, place, on_metrics, profile)
+
+
+def check(config: RunConfig, directory: RunDirectory) -> None:
+    """What no single configuration can see. Raises `UserError`."""
+    build.check(config)
+    if config.start_from is not None and not directory.is_claimed:
+        plan_start(config)
+
+
+def _train(
+    config: RunConfig,
+    directory: RunDirectory,
+    mesh: Mesh,
+    watchdog: Watchdog,
+    batches: StepBatches,
+    place: Placement,
+    on_metrics: Sequence[MetricCallback],
+    profile: range,
+) -> TrainedRun:
+    """Trains to the end or to a stop, tracing the steps of `profile`."""
+    with _StopSignal() as stop, _checkpoints(config, directory, watchdog) as checkpoints:
+
+        def save(step: int, state: TrainState) -> None:
+            checkpoints.save(step, dict(state))
+
+        start, state = _initial_state(config, checkpoints, mesh)
+        if start >= config.steps:
+            say(f"{directory.path} is complete at step {start}: nothing to train")
+            return TrainedRun(start)
+        say(f"run directory {directory.path}")
+        beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
+        with (
+            reporter(config, directory.path, start) as (callbacks, write),
+            compiled_once(build.build_step(config, mesh), start) as step,
+            profiled(step, directory.path / "profile", start=start, window=profile) as step,
+        ):
+            on_state = [
+                StateCallback(config.checkpoint_every, save),
+                *evaluation_callbacks(config, directory, write),
+            ]
+            _, done = train(
+                state,
+                step,
+                batches,
+                start=start,
+                steps=config.steps,
+                place=place,
+                on_metrics=[*callbacks, *on_metrics, beat],
+                on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
+                is_stopping=stop.is_set,
+            )
+    if done == config.steps:
+        say(f"trained {done} steps; checkpoints in {directory.checkpoints}")
+    return TrainedRun(done, stop.name if done < config.steps else None)
+
+
+@contextlib.contextmanager
+def _checkpoints(
+    config: RunConfig, directory: RunDirectory, watchdog: Watchdog
+) -> Iterator[Checkpoints]:
+    """The checkpoints of the run, closed in the end unless a process was lost."""
+    checkpoints = Checkpoints(
+        directory.checkpoints, model=config.model, keep=config.keep_checkpoints
+    )
+    try:
+        yield checkpoints
+    except (ValueError, RuntimeError) as error:
+        watchdog.leave_if_lost(error)  # the writer would wait for the lost process
+        raise
+    finally:
+        with watchdog.paused():
+            checkpoints.close()
+
+
+def _initial_state(
+    config: RunConfig, checkpoints: Checkpoints, mesh: Mesh
+) -> tuple[int, TrainState]:
+    """(steps done, state): from the newest intact checkpoint if there is one, else from the run
+    that the configuration names, else from the seed."""
+    if multihost_utils.broadcast_one_to_all(bool(checkpoints.steps())):
+        done, restored = checkpoints.restore(dict(build.abstract_state(config, mesh)))
+        say(f"resumed at step {done}")
+        return done, TrainState(**restored)
+    if config.start_from is None:
+        return 0, build.fresh_state(config, mesh)
+    step, plan, state = started_state(config, mesh)
+    # From here on this directory alone decides: the other run may go on, or go away.
+    checkpoints.save(0, dict(state))
+    say(f"starts from step {step} of {config.start_from}: {len(plan.taken)} parameters taken")
+    for line in plan.lines():
+        say(f"  {line}")
+    return 0, state
+
+
+class _StopSignal:
+    """SIGTERM or SIGINT seen; a second one ends the process at once. The handlers that were there
+    are put back in the end.
+
+    Several processes agree on a step: JAX hears SIGTERM, of whichever process, and informs them
+    all; a handler of ours would hide it.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""
+        self._is_alone = jax.process_count() == 1
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if self._is_alone:
+            handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT), self._note)
+        else:
+            handlers = {signal.SIGINT: lambda *_: signal.raise_signal(signal.SIGTERM)}
+        self._before = {number: signal.signal(number, call) for number, call in handlers.items()}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, call in self._before.items():
+            signal.signal(number, call)
+
+    def is_set(self, step: int) -> bool:
+        """Whether to stop after `step`, the same in all processes."""
+        if not self._is_alone and multihost_utils.reached_preemption_sync_point(step):
+            self.name = signal.SIGTERM.name
+        return bool(self.name)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.name:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.name = signal.Signals(number).name
