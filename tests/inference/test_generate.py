@@ -9,6 +9,7 @@ from ttcd_jax.inference.generate import Event, Request, generate, step
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.inference.state import start_state
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 
@@ -24,7 +25,7 @@ CONFIG = TransformerConfig(
     method="ipttcd",
     fast_layers=(0,),
     init_std=0.5,
-).replace(memory=TransformerConfig.memory.replace(chunk_size=32))
+).replace(memory=MemoryConfig(chunk_size=32))
 WARM = SamplingConfig(temperature=1.0, seed=3)
 PROMPT = "a text of a certain length:"  # its text crosses the end of a chunk
 

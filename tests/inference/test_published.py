@@ -15,7 +15,8 @@ from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.mlp import SwiGLU
+from ttcd_jax.nn.block import Views
+from ttcd_jax.nn.row import Row
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -41,12 +42,12 @@ def _published(model, start: np.ndarray, ends: np.ndarray) -> np.ndarray:
         graph, params = nnx.split(model.group_0.block_0)
         block = nnx.merge(graph, jax.tree.map(lambda x: x[0], params))
         embeddings = h = model.embedding[...][jnp.asarray(TOKENS)]
-        if model.config.method == "ipttcd":
-            h, x, t = block._mixed(h, None, None)
-        else:
-            h, x = block._mixed(h, None, None)
-            t = embeddings
-        y = SwiGLU.__call__(block.mlp, x)
+        row = Row.of(h, embeddings=embeddings)
+        x, student = block.inputs("mlp", h, row)
+        t = block.mlp.source(x, row, student)
+        mixed = block.mixer(block._normed("mixer", h, None)[0])
+        h = h + (mixed.teacher if isinstance(mixed, Views) else mixed)
+        y = block.mlp.plain(x)
         for row in np.flatnonzero(ends - start >= CHUNK):
             prompt = np.s_[row : row + 1, start[row] : ends[row]]
             y = y.at[prompt].set(block.mlp(x[prompt], t[prompt]))

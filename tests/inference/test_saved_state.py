@@ -12,6 +12,7 @@ from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill
 from ttcd_jax.inference.saved_state import load_state, save_state
 from ttcd_jax.inference.state import start_state
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
@@ -27,7 +28,7 @@ CONFIG = TransformerConfig(
     method="ipttcd",
     fast_layers=(0,),
     precision=Precision(compute="bfloat16"),
-).replace(memory=TransformerConfig.memory.replace(chunk_size=4))
+).replace(memory=MemoryConfig(chunk_size=4))
 TOKENS = np.arange(16).reshape(2, 8)
 
 

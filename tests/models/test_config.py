@@ -88,8 +88,8 @@ def test_a_method_without_bound_settings_has_its_defaults():
 def test_a_memory_switched_off_changes_one_setting_and_nothing_else(method):
     config = _of(method, window=None if method == "full" else 8)
     off = switched_off(config, 12)
-    changed = {"lact": {"chunk_size": 12}}
-    changed |= dict.fromkeys(("ipttcd", "ipttcd_ideal", "ipttt"), {"eta": 0.0})
+    changed: dict = {name: {"eta": 0.0} for name in ("ipttcd", "ipttcd_ideal", "ipttt")}
+    changed["lact"] = {"chunk_size": 12}
     if method not in changed:
         assert off is None
         return

@@ -172,12 +172,10 @@ def test_bfloat16_stays_near_float32(method):
     assert error < 0.03
 
 
-OTHER_FORMS = {
-    **dict.fromkeys(("ipttcd", "ipttt"), [{"form": f} for f in ("associative", "attention")]),
-    **dict.fromkeys(
-        ("deltanet", "gated_deltanet", "deltanet_hybrid"), [{"chunk_size": n} for n in (1, 64)]
-    ),
-}
+FORMS = [{"form": form} for form in ("associative", "attention")]
+SIZES = [{"chunk_size": size} for size in (1, 64)]
+OTHER_FORMS = {"ipttcd": FORMS, "ipttt": FORMS, "deltanet": SIZES, "gated_deltanet": SIZES}
+OTHER_FORMS["deltanet_hybrid"] = SIZES
 
 
 @pytest.mark.parametrize("method", sorted(OTHER_FORMS))

@@ -251,7 +251,7 @@ def test_positions_matter_by_their_differences(float64):
 
 
 def test_models_without_a_memory_have_no_statistics():
-    model = _model(method="swa", precision=Precision())
+    model = _model(fast_layers=(), precision=Precision())
     assert jax.eval_shape(model.forward, jnp.asarray(TOKENS[:, :4]))[1] is None
 
 
