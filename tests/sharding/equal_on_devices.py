@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import toy_method
 from flax import nnx
 
 from ttcd_jax.methods import METHODS
@@ -18,6 +19,7 @@ from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
+from ttcd_jax.methods.registry import register
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
@@ -27,6 +29,7 @@ from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.state import params_shardings, with_params
 
 B, T, L, V = 8, 64, 4, 32
+register(toy_method.METHOD)
 
 
 def config(method: str) -> TransformerConfig:
@@ -38,6 +41,7 @@ def config(method: str) -> TransformerConfig:
         "ipttt": TargetMemoryConfig(conv_init="normal", **starts),
         "ipttcd_ideal": IdealMemoryConfig(chunk_size=L),
         "lact": LaCTMemoryConfig(chunk_size=L, low_rank=2),
+        "toy": toy_method.ToySettings(chunk_size=L),
         **dict.fromkeys(("deltanet", "gated_deltanet", "deltanet_hybrid"), delta),
     }
     # Scanned: one pair of a fast and a plain block, or fast blocks alone.

@@ -117,10 +117,6 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
         """The sum."""
         return summary[1]
 
-    def squared_size(self, state: Float[Array, "B F D"]) -> Float[Array, " B"]:
-        """|S|_F^2."""
-        return jnp.sum(state.astype(jnp.float32) ** 2, axis=(-2, -1))
-
 
 def read_prefix(
     rule: MemoryRule,

@@ -96,7 +96,7 @@ class DeltaSublayerConfig(Dims, SublayerConfig):
         """The layer, its parameters drawn."""
         return DeltaSublayer(self, rngs=rngs)
 
-    def flops(self, length: int) -> float:
+    def flops(self, length: int) -> int | float:
         """Projections, the inside of chunks, and the state."""
         N, H, X = self.num_heads, self.head_dim, self.value_head_dim
         chunk = min(self.rule.chunk_size, length)

@@ -44,7 +44,7 @@ class GatedDeltaNetConfig(DeltaNetConfig):
         """The layer, its parameters drawn."""
         return GatedDeltaNet(self, rngs=rngs)
 
-    def flops(self, length: int) -> float:
+    def flops(self, length: int) -> int | float:
         """Besides DeltaNet: the output gate, and sums of log decays as a product with ones."""
         chunk, N = min(self.rule.chunk_size, length), self.num_heads
         gate = 2 * length * self.dim * N * self.value_head_dim

@@ -36,7 +36,7 @@ class IdealConfig(InPlaceConfig):
         """The layer, its parameters drawn."""
         return IdealMLP(self, rngs=rngs)
 
-    def flops(self, length: int) -> float:
+    def flops(self, length: int) -> int | float:
         """Besides a SwiGLU: student gate and up, both sides of the error, delta_w; W is read
         instead of W_base."""
         return (3 + 5) * self.mlp.unit_flops(length)

@@ -70,7 +70,7 @@ class IPTTTConfig(InPlaceConfig):
         """The layer, its parameters drawn."""
         return IPTTTMLP(self, rngs=rngs)
 
-    def flops(self, length: int) -> float:
+    def flops(self, length: int) -> int | float:
         """Besides a SwiGLU: delta_w, the read of the memory; and the projection."""
         proj = 2 * length * self.mlp.dim**2
         return (3 + 2) * self.mlp.unit_flops(length) + self.memory.has_proj * proj

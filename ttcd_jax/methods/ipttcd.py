@@ -106,7 +106,7 @@ class IPTTCDConfig(InPlaceConfig):
         """The layer, its parameters drawn."""
         return IPTTCDMLP(self, rngs=rngs)
 
-    def flops(self, length: int) -> float:
+    def flops(self, length: int) -> int | float:
         """Besides a SwiGLU: student gate and up, error, delta_w, the read of the memory beside that
         of W_base; and the projection."""
         proj = 2 * length * self.mlp.dim**2

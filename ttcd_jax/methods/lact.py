@@ -153,7 +153,7 @@ class LaCTConfig(SublayerConfig):
         """The layer, its parameters drawn."""
         return LaCT(self, rngs=rngs)
 
-    def flops(self, length: int) -> float:
+    def flops(self, length: int) -> int | float:
         """Projections and scores of the attention, reads and writes of the memory."""
         attention, unit = self.attention, 2 * self.attention.dim * self.fast_hidden
         projections = 2 * length * attention.dim * 4 * attention.width

@@ -92,12 +92,12 @@ class AttentionConfig(Heads, SublayerConfig):
         """The layer, its parameters drawn."""
         return Attention(self, rngs=rngs)
 
-    def flops(self, length: int) -> float:
+    def flops(self, length: int) -> int | float:
         """Projections and scores."""
         narrow = self.kv_heads * self.head_size
         return 2 * length * self.dim * 2 * (self.width + narrow) + self.score_flops(length)
 
-    def score_flops(self, length: int) -> float:
+    def score_flops(self, length: int) -> int | float:
         """q k^T and the weighted values."""
         return 4 * visible_pairs(length, self.window) * self.width
 

@@ -53,7 +53,7 @@ class SublayerConfig(Config, abc.ABC):
         """The layer, its parameters drawn."""
 
     @abc.abstractmethod
-    def flops(self, length: int) -> float:
+    def flops(self, length: int) -> int | float:
         """Floating-point operations of a forward pass over a row of `length` tokens: 2 m k n per
         product of [m, k] and [k, n]; everything else is left out, and so are products with a
         column or two per head (rates, gates)."""
@@ -121,7 +121,7 @@ class BlockConfig(Config):
         """The sub-layers by name, in order."""
         return {name: getattr(self, name) for name in self.order}
 
-    def flops(self, length: int) -> float:
+    def flops(self, length: int) -> int | float:
         """Floating-point operations of a forward pass over a row of `length` tokens."""
         return sum(layer.flops(length) for layer in self.sublayers.values())
 

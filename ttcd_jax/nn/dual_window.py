@@ -38,7 +38,7 @@ class DualWindowConfig(SublayerConfig):
         """The layer, its parameters drawn."""
         return DualWindowAttention(self, rngs=rngs)
 
-    def flops(self, length: int) -> float:
+    def flops(self, length: int) -> int | float:
         """The teacher's and one more output projection: the student's scores are among the
         teacher's."""
         attention = self.attention

@@ -34,11 +34,11 @@ class MLPConfig(Dims, SublayerConfig):
         """The layer, its parameters drawn."""
         return SwiGLU(self, rngs=rngs)
 
-    def unit_flops(self, length: int) -> float:
+    def unit_flops(self, length: int) -> int | float:
         """One product of a row with a D by F matrix."""
         return 2 * length * self.dim * self.hidden_dim
 
-    def flops(self, length: int) -> float:
+    def flops(self, length: int) -> int | float:
         """Gate, up and down."""
         return 3 * self.unit_flops(length)
 

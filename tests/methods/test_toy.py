@@ -1,0 +1,106 @@
+"""A method defined outside the package gets everything from the shared machinery alone."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checks import TWO_ROWS, assert_close, influence, may_see, randomize
+from devices import run_on_devices
+from flax import nnx
+from small_models import CHUNK, D, config_of
+from toy_method import METHOD, ToySettings
+
+from experiments import plan
+from experiments.cli import CONFIG_DIR
+from experiments.gin_loading import load_config
+from ttcd_jax.inference.decode import decode
+from ttcd_jax.inference.model import inference_model
+from ttcd_jax.inference.prefill import prefill
+from ttcd_jax.inference.state import start_state, state_bytes
+from ttcd_jax.methods import METHODS
+from ttcd_jax.models.config import TransformerConfig, block_configs, switched_off
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.block import Block
+from ttcd_jax.run.config import RunConfig
+from ttcd_jax.train.flops import forward_flops
+from ttcd_jax.train.state import init_state
+from ttcd_jax.train.step import make_train_step
+
+ROWS, T = 2, 19
+TOKENS = np.random.default_rng(0).integers(0, 11, (ROWS, T))
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(METHODS, "toy", METHOD)
+
+
+def _config(**changes) -> TransformerConfig:
+    return config_of("toy", memory=ToySettings(chunk_size=CHUNK), **changes)
+
+
+def test_a_token_depends_on_its_past_its_row_and_its_document_only(float64):
+    block = randomize(Block, block_configs(_config())[0])
+    h = jnp.asarray(np.random.default_rng(1).standard_normal((*TWO_ROWS.shape, D)))
+    reach = influence(lambda h: block(h, None, jnp.asarray(TWO_ROWS)), h)
+    assert (reach[~may_see(TWO_ROWS)] == 0).all()
+    assert reach[0, -1, 0, 0] > 0, "the memory reaches all of its document"
+
+
+@pytest.mark.parametrize("piece_size", [1, 3, 16])
+def test_pieces_and_single_tokens_give_what_one_pass_over_the_row_gives(piece_size, float64):
+    trained = randomize(Transformer, _config())
+    want = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(trained, jnp.asarray(TOKENS)))
+    model = inference_model(trained)
+    state, split = start_state(model, ROWS), 13
+    logits, state = prefill(model, state, TOKENS[:, :split], piece_size=piece_size)
+    assert_close(logits, want[:, split - 1])
+    for position in range(split, T):
+        logits, state = decode(model, state, TOKENS[:, position])
+        assert_close(logits, want[:, position])
+
+
+def test_a_step_trains_it(float64):
+    config, optimizer = _config(), optax.sgd(0.1)
+    step = jax.jit(make_train_step(config, optimizer, lambda count: 0.1, loss_rows=16))
+    state = init_state(config, optimizer, 0)
+    whole = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+    rows = np.zeros((ROWS, T - 1), int)
+    batch = whole | {"segment_ids": rows, "positions": rows + np.arange(T - 1)}
+    batch |= {"loss_mask": np.ones((ROWS, T - 1), bool)}
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[0] > losses[1] > losses[2]
+    assert metrics["memory_ratio"].shape == (1,)
+    assert metrics["memory_ratio"] > 0
+
+
+def test_a_mesh_changes_neither_loss_nor_gradients(tmp_path):
+    script = Path(__file__).parents[1] / "sharding" / "equal_on_devices.py"
+    found = run_on_devices(script, json.dumps({"toy": ["1x1x4x2"]}), tmp_path / "worst.json")
+    assert found["toy"]["1x1x4x2"] < 1e-6
+
+
+def test_its_arithmetic_and_its_state_are_counted(float64):
+    config = _config()
+    plain = config_of("swa")
+    memory = 2 * 2 * 32 * config.dim * config.mlp_dim  # read and write, in one layer
+    assert forward_flops(config, 32) == forward_flops(plain, 32) + memory
+    sizes = state_bytes(config, 1)
+    assert sizes["memory"] == 8 * config.dim * config.mlp_dim
+    assert sizes["open chunk"] == 8 * CHUNK * (config.dim + config.mlp_dim)
+    assert switched_off(config, 32) == config.replace(memory=ToySettings(chunk_size=CHUNK, eta=0.0))
+
+
+def test_a_gin_file_plans_it(capsys):
+    params = ["TransformerConfig.method='toy'", "TransformerConfig.memory=@ToySettings()"]
+    params += ["ToySettings.chunk_size=8", "RunConfig.batch_size=1"]
+    config = load_config(RunConfig, "recall.gin", params, config_dir=CONFIG_DIR)
+    plan.print_plan(config, None)
+    assert "parameters" in capsys.readouterr().out
