@@ -38,6 +38,7 @@ TransformerConfig.num_heads = 2
 TransformerConfig.mlp_dim = 8
 TransformerConfig.window = 8
 TransformerConfig.student_window = 4
+TransformerConfig.method = 'ipttcd'
 TransformerConfig.fast_layers = (0,)
 TransformerConfig.memory = @MemoryConfig()
 MemoryConfig.chunk_size = 4

@@ -202,7 +202,7 @@ def _greedy(logits: jax.Array) -> jax.Array:
 
 
 _SMALL = ("vocab_size=64", "dim=16", "num_layers=1", "head_dim=8", "mlp_dim=32")
-_CHUNKS = ("MemoryConfig.chunk_size=8", "TargetMemoryConfig.chunk_size=8")
+_CHUNKS = ("MemoryConfig.chunk_size=8",)
 _PARAM = (*(f"TransformerConfig.{binding}" for binding in _SMALL), *_CHUNKS)
 _QUICK: Row = {"gin": "prefill/cpu.gin", "param": _PARAM, "lengths": (32, 64), "rounds": 1}
 _QUICK |= {"batch_sizes": (2,), "windows": (8,), "piece_size": 16}

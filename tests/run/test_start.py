@@ -46,7 +46,7 @@ IDENTITY = MemoryConfig(
 )
 GROWN = {
     "ipttcd": {"memory": IDENTITY},
-    "ipttt": {"target_memory": TargetMemoryConfig(chunk_size=4, target="embedding")},
+    "ipttt": {"memory": TargetMemoryConfig(chunk_size=4, target="embedding")},
 }
 TOKENS = np.random.default_rng(1).integers(0, 8, (2, 30))
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from ttcd_jax.axes import LOGICAL_AXES
+from ttcd_jax.axes import LOGICAL_AXES, param
 from ttcd_jax.errors import UserError
 from ttcd_jax.sharding import rules
 from ttcd_jax.sharding.mesh import AXES
@@ -42,5 +42,5 @@ def test_a_dimension_that_does_not_divide_is_refused_with_both_numbers():
 def test_without_a_mesh_nothing_is_moved():
     x = jnp.ones((2, 3))
     assert rules.constrain(x, "batch", None) is x
-    assert rules.gathered(x, ("embed", "mlp"), jnp.bfloat16) is x
+    assert rules.gathered(param(x, ("embed", "mlp")), jnp.bfloat16) is x
     assert not rules.is_distributed()

@@ -175,7 +175,7 @@ def test_a_quadratic_comes_down():
     ("change", "message"),
     [
         ({"kind": "sgd"}, "kind must be 'adamw' | 'muon', got 'sgd'"),
-        ({"momentum": 1.0}, "momentum must lie in [0, 1), got 1.0"),
+        ({"momentum": 1.0}, "OptimizerConfig.momentum 1.0 must be in [0, 1)"),
         ({"is_nesterov": 1}, "is_nesterov must be bool"),
         ({"orthogonalization": "float16"}, "orthogonalization must be 'float64'"),
     ],

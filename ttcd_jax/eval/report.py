@@ -139,6 +139,8 @@ def format_table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> s
         [text.rjust(max(map(len, column))) for text in column] if is_numeric else column
         for (_, is_numeric), column in zip(header, texts, strict=True)
     ]
+    if not aligned:
+        return ""
     names, *lines = zip(*aligned, strict=True)
     return measure.table(names, lines)
 

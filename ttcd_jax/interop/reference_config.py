@@ -30,7 +30,7 @@ _SILENT = {
 }  # fmt: skip
 
 
-def _families() -> dict[str, tuple[Method, Reference]]:
+def families() -> dict[str, tuple[Method, Reference]]:
     """The method of every `model_type`; of two that share one, the last."""
     return {
         model_type: (method, method.reference)
@@ -42,7 +42,7 @@ def _families() -> dict[str, tuple[Method, Reference]]:
 
 def _family_of(source: Mapping[str, Any]) -> tuple[Method, Reference]:
     """The method that `model_type` names. Raises `DataError` for one that is unknown."""
-    name, families = source.get("model_type"), _families()
+    name, families = source.get("model_type"), families()
     if not isinstance(name, str) or name not in families:
         raise DataError(
             f"model_type {name!r} is none of the reference's: {', '.join(sorted(families))}"
@@ -56,7 +56,7 @@ def _family_of(source: Mapping[str, Any]) -> tuple[Method, Reference]:
 def unread_keys(source: Mapping[str, Any]) -> list[str]:
     """Keys of `config.json` that no table knows: worth a line to the user."""
     # Those of the class itself where its memory is off: known, though without effect.
-    found = (_family_of(source)[1], _families()[source["model_type"]][1])
+    found = (_family_of(source)[1], families()[source["model_type"]][1])
     known = _SILENT.union(*({key.name for key in r.keys} | r.fixed.keys() for r in found))
     return sorted(set(source) - known)
 

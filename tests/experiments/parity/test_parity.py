@@ -14,6 +14,7 @@ from experiments.parity.golden import Golden, relative_error
 from experiments.parity.modules import published_config
 from ttcd_jax.errors import DataError
 from ttcd_jax.interop import reference
+from ttcd_jax.models.config import block_configs
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 FILES = sorted(path.name for path in GOLDEN.glob("*.npz"))
@@ -43,8 +44,9 @@ def test_names_and_layouts_round_trip(name):
         params = reference.model_from_reference(tensors, config)
         back = reference.model_to_reference(params, config)
     else:
-        params = reference.module_from_reference(tensors, reference.MLP_NAMES)
-        back = reference.module_to_reference(params, reference.MLP_NAMES)
+        names = block_configs(published_config(golden, "float64"))[-1].mlp.reference_names
+        params = reference.module_from_reference(tensors, names)
+        back = reference.module_to_reference(params, names)
     assert_same(dict(sorted(back.items())), dict(sorted(tensors.items())))
 
 

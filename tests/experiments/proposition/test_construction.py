@@ -119,7 +119,7 @@ def test_a_read_is_what_the_block_does(float64):
         ours = []
         for position in (CONFIG.first, CONFIG.second):
             ours.append(read(block.mlp, x, t, position // CONFIG.chunk_size, x[:, position])[0])
-        normed = row / jnp.sqrt((row**2).mean(-1, keepdims=True) + CONFIG.block().norm_eps)
+        normed = row / jnp.sqrt((row**2).mean(-1, keepdims=True) + CONFIG.block().mlp.dims.norm_eps)
         positions = jnp.arange(row.shape[1])[None]
         return jnp.stack(ours), (block(row) - row - block.mixer(normed, positions)[0])[0]
 
