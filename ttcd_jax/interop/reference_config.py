@@ -42,15 +42,15 @@ def families() -> dict[str, tuple[Method, Reference]]:
 
 def _family_of(source: Mapping[str, Any]) -> tuple[Method, Reference]:
     """The method that `model_type` names. Raises `DataError` for one that is unknown."""
-    name, families = source.get("model_type"), families()
-    if not isinstance(name, str) or name not in families:
+    name, known = source.get("model_type"), families()
+    if not isinstance(name, str) or name not in known:
         raise DataError(
-            f"model_type {name!r} is none of the reference's: {', '.join(sorted(families))}"
+            f"model_type {name!r} is none of the reference's: {', '.join(sorted(known))}"
         )
-    method, reference = families[name]
+    method, reference = known[name]
     is_off = reference.has_switch and not Source(source).flag("ttt_mode", True)
     is_empty = method.layers == "fast" and source.get("ttt_layers") == []
-    return families[_PLAIN if is_off or is_empty else name]
+    return known[_PLAIN if is_off or is_empty else name]
 
 
 def unread_keys(source: Mapping[str, Any]) -> list[str]:
