@@ -15,6 +15,7 @@ from flax import nnx
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.interop.reference_checkpoint import export_reference
 from ttcd_jax.interop.weight_files import SINGLE, open_weights, write_safetensors
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import load_params, load_run
@@ -30,7 +31,7 @@ MODEL = TransformerConfig(
     student_window=4,
     method="ipttcd",
     fast_layers=(1,),
-).replace(memory=TransformerConfig.memory.replace(chunk_size=4, student_conv_init="normal"))
+).replace(memory=MemoryConfig(chunk_size=4, student_conv_init="normal"))
 PARAMS = [
     "TextConfig.seq_len=16",
     "RunConfig.batch_size=2",

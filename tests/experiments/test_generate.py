@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import IMPORTED, RunDirectory
@@ -33,7 +34,7 @@ MODEL = TransformerConfig(
     fast_layers=(0,),
     has_tied_head=False,
     init_std=0.5,
-).replace(memory=TransformerConfig.memory.replace(chunk_size=16))
+).replace(memory=MemoryConfig(chunk_size=16))
 BOOK = "It was a dark and stormy night. "
 DRAW = ("--max_new_tokens=20", "--temperature=1", "--top_k=20", "--seed=2")
 
