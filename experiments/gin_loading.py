@@ -117,6 +117,8 @@ class _Builder:
         if missing:
             raise UserError(f"{cls.__name__} lacks a value; bind {', '.join(missing)}")
         self._open.pop()
+        if base is not None:
+            values = cls.reconciled(values, bound=places.keys())
         return _construct(cls, values, places)
 
     def _overridden(self, value: Any, scope: str) -> Any:

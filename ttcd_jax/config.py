@@ -11,7 +11,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from ttcd_jax.errors import UserError
@@ -137,6 +137,12 @@ class Config:
     def alternatives(cls) -> list[type["Config"]]:
         """The classes that a field of this type can hold: this one, unless the class is open."""
         return [cls]
+
+    @classmethod
+    def reconciled(cls, values: dict[str, Any], bound: Collection[str]) -> dict[str, Any]:
+        """Fields of which those `bound` override those of another configuration, without what the
+        overrides leave no meaning."""
+        return values
 
     def validate(self) -> None:
         """Raises `UserError` when the values do not fit together."""

@@ -76,13 +76,8 @@ def transformer_config(source: Mapping[str, Any], **changes: Any) -> Transformer
     if source.get("hidden_act", "swish") not in ("swish", "silu"):
         raise DataError(f"hidden_act={source['hidden_act']!r} is not supported, only 'swish'")
     values = Source(source)
-    try:
-        fields = {key.field: _value(key, values) for key in reference.keys}
-        fields |= {"mlp_dim": _mlp_dim(values)} | reference.read(values)
-    except DataError:
-        raise
-    except UserError as error:
-        raise DataError(str(error)) from error
+    fields = {key.field: _value(key, values) for key in reference.keys}
+    fields |= {"mlp_dim": _mlp_dim(values)} | reference.read(values)
     name = method.name
     if method.layers == "none":
         name = "full" if fields["window"] is None else "swa"

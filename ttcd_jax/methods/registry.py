@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from ttcd_jax.config import Config, Positive, closest
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.nn.attention import AttentionConfig, Heads
 from ttcd_jax.nn.block import BlockConfig
 from ttcd_jax.nn.mlp import MLPConfig
@@ -84,7 +84,7 @@ class Key(NamedTuple):
 
 
 class Source:
-    """A `config.json` of the reference, read with checks. Errors are `UserError`s by key."""
+    """A `config.json` of the reference, read with checks. Errors are `DataError`s by key."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -93,21 +93,21 @@ class Source:
         """The number (or bool) under `name`, of a size that arithmetic can bear."""
         value = self.values.get(name, default)
         if not isinstance(value, int | float) or not abs(value) < 2**53:
-            raise UserError(f"{name}={str(value)[:40]!r} is not a number of usable size")
+            raise DataError(f"{name}={str(value)[:40]!r} is not a number of usable size")
         return value
 
     def positive(self, name: str, default: Any = 0) -> Any:
         """The number above 0 under `name`."""
         value = self.number(name, default)
         if isinstance(value, bool) or value <= 0:
-            raise UserError(f"{name}={value!r} is not a number above 0")
+            raise DataError(f"{name}={value!r} is not a number above 0")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
         """The bool under `name`."""
         value = self.values.get(name, default)
         if not isinstance(value, bool):
-            raise UserError(f"{name}={str(value)[:40]!r} is neither true nor false")
+            raise DataError(f"{name}={str(value)[:40]!r} is neither true nor false")
         return value
 
 

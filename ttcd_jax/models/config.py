@@ -1,7 +1,8 @@
 """The configuration of a language model: the sizes of its layers, and the method of its memory."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Collection
+from typing import Any, Literal
 
 from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
@@ -56,6 +57,16 @@ class TransformerConfig(ModelConfig):
                 f"= {wanted}"
             )
         block_configs(self)
+
+    @classmethod
+    def reconciled(cls, values: dict[str, Any], bound: Collection[str]) -> dict[str, Any]:
+        """Another method drops the settings and the fast layers that it cannot have."""
+        method, dropped = method_named(values["method"]), {}
+        if type(values["memory"]) is not method.settings:
+            dropped["memory"] = None
+        if method.layers != "fast":
+            dropped["fast_layers"] = ()
+        return values | {name: value for name, value in dropped.items() if name not in bound}
 
     @property
     def settings(self) -> Settings | None:
