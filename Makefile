@@ -1,4 +1,4 @@
-# make quickstart [STEPS=20]   environment, then train and evaluate on an embedded corpus
+# make quickstart [STEPS=20]   environment, then training, evaluation and report
 # make test                    the whole suite
 
 PYTHON := .venv/bin/python
@@ -23,7 +23,7 @@ help: ## this list
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch .venv
 
-quickstart: .venv ## train, evaluate, show what the memory is for (STEPS=20: the short form)
+quickstart: .venv ## train and evaluate on text and on recall, make the page (STEPS=20: short)
 	$(LAUNCH) --gin=quickstart.gin --run_dir=$(RUNS)/text
 	$(EVALUATE) --run_dir=$(RUNS)/text --task=ppl
 	$(LAUNCH) --gin=recall.gin --run_dir=$(RUNS)/recall
@@ -39,8 +39,8 @@ quickstart: .venv ## train, evaluate, show what the memory is for (STEPS=20: the
 	  --next='what a run costs before it starts: $(LAUNCH) --gin=quickstart.gin --dry_run' \
 	  --next='curves: metrics.jsonl and tensorboard/ in every run directory'
 
-# JAX's CUDA compiler, which tests the Hopper kernel without a GPU. Beside the packages, not among
-# them: there it would complain of the missing GPU at every import.
+# JAX's CUDA compiler, which tests the Hopper kernel without a GPU. In a folder outside the packages:
+# among them it would warn of the missing GPU at every import.
 .venv/hopper: .venv
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
 	  jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2

@@ -20,7 +20,7 @@ from jaxtyping import install_import_hook
 # kernels the public calls only: Triton reads the source of its functions as it stands.
 install_import_hook(
     [
-        *("ttcd_jax.memory", "ttcd_jax.nn", "ttcd_jax.models"),
+        *("ttcd_jax.memory", "ttcd_jax.methods", "ttcd_jax.models", "ttcd_jax.nn"),
         *(f"ttcd_kernels.{op}.api" for op in ("dual_window", "decode", "short_conv")),
     ],
     "checks.typechecked",

@@ -32,7 +32,8 @@ LOW = (
     *("ttcd_jax.axes", "ttcd_jax.config", "ttcd_jax.errors", "ttcd_jax.files"),
     *("ttcd_jax.precision", "ttcd_jax.units", "ttcd_kernels"),
 )
-NN = ("ttcd_jax.sharding", "ttcd_jax.nn")
+SHARDING = ("ttcd_jax.sharding",)
+NN = (*SHARDING, "ttcd_jax.nn")
 MEMORY = (*NN, "ttcd_jax.memory")
 METHODS = (*MEMORY, "ttcd_jax.methods")
 MODELS = (*METHODS, "ttcd_jax.models")
@@ -42,8 +43,8 @@ EVAL = (*INFERENCE, "ttcd_jax.eval")
 INTEROP = (*EVAL, "ttcd_jax.interop")
 MAY_IMPORT = {
     "kernels": ("ttcd_kernels",),
-    "ttcd_jax/sharding": MEMORY,
-    "ttcd_jax/nn": MEMORY,
+    "ttcd_jax/sharding": SHARDING,
+    "ttcd_jax/nn": NN,
     "ttcd_jax/memory": MEMORY,
     "ttcd_jax/methods": METHODS,
     "ttcd_jax/models": MODELS,

@@ -32,9 +32,10 @@ MODEL = TransformerConfig(
     student_window=8,
     method="ipttcd",
     fast_layers=(0,),
+    memory=MemoryConfig(chunk_size=16),
     has_tied_head=False,
     init_std=0.5,
-).replace(memory=MemoryConfig(chunk_size=16))
+)
 BOOK = "It was a dark and stormy night. "
 DRAW = ("--max_new_tokens=20", "--temperature=1", "--top_k=20", "--seed=2")
 
@@ -186,15 +187,15 @@ def test_mistakes_are_one_line(run, arguments, status, words):
     assert words in run(*arguments, status=status)[1]
 
 
-def test_the_readme_does_what_it_says(run_dir, tmp_path):
-    section = (ROOT / "README.md").read_text().split("## Generating text")[1].split("\n## ")[0]
+def test_the_commands_of_the_page_run(run_dir, tmp_path):
+    page = (ROOT / "docs/generation.md").read_text()
     (tmp_path / "runs/quickstart").mkdir(parents=True)
     (tmp_path / "runs/quickstart/text").symlink_to(run_dir)
     for name in (".venv", "experiments", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     environment = commands.cpu_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'kernels'}")
     shell, python = (
-        re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL)[1] for kind in ("sh", "python")
+        re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("sh", "python")
     )
     lines = [line for line in shell.splitlines() if not line.startswith("#")]
     texts = [

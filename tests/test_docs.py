@@ -1,17 +1,19 @@
-"""The README's way from raw text to a pod, every line of it in a small form."""
+"""The pages: what they name exists, and the commands of docs/pods.md run, every line small."""
 
 import json
 import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from devices import fake_devices
 
 ROOT = Path(__file__).parents[1]
-SECTION = "## From raw text to a pod"
+PAGES = [ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES.append(ROOT / "experiments/RESULTS.md")
 SMALL_MODEL = [
     "RunConfig.steps=1000000",
     "RunConfig.log_every=1",
@@ -26,8 +28,8 @@ SMALL_MODEL = [
     "TransformerConfig.student_window=8",
     "MemoryConfig.chunk_size=16",
 ]
-# Runs the script as SLURM does, a process for every four nodes; SLURM's srun, beside it, starts the
-# processes and stops one of them when two more steps are done.
+# Runs the script as SLURM does, one process for four nodes; the srun below starts the processes and
+# stops one of them after two more steps.
 SBATCH = """#!/usr/bin/env bash
 nodes=${1#--nodes=}
 shift
@@ -58,7 +60,7 @@ sys.exit(max(process.wait() for process in processes))
 
 @pytest.fixture
 def place(tmp_path):
-    """A folder in which the README's commands find what they find in the repository."""
+    """A folder in which the commands find what they find in the repository."""
     for name in (".venv", "experiments"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "bin").mkdir()
@@ -74,8 +76,8 @@ def place(tmp_path):
 
 
 def _commands():
-    section = (ROOT / "README.md").read_text().split(SECTION)[1]
-    lines = re.search(r"```sh\n(.*?)```", section, re.DOTALL)[1].splitlines()
+    page = (ROOT / "docs/pods.md").read_text()
+    lines = re.search(r"```sh\n(.*?)```", page, re.DOTALL)[1].splitlines()
     return [line for line in lines if not line.startswith("#")]
 
 
@@ -106,6 +108,31 @@ def _run(command, place):
         text=True,
         timeout=200,
     )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_configurations_and_links_that_a_page_names_exist(page):
+    text = page.read_text()
+    commands = set(re.findall(r"-m (experiments(?:\.\w+)+|ttcd_kernels(?:\.\w+)+)", text))
+    assert [name for name in commands if find_spec(name) is None] == []
+    gin = {ROOT / "experiments/configs" / name for name in re.findall(r"--gin=([\w/.]+)", text)}
+    links = {page.parent / name for name in re.findall(r"\]\((?!http)([^)#]+)\)", text)}
+    assert [path for path in gin | links if not path.exists()] == []
+
+
+def test_every_path_of_the_map_exists():
+    table = (ROOT / "WORKSPACE.md").read_text().split("## To change")[1].split("\n## ")[0]
+    names = re.findall(r"`([\w./{},*]+(?:/|\.py|\.md))`", table)
+    assert len(names) > 60
+    paths = {path for name in names for path in _alternatives(name)}
+    assert [path for path in sorted(paths) if not any(ROOT.glob(path))] == []
+
+
+def _alternatives(name):
+    """`a/{b,c}.py` as `a/b.py` and `a/c.py`."""
+    head, brace, rest = name.partition("{")
+    inner, _, tail = rest.partition("}")
+    return [head + choice + tail for choice in inner.split(",")] if brace else [name]
 
 
 @pytest.mark.timeout(600)
