@@ -259,7 +259,7 @@ def _unit_lower_inverse(a: jax.Array) -> jax.Array:
     both, [[X, 0], [-Y C X, Y]], C the block of A below X. All blocks of a size at once: products
     only, L^3 / 1.5 of multiply-adds.
 
-    As exact as forward substitution: every number on the way stands in the inverse. (The short
+    As exact as forward substitution: every intermediate number is in the inverse. (The short
     product of powers (I - A)(I + A^2).. loses all digits where keys repeat; LAPACK's batched solve
     is one call per matrix.)
     """
@@ -285,7 +285,7 @@ def _decays(log_decay: jax.Array | None, size: int, dtype) -> tuple[jax.Array, j
     is_past = jnp.tri(size, dtype=bool)
     if log_decay is None:
         return is_past.astype(dtype), jnp.ones((size,), dtype)
-    # Sums of what lies between, not differences of running sums: those lose their digits behind a
+    # Sums of what is between, not differences of running sums: those lose their digits after a
     # strong decay. No sum exceeds 0, so no exp overflows. Multiplying by ones is a cumsum at a
     # fraction of its time.
     later = jnp.where(jnp.tri(size, k=-1, dtype=bool), log_decay[..., None], 0)

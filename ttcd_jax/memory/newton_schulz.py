@@ -19,7 +19,7 @@ def newton_schulz(matrix: Float[Array, "... X Z"]) -> Float[Array, "... X Z"]:
     """The nearest semi-orthogonal matrix, approximately: five quintic steps.
 
     X <- a X + (b A + c A A) X with A = X X^T, from X = matrix / (|matrix|_F + 1e-7); tall matrices
-    are transposed first. Leading axes are a batch. Operands of products stand in the dtype of
+    are transposed first. Leading axes are a batch. Operands of products are in the dtype of
     `matrix`; sums, norm and coefficients in float32 or wider (4.0848 rounded to bfloat16 alone
     turns the result by some percent).
     """

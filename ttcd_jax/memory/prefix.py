@@ -164,7 +164,7 @@ def cheapest_form(
     """Which form "auto" takes for T = `length`: the one that multiplies less, forward and backward.
 
     Per token, states take 7 F D (written and read, written again in the backward, four gradients),
-    scores 3 T (F + D), and F D for the state behind the row.
+    scores 3 T (F + D), and F D for the state after the row.
     """
     is_short = length * (hidden_dim + dim) < 2 * hidden_dim * dim
     return "attention" if is_short and not (rule.folds_state or rule.orthogonalizes) else "blocked"
@@ -201,7 +201,7 @@ def _from_blocks(x: jax.Array, num_chunks: int) -> jax.Array:
 
 
 def segmented_sum(left, right):
-    """(was reset, sum) of two neighbouring runs: what stands left of a reset is forgotten.
+    """(was reset, sum) of two neighboring runs: what is left of a reset is forgotten.
     Associative."""
     left_reset, left_sum = left
     right_reset, right_sum = right
@@ -217,7 +217,7 @@ def _segmented_sums(elements, *, reverse: bool = False):
 
 
 def _states(delta: jax.Array, resets: jax.Array | None, carry: jax.Array):
-    """States in front of each chunk [G, B, F, D], and the one after the last, from delta_w [G, B,
+    """States before each chunk [G, B, F, D], and the one after the last, from delta_w [G, B,
     F, D]."""
     if resets is None:
         after = jax.lax.associative_scan(jnp.add, delta) + carry
@@ -243,7 +243,7 @@ def _read_block(rule: MemoryRule, w_base, carry, block: _Operands):
 
 
 def _read(rule: MemoryRule, w_base, state, z, reads):
-    """y [G, B, L, D] of chunks that find `state` [G, B, F, D] in front of them."""
+    """y [G, B, L, D] of chunks that read `state` [G, B, F, D]."""
     narrow = z.dtype
     if rule.folds_state:
         folded = (w_base.astype(rule.state_dtype) + rule.eta * state).astype(narrow)
@@ -312,7 +312,7 @@ def _feature_cotangent(rule: MemoryRule, w_base, carry, block: _Operands, dy):
 
 
 def _write_cotangent(rule: MemoryRule, carry, block: _Operands, dy):
-    """((cot(S) in front of the block, sum of dW_base), d_errors, d_keys) from the same behind
+    """((cot(S) before the block, sum of dW_base), d_errors, d_keys) from the same after
     it."""
     d_after, d_base = carry
     outer = _product(rule, "GBLF,GBLD->GBFD", masked(block.z, block.reads), dy)

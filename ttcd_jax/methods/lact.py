@@ -188,7 +188,7 @@ class LaCT(Sublayer):
         self.qk_scale = param(jnp.ones((D, 2), dtype), ("heads", "rank"), is_operand=False)
         self.qk_offset = param(jnp.zeros((D, 2), dtype), ("heads", "rank"), is_operand=False)
         self._init_fast_weights(rngs)
-        # Heads before matrices: [N, 3], the three rates of a head beside each other.
+        # Heads before matrices: [N, 3], the three rates of a head next to each other.
         self.rate = normal_param(rngs, (D, 3 * N), ("embed", "fast_heads"), std, dtype)
         self.rate_bias = param(jnp.zeros((3 * N,), dtype), ("fast_heads",))
         if memory.has_scale:

@@ -70,7 +70,7 @@ class MemoryStats(NamedTuple):
 
 class Views(NamedTuple):
     """One layer's output under two windows: the teacher's joins the residual stream, the student's
-    is shown to the next layer beside it."""
+    is an extra input of the next layer."""
 
     teacher: Float[Array, "B T D"]
     student: Float[Array, "B T D"]

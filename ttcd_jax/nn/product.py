@@ -16,7 +16,7 @@ def product(
 
     The backward rounds the cotangent to the operands' dtype first: differentiating through
     `preferred_element_type` would multiply it as it is, a float32 product in a bfloat16 model.
-    Every letter of an operand stands in the other one or in the result.
+    Every letter of an operand is in the other one or in the result.
     """
     return cast(jax.Array, _product(equation, a, b, dtype))
 
@@ -68,7 +68,7 @@ def _weight_product_backward(saved, d_out):
     x, kernel = saved
     d_x = jnp.einsum("...Z,XZ->...X", d_out, kernel)
     batch = tuple(range(x.ndim - 1))
-    # Accumulated wide until the sums of all devices are one: a mesh adds what stands here.
+    # Accumulated wide: on a mesh the partial sums of all devices are added after this.
     over_batch = functools.partial(
         jax.lax.dot_general,
         dimension_numbers=((batch, batch), ((), ())),

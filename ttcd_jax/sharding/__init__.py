@@ -1,1 +1,1 @@
-"""Devices, which of them holds what, and what those that share a row tell each other."""
+"""Device meshes, the sharding of arrays, and collectives along sequences."""

@@ -3,9 +3,9 @@
     data     copies of the model, each with its own rows; the only axis that may cross slices
     fsdp     rows as well, and the parameters cut along `embed`
     seq      positions of a row (`ttcd_jax.sharding.sequence`); parameters are cut along it too
-    tensor   heads, MLP features and words
+    tensor   heads, MLP features and vocabulary entries
 
-The last axes lie closest together: `tensor` and `seq` want the fast links inside a node.
+The last axes are closest together: `tensor` and `seq` need the fast links inside a node.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ from ttcd_jax.sharding.mesh import AXES
 
 Names = Sequence[str | None]
 
-# The axes along which rows and positions lie: every device of them computes with whole weights.
+# The axes that shard rows and positions: every device along them computes with whole weights.
 BATCH, LENGTH = ("data", "fsdp"), ("seq",)
 
 RULES: dict[str, tuple[str, ...]] = {
@@ -43,7 +43,7 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def spec(names: Names, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """How an array with these logical axes lies on `mesh`; None is a dimension that stays whole.
+    """The sharding of an array with these logical axes on `mesh`; None is a replicated dimension.
 
     Mesh axes of another name, and those that a surrounding `shard_map` already cut, are left alone.
     Raises `KeyError` for a logical axis that the table lacks.
