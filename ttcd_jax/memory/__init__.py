@@ -1,1 +1,1 @@
-"""The update rule of test-time context distillation as pure functions of arrays."""
+"""Memories as objects: the protocol, its drivers (row, mesh, pieces), and the memories of methods."""

@@ -1,1 +1,1 @@
-"""Blocks, the stacked transformer, and the list of methods."""
+"""The configuration of a language model and the stacked transformer."""

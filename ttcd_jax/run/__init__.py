@@ -1,0 +1,1 @@
+"""Training runs: configuration, objects, directory, assembly of the loop."""
