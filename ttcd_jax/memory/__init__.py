@@ -1,1 +1,1 @@
-"""Memories as objects: the protocol, its drivers (row, mesh, pieces), and the memories of methods."""
+"""Memories as objects: the protocol, its drivers (row, mesh, pieces), the memories of methods."""

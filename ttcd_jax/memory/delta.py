@@ -10,6 +10,7 @@ transpose of the paper's [D, F], as everywhere in this project):
 Nothing is stopped: W_base, P, beta and both features receive gradient through e and k.
 """
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 from ttcd_kernels.normalize import l2_normalize
 
@@ -39,7 +40,11 @@ def chunk_errors(
 
 
 def chunk_delta(
-    errors: Float[Array, "B C L D"], keys: Float[Array, "B C L F"], *, orthogonalizes: bool, dtype
+    errors: Float[Array, "B C L D"],
+    keys: Float[Array, "B C L F"],
+    *,
+    orthogonalizes: bool,
+    dtype: DTypeLike,
 ) -> Float[Array, "B C F D"]:
     """delta_w of every chunk, a sum over its tokens accumulated in `dtype`; operands stay
     narrow."""

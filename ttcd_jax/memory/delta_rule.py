@@ -166,7 +166,12 @@ class Transition(NamedTuple):
     adds: Float[Array, "B N H X"]
 
 
-def _forgetting(log_decay, segment_ids, previous_segment, dtype) -> jax.Array | None:
+def _forgetting(
+    log_decay: jax.Array | None,
+    segment_ids: jax.Array | None,
+    previous_segment: jax.Array | None,
+    dtype: DTypeLike,
+) -> jax.Array | None:
     """g [B, T, N or 1], `FORGET_ALL` where a document but the row's first begins; None: 0."""
     log_decay = None if log_decay is None else log_decay.astype(dtype)
     if segment_ids is None:
@@ -203,7 +208,15 @@ class _Chunk(NamedTuple):
     kept: jax.Array  # [1, 1], wide
 
 
-def _solve(q, k, v, beta, log_decay, *, wide) -> _Chunk:
+def _solve(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    beta: jax.Array,
+    log_decay: jax.Array | None,
+    *,
+    wide: DTypeLike,
+) -> _Chunk:
     """All chunks at once, from arrays [C, B, N, L, ...]."""
     narrow, scale = v.dtype, q.shape[-1] ** -0.5
     of_writes, of_state = _decays(log_decay, q.shape[-2], wide)
@@ -230,17 +243,19 @@ def _unit_lower_solve(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _solve_by_inverse(a, b):
+def _solve_by_inverse(a: jax.Array, b: jax.Array) -> jax.Array:
     return _full_product(_unit_lower_inverse(a), b)
 
 
-def _solve_forward(a, b):
+def _solve_forward(a: jax.Array, b: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     inverse = _unit_lower_inverse(a)
     x = _full_product(inverse, b)
     return x, (inverse, x)
 
 
-def _solve_backward(saved, d_x):
+def _solve_backward(
+    saved: tuple[jax.Array, jax.Array], d_x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     inverse, x = saved
     d_b = _full_product(inverse.mT, d_x)
     return -jnp.tril(_full_product(d_b, x.mT), k=-1), d_b
@@ -249,7 +264,7 @@ def _solve_backward(saved, d_x):
 _solve_by_inverse.defvjp(_solve_forward, _solve_backward)
 
 
-def _full_product(a, b):
+def _full_product(a: jax.Array, b: jax.Array) -> jax.Array:
     # In all digits of its operands, also where a GPU would round float32 to TF32.
     return jnp.matmul(a, b, precision="highest")
 
@@ -279,7 +294,9 @@ def _unit_lower_inverse(a: jax.Array) -> jax.Array:
     return blocks[..., 0, :size, :size]
 
 
-def _decays(log_decay: jax.Array | None, size: int, dtype) -> tuple[jax.Array, jax.Array]:
+def _decays(
+    log_decay: jax.Array | None, size: int, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
     """(share of the write of S left at L, zero for later S [.., L, S]; share of the state before
     the chunk left at L [.., L])."""
     is_past = jnp.tri(size, dtype=bool)

@@ -29,6 +29,7 @@ from ttcd_jax.memory.delta import chunk_delta
 from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes, ChunkedMemory, Chunks
 from ttcd_jax.nn.product import product
 
+Element = tuple[jax.Array, jax.Array]  # of `segmented_sum`
 Form = Literal["auto", "blocked", "associative", "attention"]
 
 
@@ -180,15 +181,15 @@ class _Operands(NamedTuple):
     resets: jax.Array | None
 
 
-def _chunks_first(tree):
+def _chunks_first(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tree)
 
 
-def _in_blocks(tree, block_chunks: int):
+def _in_blocks(tree: Any, block_chunks: int) -> Any:
     """[B, C, ...] -> [blocks, G, B, ...]; the added chunks are zero: they write and reset
     nothing."""
 
-    def split(x):
+    def split(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x, 1, 0)
         x = jnp.pad(x, ((0, -len(x) % block_chunks),) + ((0, 0),) * (x.ndim - 1))
         return x.reshape(-1, block_chunks, *x.shape[1:])
@@ -200,7 +201,7 @@ def _from_blocks(x: jax.Array, num_chunks: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(-1, *x.shape[2:])[:num_chunks], 0, 1)
 
 
-def segmented_sum(left, right):
+def segmented_sum(left: Element, right: Element) -> Element:
     """(was reset, sum) of two neighboring runs: what is left of a reset is forgotten.
     Associative."""
     left_reset, left_sum = left
@@ -209,14 +210,16 @@ def segmented_sum(left, right):
     return left_reset | right_reset, kept + right_sum
 
 
-def _segmented_sums(elements, *, reverse: bool = False):
+def _segmented_sums(elements: Element, *, reverse: bool = False) -> Element:
     """The associative scan of `segmented_sum`. Recomputed in a backward: it meets arrays of size
     zero on its way, and Shardy (jax 0.11.2) crashes when one is kept across a sharded region."""
     scan = functools.partial(jax.lax.associative_scan, segmented_sum, reverse=reverse)
     return jax.checkpoint(scan, prevent_cse=False)(elements)
 
 
-def _states(delta: jax.Array, resets: jax.Array | None, carry: jax.Array):
+def _states(
+    delta: jax.Array, resets: jax.Array | None, carry: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """States before each chunk [G, B, F, D], and the one after the last, from delta_w [G, B,
     F, D]."""
     if resets is None:
@@ -227,22 +230,30 @@ def _states(delta: jax.Array, resets: jax.Array | None, carry: jax.Array):
     return jnp.concatenate([carry[None], after[:-1]]), after[-1]
 
 
-def _delta(rule: MemoryRule, errors, keys):
+def _delta(rule: MemoryRule, errors: jax.Array, keys: jax.Array) -> jax.Array:
     return chunk_delta(errors, keys, orthogonalizes=rule.orthogonalizes, dtype=rule.state_dtype)
 
 
-def _product(rule: MemoryRule, equation: str, a, b):
+def _product(rule: MemoryRule, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """A matrix product accumulated in the state dtype; operands stay narrow."""
     return product(equation, a, b, rule.state_dtype)
 
 
-def _read_block(rule: MemoryRule, w_base, carry, block: _Operands):
+def _read_block(
+    rule: MemoryRule, w_base: jax.Array, carry: jax.Array, block: _Operands
+) -> tuple[jax.Array, jax.Array]:
     """y [G, B, L, D] of G chunks and the state after them."""
     before, after = _states(_delta(rule, block.errors, block.keys), block.resets, carry)
     return _read(rule, w_base, before, block.z, block.reads), after
 
 
-def _read(rule: MemoryRule, w_base, state, z, reads):
+def _read(
+    rule: MemoryRule,
+    w_base: jax.Array,
+    state: jax.Array,
+    z: jax.Array,
+    reads: jax.Array | None,
+) -> jax.Array:
     """y [G, B, L, D] of chunks that read `state` [G, B, F, D]."""
     narrow = z.dtype
     if rule.folds_state:
@@ -254,12 +265,16 @@ def _read(rule: MemoryRule, w_base, state, z, reads):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocked(rule: MemoryRule, operands: _Operands, w_base, initial_state):
+def _blocked(
+    rule: MemoryRule, operands: _Operands, w_base: jax.Array, initial_state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     return _blocked_forward(rule, operands, w_base, initial_state)[0]
 
 
-def _blocked_forward(rule: MemoryRule, operands: _Operands, w_base, initial_state):
-    def body(carry, block):
+def _blocked_forward(
+    rule: MemoryRule, operands: _Operands, w_base: jax.Array, initial_state: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[_Operands, jax.Array, jax.Array]]:
+    def body(carry: jax.Array, block: _Operands) -> tuple[jax.Array, jax.Array]:
         y, carry = _read_block(rule, w_base, carry, block)
         return carry, y
 
@@ -269,7 +284,9 @@ def _blocked_forward(rule: MemoryRule, operands: _Operands, w_base, initial_stat
     return (y, state), (operands, w_base, initial_state)
 
 
-def _blocked_backward(rule: MemoryRule, saved, cotangents):
+def _blocked_backward(
+    rule: MemoryRule, saved: Any, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[_Operands, jax.Array, jax.Array]:
     """Two scans: forward once more over the states for dz, backward over their cotangents for the
     rest.
 
@@ -283,12 +300,12 @@ def _blocked_backward(rule: MemoryRule, saved, cotangents):
     size = min(rule.block_chunks, num_chunks)
     blocks = _in_blocks((operands, dy), size)
 
-    def features(carry, block):
+    def features(carry: jax.Array, block: Any) -> tuple[jax.Array, jax.Array]:
         block, dy = block
         dz, carry = _feature_cotangent(rule, w_base, carry, block, dy)
         return carry, dz
 
-    def writes(carry, block):
+    def writes(carry: Any, block: Any) -> tuple[Any, Any]:
         block, dy = block
         carry, d_errors, d_keys = _write_cotangent(rule, carry, block, dy)
         return carry, (d_errors, d_keys)
@@ -300,7 +317,9 @@ def _blocked_backward(rule: MemoryRule, saved, cotangents):
     return _Operands(dz, d_keys, d_errors, None, None), d_base.astype(w_base.dtype), d_initial
 
 
-def _feature_cotangent(rule: MemoryRule, w_base, carry, block: _Operands, dy):
+def _feature_cotangent(
+    rule: MemoryRule, w_base: jax.Array, carry: jax.Array, block: _Operands, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """dz [G, B, L, F] = dy W_base^T + eta dy S^T, and the state after the block."""
     before, after = _states(_delta(rule, block.errors, block.keys), block.resets, carry)
     if rule.folds_state:
@@ -311,7 +330,9 @@ def _feature_cotangent(rule: MemoryRule, w_base, carry, block: _Operands, dy):
     return dz.astype(dy.dtype), after
 
 
-def _write_cotangent(rule: MemoryRule, carry, block: _Operands, dy):
+def _write_cotangent(
+    rule: MemoryRule, carry: tuple[jax.Array, jax.Array], block: _Operands, dy: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """((cot(S) before the block, sum of dW_base), d_errors, d_keys) from the same after
     it."""
     d_after, d_base = carry
@@ -337,7 +358,15 @@ def _write_cotangent(rule: MemoryRule, carry, block: _Operands, dy):
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _attention_form(rule: MemoryRule, z, keys, errors, w_base, mask: MemoryMask, initial_state):
+def _attention_form(
+    rule: MemoryRule,
+    z: jax.Array,
+    keys: jax.Array,
+    errors: jax.Array,
+    w_base: jax.Array,
+    mask: MemoryMask,
+    initial_state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     if rule.orthogonalizes:
         raise ValueError(
             "orthogonalised updates have no attention form: use blocked or associative"

@@ -107,8 +107,8 @@ class IPTTCDConfig(InPlaceConfig):
         return IPTTCDMLP(self, rngs=rngs)
 
     def flops(self, length: int) -> int | float:
-        """Besides a SwiGLU: student gate and up, error, delta_w, the read of the memory next to that
-        of W_base; and the projection."""
+        """Besides a SwiGLU: student gate and up, error, delta_w, the read of the memory (that of
+        W_base is the SwiGLU's); and the projection."""
         proj = 2 * length * self.mlp.dim**2
         return (3 + 5) * self.mlp.unit_flops(length) + self.memory.has_proj * proj
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+Operands = tuple[jax.Array, jax.Array]
+
 
 def product(
     equation: str, a: Float[Array, "..."], b: Float[Array, "..."], dtype: DTypeLike
@@ -22,15 +24,17 @@ def product(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _product(equation: str, a, b, dtype):
+def _product(equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax.Array:
     return jnp.einsum(equation, a, b, preferred_element_type=dtype)
 
 
-def _forward(equation: str, a, b, dtype):
+def _forward(
+    equation: str, a: jax.Array, b: jax.Array, dtype: DTypeLike
+) -> tuple[jax.Array, Operands]:
     return _product(equation, a, b, dtype), (a, b)
 
 
-def _backward(equation: str, dtype, saved, d_out):
+def _backward(equation: str, dtype: DTypeLike, saved: Operands, d_out: jax.Array) -> Operands:
     a, b = saved
     operands, out = equation.split("->")
     left, right = operands.split(",")
@@ -56,15 +60,15 @@ def weight_product(
 
 
 @jax.custom_vjp
-def _weight_product(x, kernel):
+def _weight_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jnp.einsum("...X,XZ->...Z", x, kernel)
 
 
-def _weight_product_forward(x, kernel):
+def _weight_product_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Operands]:
     return _weight_product(x, kernel), (x, kernel)
 
 
-def _weight_product_backward(saved, d_out):
+def _weight_product_backward(saved: Operands, d_out: jax.Array) -> Operands:
     x, kernel = saved
     d_x = jnp.einsum("...Z,XZ->...X", d_out, kernel)
     batch = tuple(range(x.ndim - 1))
