@@ -45,6 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ[name.upper()] = str(value)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest and is one test runs first: two workers end together."""
+    items.sort(key=lambda item: item.path.stem != "test_readme")
+
+
 @pytest.fixture
 def float64():
     """The test computes in float64."""
