@@ -51,8 +51,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def start(module: str, *arguments, is_forked: bool = True, **options) -> subprocess.Popen:
     """A command in the repository's folder; `options` are those of `subprocess.Popen`."""
-    line = [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)]
+    return _started("-m", f"experiments.{module}", *arguments, is_forked=is_forked, **options)
+
+
+def _started(*arguments, is_forked: bool = True, **options) -> subprocess.Popen:
     options = {"cwd": ROOT, "env": cpu_environment(), "text": True} | options
+    line = [sys.executable, *map(str, arguments)]
     return (_Fork if is_forked else subprocess.Popen)(line, **options)
 
 
@@ -60,8 +64,19 @@ def run(
     module: str, *arguments, input: str | None = None, timeout: float = 240, **options
 ) -> subprocess.CompletedProcess:
     """A command to its end, `input` on its standard input."""
+    return _ended(functools.partial(start, module, *arguments), input, timeout, options)
+
+
+def script(path: Path | str, *arguments, timeout: float = 280, **options) -> str:
+    """The output of a program among the tests, which imports their modules."""
+    done = _ended(functools.partial(_started, path, *arguments), None, timeout, options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def _ended(start, input: str | None, timeout: float, options) -> subprocess.CompletedProcess:
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with start(module, *arguments, **pipes | options) as process:
+    with start(**pipes | options) as process:
         try:
             output, errors = process.communicate(input, timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -102,7 +117,7 @@ class _Fork(subprocess.Popen):
         server, its_environment = _server()
         # jax reads them when it is imported.
         assert _of_jax(env) == _of_jax(its_environment), "start it: is_forked=False"
-        request = {"arguments": args[2:], "folder": str(cwd), "environment": env}
+        request = {"arguments": args[1:], "folder": str(cwd), "environment": env}
         standard = [fd if fd >= 0 else i for i, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
         socket.send_fds(server, [json.dumps(request).encode()], standard)
         self.pid = int(server.recv(16))
@@ -128,8 +143,8 @@ def _server():
     return ours, environment
 
 
-def _serve() -> str:
-    """Forks a process for every request; returns in it, with the module that it is to run."""
+def _serve() -> list[str]:
+    """Forks a process for every request; returns in it, with the line that it is to run."""
     sys.path[0] = os.getcwd()
     for name in IMPORTED:
         importlib.import_module(name)
@@ -156,14 +171,23 @@ def _serve() -> str:
     return _become(**json.loads(request))
 
 
-def _become(arguments: list[str], folder: str, environment: dict[str, str]) -> str:
+def _become(arguments: list[str], folder: str, environment: dict[str, str]) -> list[str]:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.path[0] = folder
-    module, *sys.argv[1:] = arguments
-    return module
+    return arguments
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        module, *sys.argv[1:] = arguments[1:]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = arguments
+        sys.path[:1] = [str(Path(arguments[0]).parent), str(ROOT / "tests")]
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    runpy.run_module(_serve(), run_name="__main__", alter_sys=True)
+    _run(_serve())

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+import commands
 
 
 def fake_devices(count: int) -> str:
@@ -26,10 +26,5 @@ def environment(count: int = 1, **variables: str) -> dict[str, str]:
 
 def run_on_devices(script: Path, case: str, output: Path, *meshes: str) -> Any:
     """What `script` writes of `case` into `output`, as JSON."""
-    subprocess.run(
-        [sys.executable, script, case, output, *meshes],
-        env=environment(8),
-        check=True,
-        timeout=600,
-    )
+    commands.script(script, case, output, *meshes, env=environment(8))
     return json.loads(output.read_text())

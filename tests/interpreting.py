@@ -2,12 +2,12 @@
 
 import functools
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import commands
 import jax
 import numpy as np
 from devices import environment
@@ -16,16 +16,8 @@ from devices import environment
 def errors_of(op: str, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
     """What `kernels/interpreted_<op>.py` prints for each case: relative errors by result."""
     script = Path(__file__).parent / "kernels" / f"interpreted_{op}.py"
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(cases)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    output = commands.script(script, json.dumps(cases), env=environment())
+    return [json.loads(line) for line in output.splitlines()]
 
 
 def print_errors(errors: Callable[[dict[str, Any]], dict[str, float]]) -> None:

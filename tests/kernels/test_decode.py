@@ -7,10 +7,9 @@ Run as a program, the file prints what the mesh test asks for: a mesh needs devi
 import inspect
 import json
 import re
-import subprocess
-import sys
 from functools import partial
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -306,9 +305,7 @@ def _mesh_measure() -> dict[str, object]:
 
 
 def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing():
-    output = subprocess.run(
-        [sys.executable, __file__], env=environment(4), check=True, capture_output=True, text=True
-    ).stdout
+    output = commands.script(__file__, env=environment(4))
     found = json.loads(output)
     assert found["launched"] == [1, 2, 32]
     assert found["collectives"] == []

@@ -8,10 +8,10 @@ of a mesh asks for, which needs devices of its own.
 
 import json
 import re
-import subprocess
 import sys
 from typing import Any
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,16 +73,7 @@ def _errors(case):
 
 def _run(argument, count=1, **variables):
     """What this file prints as a program."""
-    done = subprocess.run(
-        [sys.executable, __file__, argument],
-        env=environment(count, **variables),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return commands.script(__file__, argument, env=environment(count, **variables))
 
 
 @pytest.mark.parametrize("name", SETS)

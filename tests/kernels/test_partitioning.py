@@ -5,9 +5,8 @@ Run as a program, the file prints what the test asks for: a mesh needs devices o
 """
 
 import json
-import subprocess
-import sys
 
+import commands
 import jax
 import jax.numpy as jnp
 from devices import environment
@@ -79,9 +78,7 @@ def _measure() -> dict[str, object]:
 
 
 def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing_else():
-    output = subprocess.run(
-        [sys.executable, __file__], env=environment(4), check=True, capture_output=True, text=True
-    ).stdout
+    output = commands.script(__file__, env=environment(4))
     found = json.loads(output)
     assert found["collectives"] == []
     assert found["distance"] <= 1e-5

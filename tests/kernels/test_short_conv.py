@@ -7,9 +7,8 @@ Run as a program, the file prints what the mesh test asks for: a mesh needs devi
 import functools
 import inspect
 import json
-import subprocess
-import sys
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -354,9 +353,7 @@ def _measure_mesh() -> dict[str, object]:
 
 
 def test_a_mesh_splits_batch_chunks_and_the_features_of_plain_keys():
-    output = subprocess.run(
-        [sys.executable, __file__], env=environment(4), check=True, capture_output=True, text=True
-    ).stdout
+    output = commands.script(__file__, env=environment(4))
     found = json.loads(output)
     assert found.keys() == LAYOUTS.keys()
     chunks, plain, unit = found.values()

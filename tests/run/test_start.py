@@ -91,9 +91,12 @@ def plain(run_of):
 
 @pytest.fixture(scope="module")
 def run_of_window(run_of, plain):
-    """Model and run directory of a plain transformer, with a window and without."""
+    """Model, run directory and logits of a plain transformer, with a window and without."""
     full = PLAIN.replace(method="full", window=None)
-    return {8: (PLAIN, plain), None: (full, run_of(full))}
+    return {
+        model.window: (model, run_dir, logits(model, load_params(run_dir).params))
+        for model, run_dir in ((PLAIN, plain), (full, run_of(full)))
+    }
 
 
 def logits(model: TransformerConfig, params):
@@ -129,14 +132,13 @@ def test_layers_are_stored_one_by_one_with_their_moments(run_of):
 def test_a_plain_run_grows_and_its_first_logits_are_the_same_to_the_bit(
     run_of_window, mesh, method, fast_layers, window
 ):
-    model, run_dir = run_of_window[window]
+    model, run_dir, trained = run_of_window[window]
     grown = model.replace(
         method=method, fast_layers=fast_layers, scans_layers=window is None, **GROWN[method]
     )
     step, _, state = started_state(run_config(grown, start_from=str(run_dir)), mesh)
     assert step == 3
-    trained = load_params(run_dir).params
-    np.testing.assert_array_equal(logits(grown, state["params"]), logits(model, trained))
+    np.testing.assert_array_equal(logits(grown, state["params"]), trained)
 
 
 def test_what_is_lacking_is_drawn_as_a_fresh_run_draws_it_and_listed(plain, mesh):

@@ -4,10 +4,9 @@ Run as a program, the file prints what functions of `SENT` send on eight devices
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 
+import commands
 import jax
 import jax.numpy as jnp
 import pytest
@@ -61,9 +60,7 @@ def _measure() -> dict[str, dict[str, int]]:
 
 
 def test_the_bytes_of_a_program_are_read_from_its_text():
-    output = subprocess.run(
-        [sys.executable, __file__], env=environment(8), check=True, capture_output=True, text=True
-    ).stdout
+    output = commands.script(__file__, env=environment(8))
     assert json.loads(output) == SENT
 
 

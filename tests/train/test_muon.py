@@ -7,9 +7,8 @@ process must ask for before jax starts.
 import json
 import math
 import re
-import subprocess
-import sys
 
+import commands
 import jax
 import jax.numpy as jnp
 import optax
@@ -239,9 +238,7 @@ def _num_elements(shapes: str) -> int:
 def test_shards_are_exchanged_for_whole_matrices():
     """No device ever holds more than one layer's matrix beside its own shard; nothing moves when
     layers are sharded."""
-    output = subprocess.run(
-        [sys.executable, __file__], env=environment(8), check=True, capture_output=True, text=True
-    ).stdout
+    output = commands.script(__file__, env=environment(8))
     for case, found in json.loads(output).items():
         assert {name for name, _ in found["collectives"]} == SHARDED[case][-1], (
             f"{case}: {found['collectives']}"
