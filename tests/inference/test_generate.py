@@ -5,7 +5,7 @@ from flax import nnx
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.inference.generate import Event, Request, generate, step
+from ttcd_jax.inference.generate import Event, Request, generate, next_token
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.inference.state import start_state
@@ -142,11 +142,11 @@ def test_the_tokenizers_eos_ends_a_row_unless_told_otherwise(model):
 
 
 def test_one_program_serves_all_tokens_and_settings(model):
-    step.clear_cache()
+    next_token.clear_cache()
     model = jax.device_put(model, jax.devices()[0])  # committed to it, as a restored one is
     for fields in ({}, {"sampling": WARM}, {"sampling": WARM.replace(top_k=3, min_p=0.1)}):
         _run(model, _request(**fields), _request("other"))
-    assert step._cache_size() == 1
+    assert next_token._cache_size() == 1
 
 
 def test_reading_tells_how_far_it_is(model):

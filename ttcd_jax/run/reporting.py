@@ -22,8 +22,8 @@ def say(line: str) -> None:
 def reporter(
     config: RunConfig, directory: Path, start: int
 ) -> Iterator[tuple[list[MetricCallback], Callable[[int, dict[str, float]], None]]]:
-    """(the callbacks that report a run every `log_every` steps, the function that writes other
-    metrics of a step): of several processes the first one's, of the others nothing."""
+    """(callbacks that report a run every `log_every` steps, function that writes other metrics of a
+    step); both do nothing but in the first process."""
     if jax.process_index():
         yield [], lambda step, record: None
         return

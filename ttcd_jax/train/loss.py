@@ -1,10 +1,9 @@
-"""Cross entropy over a large vocabulary without ever holding all logits.
+"""Cross entropy over a large vocabulary without holding all logits.
 
     loss_t = logsumexp_v(h_t . w_v) - h_t . w_{y_t}
 
-A scan over blocks of rows computes a block's logits, its loss and at once its share of the
-gradients: three matrix products in all (a recomputing backward needs four), and [rows, V] float32
-is the largest array.
+A scan over blocks of rows computes a block's logits, its loss and its part of the gradients: three
+matrix products (a backward that recomputes needs four); the largest array is [rows, V] float32.
 """
 
 import functools
@@ -30,8 +29,8 @@ def token_scores(
     targets: Int[Array, "B T"],
     rows: int = DEFAULT_ROWS,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """(negative log-likelihood in nats, whether it is the likeliest) of every target, float32 or
-    better. For evaluation: the backward of `summed_loss` is the cheap one."""
+    """(negative log-likelihood in nats, whether it is the likeliest) of every target, at least
+    float32. For evaluation: only `summed_loss` has an efficient backward."""
 
     def on_shard(
         shard: Shard, hidden: jax.Array, head: jax.Array, targets: jax.Array
@@ -49,10 +48,8 @@ def summed_loss(
     loss_mask: Bool[Array, "B T"],
     rows: int = DEFAULT_ROWS,
 ) -> Float[Array, ""]:
-    """Sum of the losses of marked tokens, in nats. Gradient for `hidden` and `head`.
-
-    On a mesh every device takes its own tokens, and its own vocabulary entries along `tensor`;
-    `rows` are a device's."""
+    """Sum of the losses of marked tokens, in nats. Gradient for `hidden` and `head`. On a mesh
+    tokens are sharded, and vocabulary entries along `tensor`; `rows` are a device's."""
 
     def on_shard(
         shard: Shard, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
@@ -107,7 +104,7 @@ def _summed_loss_forward(
     loss_mask: jax.Array,
     rows: int,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The loss and its gradients: a block's logits serve both, then they are gone."""
+    """The loss and its gradients, both from one computation of each block's logits."""
     state = jnp.promote_types(hidden.dtype, jnp.float32)
 
     def block(carry: Blocks, operands: Blocks) -> tuple[Blocks, jax.Array]:
@@ -133,16 +130,11 @@ def _summed_loss_forward(
 def _summed_loss_backward(
     shard: Shard, rows: int, saved: tuple[jax.Array, jax.Array], d_total: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None]:
-    """Every device along `tensor` has the same total and its own entries: the cotangents of all
-    reach each, and `shard_map` adds up what they give for the hidden states they share."""
-    d_hidden, d_head = saved
+    """Devices along `tensor` share the total, whose cotangents are summed; `shard_map` sums those
+    of the hidden states, which they share too."""
     d_total = shard.sum(d_total, TENSOR)
-    return (
-        d_hidden * d_total.astype(d_hidden.dtype),
-        d_head * d_total.astype(d_head.dtype),
-        None,
-        None,
-    )
+    d_hidden, d_head = (x * d_total.astype(x.dtype) for x in saved)
+    return d_hidden, d_head, None, None
 
 
 _summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
@@ -179,7 +171,7 @@ def _block_losses(
 
 
 def _is_likeliest(shard: Shard, logits: jax.Array, y: jax.Array) -> jax.Array:
-    """Whether no vocabulary entry beats y (of equals the first counts)."""
+    """Whether y is the argmax over the whole vocabulary (of equals the first)."""
     best, entry = logits.max(-1), logits.argmax(-1)
     entry = entry + shard.index(TENSOR) * logits.shape[-1]
     is_best = best == shard.max(best, TENSOR)
@@ -194,7 +186,7 @@ def next_token_loss(model: "Transformer", tokens: Int[Array, "B T"]) -> Float[Ar
 def next_token_loss_of(
     hidden: Float[Array, "B T D"], head: Float[Array, "V D"], tokens: Int[Array, "B T"]
 ) -> Float[Array, ""]:
-    """The same, of what the model gives for `tokens`."""
+    """`next_token_loss` from the model's hidden states for `tokens`."""
     targets = tokens[:, 1:]
     mask = jnp.ones(targets.shape, bool)
     return summed_loss(hidden[:, :-1], head, targets, mask) / targets.size

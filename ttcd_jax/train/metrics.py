@@ -26,13 +26,14 @@ def flat_metrics(metrics: HostMetrics) -> dict[str, float]:
 
 
 class MetricFiles:
-    """Appends to `metrics.jsonl` and TensorBoard. Records after `start` are of a run that was
-    interrupted before its next checkpoint: they are dropped, training repeats them."""
+    """Appends to `metrics.jsonl` and TensorBoard. Records after `start`, of a run interrupted
+    before its next checkpoint, are dropped: training repeats them."""
 
     def __init__(self, directory: Path, *, start: int) -> None:
-        self._path = directory / "metrics.jsonl"
-        _drop_after(self._path, start)
-        self._file = self._path.open("a", encoding="utf-8")
+        path = directory / "metrics.jsonl"
+        kept = [record for record in read_metrics(path) if record["step"] <= start]
+        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
 
     def write(self, step: int, record: dict[str, float]) -> None:
@@ -55,14 +56,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def _drop_after(path: Path, start: int) -> None:
-    kept = [record for record in read_metrics(path) if record["step"] <= start]
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
-
-
 class Throughput:
-    """Tokens per second since the last call, and the time left. The first interval holds the
-    compilation and is not counted into the time left."""
+    """Tokens per second since the last call, and the time left, of which the first interval, which
+    includes compilation, is no measure."""
 
     def __init__(self, *, start: int, steps: int, tokens_per_step: int) -> None:
         self._steps, self._tokens = steps, tokens_per_step
@@ -84,21 +80,21 @@ class Throughput:
 
 
 class ProgressLine:
-    """One line per report: overwritten on a terminal, a line of its own in a log."""
+    """One line per report, overwritten by the next on a terminal."""
 
     def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._is_live = sys.stdout.isatty()
+        self._steps, self._is_live = steps, sys.stdout.isatty()
 
     def show(self, step: int, record: dict[str, float], seconds_left: float | None) -> None:
-        left = "" if seconds_left is None else f"  {units.clock(seconds_left)} left"
-        text = (
-            f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {record['loss']:.4f}  "
-            f"{record['tokens_per_second']:,.0f} tokens/s{left}"
-        )
-        memory = [value for name, value in record.items() if name.startswith("memory_ratio")]
-        if memory:
-            text += f"  |eta S|/|W| {max(memory):.3f}"
-        is_over = step == self._steps or not self._is_live
+        parts = [
+            f"step {step:>{len(str(self._steps))}}/{self._steps}",
+            f"loss {record['loss']:.4f}",
+            f"{record['tokens_per_second']:,.0f} tokens/s",
+        ]
+        if seconds_left is not None:
+            parts.append(f"{units.clock(seconds_left)} left")
+        if ratios := [x for name, x in record.items() if name.startswith("memory_ratio")]:
+            parts.append(f"|eta S|/|W| {max(ratios):.3f}")
         start = "\r\x1b[K" if self._is_live else ""
-        print(f"{start}{text}", end="\n" if is_over else "", flush=True)
+        end = "\n" if step == self._steps or not self._is_live else ""
+        print(start + "  ".join(parts), end=end, flush=True)
