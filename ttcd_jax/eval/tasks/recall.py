@@ -58,8 +58,8 @@ class Recall(_OnRecallData, ScoredTask):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needle(_OnRecallData):
-    """Accuracy at values of a prompt, queried after tokens of decoding: with the memory kept on, and
-    off while decoding, as published. `batch_size`: all rows."""
+    """Accuracy at values of a prompt, queried after tokens of decoding: with the memory kept on,
+    and off while decoding, as published. `batch_size`: all rows."""
 
     name = "needle"
     title = "Needles read back after decoding"
