@@ -137,12 +137,7 @@ def format_table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> s
 
 
 def write_page(
-    path: Path,
-    *,
-    title: str,
-    summary: str,
-    sections: Sequence[Section],
-    next_steps: Sequence[str],
+    path: Path, *, title: str, summary: str, sections: Sequence[Section], next_steps: Sequence[str]
 ) -> None:
     """The HTML page: summary, sections, next steps. Text is escaped; backticks in the summary or a
     next step mark code."""

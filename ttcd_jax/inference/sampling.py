@@ -61,10 +61,7 @@ def batch_sampler(configs: Sequence[SamplingConfig]) -> Sampler:
 
 
 def sample(
-    logits: Float[Array, "B V"],
-    sampler: Sampler,
-    seen: Bool[Array, "B V"],
-    index: Int[Array, "B"],
+    logits: Float[Array, "B V"], sampler: Sampler, seen: Bool[Array, "B V"], index: Int[Array, "B"]
 ) -> Int[Array, "B"]:
     """One token per row, int32; `seen`: the tokens that the repetition penalty counts, `index`: the
     position of the draw in the row's text (the same seed and index give the same noise). Computed

@@ -262,64 +262,45 @@ class Checkpoints:
     def _chosen(self, step: int | None) -> tuple[int, int, list[int]]:
         """(step to restore, number of newer ones refused, and on the first process these). That
         process alone reads the disk, so all agree while a job still writes."""
-        chosen, refused = 0, []
-        if jax.process_index() == 0:
-            chosen, refused = self._newest_intact() if step is None else (self._named(step), [])
+        chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
         found = np.array([chosen, len(refused)])
         chosen, num_refused = map(int, multihost_utils.broadcast_one_to_all(found))
         return chosen, num_refused, refused
 
-    def _named(self, step: int) -> int:
-        """`step`, unless it is damaged or missing."""
-        steps = self.steps()
-        if step not in steps:
-            raise CheckpointError(
-                f"there is no checkpoint step {step} in {self._directory}; steps: "
-                + (", ".join(map(str, steps)) or "none")
-            )
-        if not digest.is_sealed(self._step_dir(step)):
-            self._warn_unsealed(step)
-            return step
-        problems = digest.verify(self._step_dir(step))
-        if problems:
-            older = (good for good in reversed(steps) if good < step)
-            intact = (good for good in older if not digest.verify(self._step_dir(good)))
-            previous = next(intact, None)
-            remedy = "no intact step precedes it" if previous is None else f"pass step={previous}"
-            raise CheckpointError(
-                f"checkpoint step {step} is damaged: {listed(problems, 1)}; {remedy}"
-            )
-        return step
-
-    def _newest_intact(self) -> tuple[int, list[int]]:
-        """The step to resume from, and the newer ones that were refused."""
-        steps = self.steps()
+    def _judged(self, step: int | None) -> tuple[int, list[int]]:
+        """(step to restore, newer ones that were refused) by the policy above."""
+        steps, where = self.steps(), self._directory
         if not steps:
-            raise CheckpointError(f"there is no checkpoint in {self._directory}")
-        if not any(digest.is_sealed(self._step_dir(step)) for step in steps):
-            self._warn_unsealed(steps[-1])
-            return steps[-1], []
-        refused: dict[int, str] = {}
-        for step in reversed(steps):
-            problems = digest.verify(self._step_dir(step))
+            raise CheckpointError(f"there is no checkpoint in {where}")
+        if step is not None and step not in steps:
+            there = ", ".join(map(str, steps))
+            raise CheckpointError(f"there is no checkpoint step {step} in {where}; steps: {there}")
+        candidates = [known for known in reversed(steps) if step is None or known <= step]
+        first, text = candidates[0], "its writer was stopped before it wrote " + digest.DIGEST
+        sealed = [known for known in candidates if digest.is_sealed(self._step_dir(known))]
+        if first not in sealed and (step is not None or not sealed):
+            logging.warning("checkpoint step %d in %s is used unchecked: " + text, first, where)
+            return first, []
+        chosen, refused = None, {}
+        for known in candidates:
+            problems = digest.verify(self._step_dir(known))
             if not problems:
+                chosen = known
                 break
-            refused[step] = f"step {step} ({listed(problems, 1)})"
-        else:
+            refused[known] = listed(problems, 1)
+        reasons = ", ".join(f"step {known} ({reason})" for known, reason in refused.items())
+        if step is not None and refused:
+            remedy = "no intact step precedes it" if chosen is None else f"pass step={chosen}"
+            raise CheckpointError(f"checkpoint step {step} is damaged: {refused[step]}; {remedy}")
+        if chosen is None:
             raise CheckpointError(
-                f"no checkpoint in {self._directory} is intact: {', '.join(refused.values())}; "
-                "restore a copy, or start anew in another run directory"
+                f"no checkpoint in {where} is intact: {reasons}; restore a copy, or start anew in "
+                "another run directory"
             )
         if refused:
-            reasons = ", ".join(refused.values())
-            logging.warning(
-                "refused damaged or unsealed checkpoint %s; using step %d", reasons, step
-            )
-        return step, list(refused)
-
-    def _warn_unsealed(self, step: int) -> None:
-        text = "checkpoint step %d in %s is used unchecked: its writer was stopped before it wrote "
-        logging.warning(text + digest.DIGEST, step, self._directory)
+            text = "refused damaged or unsealed checkpoint %s; using step %d"
+            logging.warning(text, reasons, chosen)
+        return chosen, list(refused)
 
     def _set_aside(self, refused: list[int]) -> None:
         """Renames `refused` so that Orbax ignores them, once every process has restored."""

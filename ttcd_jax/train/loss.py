@@ -31,13 +31,8 @@ def token_scores(
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """(negative log-likelihood in nats, whether it is the likeliest) of every target, at least
     float32. For evaluation: only `summed_loss` has an efficient backward."""
-
-    def on_shard(
-        shard: Shard, hidden: jax.Array, head: jax.Array, targets: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return _token_scores(shard, hidden, head, targets, rows)
-
-    run = rules.sharded(on_shard, (_TOKENS, _HEAD, _TOKENS), (_TOKENS, _TOKENS))
+    scores = functools.partial(_token_scores, rows=rows)
+    run = rules.sharded(scores, (_TOKENS, _HEAD, _TOKENS), (_TOKENS, _TOKENS))
     return run(hidden, head, targets)
 
 
@@ -51,10 +46,8 @@ def summed_loss(
     """Sum of the losses of marked tokens, in nats. Gradient for `hidden` and `head`. On a mesh
     tokens are sharded, and vocabulary entries along `tensor`; `rows` are a device's."""
 
-    def on_shard(
-        shard: Shard, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
-    ) -> jax.Array:
-        own = cast(jax.Array, _summed_loss(shard, hidden, head, targets, mask, rows))
+    def on_shard(shard: Shard, *arrays: jax.Array) -> jax.Array:
+        own = cast(jax.Array, _summed_loss(shard, rows, *arrays))
         return shard.sum(own, *rules.BATCH, *rules.LENGTH)
 
     run = rules.sharded(on_shard, (_TOKENS, _HEAD, _TOKENS, _TOKENS), ())
@@ -77,32 +70,20 @@ def _token_scores(
 
     _, (losses, is_hit) = jax.lax.scan(block, None, _row_blocks(rows, hidden, targets))
 
-    def unblocked(x: jax.Array) -> jax.Array:
-        return x.reshape(-1)[: targets.size].reshape(targets.shape)
-
-    return unblocked(losses), unblocked(is_hit)
+    losses, is_hit = (x.reshape(-1)[: targets.size] for x in (losses, is_hit))
+    return losses.reshape(targets.shape), is_hit.reshape(targets.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _summed_loss(
-    shard: Shard,
-    hidden: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    loss_mask: jax.Array,
-    rows: int,
+    shard: Shard, rows: int, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
 ) -> jax.Array:
     losses, _ = _token_scores(shard, hidden, head, targets, rows)
-    return jnp.sum(jnp.where(loss_mask, losses, 0))
+    return jnp.sum(jnp.where(mask, losses, 0))
 
 
 def _summed_loss_forward(
-    shard: Shard,
-    hidden: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    loss_mask: jax.Array,
-    rows: int,
+    shard: Shard, rows: int, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """The loss and its gradients, both from one computation of each block's logits."""
     state = jnp.promote_types(hidden.dtype, jnp.float32)
@@ -120,9 +101,8 @@ def _summed_loss_forward(
         return (total + jnp.sum(jnp.where(keep, losses, 0)), d_head), d_hidden
 
     start = (jnp.zeros((), state), jnp.zeros(head.shape, state))
-    (total, d_head), d_hidden = jax.lax.scan(
-        block, start, _row_blocks(rows, hidden, targets, loss_mask)
-    )
+    blocks = _row_blocks(rows, hidden, targets, mask)
+    (total, d_head), d_hidden = jax.lax.scan(block, start, blocks)
     d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape)
     return total, (d_hidden, d_head.astype(head.dtype))
 
