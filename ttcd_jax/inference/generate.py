@@ -8,7 +8,7 @@ for event in generate(model, tokenizer, requests):
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,17 +95,11 @@ class Generation(Iterator[Event]):
         self._model, self._memory, self._seen = model, memory, jnp.asarray(seen)
         self._pieces = stream(model, state, tokens, lengths, piece_size=piece_size, memory=memory)
         self._sampler = batch_sampler([request.sampling for request in requests])
-        self._rows = [
-            _Row(index, request, tokenizer, prompt)
-            for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
-        ]
-        self._hidden = jnp.zeros(
-            (len(prompts), model.config.dim), model.config.precision.compute_dtype
-        )
-        self._events = self._generated()
-
-    def __iter__(self) -> Self:
-        return self
+        rows = enumerate(zip(requests, prompts, strict=True))
+        self._rows = [_Row(index, request, tokenizer, prompt) for index, (request, prompt) in rows]
+        dtype = model.config.precision.compute_dtype
+        self._hidden = jnp.zeros((len(prompts), model.config.dim), dtype)
+        self._events = self._generate()
 
     def __next__(self) -> Event:
         return next(self._events)
@@ -120,16 +114,16 @@ class Generation(Iterator[Event]):
             num_read += int(counts.sum())
             yield num_read
 
-    def _generated(self) -> Iterator[Event]:
+    def _generate(self) -> Iterator[Event]:
         for _ in self.read():
             pass
+        model, sampler = self._model, self._sampler
         unfinished = [row for row in self._rows if row.num_left]
         yield from (Event(row.index, "", None, "length") for row in self._rows if not row.num_left)
         if not unfinished:
             return
-        tokens, self._seen = _first_token(
-            self._model, self._hidden, self._sampler, self._seen, self.state.position
-        )
+        position = self.state.position
+        tokens, self._seen = _first_token(model, self._hidden, sampler, self._seen, position)
         while unfinished:
             drawn = np.asarray(tokens)
             events = [row.take(int(drawn[row.index])) for row in unfinished]
@@ -137,13 +131,7 @@ class Generation(Iterator[Event]):
             is_read[[e.row for e in events if e.finish_reason in (None, "length")]] = True
             if is_read.any():  # computed while the caller handles the events
                 tokens, self.state, self._seen = next_token(
-                    self._model,
-                    self.state,
-                    tokens,
-                    is_read,
-                    self._sampler,
-                    self._seen,
-                    self._memory,
+                    model, self.state, tokens, is_read, sampler, self._seen, self._memory
                 )
             pairs = zip(unfinished, events, strict=True)
             unfinished = [row for row, event in pairs if event.finish_reason is None]
