@@ -4,6 +4,8 @@ A command prints such an error as one line and leaves with `exit_code`; every ot
 defect of ours and keeps its traceback.
 """
 
+from collections.abc import Sequence
+
 
 class UserError(ValueError):
     """Wrong usage or configuration. The message names the values and the remedy."""
@@ -27,3 +29,9 @@ class NonFiniteError(UserError):
     """The loss or the gradient is no longer finite; the last good state was kept."""
 
     exit_code = 5
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """The first `most` of `names`, and how many more there are: for an error message."""
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -11,8 +11,8 @@ from ttcd_jax import BatchesConfig, train_run
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.run.directory import load_run
+from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.loop import MetricCallback
-from ttcd_jax.train.metrics import read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -12,7 +12,7 @@ from ttcd_jax.eval.results import evaluate
 from ttcd_jax.eval.task import Subject
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.run.directory import RunDirectory, load_run
-from ttcd_jax.train.metrics import read_metrics
+from ttcd_jax.run.reporting import read_metrics
 
 TINY = f"""{commands.TINY}RunConfig.batch_size = 2
 RunConfig.data = @RecallConfig()

@@ -17,7 +17,7 @@ from devices import fake_devices
 
 from experiments.launch import RESUME_ME
 from ttcd_jax.errors import UserError
-from ttcd_jax.train.metrics import read_metrics
+from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.watchdog import PEER_LOST
 
 TINY = f"""

@@ -1,4 +1,4 @@
-"""Prompts read and continued on a mesh of eight fake devices, beside one device. A script:
+"""Prompts read and continued on a mesh of eight fake devices and on one. A script:
 `python reading_on_devices.py METHODS FILE MESH`, methods as ipttcd,lact, a mesh as 2x2x1x2 (data x
 fsdp x seq x tensor); writes, of each method, the largest relative difference of logits and states,
 and the share of the state that one device holds."""

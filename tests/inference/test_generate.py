@@ -2,30 +2,29 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from small_models import config_of
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.inference.generate import Event, Request, generate, step
+from ttcd_jax.inference.generate import Event, Request, generate, next_token
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.precision import Precision
 
 TOKENIZER = ByteTokenizer()
-CONFIG = TransformerConfig(
+CONFIG = config_of(
+    "ipttcd",
     vocab_size=TOKENIZER.vocab_size,
-    dim=8,
     num_layers=1,
-    num_heads=2,
-    mlp_dim=8,
     window=16,
     student_window=8,
-    method="ipttcd",
-    fast_layers=(0,),
     init_std=0.5,
-).replace(memory=MemoryConfig(chunk_size=32))
+    memory=MemoryConfig(chunk_size=32),
+    precision=Precision(),
+)
 WARM = SamplingConfig(temperature=1.0, seed=3)
 PROMPT = "a text of a certain length:"  # its text crosses the end of a chunk
 
@@ -41,15 +40,15 @@ def model():
 
 @pytest.fixture(scope="module")
 def greedy():
-    """What the model says behind the prompt, by its forward pass over the whole text."""
+    """The tokens after the prompt, by the forward pass over the whole text."""
     transformer = Transformer(CONFIG, rngs=nnx.Rngs(0))
     length = len(PROMPT) + 13
     forward = jax.jit(lambda tokens: transformer(tokens))
     tokens = np.zeros(length, np.int32)
     start = len(PROMPT) + 1
     tokens[:start] = [TOKENIZER.bos_id, *PROMPT.encode()]
-    for place in range(start, length):
-        tokens[place] = np.asarray(forward(tokens[None]))[0, place - 1].argmax()
+    for index in range(start, length):
+        tokens[index] = np.asarray(forward(tokens[None]))[0, index - 1].argmax()
     return tokens[start:].tolist()
 
 
@@ -106,10 +105,9 @@ def test_a_state_is_gone_on_from(model, greedy):
     assert _tokens(events) == greedy
 
 
-def test_the_state_has_read_what_was_told_whenever_the_iteration_is_left(model, greedy):
+def test_the_state_has_read_the_tokens_of_the_events_so_far(model, greedy):
     generation = generate(model, TOKENIZER, [_request()])
-    told = [next(generation).token for _ in range(5)]
-    assert told == greedy[:5]
+    assert [next(generation).token for _ in range(5)] == greedy[:5]
     assert generation.state.position.tolist() == [1 + len(PROMPT) + 5]
     rest = _request(tokens=[greedy[5]], max_new_tokens=6)
     events, _ = _run(model, rest, state=generation.state)
@@ -117,7 +115,7 @@ def test_the_state_has_read_what_was_told_whenever_the_iteration_is_left(model, 
 
 
 @pytest.mark.parametrize("reason", ["eos", "stop"])
-def test_what_ends_a_row_is_told_and_not_read(model, greedy, reason):
+def test_the_token_that_ends_a_row_is_an_event_and_not_read(model, greedy, reason):
     end = next(i for i, token in enumerate(greedy) if token < 128 and token not in greedy[:i])
     stop = {"eos": {"stop_tokens": (greedy[end],)}, "stop": {"stop": (chr(greedy[end]),)}}[reason]
     events, state = _run(model, _request(**stop), _request("x"))
@@ -126,11 +124,11 @@ def test_what_ends_a_row_is_told_and_not_read(model, greedy, reason):
     assert last.finish_reason == reason
     text = "".join(event.text for event in events if event.row == 0)
     assert text == TOKENIZER.decode(greedy[:end])
-    # The row beside it goes on for several steps, and the first keeps its state.
+    # The other row goes on for several steps, and the first keeps its state.
     assert state.position.tolist() == [1 + len(PROMPT) + end, 2 + 12]
 
 
-def test_the_tokenizers_eos_ends_a_row_unless_told_otherwise(model):
+def test_the_tokenizers_eos_ends_a_row_by_default(model):
     class EndsWithGreedy(ByteTokenizer):
         eos_id = 0
 
@@ -142,14 +140,14 @@ def test_the_tokenizers_eos_ends_a_row_unless_told_otherwise(model):
 
 
 def test_one_program_serves_all_tokens_and_settings(model):
-    step.clear_cache()
+    next_token.clear_cache()
     model = jax.device_put(model, jax.devices()[0])  # committed to it, as a restored one is
     for fields in ({}, {"sampling": WARM}, {"sampling": WARM.replace(top_k=3, min_p=0.1)}):
         _run(model, _request(**fields), _request("other"))
-    assert step._cache_size() == 1
+    assert next_token._cache_size() == 1
 
 
-def test_reading_tells_how_far_it_is(model):
+def test_reading_yields_the_tokens_read(model):
     generation = generate(
         model, TOKENIZER, [_request(max_new_tokens=2), _request("ab")], piece_size=16
     )

@@ -1,4 +1,4 @@
-"""A model that was trained to recall reads values back that lie many windows of decoding behind."""
+"""A model trained to recall reads values back after many windows of decoding."""
 
 import jax
 import jax.numpy as jnp

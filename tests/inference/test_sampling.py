@@ -23,7 +23,7 @@ def _sample(logits, configs, seen=None, index=0):
 
 
 def _many(config, seen=None, logits=LOGITS):
-    """Draws that differ in their place in the text only."""
+    """Draws that differ in their position in the text only."""
     V = len(logits)
     sampler = batch_sampler([config] * DRAWS)
     seen = jnp.broadcast_to(np.zeros(V, bool) if seen is None else seen, (DRAWS, V))

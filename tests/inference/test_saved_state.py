@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 from checks import assert_same, randomize
+from small_models import config_of
 
 from ttcd_jax.errors import CheckpointError
 from ttcd_jax.inference.decode import decode
@@ -12,23 +13,12 @@ from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill
 from ttcd_jax.inference.saved_state import load_state, save_state
 from ttcd_jax.inference.state import start_state
-from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 
-CONFIG = TransformerConfig(
-    vocab_size=16,
-    dim=8,
-    num_layers=1,
-    num_heads=2,
-    mlp_dim=8,
-    window=8,
-    student_window=4,
-    method="ipttcd",
-    fast_layers=(0,),
-    precision=Precision(compute="bfloat16"),
-).replace(memory=MemoryConfig(chunk_size=4))
+CONFIG = config_of(
+    "ipttcd", vocab_size=16, num_layers=1, window=8, precision=Precision(compute="bfloat16")
+)
 TOKENS = np.arange(16).reshape(2, 8)
 
 
@@ -85,15 +75,15 @@ def test_full_attention_keeps_its_room(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "std", "words"),
+    ("config", "std", "message"),
     [
         (CONFIG.replace(window=6), 0.5, "another configuration: window: 8 -> 6;"),
         (CONFIG.replace(memory=CONFIG.memory.replace(eta=0.5)), 0.5, "memory.eta: .* -> 0.5;"),
         (CONFIG, 0.25, "other parameters of the same configuration"),
     ],
 )
-def test_another_model_is_refused_by_what_differs(folder, config, std, words):
-    with pytest.raises(CheckpointError, match=words):
+def test_another_model_is_refused_by_what_differs(folder, config, std, message):
+    with pytest.raises(CheckpointError, match=message):
         load_state(folder, _model(config, std))
 
 
@@ -112,7 +102,7 @@ def test_damage_is_named(model, folder, tmp_path, name, damage):
         load_state(copy, model)
 
 
-def test_what_is_no_saved_state_is_told(model, tmp_path):
+def test_a_folder_without_a_state_is_refused(model, tmp_path):
     for folder in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointError, match=f"{folder} is no saved state"):
             load_state(folder, model)

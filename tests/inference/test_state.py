@@ -1,4 +1,4 @@
-"""What is kept of rows: how much it is, and that it does not grow."""
+"""The size of the decoding state, which does not grow."""
 
 import json
 import re
@@ -66,8 +66,8 @@ def test_every_array_is_cut_by_rows_and_some_by_heads_or_features():
 
 @pytest.mark.slow
 def test_a_million_tokens_take_the_memory_of_sixteen_thousand():
-    # In a process of its own, whose memory is nobody else's, and with the code that users run. Its
-    # arrays come straight from the system: what glibc keeps of freed ones varies by five percent.
+    # A separate process, with the code that users run. Its arrays come straight from the system,
+    # since the bytes that glibc keeps of freed ones vary by five percent.
     done = subprocess.run(
         [sys.executable, __file__],
         env=environment(XLA_FLAGS="", MALLOC_MMAP_THRESHOLD_="65536"),

@@ -13,7 +13,7 @@ from small_models import CHUNK, config_of
 
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.advance import head_logits
-from ttcd_jax.inference.decode import decode, step
+from ttcd_jax.inference.decode import decode, decode_program
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill, stream
 from ttcd_jax.inference.state import start_state
@@ -74,14 +74,14 @@ def test_pieces_and_tokens_give_what_one_pass_gives(method):
     assert_close(np.asarray(logits), _behind(want, first + second))
     # All of it again, token by token, the rows at different tokens of their chunks and windows.
     tokenwise = start_state(model, ROWS, max_length=T)
-    before = step._cache_size()
+    before = decode_program._cache_size()
     for time in range(max(first + second) + ROWS):
         done = np.clip(time - np.arange(ROWS), 0, first + second)
         is_active = (time >= np.arange(ROWS)) & (done < first + second)
         tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
         logits, tokenwise = decode(model, tokenwise, tokens, is_active)
         assert_close(np.asarray(logits)[is_active], _behind(want, done + 1)[is_active])
-    assert step._cache_size() <= before + 1  # one program for all tokens
+    assert decode_program._cache_size() <= before + 1  # one program for all tokens
     assert_equal_states(state, tokenwise)
 
 

@@ -20,7 +20,7 @@ def _saved(folder, tokenizer):
 
 
 def _byte_fallback(folder):
-    """As Llama's: blanks are marks in front of words, the text's first one is dropped."""
+    """As Llama's: marks before words are blanks, except at the start of the text."""
     vocab = FRAME | BYTES | {"▁": 258, "d": 259, "e": 260, "de": 261, "x": 262, "▁x": 263}
     merges = [("d", "e"), ("▁", "x")]
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))

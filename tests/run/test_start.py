@@ -36,7 +36,7 @@ PLAIN = TransformerConfig(
     student_window=4,
     init_std=0.3,
 )
-# What configs/method/ipttcd_continued.gin says.
+# As configs/method/ipttcd_continued.gin.
 IDENTITY = MemoryConfig(
     chunk_size=4,
     output="teacher_raw",

@@ -90,9 +90,8 @@ DAMAGES = (_flip, _truncate, _empty, _delete)
 
 
 def _largest(step_dir, item):
-    return max(
-        (step_dir / item / "ocdbt.process_0" / "d").iterdir(), key=lambda f: f.stat().st_size
-    )
+    files = (step_dir / item / "ocdbt.process_0" / "d").iterdir()
+    return max(files, key=lambda file: file.stat().st_size)
 
 
 def test_round_trip_is_exact(saved, warnings):

@@ -27,12 +27,12 @@ def test_only_a_compilation_after_the_first_is_named_with_its_step(warnings):
     (warning,) = warnings
     assert "step 13 was compiled anew" in warning
     jax.jit(_step)(state, {"x": jnp.zeros(5)})
-    assert len(warnings) == 1, "behind the last step nobody listens"
+    assert len(warnings) == 1, "no listener after the last step"
 
 
 @pytest.fixture
 def cache_dir(monkeypatch):
-    """The setting as it stands, put back afterwards."""
+    """The setting, restored afterwards."""
     before = jax.config.jax_compilation_cache_dir
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     yield lambda: jax.config.jax_compilation_cache_dir

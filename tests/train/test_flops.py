@@ -4,29 +4,28 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from small_models import config_of
 
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.nn.attention import visible_pairs
+from ttcd_jax.precision import Precision
 from ttcd_jax.train.flops import forward_flops, training_flops_per_token
 from ttcd_jax.train.state import abstract_model
 
 LENGTH = 32
-MODEL = TransformerConfig(
-    vocab_size=11,
-    dim=8,
+MODEL = config_of(
+    "full",
     num_layers=3,
     num_heads=4,
     num_kv_heads=2,
-    mlp_dim=12,
-    method="full",
     student_window=4,
     attention_implementation="reference",
     scans_layers=False,
+    precision=Precision(),
 )
 SETTINGS = {
     "ipttcd": MemoryConfig(chunk_size=8, form="associative"),
@@ -43,11 +42,8 @@ def _dot_flops(jaxpr):
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             shape = eqn.invars[0].aval.shape
-            total += (
-                2
-                * math.prod(eqn.outvars[0].aval.shape)
-                * math.prod(shape[axis] for axis in contracted)
-            )
+            outputs = math.prod(eqn.outvars[0].aval.shape)
+            total += 2 * outputs * math.prod(shape[axis] for axis in contracted)
         for value in eqn.params.values():
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):

@@ -79,7 +79,7 @@ def test_bfloat16_multiplies_narrow_operands_and_sums_in_float32():
 
 
 def test_no_array_holds_all_logits_of_a_large_vocabulary():
-    """Traced only: 129,280 words, 4 rows of 4,096 tokens in bfloat16, a float32 head."""
+    """Traced only: 129,280 entries, 4 rows of 4,096 tokens in bfloat16, a float32 head."""
     vocab, dim, rows = 129_280, 64, 512
     struct = jax.ShapeDtypeStruct
     hidden = struct((4, 4096, dim), jnp.bfloat16)

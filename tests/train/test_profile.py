@@ -61,6 +61,6 @@ def test_a_run_resumed_inside_its_window_and_stopped_there_traces_what_it_does(t
     assert signal.getsignal(signal.SIGUSR2) == before
 
 
-def test_a_run_resumed_behind_its_window_traces_nothing(tmp_path):
+def test_a_run_resumed_after_its_window_traces_nothing(tmp_path):
     _train(tmp_path, start=5, stop=7, window=range(2, 4))
     assert not list(tmp_path.iterdir())

@@ -6,28 +6,27 @@ import numpy as np
 import optax
 import pytest
 from checks import temporary_bytes
+from small_models import config_of
 
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
 from ttcd_jax.errors import NonFiniteError
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.precision import Precision
 from ttcd_jax.train.loop import MetricCallback, StateCallback, train
 from ttcd_jax.train.state import init_state
 from ttcd_jax.train.step import make_train_step
 
 DATA = RecallConfig(num_slots=8, num_keys=4, num_values=4)
-MODEL = TransformerConfig(
+MODEL = config_of(
+    "ipttcd",
     vocab_size=8,
     dim=16,
-    num_layers=2,
-    num_heads=2,
     mlp_dim=16,
     window=8,
     student_window=4,
-    method="ipttcd",
-    fast_layers=(0,),
     memory=MemoryConfig(chunk_size=4, form="blocked", teacher_conv_init="identity"),
+    precision=Precision(),
 )
 FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 
@@ -128,32 +127,22 @@ def test_the_loop_stops_at_a_loss_that_is_not_finite_and_saves_nothing_after_it(
     assert (saved, seen) == ([1, 2], [1, 2])
 
 
-def test_the_loop_reports_every_step_once_and_stops_when_asked():
-    state, step = _step()
+@pytest.mark.parametrize(
+    ("start", "steps", "every", "most", "expected"),
+    [
+        (2, 9, (2, 4), 2, (7, [4, 6], [4, 7])),  # stopped after two reports
+        (0, 3, (100, 100), 100, (3, [3], [3])),  # the last step is always reported and saved
+    ],
+)
+def test_the_loop_reports_every_step_once_and_stops_when_asked(start, steps, every, most, expected):
     seen, saved = [], []
     _, done = train(
-        state,
-        step,
+        *_step(),
         _batches(),
-        start=2,
-        steps=9,
-        on_metrics=[MetricCallback(2, lambda step, metrics: seen.append(step))],
-        on_state=[StateCallback(4, lambda step, state: saved.append(step))],
-        is_stopping=lambda step: len(seen) == 2,
+        start=start,
+        steps=steps,
+        on_metrics=[MetricCallback(every[0], lambda step, metrics: seen.append(step))],
+        on_state=[StateCallback(every[1], lambda step, state: saved.append(step))],
+        is_stopping=lambda step: len(seen) == most,
     )
-    assert (done, seen, saved) == (7, [4, 6], [4, 7])
-
-
-def test_the_last_step_is_always_reported_and_saved():
-    state, step = _step()
-    seen, saved = [], []
-    train(
-        state,
-        step,
-        _batches(),
-        start=0,
-        steps=3,
-        on_metrics=[MetricCallback(100, lambda step, metrics: seen.append(step))],
-        on_state=[StateCallback(100, lambda step, state: saved.append(step))],
-    )
-    assert (seen, saved) == ([3], [3])
+    assert (done, seen, saved) == expected

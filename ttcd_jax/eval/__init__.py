@@ -1,1 +1,1 @@
-"""Measuring a trained model. Needs a run directory, never the training loop."""
+"""Evaluation of a trained model, from its run directory."""

@@ -1,14 +1,14 @@
-"""Pictures, tables and the HTML page that a run is reported with.
+"""Pictures, tables and the HTML page of a report.
 
-A page links its PNGs beside it, so each also stands alone. Files appear whole or not at all.
-matplotlib and jinja2 are optional: without them the functions that need one raise `UserError`.
+A page links the PNGs in its folder. Files appear whole or not at all. matplotlib and jinja2 are
+optional: without them the functions that need one raise `UserError`.
 """
 
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from ttcd_kernels import measure
@@ -17,8 +17,8 @@ from ttcd_jax import units
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_whole
 
-# Okabe and Ito's colours, told apart in every common form of colour blindness; yellow is left out,
-# too pale for a line on white. Markers differ too, for print.
+# Okabe and Ito's colours, distinct in every common form of colour blindness, without yellow, too
+# pale for a line on white. Markers differ too, for print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX"
 STYLE: dict[Any, Any] = {
@@ -57,10 +57,9 @@ def plot_lines(
     x_label: str,
     y_label: str,
     series: Mapping[str, tuple[Sequence[float], Sequence[float | None]]],
-    y_scale: Literal["linear", "log"] = "linear",
 ) -> None:
-    """A PNG with a line of (x, y) per series over a logarithmic x axis, marked at its values where
-    they are powers of two, as 4K for 4096; None leaves a gap."""
+    """A PNG with a line of (x, y) per series over a logarithmic x axis; ticks at its values if they
+    are powers of two, as 4K for 4096; None leaves a gap."""
 
     def draw(axes: Any) -> None:
         for index, (name, (x, y)) in enumerate(series.items()):
@@ -74,11 +73,8 @@ def plot_lines(
                 label=name,
             )
         axes.set_xscale("log")
-        axes.set_yscale(y_scale)
-        if y_scale == "log":
-            _mark_plainly(axes.yaxis)
         ticks = sorted({value for x, _ in series.values() for value in x})
-        if all(_is_power_of_two(tick) for tick in ticks):
+        if all(tick >= 1 and math.log2(tick).is_integer() for tick in ticks):
             axes.set_xticks(ticks, [units.count(int(tick)) for tick in ticks])
             axes.minorticks_off()
 
@@ -95,8 +91,7 @@ def plot_bars(
     series: Mapping[str, Sequence[float | None]],
     chance: float | None = None,
 ) -> None:
-    """A PNG with a bar per series in every group and a dashed line at `chance`; None is written as
-    n/a."""
+    """A PNG with a bar per series in every group, n/a for None, and a dashed line at `chance`."""
 
     def draw(axes: Any) -> None:
         width = 0.8 / max(len(series), 1)
@@ -115,16 +110,12 @@ def plot_bars(
                 labels = ["" if value is None else f"{value:.3g}" for value in values]
                 box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
                 axes.bar_label(bars, labels, padding=3, fontsize=9, bbox=box, zorder=3)
+            font = {"ha": "center", "va": "bottom", "fontsize": 9, "color": "#666666"}
             for bar, value in zip(bars, values, strict=True):
                 if value is None:
-                    place = (bar.get_x() + bar.get_width() / 2, 0)
-                    axes.annotate(
-                        "n/a", place, ha="center", va="bottom", fontsize=9, color="#666666"
-                    )
-        slanted = sum(map(len, groups)) > 70
-        axes.set_xticks(
-            range(len(groups)), groups, **({"rotation": 25, "ha": "right"} if slanted else {})
-        )
+                    axes.annotate("n/a", (bar.get_x() + bar.get_width() / 2, 0), **font)
+        slant = {"rotation": 25, "ha": "right"} if sum(map(len, groups)) > 70 else {}
+        axes.set_xticks(range(len(groups)), groups, **slant)
         axes.grid(visible=False, axis="x")
         axes.margins(y=0.12)
 
@@ -146,15 +137,10 @@ def format_table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> s
 
 
 def write_page(
-    path: Path,
-    *,
-    title: str,
-    summary: str,
-    sections: Sequence[Section],
-    next_steps: Sequence[str],
+    path: Path, *, title: str, summary: str, sections: Sequence[Section], next_steps: Sequence[str]
 ) -> None:
-    """The HTML page: summary, sections, what to do next. Text is escaped; `...` in backticks of the
-    summary or a next step is set as code."""
+    """The HTML page: summary, sections, next steps. Text is escaped; backticks in the summary or a
+    next step mark code."""
     try:
         import jinja2
     except ImportError as error:
@@ -179,9 +165,7 @@ def _table(
     rows: Sequence[Row], columns: Sequence[str] | None = None
 ) -> tuple[list[tuple[str, bool]], list[list[str]]]:
     """(name, is_numeric) per column, all of them by default, and the text of every cell."""
-    names = (
-        list(dict.fromkeys(name for row in rows for name in row)) if columns is None else columns
-    )
+    names = list(dict.fromkeys(x for row in rows for x in row)) if columns is None else columns
     header = [(name, _is_numeric(rows, name)) for name in names]
     return header, [[_cell(row.get(name)) for name in names] for row in rows]
 
@@ -199,23 +183,10 @@ def _cell(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        # Four significant digits with their zeros, so that a column reads straight.
+        # Four significant digits, zeros included, so that columns line up.
         return f"{value:,.0f}" if 10_000 <= abs(value) < 1e12 else f"{value:#.4g}".rstrip(".")
     # A control character in a name could rewrite the terminal or break the table.
     return "".join(letter if letter.isprintable() else "�" for letter in str(value))
-
-
-def _is_power_of_two(value: float) -> bool:
-    return value >= 1 and value == int(value) and int(value).bit_count() == 1
-
-
-def _mark_plainly(axis: Any) -> None:
-    """1, 2, 5, 10, ...: matplotlib writes powers as formulas, which `STYLE` does not read."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter("{x:,g}")
 
 
 def _save_picture(
@@ -226,7 +197,7 @@ def _save_picture(
     y_label: str,
     chance: float | None = None,
 ) -> None:
-    """A picture of one panel: 1600 x 900 pixels, legible when shown at half that."""
+    """A picture of one panel, 1600 x 900 pixels, legible at half its size."""
 
     def fill(figure: Any) -> None:
         axes = figure.subplots()
@@ -251,7 +222,7 @@ def save_figure(
     dpi: int,
     style: Mapping[Any, Any] = STYLE,
 ) -> None:
-    """A PNG of what `draw` puts into a figure of `size` inches. Raises `UserError` without
+    """A PNG of the figure of `size` inches that `draw` fills. Raises `UserError` without
     matplotlib."""
     try:
         import matplotlib

@@ -17,7 +17,7 @@ from ttcd_jax.files import write_json, write_whole
 
 
 def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
-    """The measures of every variant of a model, and on what they were made."""
+    """The measures of every variant of a model, with their task, run and step."""
     rows = task.rows(subject)
     return {
         "task": task.name,
@@ -47,7 +47,7 @@ def write_results(result: dict[str, Any]) -> Path:
 
 
 def read_results(run_dir: Path, task: str) -> dict[str, Any] | None:
-    """The results of one task of a run, None if it was not evaluated."""
+    """The results of one task of a run, None without them."""
     path = run_dir / "eval" / task / "results.json"
     if not path.exists():
         return None
@@ -58,8 +58,7 @@ def read_results(run_dir: Path, task: str) -> dict[str, Any] | None:
 
 
 def merged(task: type[Task], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Results of several runs as one, series by series. Raises `UserError` when their buckets
-    differ."""
+    """The series of several runs in one result. Raises `UserError` when their buckets differ."""
     first, series = results[0], {}
     for result in results:
         series |= result["series"]

@@ -22,16 +22,16 @@ class Scores(NamedTuple):
 
 
 def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """(indices, how many of them count) of `count` rows in batches of one size, so that one shape
-    is compiled: the last is filled up with its first row."""
+    """(indices, how many of them count) of `count` rows in batches of one shape: the last is padded
+    with its first row."""
     for start in range(0, count, batch_size):
         index = np.arange(start, start + batch_size)
         yield np.where(index < count, index, start), min(batch_size, count - start)
 
 
 def score_rows(model: Transformer, rows: dict[str, np.ndarray], *, batch_size: int) -> Scores:
-    """Scores every target of `rows` (fields of `ttcd_jax.data.packing`), masked ones included. On
-    the mesh in use the rows of a batch are sharded; every process gets all scores."""
+    """The scores of every target of `rows` (fields of `ttcd_jax.data.packing`), masked ones too.
+    Batches are sharded over the mesh in use; every process gets all scores."""
     graph, params = nnx.split(model)
     mesh = jax.sharding.get_mesh()
     length = rows["tokens"].shape[1]
@@ -49,7 +49,7 @@ def score_rows(model: Transformer, rows: dict[str, np.ndarray], *, batch_size: i
 def _scored(
     graph: nnx.GraphDef[Transformer], mesh: Mesh, params: nnx.GraphState, batch: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-    """A program for each structure of a model: training evaluates with the same one every time."""
+    """One program for every evaluation of a model, however often its parameters change."""
     model = nnx.merge(graph, params)
     hidden, _ = model.forward(batch["tokens"], batch["segment_ids"])
     scores = token_scores(hidden, model.head_weight(), batch["targets"])

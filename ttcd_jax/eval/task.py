@@ -1,8 +1,8 @@
-"""One evaluation as one object: options, rows, measure, table and picture; and the registry.
+"""An evaluation as one object: options, rows, measure, table and picture; and the registry.
 
-A new evaluation is one file in `eval/tasks`: a subclass of `ScoredTask`, or of `Task` where more
-than one pass over rows is measured, with `@register` above it. `experiments.evaluate`, training and
-the report iterate over `TASKS`.
+A new evaluation is one file in `eval/tasks`: a subclass of `ScoredTask`, or of `Task` if it needs
+more than one pass over rows, with `@register`. `experiments.evaluate`, training and the report
+iterate over `TASKS`.
 """
 
 import abc
@@ -29,7 +29,7 @@ Series = dict[str, Records]  # the records of every variant of a model, by its l
 
 
 class Subject(NamedTuple):
-    """A model to evaluate, and the run it is from."""
+    """A model to evaluate, and its run."""
 
     model: Transformer
     tokenizer: Tokenizer | None  # None for synthetic data
@@ -59,28 +59,28 @@ class Task(Config, abc.ABC):
 
     name: ClassVar[str]  # of the option --task and of the results' folder
     title: ClassVar[str]  # of table and picture
-    key: ClassVar[str]  # the text in a record that names its bucket: the table's first column
-    x_label: ClassVar[str]  # what `key` counts
-    value: ClassVar[str] = "accuracy"  # the number in a record that is shown
+    key: ClassVar[str]  # the field of a record that names its bucket: the table's first column
+    x_label: ClassVar[str]  # of `key`
+    value: ClassVar[str] = "accuracy"  # the field of a record that is shown
 
     batch_size: Positive = 16
 
     @abc.abstractmethod
     def rows(self, subject: Subject) -> Any:
-        """A tuple or dict of arrays [rows, ...], the same whatever the model's parameters. Raises
-        `UserError` for a run that this task cannot measure."""
+        """A tuple or dict of arrays [rows, ...], independent of the parameters. Raises `UserError`
+        for a run that this task cannot measure."""
 
     @abc.abstractmethod
     def series(self, subject: Subject, rows: Any) -> Series:
         """The measures of every variant of the model. All processes take part."""
 
     def chance(self, subject: Subject) -> float | None:
-        """The value of guessing, where it is known."""
+        """The value of guessing, if it is known."""
         return None
 
     @classmethod
     def unit(cls, series: Series) -> tuple[str, str]:
-        """(the number in a record that is shown, its name on the axis)."""
+        """(field of a record that is shown, its name on the axis)."""
         return cls.value, cls.value
 
     @classmethod
@@ -110,8 +110,8 @@ class Task(Config, abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoredTask(Task):
-    """A task that measures the scores of all targets in one pass over rows [rows, T]. `max_rows`:
-    how many, spread over the source."""
+    """A task that measures the scores of all targets in one pass over at most `max_rows` rows
+    [rows, T], spread over the source."""
 
     max_rows: Positive = 512
 

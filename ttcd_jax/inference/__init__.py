@@ -1,4 +1,4 @@
-"""Rows read piece by piece and continued token by token, with the memory on."""
+"""Inference: rows are read piece by piece and continued token by token, with the memory on."""
 
 from ttcd_jax.inference.decode import decode as decode
 from ttcd_jax.inference.generate import Request as Request

@@ -1,4 +1,4 @@
-"""One piece of every row through the whole model."""
+"""The model on one piece of every row."""
 
 from typing import Literal
 
@@ -26,15 +26,13 @@ def advance(
     has_gap: bool,
     is_plain: Bool[Array, " B"] | Literal[True] | None = None,
 ) -> tuple[Float[Array, "B T D"], InferenceState]:
-    """(final normed hidden states, the state after the piece) of the next tokens of every row.
+    """(final normed hidden states, state after the piece) of the next tokens of every row.
 
-    The first `lengths` of a row's T places are tokens, the rest may be anything; a row of length 0
-    keeps its state. A piece fits the chunks of memories as `nn.row.Piece` says, and
-    `halo` is how many positions before it attention may look at (all that matter: the window
-    less one, or every position read so far), `has_gap` whether some row has read fewer;
-    `prefill.stream` sees to all of it. T = 1 is the step of decoding, at any state, and needs no
-    halo. `is_plain`: rows whose in-place memories count neither for what they read nor for what
-    they write, as the published code decodes; True: all rows.
+    The first `lengths` of a row's T positions are tokens, the others padding; a row of length 0
+    keeps its state. `nn.row.Piece` defines how a piece fits the chunks of memories. `halo`: earlier
+    positions that attention reads (the window less one, or all read so far); `has_gap`: whether
+    some row has read fewer. T = 1 fits any state and needs no halo. `is_plain`: rows whose in-place
+    memories are neither read nor written, as in published decoding; True: all rows.
     """
     chunk_size, dtype = memory_chunk(model.config), model.config.precision.compute_dtype
     phase = None if chunk_size is None else (state.position - state.chunk_start) % chunk_size
@@ -68,7 +66,7 @@ def _whole(model: InferenceModel, weight: nnx.Variable) -> jax.Array:
 def newest(
     x: Float[Array, "B T D"], lengths: Int[Array, " B"], before: Float[Array, "B D"]
 ) -> Float[Array, "B D"]:
-    """x at every row's last token; `before` for a row without one."""
+    """x at the last token of every row; `before` for a row without one."""
     last = jax.vmap(lambda row, i: jax.lax.dynamic_index_in_dim(row, i, keepdims=False))(
         x, jnp.maximum(lengths - 1, 0)
     )

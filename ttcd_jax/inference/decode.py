@@ -1,4 +1,4 @@
-"""One token of every row: the step of generation."""
+"""Decoding: one token of every row."""
 
 import functools
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from ttcd_jax.inference.advance import advance, head_logits
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.prefill import Memory, check_memory
+from ttcd_jax.inference.prefill import MemoryMode, check_memory
 from ttcd_jax.inference.state import InferenceState, cache_slots
 
 
@@ -18,25 +18,31 @@ def decode(
     state: InferenceState,
     tokens: np.ndarray | jax.Array,
     is_active: np.ndarray | jax.Array | None = None,
-    memory: Memory = "kept",
+    memory: MemoryMode = "kept",
 ) -> tuple[Float[Array, "B V"], InferenceState]:
-    """(logits behind the tokens [B], the state there). One program, whatever the rows' positions;
+    """(logits after the tokens [B], state after them). One program for all positions of the rows;
     `state` is donated: do not use it again.
 
     A row's memory is written at the token that fills its chunk. Rows that are not `is_active` [B]
-    (default: all are) keep their state, and their logits mean nothing. A token of full attention
-    beyond the `max_length` of its state gives NaN: to raise would be to wait for every token.
+    (default: all) keep their state; ignore their logits. With full attention a token beyond the
+    state's `max_length` gives NaN, since raising would have to wait for every token.
     """
     check_memory(model.config, memory)
     batch_size = len(state.position)
     if is_active is None:
         is_active = np.ones(batch_size, bool)
-    return step(model, state, jnp.asarray(tokens), jnp.asarray(is_active), memory=memory)
+    return decode_program(model, state, jnp.asarray(tokens), jnp.asarray(is_active), memory)
 
 
 @functools.partial(jax.jit, static_argnames="memory", donate_argnums=1)
-def step(model, state, tokens, is_active, *, memory: Memory = "kept"):
-    """`decode` on arrays that were checked."""
+def decode_program(
+    model: InferenceModel,
+    state: InferenceState,
+    tokens: jax.Array,
+    is_active: jax.Array,
+    memory: MemoryMode,
+) -> tuple[Float[Array, "B V"], InferenceState]:
+    """The compiled part of `decode`."""
     hidden, state = one_token(model, state, tokens, is_active, memory)
     return head_logits(model, hidden), state
 
@@ -46,9 +52,9 @@ def one_token(
     state: InferenceState,
     tokens: jax.Array,
     is_active: jax.Array,
-    memory: Memory,
+    memory: MemoryMode,
 ) -> tuple[Float[Array, "B D"], InferenceState]:
-    """(final hidden states, the state behind the tokens [B]), to be part of a larger program."""
+    """(final hidden states, state after the tokens [B]), as part of a larger program."""
     is_plain = True if memory == "published" else None
     lengths = is_active.astype(jnp.int32)
     hidden, state = advance(

@@ -1,4 +1,4 @@
-"""Text behind prompts, token by token: a batch of requests, each with its own settings.
+"""Generation of text after prompts: a batch of requests, each with its own settings.
 
 requests = [Request(tokens=tokenizer.encode("def main("), max_new_tokens=50)]
 for event in generate(model, tokenizer, requests):
@@ -8,7 +8,7 @@ for event in generate(model, tokenizer, requests):
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.advance import head_logits, newest
 from ttcd_jax.inference.decode import one_token
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.prefill import PIECE_SIZE, Memory, check_capacity, check_memory, stream
-from ttcd_jax.inference.sampling import SamplingConfig, batch_sampler, sample
+from ttcd_jax.inference.prefill import PIECE_SIZE, MemoryMode, check_capacity, check_memory, stream
+from ttcd_jax.inference.sampling import Sampler, SamplingConfig, batch_sampler, sample
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.inference.text import TextStream
 from ttcd_jax.sharding.rules import constrain
@@ -28,8 +28,8 @@ from ttcd_jax.sharding.rules import constrain
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """A prompt, tokens [T] without bos, and how its text goes on: until one of the `stop` strings,
-    one of the `stop_tokens` (None: the tokenizer's eos), or `max_new_tokens` tokens."""
+    """A prompt, tokens [T] without bos, and where its text ends: at one of the `stop` strings, one
+    of the `stop_tokens` (None: the tokenizer's eos), or after `max_new_tokens` tokens."""
 
     tokens: Sequence[int] | np.ndarray
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
@@ -47,25 +47,23 @@ class Request:
 
 
 class Event(NamedTuple):
-    """One token more of one row.
+    """The next token of one row.
 
-    `text` is what became certain with it, often empty: joined, the texts of a row are what it
-    generated, up to a stop string. `finish_reason` stands on a row's last event: a stop string, a
-    stop token ("eos"), or max_new_tokens ("length").
+    `text` is the part of the row's text that became certain with it, often empty; joined, the texts
+    of a row are what it generated, up to a stop string. The last event of a row has a
+    `finish_reason`: a stop string, a stop token ("eos"), or max_new_tokens ("length").
     """
 
     row: int
     text: str
-    token: int | None  # None: the row was read only
+    token: int | None  # None: the prompt was only read
     finish_reason: Literal["stop", "eos", "length"] | None
 
 
 class Generation(Iterator[Event]):
-    """The events of a batch of requests (see `generate`). `state` is the state behind everything
-    that events have told, whenever the iteration is left; to iterate on donates it.
-
-    A stop token and the token that completes a stop string are told but not read.
-    """
+    """The events of a batch of requests (see `generate`). Between events, `state` has read all
+    tokens of the events so far, except a stop token and the token that completes a stop string; the
+    next event donates it."""
 
     def __init__(
         self,
@@ -75,7 +73,7 @@ class Generation(Iterator[Event]):
         *,
         state: InferenceState | None,
         piece_size: int,
-        memory: Memory,
+        memory: MemoryMode,
     ) -> None:
         if not requests:
             raise UserError("nothing to generate: there is no request")
@@ -97,58 +95,46 @@ class Generation(Iterator[Event]):
         self._model, self._memory, self._seen = model, memory, jnp.asarray(seen)
         self._pieces = stream(model, state, tokens, lengths, piece_size=piece_size, memory=memory)
         self._sampler = batch_sampler([request.sampling for request in requests])
-        self._rows = [
-            _Row(index, request, tokenizer, prompt)
-            for index, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
-        ]
-        self._hidden = jnp.zeros(
-            (len(prompts), model.config.dim), model.config.precision.compute_dtype
-        )
-        self._events = self._generated()
-
-    def __iter__(self) -> Self:
-        return self
+        rows = enumerate(zip(requests, prompts, strict=True))
+        self._rows = [_Row(index, request, tokenizer, prompt) for index, (request, prompt) in rows]
+        dtype = model.config.precision.compute_dtype
+        self._hidden = jnp.zeros((len(prompts), model.config.dim), dtype)
+        self._events = self._generate()
 
     def __next__(self) -> Event:
         return next(self._events)
 
     def read(self) -> Iterator[int]:
-        """Reads the prompts, which the first event does otherwise, and tells after every piece how
-        many of their tokens have been read."""
+        """The number of prompt tokens read, after every piece; else the first event reads them."""
         num_read = 0
         for counts, hidden, state in self._pieces:
             self.state = state
             self._hidden = _newest(hidden, jnp.asarray(counts), self._hidden)
-            self._hidden.block_until_ready()  # pieces that wait in a queue would pile up
+            self._hidden.block_until_ready()  # bounds the pieces in flight
             num_read += int(counts.sum())
             yield num_read
 
-    def _generated(self) -> Iterator[Event]:
+    def _generate(self) -> Iterator[Event]:
         for _ in self.read():
             pass
+        model, sampler = self._model, self._sampler
         unfinished = [row for row in self._rows if row.num_left]
         yield from (Event(row.index, "", None, "length") for row in self._rows if not row.num_left)
         if not unfinished:
             return
-        tokens, self._seen = _first(
-            self._model, self._hidden, self._sampler, self._seen, self.state.position
-        )
+        position = self.state.position
+        tokens, self._seen = _first_token(model, self._hidden, sampler, self._seen, position)
         while unfinished:
             drawn = np.asarray(tokens)
             events = [row.take(int(drawn[row.index])) for row in unfinished]
             is_read = np.zeros(len(drawn), bool)
             is_read[[e.row for e in events if e.finish_reason in (None, "length")]] = True
-            if is_read.any():  # under way while the events are looked at
-                tokens, self.state, self._seen = step(
-                    *(self._model, self.state, tokens, jnp.asarray(is_read)),
-                    *(self._sampler, self._seen),
-                    memory=self._memory,
+            if is_read.any():  # computed while the caller handles the events
+                tokens, self.state, self._seen = next_token(
+                    model, self.state, tokens, is_read, sampler, self._seen, self._memory
                 )
-            unfinished = [
-                row
-                for row, event in zip(unfinished, events, strict=True)
-                if event.finish_reason is None
-            ]
+            pairs = zip(unfinished, events, strict=True)
+            unfinished = [row for row, event in pairs if event.finish_reason is None]
             yield from events
 
 
@@ -159,34 +145,35 @@ def generate(
     *,
     state: InferenceState | None = None,
     piece_size: int = PIECE_SIZE,
-    memory: Memory = "kept",
+    memory: MemoryMode = "kept",
 ) -> Generation:
-    """The events of all requests, a row each, as they come; ends when all rows are finished.
+    """The events of all requests, one row each, in the order of generation.
 
-    `state` (one row per request; donated: do not use it again) lets prompts go on where it stands,
-    else they open a document, with bos in front. A row's text does not depend on the rows beside
-    it, and a prompt that ends with a part of the text goes on with the rest of it: draws belong to
-    places. The repetition penalty counts the tokens of prompt and text, not those that `state` has
-    read.
+    `state` (one row per request; donated: do not use it again) has read the text before the
+    prompts; without it they begin a document, with bos. A row's text does not depend on the other
+    rows. Draws depend on positions, so a prompt that includes the beginning of a text is continued
+    as that text. The repetition penalty counts tokens of prompt and text, not those before `state`.
 
     Raises `UserError` and `DataError` before anything is read: no requests, another number of them
-    than rows, tokens outside the vocabulary, an empty prompt behind a state that has read something
+    than rows, tokens outside the vocabulary, an empty prompt after a state that has read tokens
     (its last logits are not kept), more tokens than a state of full attention holds.
     """
     return Generation(model, tokenizer, requests, state=state, piece_size=piece_size, memory=memory)
 
 
 class _Row:
-    """What the host knows of one row that generates."""
+    """One row on the host: its text and what ends it."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, prompt: np.ndarray):
+    def __init__(
+        self, index: int, request: Request, tokenizer: Tokenizer, prompt: np.ndarray
+    ) -> None:
         eos = (tokenizer.eos_id,)
         self.index, self.num_left = index, request.max_new_tokens
         self._stop_tokens = eos if request.stop_tokens is None else request.stop_tokens
         self._text = TextStream(tokenizer, request.stop, context=prompt)
 
     def take(self, token: int) -> Event:
-        """What the row's next token means."""
+        """The event of the row's next token."""
         self.num_left -= 1
         if token in self._stop_tokens:
             return Event(self.index, self._text.finish(), token, "eos")
@@ -204,7 +191,7 @@ def _prompts(
     requests: Sequence[Request],
     state: InferenceState | None,
 ) -> list[np.ndarray]:
-    """The tokens to read, with bos where a document begins: as packing makes documents."""
+    """The tokens to read, with bos where a document begins, as in packing."""
     if tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model "
@@ -226,8 +213,8 @@ def _prompts(
             prompt = np.concatenate([[tokenizer.bos_id], prompt])
         if not prompt.size:
             raise UserError(
-                f"request {row} is empty and its state has read {position[row]} tokens: a text "
-                "goes on from at least one token"
+                f"request {row} is empty and its state has read {position[row]} tokens: give it "
+                "at least one token"
             )
         prompts.append(prompt)
     return prompts
@@ -237,16 +224,26 @@ _newest = jax.jit(newest)
 
 
 @functools.partial(jax.jit, donate_argnames="seen")
-def _first(model, hidden, sampler, seen, index):
-    """(the first token of every row [B], `seen`, placed as `step` places it)."""
+def _first_token(
+    model: InferenceModel, hidden: jax.Array, sampler: Sampler, seen: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(first token of every row [B], `seen` with the sharding that `next_token` gives it)."""
     seen = constrain(seen, "batch", None)
     return sample(head_logits(model, hidden), sampler, seen, index), seen
 
 
 @functools.partial(jax.jit, static_argnames="memory", donate_argnames=("state", "seen"))
-def step(model, state, tokens, is_read, sampler, seen, *, memory: Memory):
-    """(the next token of every row [B], the state, the tokens seen) behind `tokens` [B], in rows
-    that read them. One program for all settings, compiled once."""
+def next_token(
+    model: InferenceModel,
+    state: InferenceState,
+    tokens: jax.Array,
+    is_read: jax.Array,
+    sampler: Sampler,
+    seen: jax.Array,
+    memory: MemoryMode,
+) -> tuple[jax.Array, InferenceState, jax.Array]:
+    """(next token of every row [B], state, tokens seen) after `tokens` [B], which the rows
+    `is_read` [B] read. One program for all settings, compiled once."""
     hidden, state = one_token(model, state, tokens, is_read, memory)
     seen = constrain(seen.at[jnp.arange(len(tokens)), tokens].set(True), "batch", None)
     return sample(head_logits(model, hidden), sampler, seen, state.position), state, seen

@@ -1,6 +1,7 @@
-"""A model as inference takes it: layer by layer, matrices in the compute dtype."""
+"""The model for inference: layer by layer, matrices in the compute dtype."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,8 +15,7 @@ from ttcd_jax.sharding.rules import rounded
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InferenceModel:
-    """A pytree of arrays. Training stacks the parameters of equal layers; here every layer's lie by
-    themselves, so that the step of one token copies none of them."""
+    """A pytree of arrays, unstacked, so that decoding a token copies no layer's parameters."""
 
     embedding: nnx.Param
     layers: tuple[Any, ...]  # the parameters of each block
@@ -26,8 +26,8 @@ class InferenceModel:
 
 
 def inference_model(model: Transformer) -> InferenceModel:
-    """The parameters of `model`, copied: matrices rounded to the compute dtype, which is what every
-    product does with them first; all others as they are."""
+    """A copy of the parameters of `model`: matrices rounded to the compute dtype, as every product
+    would round them; all others as they are."""
     dtype = model.config.precision.compute_dtype
 
     def own(weight: nnx.Param, row: int | None = None) -> nnx.Param:
@@ -41,19 +41,10 @@ def inference_model(model: Transformer) -> InferenceModel:
         place = place_of_layer(model.config, layer)
         graph, params = nnx.split(getattr(getattr(model, place.group), place.block))
         graphs.append(graph)
-        layers.append(
-            jax.tree.map(
-                lambda weight, row=place.row: own(weight, row),
-                params,
-                is_leaf=lambda x: isinstance(x, nnx.Variable),
-            )
-        )
-    embedding = own(model.embedding)
+        rows = functools.partial(own, row=place.row)
+        layers.append(jax.tree.map(rows, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+    embedding, final_norm = own(model.embedding), own(model.final_norm)
+    head = embedding if model.config.has_tied_head else own(model.head)
     return InferenceModel(
-        embedding,
-        tuple(layers),
-        own(model.final_norm),
-        embedding if model.config.has_tied_head else own(model.head),
-        model.config,
-        tuple(graphs),
+        embedding, tuple(layers), final_norm, head, model.config, blocks=tuple(graphs)
     )

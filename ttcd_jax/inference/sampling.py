@@ -1,8 +1,8 @@
-"""The next token of every row, drawn from its logits by the row's own settings.
+"""Sampling: the next token of every row from its logits, by the row's own settings.
 
-In the order and meaning of Hugging Face's logits processors: repetition penalty, temperature,
-top-k, top-p, min-p. A draw is an argmax of logits with Gumbel noise whose key is a function of the
-row's seed and index alone, so a text depends neither on its neighbours nor on its place in a batch.
+Repetition penalty, temperature, top-k, top-p, min-p, defined and ordered as Hugging Face's logits
+processors. A draw is an argmax of logits with Gumbel noise whose key depends on the row's seed and
+index alone, so a text depends neither on other rows nor on its row in the batch.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ _ALL_TOKENS = np.iinfo(np.int32).max  # top_k of a row without one
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Config):
-    """How one text is drawn; the defaults take the likeliest token.
+    """The settings of one text; the defaults are greedy.
 
-    `temperature` divides the logits, 0 is greedy. `top_k` keeps the k likeliest tokens (and those
-    as likely as the k-th), `top_p` the smallest set of likeliest tokens whose mass reaches p,
-    `min_p` the tokens with at least this share of the top probability. `repetition_penalty` r
-    divides positive logits of tokens seen before by r and multiplies negative ones (CTRL).
+    `temperature` divides the logits, 0 is greedy. `top_k` keeps the k likeliest tokens (and ties
+    with the k-th), `top_p` the smallest set of likeliest tokens whose mass reaches p, `min_p` the
+    tokens with at least this share of the top probability. `repetition_penalty` r divides positive
+    logits of tokens seen before by r and multiplies negative ones (CTRL).
     """
 
     temperature: NonNegativeFloat = 0.0
@@ -50,30 +50,27 @@ class Sampler(NamedTuple):
 
 def batch_sampler(configs: Sequence[SamplingConfig]) -> Sampler:
     """The settings of a batch, one configuration per row."""
-    top_k = [_ALL_TOKENS if config.top_k is None else config.top_k for config in configs]
-    return Sampler(
-        temperature=jnp.array([config.temperature for config in configs], jnp.float32),
-        top_k=jnp.array(top_k, jnp.int32),
-        top_p=jnp.array([config.top_p for config in configs], jnp.float32),
-        min_p=jnp.array([config.min_p for config in configs], jnp.float32),
-        repetition_penalty=jnp.array([config.repetition_penalty for config in configs], "float32"),
-        seed=jnp.array([config.seed for config in configs], jnp.uint32),
-    )
+    dtypes = {"top_k": jnp.int32, "seed": jnp.uint32}
+
+    def values(name: str) -> jax.Array:
+        found = [getattr(config, name) for config in configs]
+        found = [_ALL_TOKENS if value is None else value for value in found]
+        return jnp.array(found, dtypes.get(name, jnp.float32))
+
+    return Sampler(*map(values, Sampler._fields))
 
 
 def sample(
-    logits: Float[Array, "B V"],
-    sampler: Sampler,
-    seen: Bool[Array, "B V"],
-    index: Int[Array, "B"],
+    logits: Float[Array, "B V"], sampler: Sampler, seen: Bool[Array, "B V"], index: Int[Array, "B"]
 ) -> Int[Array, "B"]:
-    """One token per row, int32; `seen` are the tokens that the repetition penalty counts, `index`
-    is the place of the draw in the row's text (the same seed and index: the same noise). Computed
-    in float32; a batch in which no row cuts anything off is not sorted.
+    """One token per row, int32; `seen`: the tokens that the repetition penalty counts, `index`: the
+    position of the draw in the row's text (the same seed and index give the same noise). Computed
+    in float32; sorted only if some row uses top-k, top-p or min-p.
     """
-    logits = _penalized(logits.astype(jnp.float32), sampler, seen)
+    logits, penalty = logits.astype(jnp.float32), sampler.repetition_penalty[:, None]
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     is_greedy = (sampler.temperature == 0)[:, None]
-    # Of differences to the largest, the quotient is finite where it matters, however cold.
+    # Subtracting the largest logit keeps the likeliest tokens finite at any temperature.
     scores = logits - logits.max(-1, keepdims=True)
     scores = scores / jnp.where(is_greedy, 1, sampler.temperature[:, None])
     noise = jnp.where(is_greedy, 0, _gumbel(sampler.seed, index, logits.shape[-1]))
@@ -82,27 +79,22 @@ def sample(
     return jax.lax.cond(any_cuts, _draw_of_kept, _draw, scores, noise, sampler)
 
 
-def _penalized(logits, sampler: Sampler, seen):
-    penalty = sampler.repetition_penalty[:, None]
-    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def _gumbel(seed, index, size: int):
+def _gumbel(seed: jax.Array, index: jax.Array, size: int) -> jax.Array:
     """Standard Gumbel noise [B, size]."""
 
-    def draw(seed, index):
+    def draw(seed: jax.Array, index: jax.Array) -> jax.Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), index), (size,))
 
     return jax.vmap(draw)(seed, index)
 
 
-def _draw(scores, noise, sampler: Sampler):
+def _draw(scores: jax.Array, noise: jax.Array, sampler: Sampler) -> jax.Array:
     return jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)
 
 
-def _draw_of_kept(scores, noise, sampler: Sampler):
-    """The draw among the tokens that top-k, top-p and min-p leave: a beginning of the sorted row.
-    The noise belongs to the token, not to its rank, so near ties may change places."""
+def _draw_of_kept(scores: jax.Array, noise: jax.Array, sampler: Sampler) -> jax.Array:
+    """The draw among the tokens that top-k, top-p and min-p keep: the first of the sorted row. The
+    noise is that of the token, not of its rank."""
     k, p, min_p = (x[:, None] for x in (sampler.top_k, sampler.top_p, sampler.min_p))
     order = jnp.argsort(-scores, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scores, order, axis=-1)

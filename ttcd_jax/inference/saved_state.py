@@ -1,6 +1,6 @@
-"""The decoding state on disk: a long text is read once and asked about later.
+"""The decoding state on disk, so that a long text is read once and continued later.
 
-state.safetensors   the arrays      state.json   what they belong to, and how far they have read
+state.safetensors   the arrays      state.json   their model, and how many tokens they have read
 DIGEST.json         sizes and SHA-256 of both
 """
 
@@ -16,22 +16,21 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ttcd_jax.config import differences
-from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.errors import CheckpointError, UserError, listed
 from ttcd_jax.files import whole_file, whole_folder, write_json
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState, cache_slots, start_state
 from ttcd_jax.train import digest
-from ttcd_jax.train.fit import misfit
+from ttcd_jax.train.fit import by_name, misfit
 
 _ARRAYS = "state.safetensors"
 _RECORD = "state.json"
-_SHOWN = 4
 
 
 def save_state(
     folder: str | os.PathLike[str], model: InferenceModel, state: InferenceState
 ) -> None:
-    """Writes `state`, all of it or nothing, as a folder that is not there yet, or is empty.
+    """Writes `state`, all of it or nothing, as a folder that does not exist, or is empty.
 
     Raises `CheckpointError` when it cannot be written.
     """
@@ -42,8 +41,8 @@ def save_state(
         "parameters": _parameter_digest(model),
         "model": model.config.to_dict(),
     }
-    # The library writes the buffer under a view as it is: a transpose must be made contiguous.
-    arrays = {name: np.ascontiguousarray(x) for name, x in _by_name(state).items()}
+    # The library writes the buffer of a view: a transpose must be made contiguous.
+    arrays = {name: np.ascontiguousarray(x) for name, x in by_name(state).items()}
     try:
         with whole_folder(folder) as unfinished:
             with whole_file(unfinished / _ARRAYS) as file:
@@ -72,7 +71,7 @@ def load_state(folder: str | os.PathLike[str], model: InferenceModel) -> Inferen
     _check_model(folder, record, model)
     batch_size = len(record["tokens_read"])
     start = start_state(model, batch_size, max_length=record["max_length"])
-    arrays, wanted = load_file(folder / _ARRAYS), _by_name(start)
+    arrays, wanted = load_file(folder / _ARRAYS), by_name(start)
     problem = misfit(wanted, arrays, ("shape", "dtype"))
     if problem:
         raise CheckpointError(
@@ -86,10 +85,9 @@ def load_state(folder: str | os.PathLike[str], model: InferenceModel) -> Inferen
 def _check_model(folder: Path, record: dict[str, Any], model: InferenceModel) -> None:
     changed = differences(record["model"], model.config.to_dict())
     if changed:
-        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         raise CheckpointError(
-            f"the saved state {folder} is of a model of another configuration: "
-            f"{', '.join(changed[:_SHOWN])}{more}; load it with its own model"
+            f"the saved state {folder} is of a model of another configuration: {listed(changed)}; "
+            "load it with its own model"
         )
     if record["parameters"] != _parameter_digest(model):
         raise CheckpointError(
@@ -98,16 +96,10 @@ def _check_model(folder: Path, record: dict[str, Any], model: InferenceModel) ->
         )
 
 
-def _by_name(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by the names on the way to them, in order."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
 def _parameter_digest(model: InferenceModel) -> str:
     """SHA-256 of all parameters with their names, dtypes and shapes."""
     sha256 = hashlib.sha256()
-    for name, leaf in _by_name(model).items():
+    for name, leaf in by_name(model).items():
         array = np.asarray(leaf)
         sha256.update(f"{name} {array.dtype} {array.shape}\n".encode())
         sha256.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))

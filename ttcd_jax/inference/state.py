@@ -1,4 +1,4 @@
-"""The decoding state: constant in size, whatever was read.
+"""The decoding state, of constant size however many tokens were read.
 
 Elements per row and layer, with W the window (`max_length` of full attention), L the tokens of a
 chunk, R the taps of a convolution; sums and running weights are in the state dtype (float32), all
@@ -17,7 +17,6 @@ else in the compute dtype:
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -34,23 +33,22 @@ from ttcd_jax.sharding import rules
 
 
 class InferenceState(NamedTuple):
-    """Rows in the middle of their documents. A pytree; the batch axis is every array's first."""
+    """The state of all rows: a pytree whose arrays have the batch axis first."""
 
     position: Int[Array, " B"]  # tokens read so far
-    chunk_start: Int[Array, " B"]  # where chunks are counted from: 0 but in published decoding
+    chunk_start: Int[Array, " B"]  # of the first chunk: not 0 in published decoding only
     layers: tuple[dict[str, Any], ...]  # a block's sub-layers by name
 
 
 def start_state(
     model: InferenceModel, batch_size: int, *, max_length: int | None = None
 ) -> InferenceState:
-    """The state before `batch_size` rows, laid out on the mesh in use as `state_axes` says.
+    """The state before `batch_size` rows, sharded over the mesh in use by `state_axes`.
 
-    `max_length`: the most tokens that a row will have, for full attention, which keeps all keys;
-    a window needs none.
+    `max_length`: the most tokens that a row will have, which full attention needs.
 
     Raises `UserError` for full attention without `max_length`, a model that reads tokens ahead, a
-    batch that does not divide among the devices, and for a mesh that cuts rows (seq > 1).
+    batch that does not divide among the devices, and a mesh that shards rows (seq > 1).
     """
     if batch_size < 1:
         raise UserError(f"batch_size {batch_size} must be at least 1")
@@ -88,8 +86,7 @@ def cache_slots(state: InferenceState) -> int | None:
 
 
 def fresh_memories(model: InferenceModel, state: InferenceState) -> InferenceState:
-    """The state with in-place memories as they are before rows begin, and chunks counted from
-    here."""
+    """The state with in-place memories as at the start, and chunks that begin at its position."""
     fresh = _start(model, batch_size=len(state.position), max_length=1)
     blocks = zip(block_configs(model.config), state.layers, fresh.layers, strict=True)
     layers = tuple(
@@ -112,20 +109,15 @@ def state_axes(state: InferenceState) -> InferenceState:
 def state_bytes(
     config: TransformerConfig, batch_size: int, max_length: int | None = None
 ) -> dict[str, int]:
-    """Bytes of a state by what they hold, without making it: `attention` (rings of keys and
-    values), `memory` (sums, running weights and delta-rule states), `open chunk` (with the tokens
-    that convolutions look back at), `total`. A layer's state says which of its arrays is what
-    (`kinds`)."""
+    """Bytes of a state by kind, without making it: `attention` (rings of keys and values), `memory`
+    (sums, running weights and delta-rule states), `open chunk` (with the tokens that convolutions
+    look back at), `total`. A layer's state sorts its arrays (`kinds`)."""
     model = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
     make = functools.partial(_start, batch_size=batch_size, max_length=max_length)
     state = jax.eval_shape(make, model)
     sizes = {"attention": 0, "memory": 0, "open chunk": 0}
-    for kind, part in _kinds(state.layers):
-        arrays = jax.tree.leaves(part)
-        sizes[kind] += sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+    for node in jax.tree.leaves(state.layers, is_leaf=lambda node: hasattr(node, "kinds")):
+        for kind, part in node.kinds().items():
+            arrays = jax.tree.leaves(part)
+            sizes[kind] += sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
     return sizes | {"total": sum(sizes.values())}
-
-
-def _kinds(layers: Any) -> Iterator[tuple[str, Any]]:
-    for node in jax.tree.leaves(layers, is_leaf=lambda node: hasattr(node, "kinds")):
-        yield from node.kinds().items()

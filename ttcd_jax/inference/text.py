@@ -1,4 +1,4 @@
-"""Text as its tokens come: whole characters only, up to the first stop string."""
+"""The text of tokens one at a time: whole characters, up to the first stop string."""
 
 from collections.abc import Sequence
 
@@ -6,31 +6,30 @@ import numpy as np
 
 from ttcd_jax.data.tokenizer import Tokenizer
 
-_REPLACEMENT = "\ufffd"  # what decoding makes of bytes that are not, or not yet, UTF-8
-_LONGEST_TAIL = 3  # bytes of a character that lacks its last, hence replacements to hold back
+_REPLACEMENT = "\ufffd"  # decoded from bytes that are not, or not yet, UTF-8
+_LONGEST_TAIL = 3  # bytes of an incomplete character, hence the most replacements to hold back
 _MIN_WINDOW, _MAX_WINDOW = 8, 16  # tokens, of one byte at least
 
 
 class Detokenizer:
-    """The text of tokens one at a time: joined, what `push` and `finish` return is what the
+    """The text of tokens one at a time: joined, the strings of `push` and `finish` are what the
     tokenizer decodes from all of them.
 
-    A piece's text may depend on the pieces before it, and a character may be spread over several,
-    so a window of the last tokens is decoded for each: from the last place at which the text was
-    complete and had been given out, and never more than 16 of them. `context` are the tokens in
-    front of the first; their text is not repeated.
+    A token's text may depend on the tokens before it, and a character may span several. So every
+    token decodes a window of at most 16, from the last position at which the text was complete and
+    given out. `context`: the tokens before the first; their text is not repeated.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] | np.ndarray = ()) -> None:
         self._tokenizer = tokenizer
         window = [int(token) for token in context[-_MIN_WINDOW:]]
-        # Cut inside a character the window would begin with a replacement.
+        # A window that begins inside a character would begin with a replacement.
         while window and tokenizer.decode(window).startswith(_REPLACEMENT):
             window = window[1:]
         self._continue_from(window)
 
     def push(self, token: int) -> str:
-        """The text that is certain with one token more, often empty."""
+        """The text that becomes certain with this token, often empty."""
         if token >= self._tokenizer.vocab_size or not self._tokenizer.num_bytes(token):
             return ""
         self._window.append(token)
@@ -46,7 +45,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """The rest: a character that was never completed, as U+FFFD."""
+        """The rest: an incomplete character, as U+FFFD."""
         return self._tokenizer.decode(self._window)[self._num_given :]
 
     def _continue_from(self, window: list[int]) -> None:
@@ -62,10 +61,8 @@ def _num_certain(text: str) -> int:
 
 
 class TextStream:
-    """The text of tokens one at a time, up to the first of the `stop` strings, which is left out.
-
-    Text that may be the beginning of a stop string is held back until it is known.
-    """
+    """The text of tokens one at a time, up to the first of the `stop` strings, without it; text
+    that may be the beginning of one is held back."""
 
     def __init__(
         self,
@@ -79,8 +76,7 @@ class TextStream:
         self.is_stopped = False  # whether a stop string has been found
 
     def push(self, token: int) -> str:
-        """The text that one more token makes certain. None of the tokens after a stop string has
-        any."""
+        """The text that becomes certain with this token; none after a stop string."""
         return self._given(self._detokenizer.push(token))
 
     def finish(self) -> str:
@@ -97,7 +93,7 @@ class TextStream:
         found = [(start + len(stop), start) for start, stop in starts if start >= 0]
         self.is_stopped = bool(found)
         if found:
-            # The first to end: so it is the same however the text was cut into tokens.
+            # The first to end, so that tokenization makes no difference.
             self._held, given = "", text[: min(found)[1]]
             return given
         num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
@@ -106,6 +102,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that are a beginning of `stop`, though not all of it."""
+    """Characters at the end of `text` that are a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -23,6 +22,7 @@ from ttcd_jax.train.state import (
     init_state,
     logical_axes,
     placed_as,
+    state_of,
     state_shardings,
 )
 from ttcd_jax.train.step import TrainStep, make_train_step
@@ -31,7 +31,7 @@ BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 
 
 def check(config: RunConfig) -> None:
-    """What no single configuration can see. Raises `UserError`."""
+    """Checks the vocabulary of model and data. Raises `UserError`."""
     needed = vocab_size(config.data)
     if config.model.vocab_size < needed:
         raise UserError(
@@ -41,8 +41,8 @@ def check(config: RunConfig) -> None:
 
 
 def placement(config: RunConfig, mesh: Mesh) -> Placement:
-    """Where the batches of the run lie. Raises `UserError` when they, or the parts they are
-    computed in, do not divide among the devices."""
+    """The sharding of the run's batches. Raises `UserError` when they, or the parts in which they
+    are computed, do not divide among the devices."""
     devices = math.prod(mesh.shape[axis] for axis in BATCH)
     rows = config.batch_size // config.accumulation_steps
     if rows % devices:
@@ -57,19 +57,19 @@ def placement(config: RunConfig, mesh: Mesh) -> Placement:
 def build_data(
     config: RunConfig, rows: Sequence[int], make: MakeBatches | None = None
 ) -> tuple[StepBatches, dict[str, Any]]:
-    """(batches of the training split, or those that the caller makes, of which this process has
-    `rows`; manifest)."""
+    """(batches of the training split, or those that the caller makes; manifest). This process gets
+    `rows` of every batch."""
     data, size = config.data, config.batch_size
     if isinstance(data, BatchesConfig):
         if make is None:
             raise UserError("RunConfig.data is BatchesConfig: pass batches to ttcd_jax.train_run")
-        shape, vocab_size = (size, data.seq_len + 1), config.model.vocab_size
-        batches = CallerBatches(make, shape=shape, vocab_size=vocab_size, rows=rows)
+        shape, entries = (size, data.seq_len + 1), config.model.vocab_size
+        batches = CallerBatches(make, shape=shape, vocab_size=entries, rows=rows)
         return batches, {"kind": "batches"}
     if make is not None:
         raise UserError(
-            f"RunConfig.data is {type(data).__name__}, which makes the batches: set BatchesConfig "
-            "to pass them to ttcd_jax.train_run"
+            f"RunConfig.data is {type(data).__name__}, which makes batches: set BatchesConfig to "
+            "pass them to ttcd_jax.train_run"
         )
     source, manifest = build_source(data, seed=config.seed)
     batches = Batches(
@@ -79,7 +79,7 @@ def build_data(
 
 
 def _optimizer(config: RunConfig) -> tuple[OptimizerConfig, optax.GradientTransformation]:
-    """The schedule lasts as long as the run, unless it says otherwise."""
+    """(configuration, optimizer); a schedule without `steps` has those of the run."""
     schedule = config.optimizer.schedule
     if schedule.steps is None:
         schedule = schedule.replace(steps=config.steps)
@@ -88,8 +88,7 @@ def _optimizer(config: RunConfig) -> tuple[OptimizerConfig, optax.GradientTransf
 
 
 def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
-    """The compiled step, to be called under `jax.set_mesh(mesh)`; the state it is given is
-    consumed."""
+    """The compiled step, to be called under `jax.set_mesh(mesh)`; it donates its state."""
     resolved, optimizer = _optimizer(config)
     step = make_train_step(
         config.model,
@@ -98,32 +97,28 @@ def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         accumulation_steps=config.accumulation_steps,
         loss_rows=config.loss_rows,
     )
-    places = _places(config, mesh), replicated(mesh)
-    return jax.jit(step, donate_argnums=0, out_shardings=places)
+    return jax.jit(
+        step, donate_argnums=0, out_shardings=(_shardings(config, mesh), replicated(mesh))
+    )
 
 
-def _places(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+def _shardings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     return state_shardings(config.model, _optimizer(config)[1], mesh)
 
 
 def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
-    """Shapes, dtypes and places of the training state; nothing is allocated."""
-    return placed_as(jax.eval_shape(_init(config)), _places(config, mesh))
+    """Shapes, dtypes and shardings of the training state; nothing is allocated."""
+    return placed_as(jax.eval_shape(_init(config)), _shardings(config, mesh))
 
 
 def fresh_state(config: RunConfig, mesh: Mesh) -> TrainState:
-    return jax.jit(_init(config), out_shardings=_places(config, mesh))()
+    return jax.jit(_init(config), out_shardings=_shardings(config, mesh))()
 
 
-def state_of(config: RunConfig, mesh: Mesh, params: dict[str, Any]) -> TrainState:
-    """The training state before the first step, with `params`, which are consumed."""
-    _, optimizer = _optimizer(config)
-
-    def start(params: dict[str, Any]) -> TrainState:
-        count = jnp.zeros((), jnp.int32)
-        return TrainState(params=params, opt_state=optimizer.init(params), step=count)
-
-    return jax.jit(start, out_shardings=_places(config, mesh), donate_argnums=0)(params)
+def state_with(config: RunConfig, mesh: Mesh, params: dict[str, Any]) -> TrainState:
+    """The training state before the first step, with `params`, which are donated."""
+    make = functools.partial(state_of, _optimizer(config)[1])
+    return jax.jit(make, out_shardings=_shardings(config, mesh), donate_argnums=0)(params)
 
 
 def _init(config: RunConfig) -> Callable[[], TrainState]:
@@ -132,8 +127,8 @@ def _init(config: RunConfig) -> Callable[[], TrainState]:
 
 
 def abstract_batch(config: RunConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and places of one batch."""
+    """Shapes, dtypes and shardings of one batch."""
     shape = (config.batch_size, config.data.seq_len)
-    place = NamedSharding(mesh, spec(("batch", "length"), mesh))
+    where = NamedSharding(mesh, spec(("batch", "length"), mesh))
     kinds = dict.fromkeys(BATCH_FIELDS, "int32") | {"loss_mask": "bool"}
-    return {name: jax.ShapeDtypeStruct(shape, kind, sharding=place) for name, kind in kinds.items()}
+    return {name: jax.ShapeDtypeStruct(shape, kind, sharding=where) for name, kind in kinds.items()}

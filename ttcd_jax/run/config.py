@@ -1,4 +1,4 @@
-"""What one run is: the root of every .gin file and of `config.json`."""
+"""The configuration of a run: the root of every .gin file and of `config.json`."""
 
 import dataclasses
 
@@ -11,8 +11,7 @@ from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.loss import DEFAULT_ROWS
 from ttcd_jax.train.optimizer import OptimizerConfig
 
-# The fields that a run may go on with another value of: where and in which parts a step is
-# computed, and what is evaluated; not what it computes.
+# The fields that may change when a run is resumed: sharding, parts of a step, evaluations.
 LAYOUT = ("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks")
 
 
@@ -20,10 +19,10 @@ LAYOUT = ("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks")
 class RunConfig(Config):
     """`batch_size` rows per step, computed in `accumulation_steps` parts one after another.
     `loss_rows`: rows of logits that exist at once. `start_from`: a run directory whose newest
-    parameters this run starts from, with a fresh optimizer; those that it lacks are drawn as those
-    of a fresh run are. `start_drops`: patterns (`layers/*/mlp/proj`) of the parameters of that run
-    that are not taken. `evaluate_every`: steps between evaluations of `tasks` on the current
-    parameters, None for none. A run may go on with another `LAYOUT` than it was started with.
+    parameters this run starts from, with a fresh optimizer; missing ones are drawn from `seed`.
+    `start_drops`: patterns (`layers/*/mlp/proj`) of parameters that are not taken from it.
+    `evaluate_every`: steps between evaluations of `tasks` on the current parameters, None for none.
+    The fields `LAYOUT` may change when a run is resumed.
     """
 
     model: TransformerConfig
@@ -48,8 +47,8 @@ class RunConfig(Config):
             find_task(name)
         if self.start_drops and self.start_from is None:
             raise UserError(
-                f"RunConfig.start_drops {self.start_drops} names parameters of no run: set "
-                "RunConfig.start_from"
+                f"RunConfig.start_drops {self.start_drops} without RunConfig.start_from: set the "
+                "run whose parameters it names"
             )
         if self.batch_size % self.accumulation_steps:
             raise UserError(

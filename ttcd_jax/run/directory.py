@@ -1,12 +1,12 @@
-"""The run directory: what a run writes, and all that evaluation needs.
+"""The run directory: the files that a run writes, all that evaluation needs.
 
 config.json      FORMAT and the configuration  config.gin        the file and parameters given
 data.json        manifest of the data          environment.json  versions and device
 checkpoints/     Orbax steps with digests      metrics.jsonl, tensorboard/
 eval/            results of evaluations        lock              held by the training process
 
-A run that was imported has import.json (where from, digests, dtypes) instead of what tells of data,
-and tokenizer.json when it came with one.
+An imported run has import.json (origin, digests, dtypes) instead of data.json, and its
+tokenizer.json if it came with one.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from ttcd_jax.config import differences
 from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.records import records_tokenizer
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
-from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.errors import CheckpointError, DataError, UserError, listed
 from ttcd_jax.files import write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
@@ -37,10 +37,9 @@ from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, w
 TOKENIZER = "tokenizer.json"
 IMPORTED = "imported"  # the type of data of a run that was imported
 
-# 1 stored layers as models stack them, 2 stores them one by one.
+# 1 stored layers stacked, 2 stores them one by one.
 FORMAT = 2
 
-_SHOWN = 4
 _IMPORT = "import.json"
 
 
@@ -57,8 +56,7 @@ class RunDirectory:
         return (self.path / "config.json").exists()
 
     def read_config(self) -> dict[str, Any]:
-        """The resolved configuration as JSON. Raises `UserError` when there is none, or one of
-        another format."""
+        """The resolved configuration as JSON. Raises `UserError` for none or another format."""
         config = self._read("config.json")
         found = config.pop("format", 1)
         if found != FORMAT:
@@ -75,11 +73,8 @@ class RunDirectory:
         data: dict[str, Any],
         layout: tuple[str, ...] = (),
     ) -> None:
-        """Writes the files of a new run, or checks that an old one is the same run. The fields
-        `layout` may differ: they say where it is computed, not what.
-
-        Raises `UserError` naming the fields that differ, `DataError` when the data changed.
-        """
+        """Writes the files of a new run, or checks that the run here is the same but for the fields
+        `layout`. Raises `UserError` naming the fields that differ, `DataError` for other data."""
         if not self.is_claimed:
             if self.path.exists() and any(p.name != "lock" for p in self.path.iterdir()):
                 raise UserError(
@@ -88,43 +83,38 @@ class RunDirectory:
                 )
             if source is not None:
                 write_whole(self.path / "config.gin", source)
-            write_json(self.path / "data.json", data)
-            write_json(self.path / "environment.json", _environment())
-            write_json(self.path / "config.json", {"format": FORMAT} | config)
+            self._write(config, "data.json", data)
             return
-        old, new = (
-            {name: value for name, value in fields.items() if name not in layout}
-            for fields in (self.read_config(), config)
-        )
-        differing = differences(old, new)
-        if differing:
-            shown = ", ".join(differing[:_SHOWN])
-            more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        old = self.read_config()
+        for name in layout:
+            old[name] = config[name]
+        if differing := differences(old, config):
             raise UserError(
-                f"{self.path} holds a run of another configuration: {shown}{more}; choose another "
-                "--run_dir, or start again with the old configuration"
+                f"{self.path} holds a run of another configuration: {listed(differing)}; choose "
+                "another --run_dir, or start again with the old configuration"
             )
-        if self._read("data.json") != data:
+        if changed := differences(self._read("data.json"), data):
             raise DataError(
-                f"the training data changed since {self.path} was started "
-                f"({differences(self._read('data.json'), data)[0]}): restore it, or choose "
-                "another --run_dir"
+                f"the training data changed since {self.path} was started ({changed[0]}): restore "
+                "it, or choose another --run_dir"
             )
 
     def write_import(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Writes the files of a run that was imported: its configuration and where it is from."""
+        """Writes the files of an imported run: its configuration and its origin."""
+        self._write(config, _IMPORT, facts)
+
+    def _write(self, config: dict[str, Any], name: str, facts: dict[str, Any]) -> None:
         write_json(self.path / "environment.json", _environment())
-        write_json(self.path / _IMPORT, facts)
+        write_json(self.path / name, facts)
         write_json(self.path / "config.json", {"format": FORMAT} | config)
 
     def read_import(self) -> dict[str, Any] | None:
-        """Where an imported run is from; None for a run that was trained."""
+        """The origin of an imported run; None for a run that was trained."""
         return self._read(_IMPORT) if (self.path / _IMPORT).exists() else None
 
     @contextlib.contextmanager
     def lock(self, *, waits: bool = False) -> Iterator[None]:
-        """Holds the directory for one process; another waits, or gets a `UserError` that names
-        it."""
+        """Locks the directory for one process; another waits, or gets a `UserError` naming it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = (self.path / "lock").open("a+", encoding="utf-8")
@@ -172,8 +162,8 @@ def load_params(
     step: int | None = None,
     model_changes: dict[str, Any] | None = None,
 ) -> LoadedParams:
-    """What `load_run` makes its model of; the same arguments and errors. On the mesh in use
-    (`jax.set_mesh`) if there is one, else on the first device."""
+    """`load_run` without the model: parameters on the mesh in use (`jax.set_mesh`) if there is one,
+    else on the first device. The same arguments and errors."""
     directory = RunDirectory(run_dir)
     config = model_config(directory).replace(**(model_changes or {}))
     params = abstract_params(config)
@@ -188,7 +178,7 @@ def load_params(
 def open_checkpoints(
     directory: RunDirectory, model: TransformerConfig | None = None
 ) -> contextlib.closing[Checkpoints]:
-    """The checkpoints of a run, to be read: of `model`, or by their names on disk."""
+    """The checkpoints of a run, read-only: of `model`, or with the names on disk."""
     if not directory.checkpoints.is_dir():
         raise CheckpointError(f"{directory.path} holds no checkpoint yet: train it first")
     return contextlib.closing(Checkpoints(directory.checkpoints, model=model, is_read_only=True))
@@ -200,8 +190,8 @@ def model_config(directory: RunDirectory) -> TransformerConfig:
 
 
 class LoadedRun(NamedTuple):
-    """A trained model with its configuration. `tokenizer` is None for synthetic data, and for a run
-    that was imported without one."""
+    """A trained model with its configuration. `tokenizer` is None for synthetic data, and for an
+    imported run without one."""
 
     model: Transformer
     config: TransformerConfig
@@ -216,9 +206,8 @@ def load_run(
 ) -> LoadedRun:
     """The model of a run directory at its newest intact checkpoint, or at `step`.
 
-    Reads `config.json` and the checkpoint's parameters: no gin, no source of the run, no optimizer
-    state. `model_changes` replaces fields of the `TransformerConfig` that leave the parameters as
-    they are (`{"memory": config.memory.replace(eta=0.0)}`).
+    Reads only `config.json` and the checkpoint's parameters. `model_changes` replaces fields of the
+    `TransformerConfig` that keep the parameters (`{"memory": config.memory.replace(eta=0.0)}`).
 
         run = load_run("runs/quickstart/text")
         logits = run.model(tokens)                       # [B, T, V]
@@ -233,8 +222,8 @@ def load_run(
 
 
 def run_tokenizer(directory: RunDirectory) -> Tokenizer | None:
-    """The tokenizer of the run's data, None without one; a file of it in the directory takes
-    precedence over its path."""
+    """The tokenizer of the run's data, None without one; its file in the directory takes precedence
+    over the configured path."""
     data = directory.read_config()["data"]
     if data["type"] == RecordsConfig.__name__:
         config = records_tokenizer(Path(data["paths"][0]))

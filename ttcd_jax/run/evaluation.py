@@ -13,9 +13,9 @@ from ttcd_jax.train.state import TrainState, abstract_model, with_params
 def evaluation_callbacks(
     config: RunConfig, run_dir: RunDirectory, write: Callable[[int, dict[str, float]], None]
 ) -> list[StateCallback]:
-    """One that calls `write` with (steps done, metrics TASK/VARIANT/BUCKET) every `evaluate_every`
-    steps and after the last; none without `evaluate_every`. The rows are made here, once, so that a
-    task that does not fit the data raises its `UserError` before the first step."""
+    """A callback that gives `write` (steps done, metrics TASK/VARIANT/BUCKET) every
+    `evaluate_every` steps and after the last; none without `evaluate_every`. Rows are made here, so
+    that a task that does not fit the data raises its `UserError` before the first step."""
     every = config.evaluate_every
     if every is None:
         return []
@@ -27,7 +27,7 @@ def evaluation_callbacks(
 
     def evaluate(step: int, state: TrainState) -> None:
         if step % every and step != config.steps:
-            return  # the run was stopped: it evaluates where it would have without
+            return  # the run was stopped: when it is resumed it evaluates on time
         current = subject._replace(model=with_params(config.model, state["params"]))
         tables = ((task, task.table(task.series(current, rows))) for task, rows in made)
         metrics = {

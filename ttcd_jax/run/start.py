@@ -1,5 +1,5 @@
-"""A run that starts from another one's parameters: any whose layers fit, whatever method they
-train, by their names on disk."""
+"""The start of a run from another one's parameters, by their names on disk: any whose layers fit,
+whatever method they train."""
 
 import fnmatch
 import re
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from ttcd_jax.errors import CheckpointError, UserError
@@ -16,13 +16,13 @@ from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, model_config, open_checkpoints
 from ttcd_jax.sharding.batch import replicated
-from ttcd_jax.train.fit import misfit
+from ttcd_jax.train.fit import by_name, misfit
 from ttcd_jax.train.layers_on_disk import Leaves, stacked, stored_params, unstacked
 from ttcd_jax.train.state import TrainState, init_params
 
 
 class StartPlan(NamedTuple):
-    """What becomes of the parameters, by their names on disk."""
+    """The parameters by what becomes of them, by their names on disk."""
 
     taken: tuple[str, ...]
     initialised: tuple[str, ...]
@@ -30,17 +30,15 @@ class StartPlan(NamedTuple):
 
     def lines(self) -> list[str]:
         """The parameters that are not taken, a line for each name with all its layers."""
-        return [
-            *(f"initialised: {name}" for name in _by_layers(self.initialised)),
-            *(f"dropped: {name}" for name in _by_layers(self.dropped)),
-        ]
+        kinds = {"initialised": self.initialised, "dropped": self.dropped}
+        return [f"{kind}: {name}" for kind, names in kinds.items() for name in _by_layers(names)]
 
 
 def inherited_model(
     run_dir: RunDirectory,
 ) -> Callable[[str, dict[str, Any]], TransformerConfig | None]:
-    """For `load_config`: a run without a model of its own has that of the run it starts from, but
-    for what is bound singly; once it has started, that of its own directory."""
+    """For `load_config`: a run without a model has that of the run it starts from, or of its own
+    directory once it has started; fields that are bound singly replace those of either."""
 
     def inherit(field: str, values: dict[str, Any]) -> TransformerConfig | None:
         start_from = values.get("start_from")
@@ -52,12 +50,12 @@ def inherited_model(
 
 
 def plan_start(config: RunConfig) -> StartPlan:
-    """What this run takes of `start_from`; nothing is read but its configuration. Raises
+    """The parameters that this run takes from `start_from`, by the two configurations alone. Raises
     `UserError` for a pattern of `start_drops` that names nothing, `CheckpointError` for parameters
     of another shape, and for those that the model lacks."""
     assert config.start_from is not None
-    stored = _named(stored_params(model_config(RunDirectory(config.start_from))))
-    model = _named(stored_params(config.model))
+    stored = stored_params(model_config(RunDirectory(config.start_from)))
+    model = stored_params(config.model)
     dropped: set[str] = set()
     for pattern in config.start_drops:
         found = fnmatch.filter(stored, pattern)
@@ -79,50 +77,41 @@ def plan_start(config: RunConfig) -> StartPlan:
 
 
 def started_state(config: RunConfig, mesh: Mesh) -> tuple[int, StartPlan, TrainState]:
-    """(step of the other run, what was taken of it, state on `mesh`): the newest parameters of
-    `start_from`; those that it lacks, and all else, fresh."""
+    """(step of the other run, plan, state on `mesh`): the newest parameters of `start_from`; those
+    that it lacks, and all else, fresh."""
     assert config.start_from is not None
     plan, model = plan_start(config), config.model
-    abstract = flatten_dict(build.abstract_state(config, mesh)["params"])
-    on_disk = unstacked(model, abstract)
-    step, rows = _taken(RunDirectory(config.start_from), plan, on_disk, mesh)
-    lacking = {path: leaf.sharding for path, leaf in on_disk.items() if path not in rows}
+    abstract = by_name(build.abstract_state(config, mesh)["params"])
+    wanted = unstacked(model, abstract)
+    step, rows = _taken(RunDirectory(config.start_from), plan, wanted, mesh)
+    lacking = {name: leaf.sharding for name, leaf in wanted.items() if name not in rows}
 
     def fresh() -> Leaves:
-        drawn = unstacked(model, flatten_dict(init_params(model, config.seed)))
-        return {path: drawn[path] for path in lacking}
+        drawn = unstacked(model, by_name(init_params(model, config.seed)))
+        return {name: drawn[name] for name in lacking}
 
     rows |= jax.jit(fresh, out_shardings=lacking)()
-    params = unflatten_dict(stacked(model, rows, abstract))
-    return step, plan, build.state_of(config, mesh, params)
+    params = unflatten_dict(stacked(model, rows, abstract), sep="/")
+    return step, plan, build.state_with(config, mesh, params)
 
 
 def _taken(
-    directory: RunDirectory, plan: StartPlan, on_disk: Leaves, mesh: Mesh
+    directory: RunDirectory, plan: StartPlan, wanted: Leaves, mesh: Mesh
 ) -> tuple[int, Leaves]:
-    """(step, parameters that are taken, as `on_disk` has them)."""
-    stored = stored_params(model_config(directory))
-    like = {path: _like(leaf, on_disk.get(path), mesh) for path, leaf in stored.items()}
-    with open_checkpoints(directory) as checkpoints:
-        step, params = checkpoints.restore_params(unflatten_dict(like))
-    rows: Leaves = flatten_dict(params)
-    return step, {
-        path: leaf.astype(on_disk[path].dtype)
-        for path, leaf in rows.items()
-        if "/".join(path) in plan.taken
+    """(step, parameters that are taken, sharded and of the dtype as `wanted`); those that are
+    dropped are read replicated."""
+    like = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=wanted[name].sharding if name in plan.taken else replicated(mesh),
+        )
+        for name, leaf in stored_params(model_config(directory)).items()
     }
-
-
-def _like(stored: Any, wanted: Any | None, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """A stored leaf, placed as the row that it becomes; what is dropped, on every device."""
-    where = replicated(mesh)
-    if wanted is not None and wanted.shape == stored.shape:
-        where = wanted.sharding
-    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=where)
-
-
-def _named(leaves: Leaves) -> dict[str, Any]:
-    return {"/".join(path): leaf for path, leaf in leaves.items()}
+    with open_checkpoints(directory) as checkpoints:
+        step, params = checkpoints.restore_params(unflatten_dict(like, sep="/"))
+    rows = by_name(params)
+    return step, {name: rows[name].astype(wanted[name].dtype) for name in plan.taken}
 
 
 def _by_layers(names: Iterable[str]) -> list[str]:

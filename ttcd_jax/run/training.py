@@ -1,5 +1,4 @@
-"""Training a run: from its configuration to the files of its directory, in one call that also
-resumes it."""
+"""Training a run, or resuming it, in one call: from its configuration to its directory's files."""
 
 import contextlib
 import os
@@ -30,7 +29,7 @@ from ttcd_jax.train.watchdog import Watchdog
 
 
 class TrainedRun(NamedTuple):
-    """How far a run is: steps done, and the signal that stopped it before its last one."""
+    """Steps done, and the signal that stopped the run before its last step."""
 
     step: int
     stopped_by: str | None = None
@@ -49,10 +48,10 @@ def train_run(
     """Trains a run to its last step; a run directory that has checkpoints is resumed.
 
     `batches`, for a run whose data are `BatchesConfig`, makes the batches from a given step on.
-    `source` is kept: the text that the configuration was read from. The steps of `profile` are
-    traced. SIGTERM and Ctrl-C finish the step, save and return, a second Ctrl-C ends the process,
-    SIGUSR2 traces three steps. To be called in the main thread of every process of the job; one
-    whose step takes longer than `hang_seconds`, and 20 times the median step, counts as lost.
+    `source`, the text of the configuration, is stored. The steps of `profile` are traced. SIGTERM
+    and Ctrl-C finish the step, save and return; a second Ctrl-C ends the process; SIGUSR2 traces
+    three steps. To be called in the main thread of every process of the job, which counts as lost
+    when a step takes longer than `hang_seconds` and 20 times the median step.
 
     Raises `UserError` for a configuration or directory that cannot be trained, and its subclasses
     for data, checkpoints and a loss that is not finite.
@@ -72,7 +71,7 @@ def train_run(
 
 
 def check(config: RunConfig, directory: RunDirectory) -> None:
-    """What no single configuration can see. Raises `UserError`."""
+    """Checks the configurations against each other and `start_from`. Raises `UserError`."""
     build.check(config)
     if config.start_from is not None and not directory.is_claimed:
         plan_start(config)
@@ -88,7 +87,7 @@ def _train(
     on_metrics: Sequence[MetricCallback],
     profile: range,
 ) -> TrainedRun:
-    """Trains to the end or to a stop, tracing the steps of `profile`."""
+    """`train_run` in the claimed directory, on the mesh."""
     with _StopSignal() as stop, _checkpoints(config, directory, watchdog) as checkpoints:
 
         def save(step: int, state: TrainState) -> None:
@@ -129,7 +128,7 @@ def _train(
 def _checkpoints(
     config: RunConfig, directory: RunDirectory, watchdog: Watchdog
 ) -> Iterator[Checkpoints]:
-    """The checkpoints of the run, closed in the end unless a process was lost."""
+    """The checkpoints of the run, closed on exit unless a process was lost."""
     checkpoints = Checkpoints(
         directory.checkpoints, model=config.model, keep=config.keep_checkpoints
     )
@@ -146,8 +145,8 @@ def _checkpoints(
 def _initial_state(
     config: RunConfig, checkpoints: Checkpoints, mesh: Mesh
 ) -> tuple[int, TrainState]:
-    """(steps done, state): from the newest intact checkpoint if there is one, else from the run
-    that the configuration names, else from the seed."""
+    """(steps done, state) of the newest intact checkpoint if there is one, else of `start_from`,
+    else of the seed."""
     if multihost_utils.broadcast_one_to_all(bool(checkpoints.steps())):
         done, restored = checkpoints.restore(dict(build.abstract_state(config, mesh)))
         say(f"resumed at step {done}")
@@ -155,7 +154,7 @@ def _initial_state(
     if config.start_from is None:
         return 0, build.fresh_state(config, mesh)
     step, plan, state = started_state(config, mesh)
-    # From here on this directory alone decides: the other run may go on, or go away.
+    # Resuming needs this directory alone, whatever becomes of the other run.
     checkpoints.save(0, dict(state))
     say(f"starts from step {step} of {config.start_from}: {len(plan.taken)} parameters taken")
     for line in plan.lines():
@@ -164,11 +163,8 @@ def _initial_state(
 
 
 class _StopSignal:
-    """SIGTERM or SIGINT seen; a second one ends the process at once. The handlers that were there
-    are put back in the end.
-
-    Several processes agree on a step: JAX hears SIGTERM, of whichever process, and informs them
-    all; a handler of ours would hide it.
+    """Notes SIGTERM or SIGINT; a second one ends the process at once. The previous handlers are
+    restored on exit. With several processes JAX handles SIGTERM, so that all stop at one step.
     """
 
     def __init__(self) -> None:

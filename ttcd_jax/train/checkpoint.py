@@ -4,15 +4,13 @@ A step directory holds two items, `params` (all that evaluation reads) and `trai
 state), plus `DIGEST.json`. On disk a state is a plain nested dict of arrays, and the layers of a
 model are stored one by one (`train.layers_on_disk`).
 
-A step is *sealed* once its digest is written, in the background, right after Orbax has committed
-it. A process killed between the two leaves an unsealed step: complete, as Orbax commits by rename,
-but not provably intact. Therefore
+A step is *sealed* by its digest, written in the background after Orbax has committed it. A process
+killed between the two leaves an unsealed step, complete but not provably intact:
 
-* `step=None` takes the newest sealed and intact step. Newer ones, damaged or unsealed, are named in
-  one warning, and a writer renames them to `N.refused`, since Orbax would save none of these steps
-  again. Going back is always right: training repeats the steps in between exactly;
-* if no step at all is sealed, the newest one is accepted with a warning;
-* an unsealed step named by the user is accepted with a warning, a damaged one never.
+* `step=None` restores the newest sealed and intact step, for training repeats the steps after it
+  exactly. One warning names the newer ones; a writer renames them to `N.refused`, since Orbax would
+  not save these steps again. If no step is sealed, the newest is used, with a warning;
+* an unsealed step that the user names is used with a warning, a damaged one never.
 """
 
 import contextlib
@@ -32,10 +30,10 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from ttcd_jax import units
-from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.errors import CheckpointError, UserError, listed
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train import digest
-from ttcd_jax.train.fit import misfit
+from ttcd_jax.train.fit import by_name, misfit
 from ttcd_jax.train.layers_on_disk import Leaves, stacked, unstacked
 
 _PARAMS = "params"
@@ -52,67 +50,29 @@ def _is_not_orbax(record: Any) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
-def _create(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"{directory} cannot hold checkpoints: {error.strerror}; choose another run directory"
-        ) from error
-
-
-def _by_path(tree: Any) -> Leaves:
-    """The leaves of any tree by the names on the way to them, an optimizer's fields included."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        tuple(jax.tree_util.keystr((key,), simple=True) for key in path): leaf
-        for path, leaf in leaves
-    }
-
-
-def _to_parts(leaves: Leaves) -> dict[str, Any]:
+def _to_items(leaves: Leaves) -> dict[str, Any]:
     """The items on disk, nested dicts of leaves: `params`, and all other keys under `train`."""
-    params = {path[1:]: leaf for path, leaf in leaves.items() if path[0] == _PARAMS}
-    others = {path: leaf for path, leaf in leaves.items() if path[0] != _PARAMS}
-    parts = {_PARAMS: unflatten_dict(params), _TRAIN: unflatten_dict(others)}
-    return {name: part for name, part in parts.items() if part}
+    tree = unflatten_dict(leaves, sep="/")
+    items = {_PARAMS: tree.pop(_PARAMS), _TRAIN: tree}
+    return {name: item for name, item in items.items() if item}
 
 
-def _merged(parts: dict[str, Any]) -> Leaves:
-    """The leaves of a state by path, from its items on disk."""
-    return _by_path({_PARAMS: parts[_PARAMS], **parts.get(_TRAIN, {})})
+def _to_leaves(items: dict[str, Any]) -> Leaves:
+    """The leaves of a state by name, from its items on disk."""
+    return by_name({_PARAMS: items[_PARAMS], **items.get(_TRAIN, {})})
 
 
-def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Without a sharding of its own a leaf goes to the first device, wherever it was saved from."""
+def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """A leaf without a sharding goes to the first device, wherever it was saved from."""
     if leaf.sharding is not None:
         return leaf
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
 
 
-def _check_fit(step: int, model: Leaves, stored: Leaves) -> None:
-    """Refuses other names, shapes or dtypes: Orbax would cast a dtype without a word."""
-    problem = misfit(
-        {"/".join(path): leaf for path, leaf in model.items()},
-        {"/".join(path): leaf for path, leaf in stored.items()},
-        ("shape", "dtype"),
-    )
-    if problem:
-        raise CheckpointError(
-            f"checkpoint step {step} is of another model: {problem}; "
-            "build the model from the configuration of its run"
-        )
-
-
 def _reason(error: BaseException) -> str:
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:400]}"
-
-
-def _summary(problems: list[str]) -> str:
-    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return problems[0] + more
 
 
 @contextlib.contextmanager
@@ -128,11 +88,11 @@ def _reporting_read(step: int) -> Iterator[None]:
 class Checkpoints:
     """The checkpoints of one run, in `directory`.
 
-    The newest `keep` steps stay. A state is a dict of arrays, `params` among its keys; other values
-    may be any tree of arrays, an Optax state say. What it has of `model` is stacked in memory and
-    stored by layer; without a model it is stored as it is, which also reads the layers themselves.
-    With `is_read_only` nothing on disk is ever touched. One writer per directory: opening it sweeps
-    what a killed one left half-written. A save under way is lost unless `close` is called.
+    The newest `keep` steps are kept. A state is a dict of trees of arrays, `params` among its keys.
+    The layers of `model`, stacked on the devices, are stored one by one; without a model a state is
+    stored, and read, as it is. `is_read_only` never changes anything on disk. One writer per
+    directory: opening it deletes the unfinished step of a killed one. A save under way is lost
+    unless `close` is called.
     """
 
     def __init__(
@@ -150,14 +110,17 @@ class Checkpoints:
         if is_read_only and not self._directory.is_dir():
             raise CheckpointError(f"there is no checkpoint directory {self._directory}")
         if not is_read_only:
-            _create(self._directory)
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._directory} cannot hold checkpoints: {error.strerror}; choose another "
+                    "run directory"
+                ) from error
         logging.get_absl_logger().addFilter(_is_not_orbax)
         self._manager = ocp.CheckpointManager(
             self._directory,
-            item_handlers={
-                _PARAMS: ocp.StandardCheckpointHandler(),
-                _TRAIN: ocp.StandardCheckpointHandler(),
-            },
+            item_handlers={x: ocp.StandardCheckpointHandler() for x in (_PARAMS, _TRAIN)},
             options=ocp.CheckpointManagerOptions(
                 save_interval_steps=0 if is_read_only else 1,
                 preservation_policy=checkpoint_managers.LatestN(keep),
@@ -166,7 +129,7 @@ class Checkpoints:
                 read_only=is_read_only,
                 # Opening must not fail on a damaged step: restoring is where damage is judged.
                 lightweight_initialize=True,
-                # In the background a directory that cannot be made shows after ten minutes.
+                # Made in the background, a directory that cannot be made fails after ten minutes.
                 async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
             ),
         )
@@ -182,14 +145,12 @@ class Checkpoints:
         """Hands `state` over to the writer; it may be donated or deleted afterwards. Until this
         returns, the devices hold the stacked layers twice.
 
-        Waits for the step before, whose failure is raised here. Raises `CheckpointError` with the
+        Waits for the previous step, whose failure is raised here. Raises `CheckpointError` with the
         step, the reason and the last good step.
         """
         self.wait()
-        parts = _to_parts(self._on_disk(_by_path(state)))
-        args = ocp.args.Composite(
-            **{name: ocp.args.StandardSave(part) for name, part in parts.items()}
-        )
+        items = _to_items(self._on_disk(by_name(state)))
+        args = ocp.args.Composite(**{x: ocp.args.StandardSave(item) for x, item in items.items()})
         with self._reporting_write(step):
             shortage = self._shortage(state)
             is_started = shortage is None and self._manager.save(step, args=args)
@@ -207,7 +168,7 @@ class Checkpoints:
             sealed.result()
 
     def close(self) -> None:
-        """Waits, then frees the threads. The object is of no use afterwards."""
+        """Waits, then frees the threads; the object cannot be used afterwards."""
         try:
             self.wait()
         finally:
@@ -219,27 +180,32 @@ class Checkpoints:
     ) -> tuple[int, dict[str, Any]]:
         """(step, state) of `step`, or of the newest intact one (policy: see above).
 
-        `abstract_state` has a `jax.ShapeDtypeStruct` for every array, with the sharding it shall
-        get. Raises `CheckpointError` for damage and for a state of another model.
+        `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for every array. Raises
+        `CheckpointError` for damage, and for other names, shapes or dtypes, which Orbax would cast.
         """
         self.wait()
         chosen, num_refused, refused = self._chosen(step)
-        placed = _by_path(jax.tree.map(_placed, abstract_state))
-        parts = _to_parts(self._on_disk(placed))
+        wanted = by_name(jax.tree.map(_with_sharding, abstract_state))
+        items = _to_items(self._on_disk(wanted))
         with _reporting_read(chosen):
             metadata = self._manager.item_metadata(chosen)
-            stored = {name: metadata[name].tree for name in parts}
-        _check_fit(chosen, _merged(parts), _merged(stored))
+            stored = {name: metadata[name].tree for name in items}
+        problem = misfit(_to_leaves(items), _to_leaves(stored), ("shape", "dtype"))
+        if problem:
+            raise CheckpointError(
+                f"checkpoint step {chosen} is of another model: {problem}; build the model from "
+                "the configuration of its run"
+            )
         args = ocp.args.Composite(
-            **{name: ocp.args.StandardRestore(part) for name, part in parts.items()}
+            **{name: ocp.args.StandardRestore(item) for name, item in items.items()}
         )
         with _reporting_read(chosen):
-            leaves = _merged({**self._manager.restore(chosen, args=args)})
+            leaves = _to_leaves({**self._manager.restore(chosen, args=args)})
         if num_refused and not self._is_read_only:
             self._set_aside(refused)
         if self._model is not None:
-            leaves = stacked(self._model, leaves, placed)
-        ordered = [leaves[path] for path in placed]
+            leaves = stacked(self._model, leaves, wanted)
+        ordered = [leaves[name] for name in wanted]
         return chosen, jax.tree.unflatten(jax.tree.structure(abstract_state), ordered)
 
     def restore_params(self, abstract_params: Any, step: int | None = None) -> tuple[int, Any]:
@@ -282,7 +248,7 @@ class Checkpoints:
         try:
             yield
         except _WRITE_ERRORS as error:
-            # Orbax has already struck the steps off its list that this one was to replace.
+            # Orbax has already removed from its list the steps that this one was to replace.
             self._manager.reload()
             raise self._unsaved(step, _reason(error)) from error
 
@@ -294,74 +260,50 @@ class Checkpoints:
         )
 
     def _chosen(self, step: int | None) -> tuple[int, int, list[int]]:
-        """(step to restore, number of newer ones refused, these on the first process). It looks for
-        all: a job that still writes shows others something newer, and a digest is read once."""
-        chosen, refused = 0, []
-        if jax.process_index() == 0:
-            chosen, refused = self._newest_intact() if step is None else (self._named(step), [])
+        """(step to restore, number of newer ones refused, and on the first process these). That
+        process alone reads the disk, so all agree while a job still writes."""
+        chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
         found = np.array([chosen, len(refused)])
         chosen, num_refused = map(int, multihost_utils.broadcast_one_to_all(found))
         return chosen, num_refused, refused
 
-    def _named(self, step: int) -> int:
-        """`step` itself, unless it is damaged or not there."""
-        steps = self.steps()
-        if step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise CheckpointError(
-                f"there is no checkpoint step {step} in {self._directory}; steps: {there}"
-            )
-        if not digest.is_sealed(self._step_dir(step)):
-            self._warn_unsealed(step)
-            return step
-        problems = digest.verify(self._step_dir(step))
-        if problems:
-            older = [good for good in steps if good < step]
-            intact = (good for good in reversed(older) if not digest.verify(self._step_dir(good)))
-            previous = next(intact, None)
-            remedy = "no intact step precedes it" if previous is None else f"pass step={previous}"
-            raise CheckpointError(
-                f"checkpoint step {step} is damaged: {_summary(problems)}; {remedy}"
-            )
-        return step
-
-    def _newest_intact(self) -> tuple[int, list[int]]:
-        """The step to resume from, and the newer ones that were refused."""
-        steps = self.steps()
+    def _judged(self, step: int | None) -> tuple[int, list[int]]:
+        """(step to restore, newer ones that were refused) by the policy above."""
+        steps, where = self.steps(), self._directory
         if not steps:
-            raise CheckpointError(f"there is no checkpoint in {self._directory}")
-        if not any(digest.is_sealed(self._step_dir(step)) for step in steps):
-            self._warn_unsealed(steps[-1])
-            return steps[-1], []
-        refused: dict[int, str] = {}
-        for step in reversed(steps):
-            problems = digest.verify(self._step_dir(step))
+            raise CheckpointError(f"there is no checkpoint in {where}")
+        if step is not None and step not in steps:
+            there = ", ".join(map(str, steps))
+            raise CheckpointError(f"there is no checkpoint step {step} in {where}; steps: {there}")
+        candidates = [known for known in reversed(steps) if step is None or known <= step]
+        first, text = candidates[0], "its writer was stopped before it wrote " + digest.DIGEST
+        sealed = [known for known in candidates if digest.is_sealed(self._step_dir(known))]
+        if first not in sealed and (step is not None or not sealed):
+            logging.warning("checkpoint step %d in %s is used unchecked: " + text, first, where)
+            return first, []
+        chosen, refused = None, {}
+        for known in candidates:
+            problems = digest.verify(self._step_dir(known))
             if not problems:
+                chosen = known
                 break
-            refused[step] = f"step {step} ({_summary(problems)})"
-        else:
+            refused[known] = listed(problems, 1)
+        reasons = ", ".join(f"step {known} ({reason})" for known, reason in refused.items())
+        if step is not None and refused:
+            remedy = "no intact step precedes it" if chosen is None else f"pass step={chosen}"
+            raise CheckpointError(f"checkpoint step {step} is damaged: {refused[step]}; {remedy}")
+        if chosen is None:
             raise CheckpointError(
-                f"no checkpoint in {self._directory} is intact: {', '.join(refused.values())}; "
-                "restore a copy, or start anew in another run directory"
+                f"no checkpoint in {where} is intact: {reasons}; restore a copy, or start anew in "
+                "another run directory"
             )
         if refused:
-            logging.warning(
-                "refused damaged or unsealed checkpoint %s; using step %d",
-                ", ".join(refused.values()),
-                step,
-            )
-        return step, list(refused)
-
-    def _warn_unsealed(self, step: int) -> None:
-        logging.warning(
-            "checkpoint step %d in %s is used unchecked: its writer was stopped before it wrote %s",
-            step,
-            self._directory,
-            digest.DIGEST,
-        )
+            text = "refused damaged or unsealed checkpoint %s; using step %d"
+            logging.warning(text, reasons, chosen)
+        return chosen, list(refused)
 
     def _set_aside(self, refused: list[int]) -> None:
-        """Renames `refused` out of Orbax's sight, once every process has restored."""
+        """Renames `refused` so that Orbax ignores them, once every process has restored."""
         multihost_utils.sync_global_devices("checkpoints: refused")
         if jax.process_index() == 0:
             for step in refused:

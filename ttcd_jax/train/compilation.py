@@ -1,5 +1,4 @@
-"""Compiled programs: where they are kept between runs, and a warning when a step is compiled
-again."""
+"""Compiled programs: the cache between runs, and a warning when a step is compiled again."""
 
 import contextlib
 import os
@@ -16,8 +15,8 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def keep_programs(directory: str | None) -> None:
-    """Compiled programs are kept in `directory`, "" for nowhere. None stands for what
-    JAX_COMPILATION_CACHE_DIR says, else for `ttcd_jax` in the user's cache folder."""
+    """Sets the cache of compiled programs to `directory`, "" for none. None:
+    JAX_COMPILATION_CACHE_DIR if it is set, else `ttcd_jax` in the user's cache folder."""
     if directory is None and "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return  # jax has read it
     if directory is None:
@@ -28,8 +27,8 @@ def keep_programs(directory: str | None) -> None:
 
 @contextlib.contextmanager
 def compiled_once(step: TrainStep, start: int) -> Iterator[TrainStep]:
-    """`step`, a jitted function whose first call takes step `start`. Every compilation but its
-    first is logged as a warning with the step at which it happened."""
+    """`step`, a jitted function whose first call takes step `start`; a warning names the step at
+    which it is compiled again."""
     name = f"jit({step.__name__})"
     done, compilations = start, 0
 
@@ -38,11 +37,9 @@ def compiled_once(step: TrainStep, start: int) -> Iterator[TrainStep]:
         if event == _COMPILED and kwargs["fun_name"] == name:
             compilations += 1
             if compilations > 1:
+                text = "its state or its batch has another shape, dtype or sharding than before"
                 logging.warning(
-                    "step %d was compiled anew, in %.1f s: its state or its batch has another "
-                    "shape, dtype or sharding than before",
-                    done + 1,
-                    duration_secs,
+                    "step %d was compiled anew, in %.1f s: " + text, done + 1, duration_secs
                 )
 
     def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -1,4 +1,4 @@
-"""SHA-256 of every file of a finished checkpoint step, so that a damaged one is noticed.
+"""SHA-256 of every file of a checkpoint step, by which a damaged one is noticed.
 
 Orbax checks no data: a flipped bit in an array file is restored silently.
 """
@@ -6,6 +6,7 @@ Orbax checks no data: a flipped bit in an array file is restored silently.
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from ttcd_jax.files import write_whole
 
@@ -13,7 +14,7 @@ DIGEST = "DIGEST.json"
 
 
 def _files(step_dir: Path) -> dict[str, Path]:
-    """Every file below `step_dir` but a digest, finished or not, by its relative name."""
+    """Every file below `step_dir`, digests excepted, by its relative name."""
     return {
         file.relative_to(step_dir).as_posix(): file
         for file in sorted(step_dir.rglob("*"))
@@ -28,18 +29,16 @@ def _sha256(file: Path) -> str:
 
 def seal(step_dir: Path) -> None:
     """Writes `DIGEST.json`: {relative file: [size, sha256]}."""
-    entries = {
-        name: [file.stat().st_size, _sha256(file)] for name, file in _files(step_dir).items()
-    }
+    entries = {name: [x.stat().st_size, _sha256(x)] for name, x in _files(step_dir).items()}
     write_whole(step_dir / DIGEST, json.dumps(entries, separators=(",", ":")))
 
 
 def is_sealed(step_dir: Path) -> bool:
-    """Whether a digest is there, intact or not."""
+    """Whether there is a digest, intact or not."""
     return (step_dir / DIGEST).is_file()
 
 
-def _problem(file: Path, expected: list) -> str | None:
+def _problem(file: Path, expected: list[Any]) -> str | None:
     try:
         size = file.stat().st_size
         if size != expected[0]:
@@ -52,11 +51,11 @@ def _problem(file: Path, expected: list) -> str | None:
 
 
 def verify(step_dir: Path) -> list[str]:
-    """The differences from the digest, one "file: reason" each; empty when the step is intact."""
-    if not is_sealed(step_dir):
-        return [f"{DIGEST}: missing"]
+    """The differences from the digest, each as "file: reason"; none when the step is intact."""
     try:
         entries = json.loads((step_dir / DIGEST).read_bytes())
+    except FileNotFoundError:
+        return [f"{DIGEST}: missing"]
     except (OSError, ValueError) as error:
         return [f"{DIGEST}: unreadable ({error})"]
     if not isinstance(entries, dict) or any(
@@ -64,8 +63,5 @@ def verify(step_dir: Path) -> list[str]:
     ):
         return [f"{DIGEST}: not a table of sizes and hashes"]
     problems = [f"{name}: added" for name in _files(step_dir) if name not in entries]
-    for name, entry in entries.items():
-        reason = _problem(step_dir / name, entry)
-        if reason is not None:
-            problems.append(f"{name}: {reason}")
-    return problems
+    reasons = {name: _problem(step_dir / name, entry) for name, entry in entries.items()}
+    return problems + [f"{name}: {reason}" for name, reason in reasons.items() if reason]

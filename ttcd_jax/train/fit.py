@@ -1,37 +1,33 @@
-"""Whether stored arrays fit a model, told by name: what is missing, too much, of another kind."""
+"""The leaves of a tree by name, and how those on disk differ from a model's."""
 
 from collections.abc import Mapping
 from typing import Any
 
-_SHOWN = 4
+import jax
+
+from ttcd_jax.errors import listed
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of any tree by their path, `params/embedding`, in the order of its leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def misfit(
     model: Mapping[str, Any], stored: Mapping[str, Any], fields: tuple[str, ...] = ("shape",)
 ) -> str | None:
-    """One line of everything in which `stored` differs from `model`, None when it fits.
-
-    Both map names to arrays (or `jax.ShapeDtypeStruct`s), of which `fields` are compared. Each
-    list shows the first few names.
-    """
+    """One line with every difference of `stored` from `model`, None when it fits. Both map names
+    to arrays (or `jax.ShapeDtypeStruct`s), of which `fields` are compared."""
+    found = {
+        "only in the model": sorted(model.keys() - stored.keys()),
+        "only in the checkpoint": sorted(stored.keys() - model.keys()),
+    }
     common = sorted(model.keys() & stored.keys())
-
-    def differing(field: str) -> list[str]:
-        pairs = [
-            (name, getattr(stored[name], field), getattr(model[name], field)) for name in common
+    for field in fields:
+        kinds = ((x, getattr(stored[x], field), getattr(model[x], field)) for x in common)
+        found[f"saved with another {field}"] = [
+            f"{name} {saved} not {wanted}" for name, saved, wanted in kinds if saved != wanted
         ]
-        return [f"{name} {saved} not {wanted}" for name, saved, wanted in pairs if saved != wanted]
-
-    report = [
-        _listed(sorted(model.keys() - stored.keys()), "only in the model"),
-        _listed(sorted(stored.keys() - model.keys()), "only in the checkpoint"),
-        *(_listed(differing(field), f"saved with another {field}") for field in fields),
-    ]
-    return "; ".join(filter(None, report)) or None
-
-
-def _listed(problems: list[str], what: str) -> str | None:
-    if not problems:
-        return None
-    more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return f"{len(problems)} {what}: {', '.join(problems[:_SHOWN])}{more}"
+    lines = [f"{len(names)} {kind}: {listed(names)}" for kind, names in found.items() if names]
+    return "; ".join(lines) or None

@@ -1,9 +1,7 @@
-"""FLOPs of a model by its shapes. XLA's own count takes the body of a scan once, so it cannot
-serve.
+"""FLOPs of a model by its shapes, since XLA counts the body of a scan once.
 
-A matrix product of [m, k] and [k, n] counts 2 m k n; every layer knows its own
-(`SublayerConfig.flops`). Training counts three times the forward pass (recomputation is overhead,
-not work).
+A matrix product of [m, k] and [k, n] counts 2 m k n (`SublayerConfig.flops` of every layer).
+Training counts three times the forward pass: recomputation is not counted.
 """
 
 from ttcd_jax.models.config import TransformerConfig, block_configs

@@ -1,4 +1,4 @@
-"""Accelerators by their data sheets: peak and memory of a device."""
+"""Accelerators by their data sheets: peak and bytes of a device."""
 
 import re
 from typing import NamedTuple
@@ -10,26 +10,24 @@ DEVICES_PER_NODE = 8
 
 
 class Hardware(NamedTuple):
-    """One device. `peak_flops`: dense bfloat16 products per second, twice the multiplications."""
+    """One device. `peak_flops`: dense bfloat16 FLOP/s, two for each multiplication and addition."""
 
     name: str
     peak_flops: float
     memory_bytes: float
 
 
-HARDWARE = {
-    device.name: device
-    for device in (
-        Hardware("A100", peak_flops=312e12, memory_bytes=80e9),
-        Hardware("H100", peak_flops=989e12, memory_bytes=80e9),
-        Hardware("H200", peak_flops=989e12, memory_bytes=141e9),
-        Hardware("B200", peak_flops=2250e12, memory_bytes=180e9),
-    )
-}
+_SHEETS = (
+    Hardware("A100", peak_flops=312e12, memory_bytes=80e9),
+    Hardware("H100", peak_flops=989e12, memory_bytes=80e9),
+    Hardware("H200", peak_flops=989e12, memory_bytes=141e9),
+    Hardware("B200", peak_flops=2250e12, memory_bytes=180e9),
+)
+HARDWARE = {device.name: device for device in _SHEETS}
 
 
 def data_sheet(device_kind: str) -> Hardware | None:
-    """The accelerator that calls itself `device_kind`; None for an unknown one."""
+    """The accelerator whose name is part of `device_kind`; None for an unknown one."""
     return next((device for name, device in HARDWARE.items() if name in device_kind), None)
 
 
@@ -40,10 +38,10 @@ def parse_topology(text: str) -> tuple[Hardware, int]:
         raise UserError(f"topology {text!r} must be a device and a number, as in 'h100x64'")
     name, count = match[1].upper(), int(match[2])
     if name not in HARDWARE:
-        known = ", ".join(HARDWARE).lower()
+        known = [device.lower() for device in HARDWARE]
         raise UserError(
-            f"topology {text!r}: no data sheet of {match[1]!r}"
-            f"{closest(match[1], [device.lower() for device in HARDWARE])} (known: {known})"
+            f"topology {text!r}: no data sheet of {match[1]!r}{closest(match[1], known)} "
+            f"(known: {', '.join(known)})"
         )
     if count > DEVICES_PER_NODE and count % DEVICES_PER_NODE:
         raise UserError(

@@ -1,81 +1,79 @@
 """Parameter names on disk: one entry per layer, `layers/6/mlp/down`, however a model stacks them.
 
-In memory the layers that are scanned over are one array, `group_0/block_1/mlp/down` [repeats, ...].
-A checkpoint must not depend on which layers are alike, so it stores row by row. An optimizer's
-moments have the names of their parameters, after a prefix of their own. This file is the only map
-between the two.
+On the devices, layers that are scanned over are one array, `group_0/block_1/mlp/down` [repeats,
+...]; a checkpoint, which must not depend on which layers are alike, stores its rows. An optimizer's
+moments are named after a prefix as their parameters. Only this file maps one to the other.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import place_of_layer
+from ttcd_jax.train.fit import by_name
 from ttcd_jax.train.state import abstract_params
 
-Names = tuple[str, ...]
-Leaves = dict[Names, Any]
+Leaves = dict[str, Any]
+Layers = dict[tuple[str, ...], list[str]]  # of a (group, block), in the order of its rows
 
 
 def stored_params(config: TransformerConfig) -> Leaves:
     """Shapes and dtypes of the model's parameters by their names on disk."""
-    return unstacked(config, flatten_dict(abstract_params(config)))
+    return unstacked(config, by_name(abstract_params(config)))
 
 
-def unstacked(config: TransformerConfig, leaves: Mapping[Names, Any]) -> Leaves:
-    """Leaves of a training state, by path, with a leaf per layer: arrays, on the devices they are
-    on (a second copy of the stacked ones), tracers or `jax.ShapeDtypeStruct`s."""
-    table, rows = _table(config), {}
-    for path, leaf in leaves.items():
-        names = _of_rows(table, path)
-        rows |= {path: leaf} if names is None else dict(zip(names, _rows(leaf), strict=True))
+def unstacked(config: TransformerConfig, leaves: Leaves) -> Leaves:
+    """Leaves of a training state with one leaf per layer: arrays on the same devices (a second copy
+    of the stacked ones), tracers or `jax.ShapeDtypeStruct`s."""
+    layers, rows = _layers(config), {}
+    for name, leaf in leaves.items():
+        names = _names_of_rows(layers, name)
+        rows |= {name: leaf} if names is None else dict(zip(names, _rows(leaf), strict=True))
     return rows
 
 
-def stacked(config: TransformerConfig, rows: Leaves, like: Mapping[Names, Any]) -> Leaves:
-    """The inverse of `unstacked`: arrays placed as the `jax.ShapeDtypeStruct`s `like`. `rows` is
+def stacked(config: TransformerConfig, rows: Leaves, like: Leaves) -> Leaves:
+    """The inverse of `unstacked`: arrays sharded as the `jax.ShapeDtypeStruct`s `like`. `rows` is
     emptied, so that no more than one stacked leaf exists twice."""
-    table, leaves = _table(config), {}
-    for path, leaf in like.items():
-        names = _of_rows(table, path)
+    layers, leaves = _layers(config), {}
+    for name, leaf in like.items():
+        names = _names_of_rows(layers, name)
         if names is None:
-            leaves[path] = rows.pop(path)
+            leaves[name] = rows.pop(name)
         else:
-            leaves[path] = _stack(leaf.sharding)([rows.pop(name) for name in names])
+            leaves[name] = _stack(leaf.sharding)([rows.pop(row) for row in names])
     return leaves
 
 
-def _table(config: TransformerConfig) -> dict[Names, list[str]]:
-    """The layers of a block by the names of its group and itself, in the order of their rows."""
-    table: dict[Names, list[str]] = {}
+def _layers(config: TransformerConfig) -> Layers:
+    layers: Layers = {}
     for layer in range(config.num_layers):
         place = place_of_layer(config, layer)
-        layers = table.setdefault((place.group, place.block), [])
-        assert place.row == len(layers), f"layer {layer} is row {place.row} of {place.group}"
-        layers.append(str(layer))
-    return table
+        rows = layers.setdefault((place.group, place.block), [])
+        assert place.row == len(rows), f"layer {layer} is row {place.row} of {place.group}"
+        rows.append(str(layer))
+    return layers
 
 
-def _of_rows(table: dict[Names, list[str]], path: Names) -> list[Names] | None:
-    """The paths of a stacked leaf's rows, None for a leaf of no layer."""
+def _names_of_rows(layers: Layers, name: str) -> list[str] | None:
+    """The names on disk of a stacked leaf's rows, None for a leaf of no layer."""
+    path = name.split("/")
     for at in range(len(path) - 1):
-        if (layers := table.get(path[at : at + 2])) is not None:
-            return [(*path[:at], "layers", layer, *path[at + 2 :]) for layer in layers]
+        if (rows := layers.get(tuple(path[at : at + 2]))) is not None:
+            return ["/".join((*path[:at], "layers", row, *path[at + 2 :])) for row in rows]
     return None
 
 
 def _rows(leaf: Any) -> list[Any]:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         where = None if leaf.sharding is None else _of_row(leaf.sharding)
-        row = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=where)
-        return [row] * len(leaf)
+        return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=where)] * len(leaf)
     if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
         return _split(_of_row(leaf.sharding))(leaf)
     return [leaf[i, ...] for i in range(len(leaf))]

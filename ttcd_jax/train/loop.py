@@ -1,4 +1,4 @@
-"""The training loop: it only sequences steps, and what happens every so many of them."""
+"""The training loop: steps, and callbacks every so many of them."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -44,7 +44,7 @@ def train(
     """(state, steps done) after steps `start` to `steps`, or earlier if `is_stopping` (steps done).
 
     `place` puts a batch on the devices. Metrics are fetched while the next step runs. Raises
-    `NonFiniteError` with the metric and step; no state callback sees a state of such a step.
+    `NonFiniteError` with the metric and step; no state callback gets the state after it.
     """
     done, pending = start, None
 

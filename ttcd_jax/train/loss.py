@@ -1,10 +1,9 @@
-"""Cross entropy over a large vocabulary without ever holding all logits.
+"""Cross entropy over a large vocabulary without holding all logits.
 
     loss_t = logsumexp_v(h_t . w_v) - h_t . w_{y_t}
 
-A scan over blocks of rows computes a block's logits, its loss and at once its share of the
-gradients: three matrix products in all (a recomputing backward needs four), and [rows, V] float32
-is the largest array.
+A scan over blocks of rows computes a block's logits, its loss and its part of the gradients: three
+matrix products (a backward that recomputes needs four); the largest array is [rows, V] float32.
 """
 
 import functools
@@ -30,15 +29,10 @@ def token_scores(
     targets: Int[Array, "B T"],
     rows: int = DEFAULT_ROWS,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """(negative log-likelihood in nats, whether it is the likeliest) of every target, float32 or
-    better. For evaluation: the backward of `summed_loss` is the cheap one."""
-
-    def on_shard(
-        shard: Shard, hidden: jax.Array, head: jax.Array, targets: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return _token_scores(shard, hidden, head, targets, rows)
-
-    run = rules.sharded(on_shard, (_TOKENS, _HEAD, _TOKENS), (_TOKENS, _TOKENS))
+    """(negative log-likelihood in nats, whether it is the likeliest) of every target, at least
+    float32. For evaluation: only `summed_loss` has an efficient backward."""
+    scores = functools.partial(_token_scores, rows=rows)
+    run = rules.sharded(scores, (_TOKENS, _HEAD, _TOKENS), (_TOKENS, _TOKENS))
     return run(hidden, head, targets)
 
 
@@ -49,15 +43,11 @@ def summed_loss(
     loss_mask: Bool[Array, "B T"],
     rows: int = DEFAULT_ROWS,
 ) -> Float[Array, ""]:
-    """Sum of the losses of marked tokens, in nats. Gradient for `hidden` and `head`.
+    """Sum of the losses of marked tokens, in nats. Gradient for `hidden` and `head`. On a mesh
+    tokens are sharded, and vocabulary entries along `tensor`; `rows` are a device's."""
 
-    On a mesh every device takes its own tokens, and its own vocabulary entries along `tensor`;
-    `rows` are a device's."""
-
-    def on_shard(
-        shard: Shard, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
-    ) -> jax.Array:
-        own = cast(jax.Array, _summed_loss(shard, hidden, head, targets, mask, rows))
+    def on_shard(shard: Shard, *arrays: jax.Array) -> jax.Array:
+        own = cast(jax.Array, _summed_loss(shard, rows, *arrays))
         return shard.sum(own, *rules.BATCH, *rules.LENGTH)
 
     run = rules.sharded(on_shard, (_TOKENS, _HEAD, _TOKENS, _TOKENS), ())
@@ -80,34 +70,22 @@ def _token_scores(
 
     _, (losses, is_hit) = jax.lax.scan(block, None, _row_blocks(rows, hidden, targets))
 
-    def unblocked(x: jax.Array) -> jax.Array:
-        return x.reshape(-1)[: targets.size].reshape(targets.shape)
-
-    return unblocked(losses), unblocked(is_hit)
+    losses, is_hit = (x.reshape(-1)[: targets.size] for x in (losses, is_hit))
+    return losses.reshape(targets.shape), is_hit.reshape(targets.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _summed_loss(
-    shard: Shard,
-    hidden: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    loss_mask: jax.Array,
-    rows: int,
+    shard: Shard, rows: int, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
 ) -> jax.Array:
     losses, _ = _token_scores(shard, hidden, head, targets, rows)
-    return jnp.sum(jnp.where(loss_mask, losses, 0))
+    return jnp.sum(jnp.where(mask, losses, 0))
 
 
 def _summed_loss_forward(
-    shard: Shard,
-    hidden: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    loss_mask: jax.Array,
-    rows: int,
+    shard: Shard, rows: int, hidden: jax.Array, head: jax.Array, targets: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The loss and its gradients: a block's logits serve both, then they are gone."""
+    """The loss and its gradients, both from one computation of each block's logits."""
     state = jnp.promote_types(hidden.dtype, jnp.float32)
 
     def block(carry: Blocks, operands: Blocks) -> tuple[Blocks, jax.Array]:
@@ -123,9 +101,8 @@ def _summed_loss_forward(
         return (total + jnp.sum(jnp.where(keep, losses, 0)), d_head), d_hidden
 
     start = (jnp.zeros((), state), jnp.zeros(head.shape, state))
-    (total, d_head), d_hidden = jax.lax.scan(
-        block, start, _row_blocks(rows, hidden, targets, loss_mask)
-    )
+    blocks = _row_blocks(rows, hidden, targets, mask)
+    (total, d_head), d_hidden = jax.lax.scan(block, start, blocks)
     d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape)
     return total, (d_hidden, d_head.astype(head.dtype))
 
@@ -133,16 +110,11 @@ def _summed_loss_forward(
 def _summed_loss_backward(
     shard: Shard, rows: int, saved: tuple[jax.Array, jax.Array], d_total: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None]:
-    """Every device along `tensor` has the same total and its own entries: the cotangents of all
-    reach each, and `shard_map` adds up what they give for the hidden states they share."""
-    d_hidden, d_head = saved
+    """Devices along `tensor` share the total, whose cotangents are summed; `shard_map` sums those
+    of the hidden states, which they share too."""
     d_total = shard.sum(d_total, TENSOR)
-    return (
-        d_hidden * d_total.astype(d_hidden.dtype),
-        d_head * d_total.astype(d_head.dtype),
-        None,
-        None,
-    )
+    d_hidden, d_head = (x * d_total.astype(x.dtype) for x in saved)
+    return d_hidden, d_head, None, None
 
 
 _summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
@@ -179,7 +151,7 @@ def _block_losses(
 
 
 def _is_likeliest(shard: Shard, logits: jax.Array, y: jax.Array) -> jax.Array:
-    """Whether no vocabulary entry beats y (of equals the first counts)."""
+    """Whether y is the argmax over the whole vocabulary (of equals the first)."""
     best, entry = logits.max(-1), logits.argmax(-1)
     entry = entry + shard.index(TENSOR) * logits.shape[-1]
     is_best = best == shard.max(best, TENSOR)
@@ -194,7 +166,7 @@ def next_token_loss(model: "Transformer", tokens: Int[Array, "B T"]) -> Float[Ar
 def next_token_loss_of(
     hidden: Float[Array, "B T D"], head: Float[Array, "V D"], tokens: Int[Array, "B T"]
 ) -> Float[Array, ""]:
-    """The same, of what the model gives for `tokens`."""
+    """`next_token_loss` from the model's hidden states for `tokens`."""
     targets = tokens[:, 1:]
     mask = jnp.ones(targets.shape, bool)
     return summed_loss(hidden[:, :-1], head, targets, mask) / targets.size

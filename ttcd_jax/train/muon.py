@@ -3,13 +3,12 @@
     buf <- mu buf + g,   u = g + mu buf (Nesterov),
     p <- p (1 - rate * decay) - rate * 0.2 sqrt(max(A, B)) NS(u)      for every matrix p [A, B]
 
-NS are five quintic steps of one triple each, from u / (|u|_F + 1e-7). What is no matrix, and the
-vocabulary's two, follow AdamW at the same rate and decay.
+NS are five quintic iterations, each with its own coefficients, from u / (|u|_F + 1e-7). All other
+parameters, and the two of the vocabulary, follow AdamW at the same rate and decay.
 
-`optax.contrib.muon` does not express this rule. Its momentum is a running mean, and its Nesterov
-sum divides momentum and gradient by bias corrections of different steps, which turns u in the first
-tens of steps; `nesterov=True` also makes its AdamW a NAdam; one eps serves both groups; and
-Newton-Schulz has no dtype of its own. `optax.trace` and `optax.partition` are the rule's own parts.
+`optax.contrib.muon` differs: its momentum is a running mean whose Nesterov sum has bias corrections
+of two steps, `nesterov=True` makes its AdamW a NAdam, both groups share one eps, and Newton-Schulz
+has no dtype.
 """
 
 import math
@@ -29,11 +28,9 @@ Group = Literal["muon", "adamw"]
 
 
 def group_of(axes: Axes) -> Group:
-    """Which rule a parameter follows, from the names of its dimensions.
-
-    "muon": two or more dimensions beside `layers` (projections, convolutions, fast weights), unless
-    one of them is `vocab` (embedding and head). "adamw": all others (norms, biases, vectors).
-    """
+    """The optimizer of a parameter by its axis names: "muon" for two or more dimensions besides
+    `layers` (projections, convolutions, fast weights), unless one is `vocab` (embedding and head);
+    "adamw" for all others (norms, biases, vectors)."""
     own = [name for name in axes if name != "layers"]
     return "muon" if len(own) >= 2 and "vocab" not in own else "adamw"
 
@@ -51,28 +48,23 @@ def scale_by_muon(
     `axes` is a tree like the parameters', with a tuple of axis names for each.
     """
 
+    def is_masked(node: Any) -> bool:  # a parameter of the other group
+        return isinstance(node, optax.MaskedNode)
+
+    def direction(u: Any, names: Axes) -> Any:
+        return u if is_masked(u) else orthogonalized(u, names, dtype)
+
     def update(updates: Any, _: Any) -> Any:
-        # Parameters of the other group are masked: there is nothing to do, and nothing to see.
-        return jax.tree.map(
-            lambda u, names: u if _is_masked(u) else orthogonalized(u, names, dtype),
-            updates,
-            axes,
-            is_leaf=_is_masked,
-        )
+        return jax.tree.map(direction, updates, axes, is_leaf=is_masked)
 
     return optax.chain(optax.trace(momentum, nesterov=is_nesterov), optax.stateless(update))
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 def orthogonalized(u: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
     """0.2 sqrt(max(A, B)) NS(u) of every matrix [A, B] of a tensor, in u's dtype.
 
-    The matrices are the last two dimensions, all before them a batch. Taps [R, F] of a depthwise
-    convolution are F matrices of shape 1 x R. 0.2 is about the root mean square of AdamW's steps.
-    """
+    The matrices are the last two dimensions; taps [R, F] of a depthwise convolution are F matrices
+    of shape 1 x R. 0.2 is about the root mean square of AdamW's updates."""
     assert len(axes) == u.ndim, f"{len(axes)} axis names for a tensor of shape {u.shape}"
     narrow = u.astype(dtype)
     if "taps" in axes:
@@ -88,14 +80,14 @@ def orthogonalized(u: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
 
 
 def _shared_newton_schulz(stack: Float[Array, "Y X Z"]) -> Float[Array, "Y X Z"]:
-    """Newton-Schulz, every device of the mesh taking whole matrices; without a mesh just that.
+    """Newton-Schulz with whole matrices on every device of the mesh, if there is one.
 
-    Left to itself XLA gathers a stack that is sharded inside its matrices, once per product.
-    Instead the shards are exchanged for whole matrices and back, by all-to-alls in the narrow
-    dtype: no array on the way has more elements than a device's shard or its own matrices, one for
-    every `devices` begun. Mesh axes move one at a time, the last first, and zero matrices fill the
-    stack up to a multiple of the devices (zero they stay): else XLA gathers all the same. A stack
-    whose layers lie on one mesh axis of several is gathered in part; on the only one it stays.
+    XLA would gather a stack that is sharded inside its matrices, once per product. Instead
+    all-to-alls in the narrow dtype exchange the shards for whole matrices and back: no intermediate
+    array is larger than a device's shard or its ceil(Y / devices) matrices. To keep XLA from
+    gathering, mesh axes move one at a time, the last first, and zero matrices, which stay zero, pad
+    the stack to a multiple of the devices. A stack whose layers are sharded over one mesh axis of
+    several is gathered in part; over the only one it stays.
     """
     mesh, free = jax.typeof(stack).sharding.mesh, PartitionSpec.UNCONSTRAINED
     names = tuple(name for name in reversed(mesh.auto_axes) if mesh.shape[name] > 1)

@@ -14,11 +14,9 @@ from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Config):
-    """AdamW's constants and the rate; `clip_norm` None leaves the gradients as they are.
-
-    `kind="muon"`: matrices follow `train.muon`, of which `momentum`, `is_nesterov` and
-    `orthogonalization` (the dtype of Newton-Schulz) are the constants; the rest follows AdamW.
-    """
+    """AdamW's constants and the rate; `clip_norm` None: no clip. With `kind="muon"` matrices follow
+    `train.muon`, whose constants are `momentum`, `is_nesterov` and `orthogonalization` (the dtype
+    of Newton-Schulz); all else follows AdamW."""
 
     kind: Literal["adamw", "muon"] = "adamw"
     beta1: Decay = 0.9
@@ -28,7 +26,7 @@ class OptimizerConfig(Config):
     clip_norm: PositiveFloat | None = 1.0
     momentum: Decay = 0.95
     is_nesterov: bool = True
-    # float16 is missing: a small momentum vanishes in it before it is normalised.
+    # Not float16, in which a small momentum underflows before it is normalised.
     orthogonalization: Literal["float64", "float32", "bfloat16"] = "bfloat16"
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
 
@@ -43,10 +41,8 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """Gradients times `min(1, max_norm / (norm + 1e-6))`, one norm over all tensors.
-
-    The rule of PyTorch; Optax's own clip has no 1e-6.
-    """
+    """Gradients times `min(1, max_norm / (norm + 1e-6))`, one norm over all tensors: as PyTorch;
+    Optax's clip has no 1e-6."""
 
     def update(updates: Any, _: Any) -> Any:
         scale = jnp.minimum(1.0, max_norm / (global_norm(updates) + 1e-6))
@@ -61,12 +57,12 @@ def build_with_schedule(
     axes: Any,
     weight_decay: jax.Array | float | None = None,
 ) -> optax.GradientTransformation:
-    """The transformation of `config` with `schedule(step)` as its rate, step = 0 at first. Both the
-    rate and `weight_decay`, which replaces that of `config`, may be traced.
+    """The transformation of `config` with the rate `schedule(step)`, step = 0 at first. The rate
+    and `weight_decay`, which replaces that of `config`, may be traced.
 
     `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`, then
     `p <- p (1 - rate * weight_decay) - rate * mhat / (sqrt(vhat) + eps)`;
-    with Muon a matrix has another direction (`train.muon`), the same rate and the same decay.
+    with Muon a matrix has another direction (`train.muon`), the same rate and decay.
     `axes`: a tree like the parameters', with a tuple of axis names for each.
     """
     direction = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
@@ -77,19 +73,17 @@ def build_with_schedule(
             is_nesterov=config.is_nesterov,
             dtype=jnp.dtype(config.orthogonalization),
         )
-        groups = parameter_groups(axes)
-        direction = optax.partition({"muon": muon, "adamw": direction}, groups)
-    rule = optax.chain(
+        direction = optax.partition({"muon": muon, "adamw": direction}, parameter_groups(axes))
+    update = optax.chain(
         direction,
         optax.add_decayed_weights(config.weight_decay if weight_decay is None else weight_decay),
         optax.scale_by_learning_rate(schedule),
     )
     if config.clip_norm is None:
-        return rule
-    return optax.chain(clip_by_global_norm(config.clip_norm), rule)
+        return update
+    return optax.chain(clip_by_global_norm(config.clip_norm), update)
 
 
 def build_optimizer(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
-    """The transformation that `config` describes; its updates are added to the parameters, whose
-    axis names are `axes` (`train.state.logical_axes`)."""
+    """`build_with_schedule` with the schedule of `config`; `axes`: `train.state.logical_axes`."""
     return build_with_schedule(config, learning_rate(config.schedule), axes)

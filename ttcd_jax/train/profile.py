@@ -1,14 +1,14 @@
-"""Traces of training steps by JAX's profiler: a window asked for at the start, or SIGUSR2.
+"""Traces of training steps by JAX's profiler: of a window given at the start, or after a SIGUSR2.
 
-A trace of the steps that follow the n-th lies in `<directory>/step_<n>`, for TensorBoard's profile
-plugin (`xprof`).
+The trace of the steps after the n-th is `<directory>/step_<n>`, for TensorBoard's profile plugin
+(`xprof`).
 """
 
 import contextlib
-import functools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import jax
 
@@ -20,7 +20,7 @@ STEPS_PER_SIGNAL = 3
 
 
 def step_window(text: str, steps: int) -> range:
-    """START:STOP as the steps after START are done and until STOP are. Raises `UserError`."""
+    """The steps of START:STOP: the first has START steps before it. Raises `UserError`."""
     first, _, last = text.partition(":")
     if first.isdecimal() and last.isdecimal() and int(first) < int(last) <= steps:
         return range(int(first), int(last))
@@ -33,44 +33,36 @@ def step_window(text: str, steps: int) -> range:
 def profiled(
     step: TrainStep, directory: Path, *, start: int, window: range = range(0)
 ) -> Iterator[TrainStep]:
-    """`step`, whose first call takes step `start`: the steps of `window` are traced, and after a
-    SIGUSR2 the next three. A trace holds whole steps: the devices are idle at both its ends."""
-    profiler = _Profiler(directory, start, window)
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: profiler.request())
-    try:
-        yield functools.partial(profiler.take, step)
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-        profiler.stop()
+    """`step`, whose first call takes step `start`, with traces of the steps of `window`, and of the
+    next three after a SIGUSR2. A trace holds whole steps: the devices are idle at both ends."""
+    done, is_requested, is_tracing = start, False, False
 
+    def request(number: int, frame: FrameType | None) -> None:
+        nonlocal is_requested
+        is_requested = True
 
-class _Profiler:
-    """Counts the steps done and knows which of them to trace."""
-
-    def __init__(self, directory: Path, done: int, window: range) -> None:
-        self._directory, self._done, self._window = directory, done, window
-        self._is_requested = self._is_tracing = False
-
-    def request(self) -> None:
-        self._is_requested = True
-
-    def take(self, step: TrainStep, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        if self._is_requested and not self._is_tracing:
-            self._window = range(self._done, self._done + STEPS_PER_SIGNAL)
-        self._is_requested = False
-        if self._done in self._window and not self._is_tracing:
+    def traced(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        nonlocal done, is_requested, is_tracing, window
+        if is_requested and not is_tracing:
+            window = range(done, done + STEPS_PER_SIGNAL)
+        is_requested = False
+        if done in window and not is_tracing:
             jax.block_until_ready(state)
-            jax.profiler.start_trace(self._directory / f"step_{self._done}")
-            self._is_tracing = True
-        with jax.profiler.StepTraceAnnotation("train", step_num=self._done):
+            jax.profiler.start_trace(directory / f"step_{done}")
+            is_tracing = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=done):
             result = step(state, batch)
-        self._done += 1
-        if self._is_tracing and self._done not in self._window:
+        done += 1
+        if is_tracing and done not in window:
             jax.block_until_ready(result)
-            self.stop()
+            jax.profiler.stop_trace()
+            is_tracing = False
         return result
 
-    def stop(self) -> None:
-        if self._is_tracing:
+    before = signal.signal(signal.SIGUSR2, request)
+    try:
+        yield traced
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        if is_tracing:
             jax.profiler.stop_trace()
-            self._is_tracing = False

@@ -18,9 +18,8 @@ _DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Config):
-    """`steps` None stands for the length of the run. `decay_ratio` is the share of `steps` spent
-    decaying (warm-up, stable, decay); None decays from the end of the warm-up on. The decay leads
-    to `floor_ratio * peak`."""
+    """`steps`: None, the length of the run. `decay_ratio`: the share of `steps` spent decaying to
+    `floor_ratio * peak` (warm-up, stable, decay); None decays from the end of the warm-up."""
 
     peak: PositiveFloat = 3e-4
     steps: Positive | None = None
@@ -35,8 +34,8 @@ def learning_rate(config: ScheduleConfig) -> Callable[[jax.typing.ArrayLike], ja
 
     With `warmup` clipped to `steps` and `p = (s + 1 - warmup - stable) / decay`, the factor of
     `peak` is `(s + 1) / warmup` during warm-up, 1 while p <= 0, then `floor + (1 - floor) f(p)`
-    with f falling from 1 to 0. `stable = steps + 1 - warmup - decay` counts one step more than is
-    left, so a run of `steps` steps stops just short of the floor, which holds from `steps` on.
+    with f falling from 1 to 0. `stable = steps + 1 - warmup - decay` is one step more than remain,
+    so the floor is first reached at s = `steps`, after the run's last step.
     """
     assert config.steps is not None, "the run's length fills ScheduleConfig.steps in"
     warmup = min(config.warmup, config.steps)

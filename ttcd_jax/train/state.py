@@ -1,4 +1,4 @@
-"""The training state: a dict of arrays, made from a configuration and a seed, nothing else."""
+"""The training state: a dict of arrays, made from a configuration and a seed alone."""
 
 import functools
 from typing import Any, TypedDict
@@ -45,22 +45,22 @@ def logical_axes(config: TransformerConfig) -> dict[str, Any]:
 
 
 def params_shardings(config: TransformerConfig, mesh: Mesh) -> dict[str, Any]:
-    """Where every parameter lies on `mesh`. Raises `UserError` for a dimension that does not divide
-    among its devices."""
+    """The sharding of every parameter on `mesh`. Raises `UserError` for a dimension that does not
+    divide among its devices."""
     return shardings(mesh, logical_axes(config), abstract_params(config))
 
 
 def state_shardings(
     config: TransformerConfig, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> dict[str, Any]:
-    """Where the training state lies, in a like dict: what the optimizer keeps of a parameter lies
-    with it, all else on every device."""
+    """The shardings of the training state, in a like dict: an optimizer's array for a parameter is
+    sharded as that parameter, all else is replicated."""
     params = params_shardings(config, mesh)
     state = jax.eval_shape(functools.partial(init_state, config, optimizer, 0))
     whole = replicated(mesh)
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda leaf, place: leaf if isinstance(leaf, optax.MaskedNode) else place,
+        lambda leaf, where: leaf if isinstance(leaf, optax.MaskedNode) else where,
         state["opt_state"],
         params,
         transform_non_params=lambda _: whole,
@@ -69,10 +69,10 @@ def state_shardings(
     return {"params": params, "opt_state": opt_state, "step": whole}
 
 
-def placed_as(arrays: Any, places: Any) -> Any:
+def placed_as(arrays: Any, shardings: Any) -> Any:
     """A tree of `jax.ShapeDtypeStruct`s with the shardings of a like tree."""
     return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays, places
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), arrays, shardings
     )
 
 
@@ -92,7 +92,11 @@ def init_state(
     config: TransformerConfig, optimizer: optax.GradientTransformation, seed: int
 ) -> TrainState:
     """A fresh state; call it under `jax.jit` or `jax.eval_shape`."""
-    params = init_params(config, seed)
+    return state_of(optimizer, init_params(config, seed))
+
+
+def state_of(optimizer: optax.GradientTransformation, params: dict[str, Any]) -> TrainState:
+    """The state before the first step, with `params`."""
     return TrainState(
         params=params, opt_state=optimizer.init(params), step=jnp.zeros((), jnp.int32)
     )

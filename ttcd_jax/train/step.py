@@ -30,7 +30,7 @@ def make_train_step(
     loss_rows: int,
 ) -> TrainStep:
     """The step of a language model on batches of tokens, segment_ids, positions, targets and
-    loss_mask. The loss is the same however many parts the batch is computed in."""
+    loss_mask, computed in `accumulation_steps` parts, which do not change the loss."""
 
     def loss_sum(params: Any, batch: Batch) -> tuple[jax.Array, MemoryStats | None]:
         model = with_params(config, params)
@@ -83,8 +83,8 @@ def is_finite(metrics: Metrics) -> jax.Array:
 
 
 def _in_parts(batch: Batch, count: int) -> Batch:
-    """[B, ...] -> [count, B / count, ...]. Every part takes its rows from all over the batch, so
-    that a batch sharded by rows is not moved."""
+    """[B, ...] -> [count, B / count, ...], every `count`-th row in a part, so that a batch sharded
+    by rows is not moved."""
 
     def split(x: jax.Array) -> jax.Array:
         parts = jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
@@ -94,9 +94,8 @@ def _in_parts(batch: Batch, count: int) -> Batch:
 
 
 def _accumulated(loss_sum: Callable[[Any, Batch], Any], axes: Any, count: int) -> Gradients:
-    """Gradients of a batch in `count` parts, and their mean statistics. The backward of a part adds
-    to the one copy of the gradients, layer by layer; it is sharded as the parameters, whose axis
-    names are `axes`."""
+    """Gradients of a batch in `count` parts, and their mean statistics. The backward of every part
+    adds to one copy of the gradients, layer by layer, sharded by the parameters' `axes`."""
 
     def gradients(params: Any, batch: Batch) -> tuple[tuple[jax.Array, MemoryStats | None], Any]:
         total = jax.tree.map(

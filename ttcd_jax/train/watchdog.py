@@ -1,7 +1,7 @@
-"""The end of a process whose peers are lost: soon, with one line and a status of its own.
+"""The end of a process whose peers are lost: soon, with one line and its own exit status.
 
-A collective waits for a lost process for ever, and so do JAX's exit handlers. Where process 0 is
-the lost one, JAX itself ends the others at once, by SIGABRT.
+A collective waits for a lost process for ever, and so do JAX's exit handlers. When process 0 is
+lost, JAX ends the others at once, by SIGABRT.
 """
 
 import collections
@@ -22,8 +22,8 @@ from ttcd_jax.errors import UserError
 PEER_LOST = 7
 
 _MEDIAN_OF = 32  # steps
-# What gloo, the coordination service and NCCL say. While NCCL still connects, a system error tells
-# of the machine's settings.
+# Messages of gloo, the coordination service and NCCL. A system error while NCCL connects is due to
+# the machine's settings instead.
 _LOST = re.compile(
     r"Gloo .* failed|coordination ?service|remote process exited"
     r"|NCCL operation (?!ncclCommInit).*unhandled system error",
@@ -32,17 +32,17 @@ _LOST = re.compile(
 
 
 class Watchdog:
-    """Ends this process with `PEER_LOST`, running no exit handlers, when a peer is lost: when an
-    exception of a collective leaves the block, or when no step was done for `factor` median steps,
-    and `minimum_seconds` at least; then it prints the stacks of all threads.
+    """Ends this process with `PEER_LOST`, without exit handlers, when an exception of a collective
+    leaves the block, or when no step was done for `factor` median steps and at least
+    `minimum_seconds`; then it prints the stacks of all threads.
 
         with Watchdog(jax.process_count()) as watchdog:
             ...
             watchdog.beat(step)
 
-    The second beat arms it, for the first step compiles. Any other exception is raised as it is;
-    peers that erred alike are leaving too, and the exit handlers have `exit_seconds` to meet them.
-    A process alone has no peers to lose: then nothing of this happens.
+    The second beat arms it, for the first step compiles. Any other exception is raised as it is:
+    peers may have raised it too, and the exit handlers have `exit_seconds` to meet them. Nothing
+    happens in a process without peers.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Watchdog:
         exit_timer.start()
 
     def leave_if_lost(self, error: Exception) -> None:
-        """Ends the process if `error` tells of a lost peer."""
+        """Ends the process if `error` is due to a lost peer."""
         if self._has_peers and is_peer_lost(error):
             leave(f"another process was lost ({error})")
 
     def beat(self, step: int) -> None:
-        """Step `step` is done."""
+        """To be called after every step."""
         now = time.monotonic()
         if not math.isnan(self._last):
             self._durations.append(now - self._last)
@@ -89,7 +89,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what takes as long as it takes: a checkpoint, an evaluation."""
+        """No limit inside, for a checkpoint or an evaluation."""
         self._deadline = math.inf
         yield
         if not math.isnan(self._last):
@@ -113,7 +113,7 @@ class Watchdog:
 
 
 def is_peer_lost(error: BaseException | None) -> bool:
-    """Whether `error`, or what caused it, is how a collective or a barrier ends without a peer."""
+    """Whether `error` or its cause is raised by a collective or barrier that lacks a peer."""
     while error is not None:
         if _LOST.search(str(error)):
             return True

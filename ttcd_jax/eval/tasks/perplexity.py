@@ -1,4 +1,4 @@
-"""Perplexity by the length of the context: how much a token's past helps to predict it."""
+"""Perplexity by the length of the context."""
 
 import dataclasses
 import itertools
@@ -27,11 +27,8 @@ def bucket_edges(length: int) -> list[int]:
 
 
 def by_position(scores: Scores, rows: dict[str, np.ndarray], tokenizer: Tokenizer) -> Records:
-    """One record per position bucket and one, `all`, over everything.
-
-    `bits_per_byte` divides by the bytes of the targets, so tokenizers compare; it is None where no
-    target has bytes.
-    """
+    """One record per bucket of positions, and `all`. `bits_per_byte` divides by the bytes of the
+    targets, which compares tokenizers; None if no target has bytes."""
     length = rows["tokens"].shape[1]
     num_bytes = tokenizer.num_bytes(rows["targets"])
     records = []

@@ -1,5 +1,4 @@
-"""Recall accuracy by distance: how far back a model can look a value up, in one pass or while it
-decodes."""
+"""Recall accuracy by distance back to the value, in one pass or while decoding."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -15,11 +14,11 @@ from ttcd_jax.eval.scorer import Scores
 from ttcd_jax.eval.task import Records, ScoredTask, Series, Subject, Task, register
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel, inference_model
-from ttcd_jax.inference.prefill import Memory, prefill
+from ttcd_jax.inference.prefill import MemoryMode, prefill
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
 
-_SEED = 1_000_003  # rows no training seed of a few digits can have seen
+_SEED = 1_000_003  # other rows than those of training seeds of a few digits
 _BUCKETS_BEYOND = 4
 _DISTANCES = (16, 32, 64, 128, 256, 512)
 _MAX_NEEDLES = 4
@@ -43,7 +42,7 @@ class _OnRecallData(Task):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall(_OnRecallData, ScoredTask):
-    """Values looked up by how far back they were shown."""
+    """Accuracy at queries by the distance back to their value."""
 
     name = "recall"
     title = "Recall accuracy by distance"
@@ -59,8 +58,8 @@ class Recall(_OnRecallData, ScoredTask):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needle(_OnRecallData):
-    """Values that were read as a prompt, asked for after tokens of decoding: with the memory that
-    goes on, and with the published one, which is off while decoding. `batch_size`: rows in all."""
+    """Accuracy at values of a prompt, queried after tokens of decoding: with the memory kept on,
+    and off while decoding, as published. `batch_size`: all rows."""
 
     name = "needle"
     title = "Needles read back after decoding"
@@ -82,18 +81,18 @@ class Needle(_OnRecallData):
         )
 
     def series(self, subject: Subject, rows: Needles) -> Series:
-        memories: dict[str, Memory] = {subject.name: "kept"}
+        modes: dict[str, MemoryMode] = {subject.name: "kept"}
         if has_in_place_memory(subject.model.config):
-            memories = {f"{subject.name}, memory {kind}": kind for kind in get_args(Memory)}
+            modes = {f"{subject.name}, memory {mode}": mode for mode in get_args(MemoryMode)}
         model = inference_model(subject.model)
         return {
             label: while_decoding(model, rows, _DISTANCES, memory)
-            for label, memory in memories.items()
+            for label, memory in modes.items()
         }
 
 
 def attention_reach(config: TransformerConfig) -> int | None:
-    """How many positions back stacked windows can carry anything: Y (w - 1); None without limit."""
+    """The positions back that stacked windows reach: Y (w - 1); None: all."""
     return None if config.window is None else config.num_layers * (config.window - 1)
 
 
@@ -125,10 +124,10 @@ def by_distance(scores: Scores, rows: dict[str, np.ndarray], reach: int | None) 
 
 
 def while_decoding(
-    model: InferenceModel, needles: Needles, distances: Iterable[int], memory: Memory = "kept"
+    model: InferenceModel, needles: Needles, distances: Iterable[int], memory: MemoryMode = "kept"
 ) -> Records:
-    """Accuracy at needles that were read as a prompt, after `distances` tokens of haystack that
-    went through `decode` one by one; up to the length of the haystack."""
+    """Accuracy at needles of a prompt, after `distances` tokens of haystack that `decode` read one
+    by one; up to the length of the haystack."""
     num_rows, num_tokens = needles.haystack.shape
     max_length = needles.pairs.shape[1] + num_tokens + 1
     state = start_state(model, num_rows, max_length=max_length)
@@ -143,11 +142,6 @@ def while_decoding(
             # Each query decodes a copy: `decode` donates its state.
             logits, _ = decode(model, jax.tree.map(jnp.copy, state), keys, memory=memory)
             is_hit[:, index] = np.asarray(logits).argmax(-1) == needles.values[:, index]
-        records.append(
-            {
-                "distance": str(distance),
-                "queries": is_hit.size,
-                "accuracy": float(is_hit.mean()),
-            }
-        )
+        accuracy = float(is_hit.mean())
+        records.append({"distance": str(distance), "queries": is_hit.size, "accuracy": accuracy})
     return records

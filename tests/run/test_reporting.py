@@ -1,6 +1,8 @@
+import time
+
 import numpy as np
 
-from ttcd_jax.train.metrics import MetricFiles, ProgressLine, flat_metrics, read_metrics
+from ttcd_jax.run.reporting import MetricFiles, Progress, flat_metrics, read_metrics
 
 
 def test_arrays_of_fast_layers_become_scalars():
@@ -22,11 +24,15 @@ def test_records_after_the_checkpoint_are_dropped_and_a_torn_line_is_skipped(tmp
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 1), (2, 2), (3, 9)]
 
 
-def test_a_log_gets_one_line_per_report(capsys):
-    line = ProgressLine(20)
-    line.show(5, {"loss": 1.5, "tokens_per_second": 1234.5, "memory_ratio/0": 0.25}, 75.0)
-    line.show(20, {"loss": 1.0, "tokens_per_second": 1000.0}, None)
+def test_a_log_gets_one_line_per_report(capsys, monkeypatch):
+    clock = iter((0.0, 50.0, 60.0))  # the first report includes 45 seconds of compilation
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    progress = Progress(0, 20)
+    assert progress.update(1) == 1 / 50
+    progress.show(1, {"loss": 1.5, "tokens_per_second": 1234.5, "memory_ratio/0": 0.25})
+    assert progress.update(5) == 4 / 10
+    progress.show(5, {"loss": 1.0, "tokens_per_second": 1000.0})
     assert capsys.readouterr().out.splitlines() == [
-        "step  5/20  loss 1.5000  1,234 tokens/s  1:15 left  |eta S|/|W| 0.250",
-        "step 20/20  loss 1.0000  1,000 tokens/s",
+        "step  1/20  loss 1.5000  1,234 tokens/s  |eta S|/|W| 0.250",
+        "step  5/20  loss 1.0000  1,000 tokens/s  0:38 left",
     ]
