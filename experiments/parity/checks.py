@@ -13,16 +13,11 @@ from experiments.parity.golden import Comparison, Golden
 Check = Callable[[Golden, str], Comparison]
 
 CHECKS: dict[str, Check] = {
-    "ipttcd_mlp": layers.check_mlp,
-    "ipttcd_block": layers.check_block,
-    "ipttcd_model": models.check_model,
-    "ipttt_mlp": layers.check_mlp,
-    "ipttt_model": models.check_model,
+    **dict.fromkeys(("ipttcd_mlp", "ipttt_mlp", "ipttcd_block"), layers.check_layer),
+    **dict.fromkeys(("delta_layer", "lact_layer"), layers.check_layer),
+    **dict.fromkeys(("ipttcd_model", "ipttt_model"), models.check_model),
+    **dict.fromkeys(("delta_model", "lact_model"), models.check_model),
     "delta_op": operators.check_delta_rule,
-    "delta_layer": layers.check_mixer,
-    "delta_model": models.check_model,
-    "lact_layer": layers.check_mixer,
-    "lact_model": models.check_model,
     "dual_attn_inputs": operators.check_attention_inputs,
     "dual_attn": operators.check_attention,
     "optimizer": training.check_optimizer,

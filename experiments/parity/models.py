@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.parity import modules
-from experiments.parity.golden import Comparison, Golden, bound, worst
+from experiments.parity.golden import Comparison, Golden, worst
 from ttcd_jax.interop import reference
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
@@ -24,15 +24,12 @@ def check_model(golden: Golden, dtype: str) -> Comparison:
     tensors = golden.group("param.")
     tokens = jnp.asarray(golden.arrays["in.input_ids"])
     loss, d_params, _, logits = modules.value_and_pull(
-        _load(config, tensors, dtype),
-        _loss_and_logits,
-        (tokens,),
-        1.0,
+        _load(config, tensors, dtype), _loss_and_logits, (tokens,), 1.0
     )
     ours = {"out.logits": logits, "out.loss": loss}
     ours |= modules.gradients(reference.model_to_reference(d_params, config))
     if "out.hidden_states" in golden.arrays:
-        ours["out.hidden_states"] = _hidden_states(config, tensors, tokens, dtype)
+        ours["out.hidden_states"] = _hidden_states(golden, config, dtype)
     if "out.logits_eval" in golden.arrays:
         # In evaluation mode the reference skips the whole fast path of inputs under one chunk, and
         # the hybrid's delta rule always.
@@ -40,7 +37,7 @@ def check_model(golden: Golden, dtype: str) -> Comparison:
         plain = config.replace(method=method, fast_layers=(), memory=None)
         base = {name: value for name, value in tensors.items() if not _is_fast(name)}
         ours["out.logits_eval"] = modules.evaluate(_load(plain, base, dtype), tokens)
-    return worst(ours, golden, lambda name: bound(golden, dtype, name))
+    return worst(ours, golden, dtype)
 
 
 def _loss_and_logits(model: Transformer, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -57,22 +54,19 @@ def _load(config: TransformerConfig, tensors: Mapping[str, np.ndarray], dtype: s
     return modules.with_params(lambda: Transformer(config, rngs=nnx.Rngs(0)), params)
 
 
-def _hidden_states(
-    config: TransformerConfig, tensors: Mapping[str, np.ndarray], tokens: jax.Array, dtype: str
-) -> jax.Array:
+def _hidden_states(golden: Golden, config: TransformerConfig, dtype: str) -> jax.Array:
     """[Y + 1, B, T, D]: the input of every block, then the output of the final norm."""
-    embeddings = jnp.asarray(tensors["model.embeddings.weight"], dtype)[tokens]
+    table, norm = (
+        jnp.asarray(golden.arrays[f"param.model.{name}.weight"], dtype)
+        for name in ("embeddings", "norm")
+    )
+    embeddings = table[golden.arrays["in.input_ids"]]
     states = [embeddings]
     for layer, block in enumerate(block_configs(config)):
-        prefix = f"model.layers.{layer}."
-        own = {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
+        own = golden.group(f"param.model.layers.{layer}.")
         module = modules.load_module(
-            lambda block=block: Block(block, rngs=nnx.Rngs(0)),
-            own,
-            block.reference_names,
-            dtype,
+            lambda block=block: Block(block, rngs=nnx.Rngs(0)), own, block.reference_names, dtype
         )
         states.append(modules.evaluate(module, states[-1], None, None, embeddings))
-    weight = jnp.asarray(tensors["model.norm.weight"], dtype)
-    states[-1] = rms_norm(states[-1], weight, config.norm_eps)
+    states[-1] = rms_norm(states[-1], norm, config.norm_eps)
     return jnp.stack(states)
