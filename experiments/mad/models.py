@@ -1,7 +1,7 @@
 """The models of the MAD tasks: two small blocks of any method and one of two heads.
 
 Next-token tasks take a `Transformer` with an untied head. Compression takes an `Autoencoder`: the
-row has to be read back from the hidden state of its last token alone.
+row is decoded from the hidden state of its last token alone.
 """
 
 from typing import Annotated, Any
@@ -39,21 +39,17 @@ def mad_config(method: MADMethod, *, window: int, **fields: Any) -> TransformerC
     one fast head per attention head, no Muon.
     """
     sizes = {"dim": 128, "num_layers": 2, "num_heads": 4, "mlp_dim": 256, "has_tied_head": False}
-    return TransformerConfig(**sizes | _method_fields(method, window, window // 2) | fields)
-
-
-def _method_fields(method: MADMethod, window: int, chunk: int) -> dict[str, Any]:
-    """`method` and the fields of `TransformerConfig` that not every method reads."""
+    chunk = window // 2
     in_place = {"window": window, "fast_layers": (0, 1)}
     memory = MemoryConfig(chunk_size=chunk, block_chunks=1)
     target = TargetMemoryConfig(chunk_size=chunk, block_chunks=1)
-    fields = {
+    read = {
         "ipttcd": in_place | {"student_window": chunk, "memory": memory},
         "ipttt": in_place | {"memory": target},
         "lact": {"window": window, "memory": LaCTMemoryConfig(chunk_size=chunk, low_rank=None)},
         "swa": {"window": window},
     }
-    return {"method": method} | fields.get(method, {})
+    return TransformerConfig(**sizes | {"method": method} | read.get(method, {}) | fields)
 
 
 def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:
@@ -95,16 +91,13 @@ class Autoencoder(Transformer):
         """The input of the head, from c."""
         y = code[:, None] + sinusoids(length, self.config.dim).astype(code.dtype)
         for layer in (1, 2):
-            y = self._decoder_layer(y, layer)
+            norm, kernel, bias = (
+                getattr(self, f"decoder_{name}_{layer}")[...] for name in ("norm", "kernel", "bias")
+            )
+            y = rms_norm(y, norm, self.config.norm_eps)
+            y = linear(y, kernel, self.config.precision.compute_dtype)
+            y = jax.nn.gelu(y + bias.astype(y.dtype), approximate=False)
         return self.normed(y)
-
-    def _decoder_layer(self, y: jax.Array, layer: int) -> jax.Array:
-        norm, kernel, bias = (
-            getattr(self, f"decoder_{name}_{layer}")[...] for name in ("norm", "kernel", "bias")
-        )
-        y = rms_norm(y, norm, self.config.norm_eps)
-        y = linear(y, kernel, self.config.precision.compute_dtype)
-        return jax.nn.gelu(y + bias.astype(y.dtype), approximate=False)
 
 
 def mad_model(config: TransformerConfig, *, is_autoencoder: bool, rngs: nnx.Rngs) -> Transformer:

@@ -1,4 +1,4 @@
-"""A MAD setting and a method as a problem of `sweep`: model, loss, and what is measured."""
+"""A MAD setting and a method as a problem of `sweep`: model, loss, measures."""
 
 from typing import Any
 

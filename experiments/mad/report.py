@@ -17,8 +17,8 @@ from ttcd_jax.eval.report import format_table
 from ttcd_jax.methods import METHODS
 
 Record = dict[str, Any]
-
 _SCORE = "macro_accuracy"
+_FACTS = {"|eta S|/|W|": "memory_ratio", "beta": "gate_mean", "key rank": "key_rank"}
 
 
 def _best_pair(record: Record) -> list[dict[str, Any]]:
@@ -61,14 +61,16 @@ def mean_curve(curves: list[np.ndarray]) -> np.ndarray:
 
 def report(records: list[Record]) -> str:
     """Both tables and the footnotes."""
-    parts = [
-        "\nMAD: best test accuracy over the runs of a setting, mean over settings, in percent",
-        format_table(score_table(records)),
-        *footnotes(records),
-        "\nThe memory (best run of each setting, mean over settings)",
-        format_table(memory_table(records)),
-    ]
-    return "\n".join(parts) + "\n"
+    return "\n".join(
+        [
+            "\nMAD: best test accuracy over the runs of a setting, mean over settings, in percent",
+            format_table(score_table(records)),
+            *footnotes(records),
+            "\nThe memory (best run of each setting, mean over settings)",
+            format_table(memory_table(records)),
+            "",
+        ]
+    )
 
 
 def score_table(records: list[Record]) -> list[dict[str, str]]:
@@ -106,19 +108,14 @@ def memory_table(records: list[Record]) -> list[dict[str, str]]:
             row = {"task": task, "method": METHODS[method].label}
             row["on"] = f"{100 * metrics[_SCORE]:.1f}"
             row["off"] = f"{100 * metrics[f'{_SCORE}_off']:.1f}"
-            for title, name in (
-                ("|eta S|/|W|", "memory_ratio"),
-                ("beta", "gate_mean"),
-                ("key rank", "key_rank"),
-            ):
-                values = metrics.get(name)
-                row[title] = "-" if values is None else " ".join(f"{x:.3g}" for x in values)
+            for title, name in _FACTS.items():
+                row[title] = " ".join(f"{x:.3g}" for x in metrics.get(name, ())) or "-"
             rows.append(row)
     return rows
 
 
 def footnotes(records: list[Record]) -> list[str]:
-    """What the numbers are and are not: budget, sweep, options, device, runs that failed."""
+    """Budget, sweep, options, device, and runs that failed."""
     runs = [run for record in records for run in record["runs"]]
     failed = sum(run["failed_at"] is not None for run in runs)
     done = {task: len({r["setting"] for r in records if r["task"] == task}) for task in TASKS}
@@ -126,9 +123,8 @@ def footnotes(records: list[Record]) -> list[str]:
         f"{task} {count} of {len(settings(task))}" for task, count in done.items() if count
     )
     rates, decays, seeds = (_values(runs, name) for name in ("rate", "weight_decay", "seed"))
-    schedule, selects, stops_at = (
-        _values(records, "recipe", name) for name in ("schedule", "selects", "stops_at")
-    )
+    options = ("schedule", "selects", "stops_at")
+    schedule, selects, stops_at = (_values(records, "recipe", name) for name in options)
     return [
         "cells: macro / micro accuracy on the test rows (published macro accuracy; all settings, "
         "200 epochs, 3 rates, 2 decays)",
@@ -151,11 +147,9 @@ def _budgets(records: list[Record]) -> dict[str, list[str]]:
         chosen = [record for record in records if record["task"] == task]
         names = ("steps", "epochs", "num_train", "published_num_train", "num_test")
         steps, epochs, train, published, test = (_span(r[name] for r in chosen) for name in names)
-        text = (
-            f"{steps} steps ({epochs} epochs) of "
-            f"{_span(r['recipe']['batch_size'] for r in chosen)} rows, {train} training rows "
-            f"(published: {published}), {test} test rows"
-        )
+        batch = _span(r["recipe"]["batch_size"] for r in chosen)
+        text = f"{steps} steps ({epochs} epochs) of {batch} rows, {train} training rows "
+        text += f"(published: {published}), {test} test rows"
         tasks_with.setdefault(text, []).append(task)
     return tasks_with
 
