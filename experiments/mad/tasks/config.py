@@ -1,4 +1,4 @@
-"""Sizes of a MAD task, the published ones, and which sizes cannot be."""
+"""The sizes of a MAD task, the published ones, and the limits of each task."""
 
 import dataclasses
 import itertools
@@ -72,23 +72,18 @@ def _unread(config: MADConfig) -> Iterator[Rule]:
 
 def _minima(config: MADConfig) -> Iterator[Rule]:
     """The smallest value of each size, and the fault of one below it."""
-    num_copied, pair = config.num_tokens_to_copy, config.k_motif_size + config.v_motif_size
-    recall = ("seq_len", 4, "holds no pair and probe")
-    minima: dict[TaskName, tuple[tuple[str, int, str], ...]] = {
-        "in-context-recall": (recall,),
-        "noisy-in-context-recall": (recall, ("noise_vocab_size", 1, "is too small")),
-        "fuzzy-in-context-recall": (
-            ("k_motif_size", 1, "is too small"),
-            ("v_motif_size", 1, "is too small"),
-            ("seq_len", 2 * pair + 1, f"is too short for two pairs of {pair} tokens"),
-        ),
-        "memorization": (("seq_len", 2, "holds no key"),),
-        "compression": (("vocab_size", 2, "has no content"), ("seq_len", 2, "holds no content")),
-        "selective-copying": (
-            ("vocab_size", 3, "has no content"),
-            ("num_tokens_to_copy", 1, "is too small"),
-            ("seq_len", 2 * num_copied + 2, f"has no blank with num_tokens_to_copy {num_copied}"),
-        ),
+    copied, pair = config.num_tokens_to_copy, config.k_motif_size + config.v_motif_size
+    recall, small = ("seq_len", 4, "holds no pair and probe"), "is too small"
+    two_pairs = ("seq_len", 2 * pair + 1, f"is too short for two pairs of {pair} tokens")
+    room = ("seq_len", 2 * copied + 2, f"has no blank with num_tokens_to_copy {copied}")
+    content = "has no content"
+    minima: dict[TaskName, list[tuple[str, int, str]]] = {
+        "in-context-recall": [recall],
+        "noisy-in-context-recall": [recall, ("noise_vocab_size", 1, small)],
+        "fuzzy-in-context-recall": [*((f"{x}_motif_size", 1, small) for x in "kv"), two_pairs],
+        "memorization": [("seq_len", 2, "holds no key")],
+        "compression": [("vocab_size", 2, content), ("seq_len", 2, "holds no content")],
+        "selective-copying": [("vocab_size", 3, content), ("num_tokens_to_copy", 1, small), room],
     }
     for name, least, fault in minima[config.task]:
         value = getattr(config, name)
