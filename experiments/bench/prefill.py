@@ -28,7 +28,7 @@ from ttcd_jax.train.flops import forward_flops
 BASELINES = ("swa", "ipttt")  # their times and FLOPs are divisors
 # Largest difference of the naive form's logits to the fused one's over the largest logit.
 BOUNDS = {
-    "float32": 1e-3,  # an accelerator multiplies float32 in fewer bits unless told otherwise
+    "float32": 1e-3,  # an accelerator multiplies float32 in fewer bits by default
     "bfloat16": 5e-2,  # every layer rounds anew
 }
 

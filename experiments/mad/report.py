@@ -1,4 +1,4 @@
-"""Tables of a MAD sweep: scores beside the published ones, facts of the memory, footnotes.
+"""Tables of a MAD sweep: scores and the published ones, measures of the memory, footnotes.
 
 The score of a task is the mean over its settings of the best test accuracy (macro, by the protocol)
 of a setting's learning rates and decays; over several seeds their mean counts as one run.
@@ -54,23 +54,19 @@ def best_curve(record: Record) -> np.ndarray | None:
 
 
 def mean_curve(curves: list[np.ndarray]) -> np.ndarray:
-    """Over what all curves have: one that ended early (an option) ends them all."""
+    """Over the shortest curve: one that ended early (an option) ends them all."""
     shortest = min(map(len, curves))
     return np.mean([curve[:shortest] for curve in curves], axis=0)
 
 
 def report(records: list[Record]) -> str:
     """Both tables and the footnotes."""
-    return "\n".join(
-        [
-            "\nMAD: best test accuracy over the runs of a setting, mean over settings, in percent",
-            format_table(score_table(records)),
-            *footnotes(records),
-            "\nThe memory (best run of each setting, mean over settings)",
-            format_table(memory_table(records)),
-            "",
-        ]
-    )
+    parts = ["\nMAD: best test accuracy over the runs of a setting, mean over settings, in percent"]
+    parts += [format_table(score_table(records)), *footnotes(records)]
+    if table := memory_table(records):
+        parts.append("\nThe memory (best run of each setting, mean over settings)")
+        parts.append(format_table(table))
+    return "\n".join(parts) + "\n"
 
 
 def score_table(records: list[Record]) -> list[dict[str, str]]:

@@ -22,7 +22,7 @@ class Bounds:
     loss: float = 0.0
 
 
-# Float32 arithmetic: about ten times what the reference's own float32 run shows.
+# Float32 arithmetic: about ten times the error of the reference's own float32 run.
 _LAYER = {"float32": Bounds(output=1e-5, gradient=3e-5)}
 _DELTA_RULE = {"float32": Bounds(output=1e-5, gradient=1e-5)}
 # Float64: 1e-10 where float64 was stored, else the rounding of what was stored in float32.

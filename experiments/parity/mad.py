@@ -18,7 +18,7 @@ def check_instances(golden: Golden, dtype: str) -> Comparison:
     that differ and may not be anything but 0, in either dtype."""
     ours: dict[str, np.ndarray] = {}
     for source in golden.info["configs"]:
-        name, config = source["name"], _config(source)
+        name, config = source["name"], task_config(source)
         splits = instances(
             config,
             seed=source["seed"],
@@ -37,7 +37,7 @@ def check_instances(golden: Golden, dtype: str) -> Comparison:
     return worse(*(Comparison(k, _differing(x, golden.arrays[k]), 0.0) for k, x in ours.items()))
 
 
-def _config(source: dict[str, Any]) -> MADConfig:
+def task_config(source: dict[str, Any]) -> MADConfig:
     sizes = dict(source["config"])
     if not sizes.pop("multi_query", True):
         raise DataError("multi_query=False is not supported: every recall asks for every known key")

@@ -104,7 +104,7 @@ def check_attention_inputs(golden: Golden, dtype: str) -> Comparison:
     shapes |= {"in.G_teacher": (B, T, H, D), "in.G_student": (B, T, H, D)}
     for name, shape in shapes.items():
         if arrays[name].shape != shape:
-            raise DataError(f"{name} has shape {arrays[name].shape}, its file says {shape}")
+            raise DataError(f"{name} has shape {arrays[name].shape}, its description {shape}")
     q, k, v = (jnp.asarray(arrays[f"in.{name}"], dtype) for name in "qkv")
     forms = [
         dual_window_attention(

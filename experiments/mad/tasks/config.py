@@ -52,7 +52,7 @@ class MADConfig(Config):
         return self.seq_len - 1 if is_exact_recall else self.seq_len
 
 
-# What a task reads beside vocab_size and seq_len.
+# The sizes of a task apart from vocab_size and seq_len.
 _READS: dict[str, tuple[str, ...]] = {
     "noisy-in-context-recall": ("frac_noise", "noise_vocab_size"),
     "fuzzy-in-context-recall": ("k_motif_size", "v_motif_size"),
