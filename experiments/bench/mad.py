@@ -13,8 +13,7 @@ from ttcd_kernels import measure
 
 from experiments.bench.frame import MILLISECOND, Case, Row
 from experiments.mad import sweep
-from experiments.mad.models import MADMethod, mad_config
-from experiments.mad.problem import WINDOWS, mad_problem
+from experiments.mad.models import WINDOWS, MADMethod, mad_config, mad_problem
 from experiments.mad.tasks.config import BASELINES
 from experiments.mad.tasks.instances import instances
 from ttcd_jax.config import Config, Positive

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.mad.models import MAD_METHODS, MADMethod, mad_config
-from experiments.mad.problem import WINDOWS
+from experiments.mad.models import MAD_METHODS, WINDOWS, MADMethod, mad_config
 from experiments.mad.sweep import Hyper, RecipeConfig
 from experiments.mad.tasks.config import TaskName
 from experiments.mad.tasks.settings import NUM_TEST, TASKS, Setting, settings

@@ -9,7 +9,7 @@ from typing import Any
 from ttcd_kernels import measure
 
 from experiments.mad.config import Job, MADSweepConfig, hyper, jobs, model_of
-from experiments.mad.problem import mad_problem
+from experiments.mad.models import mad_problem
 from experiments.mad.records import Records
 from experiments.mad.report import best_run
 from experiments.mad.sweep_loop import train_runs
