@@ -37,7 +37,7 @@ def _mean_metrics(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def best_run(record: Record) -> dict[str, Any] | None:
-    """The best pair of rate and decay as one run, whose metrics are the means over the seeds."""
+    """The best pair of rate and decay as one run, its metrics the means over the seeds."""
     runs = _best_pair(record)
     return runs[0] | {"metrics": _mean_metrics(runs)} if runs else None
 

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
@@ -128,15 +128,12 @@ def _motifs(config: MADConfig) -> Iterator[Rule]:
         )
 
 
-# The published baseline of each task.
-_SIZES: dict[TaskName, dict[str, Any]] = {
-    "in-context-recall": {},
-    "noisy-in-context-recall": {"vocab_size": 32, "frac_noise": 0.2, "noise_vocab_size": 16},
-    "fuzzy-in-context-recall": {"k_motif_size": 3, "v_motif_size": 3},
-    "memorization": {"vocab_size": 256, "seq_len": 32},
-    "compression": {"seq_len": 32},
-    "selective-copying": {"seq_len": 256, "num_tokens_to_copy": 16},
-}
-BASELINES: dict[str, MADConfig] = {
-    task: MADConfig(task=task, **sizes) for task, sizes in _SIZES.items()
-}
+_PUBLISHED = (
+    MADConfig(task="in-context-recall"),
+    MADConfig(task="noisy-in-context-recall", vocab_size=32, frac_noise=0.2, noise_vocab_size=16),
+    MADConfig(task="fuzzy-in-context-recall", k_motif_size=3, v_motif_size=3),
+    MADConfig(task="memorization", vocab_size=256, seq_len=32),
+    MADConfig(task="compression", seq_len=32),
+    MADConfig(task="selective-copying", seq_len=256, num_tokens_to_copy=16),
+)
+BASELINES: dict[str, MADConfig] = {config.task: config for config in _PUBLISHED}
