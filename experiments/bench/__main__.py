@@ -1,19 +1,19 @@
-"""Costs of the library on this machine, a case at a time.
+"""Costs of the library on this machine, case by case.
 
     python -m experiments.bench CASE [--quick] [--json=FILE] [flags of the case: CASE --help]
 
-    step     training steps of several --gin over the first; what a checkpoint costs
+    step     training steps of several --gin over the first; the cost of a checkpoint
     data     batches per second of the input pipelines of several --gin
     layer    loss and gradient of fast layers by --forms, --lengths and --remat: time, peak memory
     prefill  long prompts by several --models: time and FLOPs over SWA and IP-TTT, memory
     decode   steps after prompts of --lengths tokens by --models and --batch_sizes
-    mad      a sweep of --runs as one program beside one run after another
+    mad      a sweep of --runs as one program and one run after another
 
-The programs of a table are warmed up, then take turns; a time is the median of --rounds. What does
-not fit in memory or would take longer than --max_seconds a call is compiled only (0: everything),
-and a note gives the reason; "device MiB" is the most that the process has held on the device until
-then. The JSON file has the rows of the tables, device, versions and commit.
---quick: tiny sizes for what no flag gives. The exit status is 1 if a result is wrong.
+The programs of a table are warmed up, then take turns; a time is the median of --rounds. A program
+that does not fit on the device or would take longer than --max_seconds a call is compiled only (0:
+every program), and a note gives the reason; "device MiB" is the peak of the process on the device
+until then. The JSON file has the rows of the tables, device, versions and commit.
+--quick: tiny sizes where no flag gives one. The exit status is 1 if a result is wrong.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from experiments import cli
 from ttcd_jax.errors import UserError
 
 FLAGS = flags.FLAGS
-flags.DEFINE_bool("quick", False, "Tiny sizes for what no flag gives.")
+flags.DEFINE_bool("quick", False, "Tiny sizes where no flag gives one.")
 flags.DEFINE_string("json", None, "File for the report, rewritten after every table.")
 CASES = {"step": "step", "data": "step", "layer": "layer", "mad": "mad"}
 CASES |= {"prefill": "prefill", "decode": "prefill"}

@@ -1,4 +1,4 @@
-"""What the benchmark cases share: their table's type, what is not run and why, units."""
+"""Shared by the benchmark cases: the type of the table of cases, limits, units."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -27,8 +27,8 @@ def over(value: float | None, unit: float | None) -> float | None:
 
 
 def why_not_run(needed: int, flops: float, max_seconds: float) -> str:
-    """Why a program of `needed` further bytes is only compiled; empty: it is run. The seconds of a
-    call are estimated at the rate of a matrix product on this device."""
+    """The reason why a program of `needed` further bytes is only compiled; empty: it is run. The
+    seconds of a call are estimated at the rate of a matrix product on this device."""
     limit = measure.usable_bytes()
     if needed > limit:
         return f"compiled only: does not fit in {measure.gibibytes(limit)}"

@@ -28,7 +28,7 @@ from ttcd_jax.train.state import abstract_model
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer(Config):
-    """All that is not named here is of the file's model."""
+    """All other sizes are those of the file's model."""
 
     gin: str = "ipttcd_340m.gin"
     param: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ def measured(options: Layer) -> Iterator[list[Row]]:
 
 
 def _gradient(config: Any, length: int) -> tuple[jax.stages.Compiled, Any]:
-    """(loss and gradient of a row, compiled from shapes; what draws its arguments)."""
+    """(loss and gradient of a row, compiled from shapes; the function that draws its arguments)."""
     graph, params = nnx.split(abstract_model(config))
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:

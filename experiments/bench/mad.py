@@ -1,6 +1,7 @@
-"""A sweep's runs trained as one program beside one run after another: the same steps."""
+"""A sweep's runs trained as one program and one after another: the same steps."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,8 +13,7 @@ from ttcd_kernels import measure
 
 from experiments.bench.frame import MILLISECOND, Case, Row
 from experiments.mad import sweep
-from experiments.mad.models import MADMethod, mad_config
-from experiments.mad.problem import WINDOWS, mad_problem
+from experiments.mad.models import WINDOWS, MADMethod, mad_config, mad_problem
 from experiments.mad.tasks.config import BASELINES
 from experiments.mad.tasks.instances import instances
 from ttcd_jax.config import Config, Positive
@@ -63,11 +63,8 @@ def measured(options: Sweep) -> Iterator[list[Row]]:
         runs = sweep.programs(recipe, problem, steps, mesh)
         rates = np.full(num_runs, 1e-3, np.float32)
         hyper = sweep.Hyper(rates, 0.1 * rates, np.arange(num_runs, dtype=np.uint32))
-        return (
-            lambda: runs.init(hyper),
-            lambda state, *rest: runs.train(state, hyper, *rest),
-            *placed,
-        )
+        start = functools.partial(runs.init, hyper)
+        return start, lambda state, *rest: runs.train(state, hyper, *rest), *placed
 
     start_all, train_all, rows_of_all, _ = made(options.runs)
     start, train, rows, rows_of_step = made(1)
@@ -88,11 +85,11 @@ def measured(options: Sweep) -> Iterator[list[Row]]:
     }
     seconds = measure.median_seconds(programs, options.rounds)
     together, work = seconds["all runs at once"], options.runs * steps
-    table = []
-    for name, time in seconds.items():
-        row = {"program": name, "ms": time / MILLISECOND, "run-steps/s": work / time}
-        table.append(row | {"times slower": time / together})
-    yield table
+    yield [
+        {"program": name, "ms": time / MILLISECOND, "run-steps/s": work / time}
+        | {"times slower": time / together}
+        for name, time in seconds.items()
+    ]
 
 
 _QUICK: Row = {"task": "compression", "method": "swa", "runs": 2, "steps": 2, "batch_size": 4}

@@ -1,7 +1,7 @@
-"""The models that read prompts side by side: one shape, one set of random parameters per method.
+"""The models that read prompts: one shape, one set of random parameters per method.
 
-`ipttcd_naive` computes what `ipttcd` does with its fused attention taken apart: one single-window
-attention for each view, each over all of its own keys.
+`ipttcd_naive` is `ipttcd` without fused attention: one single-window attention per view, each over
+all of its own keys.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ _NAIVE = "_naive"
 
 
 class Models:
-    """Models of a shape, that of an IP-TTCD model. Parameters are drawn with seed 0; a window
-    changes none."""
+    """Models of the shape of an IP-TTCD model. Parameters are drawn with seed 0, whatever the
+    window."""
 
     def __init__(self, shape: TransformerConfig) -> None:
         compute = shape.precision.compute
@@ -36,14 +36,14 @@ class Models:
         self._params = functools.cache(self._drawn)
 
     def config(self, name: str, window: int) -> TransformerConfig:
-        """Of a model under a window, of which the student sees half."""
+        """Of a model under the teacher's window; the student's is half."""
         windows = {"window": window, "student_window": max(window // 2, 1)}
         if name == "swa":
             return self._shape.replace(method=name, fast_layers=(), memory=None, **windows)
         memory = self._shape.settings
         if name == "ipttt":
             assert isinstance(memory, InPlaceSettings)
-            # Causal and random, so that the memory can be read in pieces and writes something.
+            # Causal and random, so that the memory can be read in pieces and its updates are not 0.
             memory = TargetMemoryConfig(
                 chunk_size=memory.chunk_size, is_conv_causal=True, conv_init="normal"
             )
@@ -52,10 +52,10 @@ class Models:
     def build(self, name: str, window: int) -> InferenceModel:
         config = self.config(name, window)
         model = inference_model(with_params(config, self._params(config.method)))
-        if not name.endswith(_NAIVE):
-            return model
-        blocks = tuple(map(_taken_apart, model.blocks, model.layers))
-        return dataclasses.replace(model, blocks=blocks)
+        if name.endswith(_NAIVE):
+            blocks = tuple(map(_unfused, model.blocks, model.layers))
+            model = dataclasses.replace(model, blocks=blocks)
+        return model
 
     def _drawn(self, method: str) -> dict[str, Any]:
         def draw() -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Models:
 
 
 class _TwoCalls(DualWindowAttention):
-    """The teacher's and the student's view by a call of its own each."""
+    """One call of attention for the teacher's view and one for the student's."""
 
     def extend(
         self, x: jax.Array, piece: Piece, state: KVCache, student: jax.Array | None = None
@@ -83,8 +83,8 @@ class _TwoCalls(DualWindowAttention):
         return Views(teacher, student), after
 
 
-def _taken_apart(graph: nnx.GraphDef, params: Any) -> nnx.GraphDef:
-    """The block's, its fused attention replaced; parameters keep their names."""
+def _unfused(graph: nnx.GraphDef, params: Any) -> nnx.GraphDef:
+    """The graph with unfused attention; parameters keep their names."""
 
     def naive() -> Any:
         block: Any = nnx.merge(graph, params)

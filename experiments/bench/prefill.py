@@ -1,5 +1,5 @@
-"""Long prompts, read in pieces from an empty state, and greedy decoding after them: several methods
-in one shape, on random tokens."""
+"""Prefills of long prompts in pieces from an empty state, and greedy decoding after them: several
+methods in one shape, on random tokens."""
 
 import dataclasses
 import functools
@@ -25,10 +25,10 @@ from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memory_chunk
 from ttcd_jax.train.flops import forward_flops
 
-BASELINES = ("swa", "ipttt")  # what times and FLOPs are divided by
+BASELINES = ("swa", "ipttt")  # their times and FLOPs are divisors
 # Largest difference of the naive form's logits to the fused one's over the largest logit.
 BOUNDS = {
-    "float32": 1e-3,  # an accelerator multiplies float32 in fewer bits unless told otherwise
+    "float32": 1e-3,  # an accelerator multiplies float32 in fewer bits by default
     "bfloat16": 5e-2,  # every layer rounds anew
 }
 
@@ -108,7 +108,7 @@ def measured_prefill(options: Prefill) -> Iterator[list[Row]]:
 
 def measured_decode(options: Decode) -> Iterator[list[Row]]:
     """A table per window, batch size and length: a row per model, and one for its memory off while
-    decoding ("published"). One after another: two states may not fit beside each other."""
+    decoding ("published"). One after another: two states may not fit at once."""
     for models, batch_size, length in options.settings():
         rows: list[Row] = []
         for name, model in models.items():
@@ -124,8 +124,8 @@ def measured_decode(options: Decode) -> Iterator[list[Row]]:
 
 class _Reading:
     """Random rows, which a call reads into an empty state: (logits, state). `row` has sizes and, if
-    they cannot be read, a note; else `logits` are there. Program bytes are what the compiler plans
-    for a piece after a full window, parameters and state included."""
+    they cannot be read, a note; else `logits` is set. Program bytes are the compiler's for a piece
+    after a full window, parameters and state included."""
 
     def __init__(
         self, model: InferenceModel, batch_size: int, length: int, options: Prefill
@@ -171,17 +171,14 @@ def _bytes(tree: Any) -> int:
 
 
 def checked(name: str, logits: dict[str, np.ndarray], compute: str) -> Row:
-    """A model's distance to itself with fused operations, and a note that fails the benchmark where
-    that is too large or not finite."""
+    """A model's distance to its fused form, and a note that fails the benchmark where that is too
+    large or not finite."""
     own, fused = logits.get(name), logits.get(name.removesuffix("_naive"))
     if own is None or fused is None:
         return {"distance": None}
-    distance = float(np.abs(own - fused).max() / np.abs(fused).max())
-    bound = BOUNDS[compute]
-    if distance <= bound:
-        return {"distance": distance}
+    distance, bound = float(np.abs(own - fused).max() / np.abs(fused).max()), BOUNDS[compute]
     note = f"{measure.FAILED}{distance:.1e} from the fused form, the bound is {bound:.0e}"
-    return {"distance": distance, "note": note}
+    return {"distance": distance} | ({} if distance <= bound else {"note": note})
 
 
 def _seconds_of_step(read: _Reading, memory: Any, options: Decode) -> float:

@@ -104,7 +104,7 @@ class _Run:
         self.state = build.fresh_state(config, mesh)
 
     def take(self) -> Any:
-        """One step; what to wait for."""
+        """One step; its metrics, to wait for."""
         self.state, metrics = self._step(self.state, self._batch)
         return metrics
 
@@ -120,7 +120,7 @@ def _batch(shapes: dict[str, jax.ShapeDtypeStruct], vocab_size: int) -> dict[str
 
 
 def _saving(run: _Run, options: Step) -> Row:
-    """Medians: how long the loop waits for a checkpoint, and a step while one is written."""
+    """Medians: the loop's wait for a checkpoint, and a step while one is written."""
     waits, steps = [], []
     with (
         tempfile.TemporaryDirectory(dir=options.save_dir) as folder,

@@ -1,4 +1,4 @@
-"""Compares two ways to compute one run: layer by layer, by what they predict, on a task.
+"""Compares two ways to compute one run: layer by layer, by their predictions, on a task.
 
     python -m experiments.equivalence --run_dir=DIR --reference=xla,float32
                                       --candidate=streamed:512,bfloat16 [--text=PATH] [--seq_len=N]
@@ -18,9 +18,7 @@ whole rows over the text as it grows. Writes equivalence.json and equivalence.pn
 when the mean KL or the share of flips is above the limit given.
 """
 
-import functools
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,13 +27,17 @@ from absl import flags
 
 from experiments import cli
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.files import write_whole
+from ttcd_jax.files import write_json
 
 _DECODING = (
     "forward: passes over whole rows until every token is confirmed; streamed: a prefill in "
     "pieces, then a step per token; decoded: a step per token, prompts included"
 )
 _LEVELS = ["kernel", "distribution", "task"]
+_LIMITS = {
+    "max_kl": ("kl mean", lambda found: found["kl"]["mean"]),
+    "max_flip_share": ("flip_share", lambda found: found["flip_share"]),
+}
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
@@ -48,7 +50,7 @@ flags.DEFINE_integer(
     "max_rows", 64, "Rows to measure, drawn from all that a document fills.", lower_bound=1
 )
 flags.DEFINE_integer("batch_size", 1, "Rows at a time.", lower_bound=1)
-flags.DEFINE_list("levels", _LEVELS, "What to compare.")
+flags.DEFINE_list("levels", _LEVELS, "The levels to compare.")
 flags.DEFINE_list("niah_tasks", [], "task: which of the six; default: all.")
 flags.DEFINE_list("niah_lengths", ["4096"], "task: tokens of prompt and answer.")
 flags.DEFINE_integer("niah_samples", 8, "task: samples for each task and length.", lower_bound=1)
@@ -77,8 +79,8 @@ def main(argv: list[str]) -> None:
     run = load_run(FLAGS.run_dir, FLAGS.step)
     records = text_records(FLAGS.run_dir, source["data"], run.tokenizer, FLAGS.text)
     rows = _whole_rows(records, FLAGS.seq_len or source["data"]["seq_len"], config.vocab_size)
-    reference, candidate = (Computed(way, run.model) for way in ways)
-    for computed in (reference, candidate):
+    pair = Computed(ways[0], run.model), Computed(ways[1], run.model)
+    for computed in pair:
         computed.check(FLAGS.batch_size, rows["tokens"].shape[1], decodes=bool(cells))
     result: dict[str, Any] = {
         "run_dir": str(directory.path),
@@ -90,15 +92,16 @@ def main(argv: list[str]) -> None:
         "seq_len": rows["tokens"].shape[1],
     }
     measures = {
-        "kernel": lambda: _kernel(reference, candidate, rows["tokens"]),
-        "distribution": lambda: _distribution(reference, candidate, rows),
-        "task": lambda: _task(reference, candidate, cells, run.tokenizer, records),
+        "kernel": lambda: _kernel(pair, rows["tokens"]),
+        "distribution": lambda: _distribution(pair, rows),
+        "task": lambda: _task(pair, cells, run.tokenizer, records),
     }
     folder = Path(FLAGS.output) if FLAGS.output else directory.path / "eval/equivalence"
-    _write(folder, result)  # a folder that cannot be written is reported now
+    file = folder / "equivalence.json"
+    write_json(file, result)  # a folder that cannot be written is reported now
     for level in levels:
         result[level] = measures[level]()
-        _write(folder, result)
+        write_json(file, result)
     draw_equivalence(folder / "equivalence.png", result)
     print(f"written to {folder}")
     sys.exit(_status(result))
@@ -108,7 +111,7 @@ def _levels() -> list[str]:
     for level in FLAGS.levels or [""]:
         if level not in _LEVELS:
             raise UserError(f"--levels: {level!r} is not one of {', '.join(_LEVELS)}")
-    limits = [flag for flag in ("max_kl", "max_flip_share") if getattr(FLAGS, flag) is not None]
+    limits = [flag for flag in _LIMITS if getattr(FLAGS, flag) is not None]
     if limits and "distribution" not in FLAGS.levels:
         raise UserError(f"--{limits[0]} limits the level distribution: name it in --levels")
     return FLAGS.levels
@@ -116,14 +119,12 @@ def _levels() -> list[str]:
 
 def _cells() -> list[Any]:
     """The tasks at each length."""
-    from ttcd_jax.data.synthetic.niah import TASKS, NIAHConfig
+    from experiments.equivalence.niah import TASKS, NIAHConfig
 
     lengths = cli.positives("niah_lengths")
-    return [
-        NIAHConfig(task=task, length=length, num_samples=FLAGS.niah_samples, seed=FLAGS.seed)
-        for task in FLAGS.niah_tasks or TASKS
-        for length in lengths
-    ]
+    sizes = {"num_samples": FLAGS.niah_samples, "seed": FLAGS.seed}
+    cells = itertools.product(FLAGS.niah_tasks or TASKS, lengths)
+    return [NIAHConfig(task=task, length=length, **sizes) for task, length in cells]
 
 
 def _whole_rows(records: list, seq_len: int, vocab_size: int) -> dict[str, Any]:
@@ -145,8 +146,8 @@ def _whole_rows(records: list, seq_len: int, vocab_size: int) -> dict[str, Any]:
         for part in records
         if part.sizes.max(initial=0) > seq_len
     ]
-    places = [(part, i) for part in parts for i in range(len(part))]
-    drawn = (places[i] for i in np.random.default_rng(0).permutation(len(places)))
+    positions = [(part, i) for part in parts for i in range(len(part))]
+    drawn = (positions[i] for i in np.random.default_rng(0).permutation(len(positions)))
     filled = (row for part, i in drawn if (row := part[i])["loss_mask"].all())
     chosen = list(itertools.islice(filled, FLAGS.max_rows))
     rows = {name: np.stack([row[name] for row in chosen]) for name in ("tokens", "targets")}
@@ -166,69 +167,62 @@ def _essay(records: list, tokenizer: Any, length: int) -> str:
     return " ".join(texts)
 
 
-def _kernel(reference: Any, candidate: Any, tokens: Any) -> dict[str, Any]:
+def _kernel(pair: tuple[Any, Any], tokens: Any) -> dict[str, Any]:
     from experiments.equivalence.compare import compare_layers
-    from ttcd_jax.eval.report import format_table
 
-    found = compare_layers(reference, candidate, tokens[: FLAGS.batch_size])
-    table = [{"outputs of": f"layer {row['layer']}"} | row for row in found["layers"] or []]
-    table += [{"outputs of": f"attention {row['layer']}"} | row for row in found["attention"] or []]
+    found = compare_layers(*pair, tokens[: FLAGS.batch_size])
+    names = [("layer", found["layers"] or []), ("attention", found["attention"] or [])]
+    table = [
+        {"outputs of": f"{name} {row['layer']}"} | {key: row[key] for key in found["whole_model"]}
+        for name, rows in names
+        for row in rows
+    ]
     table.append({"outputs of": "whole model"} | found["whole_model"])
-    print(f"Units in the last place ({found['tokens']:,} tokens)")
-    columns = [name for name in table[-1] if name != "layer"]
-    print(format_table(table, columns), end="\n\n", flush=True)
+    _print(f"Units in the last place ({found['tokens']:,} tokens)", table)
     return found
 
 
-def _distribution(reference: Any, candidate: Any, rows: dict[str, Any]) -> dict[str, Any]:
+def _distribution(pair: tuple[Any, Any], rows: dict[str, Any]) -> dict[str, Any]:
     from experiments.equivalence.compare import QUANTILES, compare_predictions, summarize
-    from ttcd_jax.eval.report import format_table
 
-    batch_size = FLAGS.batch_size
-    found = summarize(compare_predictions(reference, candidate, rows, batch_size=batch_size))
-    columns = ["mean", *QUANTILES]
+    found = summarize(compare_predictions(*pair, rows, batch_size=FLAGS.batch_size))
     table = [
-        {"distance": label} | {name: found[key][name] for name in columns}
+        {"distance": label} | {name: found[key][name] for name in ("mean", *QUANTILES)}
         for key, label in (("kl", "KL (nats)"), ("tv", "total variation"))
     ]
-    print(f"Next tokens ({found['tokens']:,} positions in {found['rows']:,} rows)")
-    print(format_table(table))
     nll = found["reference_nll"], found["candidate_nll"]
-    print(f"likeliest token differs: {100 * found['flip_share']:.4f} %")
-    print(f"loss: reference {nll[0]:.6f}, candidate {nll[1]:.6f} nats", end="\n\n", flush=True)
+    _print(
+        f"Next tokens ({found['tokens']:,} positions in {found['rows']:,} rows)",
+        table,
+        f"likeliest token differs: {100 * found['flip_share']:.4f} %",
+        f"loss: reference {nll[0]:.6f}, candidate {nll[1]:.6f} nats",
+    )
     return found
 
 
-def _task(
-    reference: Any, candidate: Any, cells: list, tokenizer: Any, records: list
-) -> dict[str, Any]:
+def _task(pair: tuple[Any, Any], cells: list, tokenizer: Any, records: list) -> dict[str, Any]:
     from experiments.equivalence.niah import compare_answers
-    from ttcd_jax.eval.report import format_table
 
     essay = _essay(records, tokenizer, max(cell.length for cell in cells))
-    found = compare_answers(
-        reference, candidate, cells, tokenizer, essay, batch_size=FLAGS.batch_size
-    )
-    print("Needles in a haystack (scores in percent)")
-    print(format_table(found), end="\n\n", flush=True)
+    sizes = {"batch_size": FLAGS.batch_size}
+    found = [compare_answers(*pair, cell, tokenizer, essay, **sizes) for cell in cells]
+    _print("Needles in a haystack (scores in percent)", found)
     return {"note": _DECODING, "cells": found}
 
 
-def _write(folder: Path, result: dict[str, Any]) -> None:
-    text = json.dumps(result, indent=1, allow_nan=False)
-    write_whole(folder / "equivalence.json", text + "\n")
+def _print(title: str, table: list[dict[str, Any]], *notes: str) -> None:
+    from ttcd_jax.eval.report import format_table
+
+    print(title, format_table(table), *notes, sep="\n", end="\n\n", flush=True)
 
 
 def _status(result: dict[str, Any]) -> int:
     """1 when a limit is exceeded, which is printed."""
     status = 0
-    for flag, measure in (("max_kl", ("kl", "mean")), ("max_flip_share", ("flip_share",))):
+    for flag, (name, value_of) in _LIMITS.items():
         limit = getattr(FLAGS, flag)
-        if limit is None:
-            continue
-        value = functools.reduce(lambda facts, name: facts[name], measure, result["distribution"])
-        if not value <= limit:
-            print(f"{' '.join(measure)} {value:.3g} is above --{flag} {limit:g}", file=sys.stderr)
+        if limit is not None and not (value := value_of(result["distribution"])) <= limit:
+            print(f"{name} {value:.3g} is above --{flag} {limit:g}", file=sys.stderr)
             status = 1
     return status
 

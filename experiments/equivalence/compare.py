@@ -1,11 +1,11 @@
-"""How far two ways to compute a run are apart: in their layers, in what they predict.
+"""The distance of two ways to compute a run: in their layers, in their predictions.
 
-    layers        every block fed the reference's input: which share of its outputs are the same
-                  bits, or a unit in the last place or two apart
+    layers        every block on the reference's input: the shares of its outputs that are equal,
+                  or within one or two units in the last place
     distribution  p (reference) and q (candidate) of the next token, at every position of held-out
                   text: KL(p || q), total variation |p - q| / 2, whether the likeliest differs
 
-What a task says of two ways stands in `niah.py`.
+Their answers to a task are compared in `niah.py`.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels import parity
 from ttcd_kernels.dual_window.api import Implementation, dual_window_attention
 
-from experiments.equivalence.ways import Computed, logits_of
+from experiments.equivalence.ways import Computed
 from ttcd_jax.eval.scorer import batches
 from ttcd_jax.eval.tasks.perplexity import bucket_edges
 from ttcd_jax.models.transformer import place_of_layer
@@ -32,9 +32,11 @@ from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.nn.row import Row
 
 QUANTILES = {"50%": 0.5, "90%": 0.9, "99%": 0.99, "99.9%": 0.999, "max": 1.0}
-_LOGITS = 2**26  # that exist at once, of each way
-# Four bins per power of ten; what is smaller or larger is counted beside them.
+_LOGITS = 2**26  # at once, of each way
+# Four bins per power of ten; smaller and larger values are counted apart.
 _EDGES = {"kl": np.logspace(-16, 2, 73), "tv": np.logspace(-8, 0, 33)}
+
+_MEASURED = ("kl", "tv", "reference_nll", "candidate_nll")
 
 Facts = dict[str, Any]
 
@@ -58,7 +60,7 @@ def agreement(candidate: jax.Array, reference: jax.Array) -> dict[str, float]:
 
 
 def compare_layers(reference: Computed, candidate: Computed, tokens: np.ndarray) -> Facts:
-    """`agreement` on tokens [B, T]: of the hidden states in front of the head (`whole_model`), and,
+    """`agreement` on tokens [B, T]: of the hidden states before the head (`whole_model`), and,
     where both ways pass whole rows, of every block on the reference's input to it (`layers`), so
     that an error shows in the block that makes it. Ways that differ in their attention are compared
     in that alone as well (`attention`), on the q, k and v of the reference's blocks."""
@@ -72,9 +74,9 @@ def compare_layers(reference: Computed, candidate: Computed, tokens: np.ndarray)
     h = embeddings = reference.embeddings(tokens)
     for layer in range(reference.config.num_layers):
         graph, params = _layer(reference, layer)
-        expected = _behind(graph, params, h, embeddings)
+        expected = _outputs(graph, params, h, embeddings)
         inputs = h.astype(candidate.dtype), embeddings.astype(candidate.dtype)
-        found = _behind(*_layer(candidate, layer), *inputs)
+        found = _outputs(*_layer(candidate, layer), *inputs)
         layers.append({"layer": layer} | agreement(found, expected))
         if names[0] != names[1] and (pair := _attended(graph, params, h, names, narrow)):
             attention.append({"layer": layer} | agreement(*pair))
@@ -89,13 +91,19 @@ def _layer(way: Computed, layer: int) -> tuple[nnx.GraphDef[Block], nnx.GraphSta
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _behind(graph: nnx.GraphDef[Block], params, h, embeddings):
+def _outputs(
+    graph: nnx.GraphDef[Block], params: nnx.GraphState, h: jax.Array, embeddings: jax.Array
+) -> jax.Array:
     return nnx.merge(graph, params)(h, embeddings=embeddings)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4))
 def _attended(
-    graph: nnx.GraphDef[Block], params, h, names: tuple[Implementation, ...], dtype: np.dtype
+    graph: nnx.GraphDef[Block],
+    params: nnx.GraphState,
+    h: jax.Array,
+    names: tuple[Implementation, ...],
+    dtype: np.dtype,
 ) -> list[jax.Array]:
     """(teacher, student) [2, B, T, N, H] of a block's attention by each implementation; nothing for
     a block without window attention."""
@@ -105,15 +113,12 @@ def _attended(
         return []
     normed = rms_norm(h, block.mixer_norm[...], mixer.config.norm_eps)
     q, k, v = (x.astype(dtype) for x in mixer.project(normed, Row.of(h).positions))
-    window = mixer.config.window
-    student = mixer.student_window if isinstance(mixer, DualWindowAttention) else window
+    teacher = student = mixer.config.window
+    if isinstance(mixer, DualWindowAttention):
+        student = mixer.student_window
+    windows: Any = {"teacher_window": teacher, "student_window": student}
     return [
-        jnp.stack(
-            dual_window_attention(
-                q, k, v, teacher_window=window, student_window=student, implementation=name
-            )
-        )
-        for name in names
+        jnp.stack(dual_window_attention(q, k, v, implementation=name, **windows)) for name in names
     ]
 
 
@@ -135,10 +140,10 @@ def compare_predictions(
 ) -> Distances:
     """The distances on `rows` (tokens and targets [rows, T], one document to a row)."""
     parts = []
+    heads = reference.model.head_weight(), candidate.model.head_weight()
     for index, count in batches(len(rows["tokens"]), batch_size):
         tokens, targets = rows["tokens"][index], rows["targets"][index]
-        hidden = (reference.hidden(tokens), candidate.hidden(tokens))
-        found = distances(*hidden, reference.head(), candidate.head(), targets)
+        found = distances(reference.hidden(tokens), candidate.hidden(tokens), *heads, targets)
         parts.append([np.asarray(x)[:count] for x in found])
     return Distances(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
@@ -151,17 +156,17 @@ def distances(
     candidate_head: Float[Array, "V D"],
     targets: Int[Array, "B T"],
 ) -> Distances:
-    """What two predictions of the same tokens are apart, from hidden states and heads.
+    """The distances of two predictions of the same tokens, from hidden states and heads.
 
     Log-softmax in float32 or better, in blocks of positions: the logits of all never exist at once.
     KL is summed as p (q/p - 1 - log(q/p)): no term is negative, and the rounding of a whole row's
-    log-sum-exp, which is worth 1e-6 nats by itself, cancels.
+    log-sum-exp, about 1e-6 nats, cancels.
     """
 
-    def block(operands):
+    def block(operands: tuple[jax.Array, ...]) -> Distances:
         h_reference, h_candidate, y = operands
-        log_p = jax.nn.log_softmax(logits_of(h_reference, reference_head))
-        log_q = jax.nn.log_softmax(logits_of(h_candidate, candidate_head))
+        log_p = jax.nn.log_softmax(_logits(h_reference, reference_head))
+        log_q = jax.nn.log_softmax(_logits(h_candidate, candidate_head))
         p, q, ratio = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
         near = p * (jnp.expm1(ratio) - ratio)
         terms = jnp.where(jnp.abs(ratio) < 1, near, q - p - p * ratio)
@@ -171,7 +176,7 @@ def distances(
 
     rows = max(1, min(targets.size, _LOGITS // len(reference_head)))
 
-    def split(x):
+    def split(x: jax.Array) -> jax.Array:
         x = x.reshape(targets.size, *x.shape[2:])
         x = jnp.pad(x, ((0, -targets.size % rows),) + ((0, 0),) * (x.ndim - 1))
         return x.reshape(-1, rows, *x.shape[1:])
@@ -180,27 +185,29 @@ def distances(
     return jax.tree.map(lambda x: x.reshape(-1)[: targets.size].reshape(targets.shape), found)
 
 
+def _logits(
+    hidden: Float[Array, "*batch D"], head: Float[Array, "V D"]
+) -> Float[Array, "*batch V"]:
+    """In float32 or better, as the training loss takes them."""
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    head = head.astype(hidden.dtype)
+    return jnp.einsum("...D,VD->...V", hidden, head, preferred_element_type=wide)
+
+
 def summarize(found: Distances) -> Facts:
-    """Means, quantiles, histograms and the course over the row, ready for JSON."""
+    """Means, quantiles, histograms and means by position, for JSON."""
+    measures = [("flip_share", "is_flip"), *((name, name) for name in _MEASURED)]
     return {
         "rows": len(found.kl),
         "tokens": found.kl.size,
         "kl": _spread(found.kl) | {"histogram": _histogram(found.kl, _EDGES["kl"])},
         "tv": _spread(found.tv) | {"histogram": _histogram(found.tv, _EDGES["tv"])},
-        "flip_share": float(found.is_flip.mean()),
+        "flip_share": _mean(found.is_flip),
         "reference_nll": _mean(found.reference_nll),
         "candidate_nll": _mean(found.candidate_nll),
         "by_position": [
-            {
-                "start": start,
-                "stop": stop,
-                "tokens": found.kl[:, start:stop].size,
-                "flip_share": float(found.is_flip[:, start:stop].mean()),
-            }
-            | {
-                name: _mean(getattr(found, name)[:, start:stop])
-                for name in ("kl", "tv", "reference_nll", "candidate_nll")
-            }
+            {"start": start, "stop": stop, "tokens": len(found.kl) * (stop - start)}
+            | {name: _mean(getattr(found, field)[:, start:stop]) for name, field in measures}
             for start, stop in itertools.pairwise(bucket_edges(found.kl.shape[1]))
         ],
     }
@@ -216,7 +223,7 @@ def _spread(values: np.ndarray) -> dict[str, float]:
 
 
 def _histogram(values: np.ndarray, edges: np.ndarray) -> Facts:
-    """`below` counts what is smaller than the first edge (zero, often), `above` the rest."""
+    """`below` counts values under the first edge (zero, often), `above` those over the last."""
     counts, _ = np.histogram(values, edges)
     return {
         "edges": edges.tolist(),

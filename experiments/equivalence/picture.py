@@ -1,4 +1,4 @@
-"""The picture of an equivalence: how far two ways are apart, at every level that was compared."""
+"""The picture of an equivalence: the distances of two ways, at every level that was compared."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,34 +8,26 @@ from ttcd_jax.eval.report import COLOURS, STYLE, save_figure
 
 Facts = Mapping[str, Any]
 
-_PARTS = {
-    "equal": ("equal_share", None),
-    "1 ulp": ("within_1_ulp", "equal_share"),
-    "2 ulp": ("within_2_ulp", "within_1_ulp"),
-    "more": (None, "within_2_ulp"),
-}
-_SHADES = (COLOURS[2], COLOURS[4], COLOURS[5], COLOURS[1])
-_LEGEND: dict[str, Any] = {
-    **{"frameon": False, "fontsize": 9, "ncols": 4},
-    **{"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)},
-}
+# Name of a stacked part, the share that bounds it, its colour.
+_PARTS = (
+    ("equal", "equal_share", COLOURS[2]),
+    ("1 ulp", "within_1_ulp", COLOURS[4]),
+    ("2 ulp", "within_2_ulp", COLOURS[5]),
+    ("more", None, COLOURS[1]),
+)
+_LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "ncols": 4}
+_LEGEND |= {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
 
 
 def draw_equivalence(path: Path, result: Facts) -> None:
-    """A PNG of what `equivalence.json` holds: histograms of KL and total variation, flips by
-    position, distances in units in the last place by layer, scores by cell; a panel for each that
-    was measured. Raises `UserError` without matplotlib.
+    """A PNG of `equivalence.json`: histograms of KL and total variation, flips by position,
+    distances in units in the last place by layer, scores by cell; a panel for each that was
+    measured. Raises `UserError` without matplotlib.
     """
-    grid = []
-    if "distribution" in result:
-        grid.append(["kl", "tv", "positions"])
-    match "kernel" in result, "task" in result:
-        case True, True:
-            grid.append(["layers", "layers", "cells"])
-        case True, False:
-            grid.append(["layers"] * 3)
-        case False, True:
-            grid.append(["cells"] * 3)
+    grid = [["kl", "tv", "positions"]] if "distribution" in result else []
+    lower = ["layers"] * 2 * ("kernel" in result) + ["cells"] * ("task" in result)
+    if lower:
+        grid.append((lower * 3)[:3] if len(set(lower)) == 1 else lower)
 
     def draw(figure: Any) -> None:
         panels = figure.subplot_mosaic(grid)
@@ -51,7 +43,7 @@ def draw_equivalence(path: Path, result: Facts) -> None:
         ways = (f"{role}: {_named(result[role])}" for role in ("reference", "candidate"))
         figure.suptitle("\n".join(ways), x=0.01, ha="left", fontsize=11)
 
-    style = {**STYLE, "text.parse_math": True}  # powers of ten along the axes
+    style = STYLE | {"text.parse_math": True}  # powers of ten along the axes
     save_figure(path, draw, size=(15, 4.3 * len(grid) + 0.6), dpi=110, style=style)
 
 
@@ -62,7 +54,7 @@ def _named(way: Facts) -> str:
 
 
 def _draw_histogram(axes: Any, found: Facts, label: str) -> None:
-    """The share of positions in each bin; what lies below the first edge is told in words."""
+    """The share of positions in each bin; the share below the first edge is in the legend."""
     histogram = found["histogram"]
     edges, counts, below = (histogram[name] for name in ("edges", "counts", "below"))
     total = sum(counts) + below + histogram["above"]
@@ -104,13 +96,11 @@ def _draw_layers(axes: Any, found: Facts) -> None:
     rows += [(f"att. {row['layer']}", row) for row in found["attention"] or []]
     rows.append(("model", found["whole_model"]))
     bottoms = [0.0] * len(rows)
-    for (name, (upper, lower)), colour in zip(_PARTS.items(), _SHADES, strict=True):
-        heights = [
-            100 * ((1 if upper is None else row[upper]) - (0 if lower is None else row[lower]))
-            for _, row in rows
-        ]
+    for name, bound, colour in _PARTS:
+        tops = [100 * row.get(bound, 1) for _, row in rows]
+        heights = [top - bottom for top, bottom in zip(tops, bottoms, strict=True)]
         axes.bar(range(len(rows)), heights, bottom=bottoms, label=name, color=colour)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        bottoms = tops
     turned = {"rotation": 90, "fontsize": 9} if len(rows) > 12 else {}
     axes.set_xticks(range(len(rows)), [name for name, _ in rows], **turned)
     margin = max(0, 6 - len(rows)) / 2 + 0.6
@@ -124,14 +114,11 @@ def _draw_layers(axes: Any, found: Facts) -> None:
 
 def _draw_cells(axes: Any, cells: list[Facts]) -> None:
     names = [f"{cell['task'].removeprefix('niah_')} at {cell['length']:,}" for cell in cells]
-    parts = {
-        "reference": [cell["reference_score"] for cell in cells],
-        "candidate": [cell["candidate_score"] for cell in cells],
-        "same answer": [100 * cell["identical_share"] for cell in cells],
-    }
-    for index, (label, values) in enumerate(parts.items()):
-        places = [cell + 0.27 * (index - 1) for cell in range(len(cells))]
-        axes.barh(places, values, 0.25, label=label, color=COLOURS[index])
+    parts = ("reference", "reference_score", 1), ("candidate", "candidate_score", 1)
+    for index, (label, key, unit) in enumerate((*parts, ("same answer", "identical_share", 100))):
+        heights = [position + 0.27 * (index - 1) for position in range(len(cells))]
+        values = [unit * cell[key] for cell in cells]
+        axes.barh(heights, values, 0.25, label=label, color=COLOURS[index])
     axes.set_yticks(range(len(cells)), names, fontsize=9)
     axes.invert_yaxis()
     axes.set(xlabel="score, and samples with the same answer, %", xlim=(0, 100))

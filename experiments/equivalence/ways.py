@@ -37,8 +37,8 @@ _GROUPS = {"attention": AttentionName, "form": Form, "compute": Compute, "path":
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way(Config):
-    """One way to compute a run; None stands for what the run's configuration says. `piece_size`
-    counts tokens and belongs to the streamed path."""
+    """One way to compute a run; None: as in the run's configuration. `piece_size` counts tokens of
+    the streamed path."""
 
     attention: AttentionName | None = None
     form: Form | None = None
@@ -47,16 +47,15 @@ class Way(Config):
     piece_size: Positive = 2048
 
     def applied(self, config: TransformerConfig) -> TransformerConfig:
-        """The model's configuration, computed this way. Raises `UserError` for a form that its
-        memory does not have, and for float64 where JAX has none."""
+        """The model's configuration under this way. Raises `UserError` for a form that its memory
+        does not have, and for float64 where JAX has none."""
         changes: dict[str, Any] = {}
         if self.attention is not None:
             changes["attention_implementation"] = self.attention
         if self.form is not None:
             if not isinstance(config.settings, PrefixSettings):
                 raise UserError(
-                    f"form {self.form!r}: method {config.method!r} has no memory with forms; "
-                    "leave it out"
+                    f"method {config.method!r} has no memory with forms: leave {self.form!r} out"
                 )
             changes["memory"] = config.settings.replace(form=self.form)
         if self.compute == "float64" and not jax.config.jax_enable_x64:
@@ -67,7 +66,7 @@ class Way(Config):
         return config.replace(**changes)
 
     def resolved(self, config: TransformerConfig) -> dict[str, Any]:
-        """What is computed for a run of `config`, every part by name; ready for JSON."""
+        """The parts of the way for a run of `config`, by name, for JSON."""
         applied = self.applied(config)
         return {
             "attention": applied.attention_implementation,
@@ -79,8 +78,8 @@ class Way(Config):
 
 
 def parse_way(items: Sequence[str]) -> Way:
-    """The way that words such as `xla`, `float32`, `streamed:512` describe, at most one of each
-    kind. Raises `UserError` naming the word and the choices."""
+    """The way with parts such as `xla`, `float32`, `streamed:512`, at most one of each kind. Raises
+    `UserError` with the part and the choices."""
     chosen: dict[str, Any] = {}
     for item in items:
         name, colon, size = item.partition(":")
@@ -111,7 +110,7 @@ class Computed:
         return inference_model(self.model)
 
     def check(self, num_rows: int, length: int, *, decodes: bool) -> None:
-        """Raises before anything is computed: `ttcd_kernels.dispatch.Unsupported` for a kernel that
+        """Raises before any computation: `ttcd_kernels.dispatch.Unsupported` for a kernel that
         cannot run here, `UserError` for a model that has no state or (`decodes`) cannot decode."""
         tokens = jax.ShapeDtypeStruct((num_rows, length), jnp.int32)
         jax.eval_shape(functools.partial(_forward, self._graph), self._params, tokens)
@@ -123,21 +122,23 @@ class Computed:
         """Of hidden states."""
         return jnp.dtype(self.config.precision.compute)
 
-    def head(self) -> Float[Array, "V D"]:
-        """The output matrix."""
-        return self.model.head_weight()
+    def embeddings(self, tokens: np.ndarray) -> Float[Array, "B T D"]:
+        """The input of the first block."""
+        return self.model.embedding[...].astype(self.dtype)[tokens]
 
     def hidden(self, tokens: np.ndarray) -> Float[Array, "B T D"]:
-        """What the head reads, of whole rows of one document each. Raises `NonFiniteError` naming
-        the first place."""
-        match self.way.path:
-            case "forward":
-                hidden = _forward(self._graph, self._params, tokens)
-            case "streamed":
-                hidden = self._streamed(tokens)
-            case "decoded":
-                state = self._start(*tokens.shape)
+        """The input of the head, for whole rows of one document each. Raises `NonFiniteError` with
+        the first position."""
+        if self.way.path == "forward":
+            hidden = _forward(self._graph, self._params, tokens)
+        else:
+            state, size = self._start(*tokens.shape), self.way.piece_size
+            if self.way.path == "decoded":
                 hidden = _decoded(self._inference, state, jnp.asarray(tokens))
+            else:
+                pieces = stream(self._inference, state, tokens, piece_size=size)
+                parts = [piece[:, : counts[0]] for counts, piece, _ in pieces]
+                hidden = jnp.concatenate(parts, axis=1)
         is_finite = np.asarray(jnp.isfinite(hidden).all(-1))
         if not is_finite.all():
             row, position = np.argwhere(~is_finite)[0]
@@ -154,8 +155,8 @@ class Computed:
         prompt and continuation of any.
 
         The forward path passes whole rows until a pass confirms every token it was given, starting
-        from `draft` [B, num_tokens]: what later tokens are changes no earlier position, so every
-        pass makes one more token certain, and the end is that of a pass per token.
+        from `draft` [B, num_tokens]: later tokens change no earlier position, so every pass makes
+        one more token certain, and the end is that of a pass per token.
         """
         if self.way.path == "forward":
             return self._confirmed(prompts, num_tokens, length, draft)
@@ -172,32 +173,22 @@ class Computed:
     def _start(self, batch_size: int, length: int) -> InferenceState:
         return start_state(self._inference, batch_size, max_length=length)
 
-    def _streamed(self, tokens: np.ndarray) -> Float[Array, "B T D"]:
-        state = self._start(*tokens.shape)
-        pieces = stream(self._inference, state, tokens, piece_size=self.way.piece_size)
-        parts = [hidden[:, : counts[0]] for counts, hidden, _ in pieces]
-        return jnp.concatenate(parts, axis=1)
-
     def _confirmed(
         self, prompts: Sequence[np.ndarray], num_tokens: int, length: int, draft: np.ndarray
     ) -> np.ndarray:
         tokens, lengths = _padded(prompts, length)
-        rows, places = np.arange(len(prompts))[:, None], lengths[:, None] + np.arange(num_tokens)
+        rows, positions = np.arange(len(prompts))[:, None], lengths[:, None] + np.arange(num_tokens)
         for _ in range(num_tokens + 1):
-            tokens[rows, places] = draft
-            found = np.asarray(_likeliest(self._graph, self._params, tokens, places - 1))
+            tokens[rows, positions] = draft
+            found = np.asarray(_likeliest(self._graph, self._params, tokens, positions - 1))
             if (found == draft).all():
                 return found
             draft = found
-        raise AssertionError("a later token changed what an earlier position predicts")
-
-    def embeddings(self, tokens: np.ndarray) -> Float[Array, "B T D"]:
-        """What enters the first block."""
-        return self.model.embedding[...].astype(self.dtype)[tokens]
+        raise AssertionError("a later token changed the prediction at an earlier position")
 
 
 def _padded(prompts: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [B, length], zero behind each prompt, lengths [B])."""
+    """(tokens [B, length], zero after each prompt, lengths [B])."""
     tokens = np.zeros((len(prompts), length), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -216,11 +207,11 @@ def _likeliest(
     graph: nnx.GraphDef[Transformer],
     params: nnx.GraphState,
     tokens: Int[Array, "B T"],
-    places: Int[Array, "B X"],
+    positions: Int[Array, "B X"],
 ) -> Int[Array, "B X"]:
-    """The likeliest token after each of `places` [B, X]."""
+    """The likeliest token after each of `positions`."""
     model = nnx.merge(graph, params)
-    hidden = jnp.take_along_axis(model.forward(tokens)[0], places[..., None], axis=1)
+    hidden = jnp.take_along_axis(model.forward(tokens)[0], positions[..., None], axis=1)
     return jnp.argmax(model.logits(hidden), -1).astype(jnp.int32)
 
 
@@ -233,12 +224,3 @@ def _decoded(
         return state, hidden
 
     return jnp.moveaxis(jax.lax.scan(step, state, tokens.T)[1], 0, 1)
-
-
-def logits_of(
-    hidden: Float[Array, "*batch D"], head: Float[Array, "V D"]
-) -> Float[Array, "*batch V"]:
-    """Logits [..., V] in float32 or better, as the training loss takes them."""
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    head = head.astype(hidden.dtype)
-    return jnp.einsum("...D,VD->...V", hidden, head, preferred_element_type=wide)

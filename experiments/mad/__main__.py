@@ -21,9 +21,9 @@ flags.DEFINE_string("gin", "mad/default.gin", "A file in experiments/configs/, o
 flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
 flags.DEFINE_string("run_dir", None, "Default: runs/mad-<name of the gin file>.")
 flags.DEFINE_multi_string(
-    "beside", [], "Another sweep's directory: its records are shown in tables and picture, too."
+    "beside", [], "Another sweep's directory: tables and picture show its records, too."
 )
-flags.DEFINE_bool("dry_run", False, "Print what would be trained; train and write nothing.")
+flags.DEFINE_bool("dry_run", False, "Print the jobs; train and write nothing.")
 
 
 def main(argv: list[str]) -> None:
@@ -42,14 +42,14 @@ def main(argv: list[str]) -> None:
         return
     cli.use_every_core()
     beside = [Path(other) for other in FLAGS.beside]
-    gather(beside)  # A mistake in them is reported before anything is trained.
+    gather(beside)  # a mistake in them is reported before any training
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / f"mad-{Path(FLAGS.gin).stem}")
     with run_dir.lock(waits=True):
         run_dir.claim(config.comparable(), " ".join(sys.argv) + "\n", {"seed": config.data_seed})
     train_jobs(config, run_dir.path)
     records = gather([run_dir.path, *beside])
     if not records:
-        return  # Other processes train all there is.
+        return  # other processes train every job
     tables = report(records)
     with run_dir.lock(waits=True):
         write_whole(run_dir.path / "tables.txt", tables)

@@ -1,4 +1,4 @@
-"""What a MAD sweep is: the root of the files in configs/mad/, and the jobs it consists of."""
+"""The configuration of a MAD sweep, root of the files in configs/mad/, and its jobs."""
 
 import dataclasses
 import itertools
@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.mad.models import MAD_METHODS, MADMethod, mad_config
-from experiments.mad.problem import WINDOWS
+from experiments.mad.models import MAD_METHODS, WINDOWS, MADMethod, mad_config
 from experiments.mad.sweep import Hyper, RecipeConfig
 from experiments.mad.tasks.config import TaskName
 from experiments.mad.tasks.settings import NUM_TEST, TASKS, Setting, settings
@@ -15,7 +14,7 @@ from ttcd_jax.config import Bound, Config, NonNegative, NonNegativeFloat, Positi
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.precision import Precision
 
-# Fields that choose what is trained, or where it fits, and leave every result as it is.
+# Fields that choose the jobs or the size of groups, and change no result.
 _SELECTION = ("tasks", "settings", "methods", "memory_gib")
 DISTINCT = Bound("one or more, none twice", lambda values: 0 < len(values) == len(set(values)))
 
@@ -25,10 +24,9 @@ class MADSweepConfig(Config):
     """Every setting of `tasks` is trained with every method and with each of `rates` times
     `weight_decays` times `seeds`, which are one compiled program.
 
-    `num_train` lowers the number of training rows, `num_test` is the number of test rows; every
-    table states both. `init_std` is that of all normal initialisations; with a larger one recall is
-    learned from far fewer rows (experiments/RESULTS.md). `memory_gib`: the memory of a device that
-    may be used, by default all of it.
+    `num_train` lowers the number of training rows. `init_std` is that of all normal
+    initialisations; with a larger one recall is learned from far fewer rows
+    (experiments/RESULTS.md). `memory_gib`: the device memory to use, by default all of it.
     """
 
     recipe: RecipeConfig
@@ -48,7 +46,7 @@ class MADSweepConfig(Config):
     memory_gib: PositiveFloat | None = None
 
     def comparable(self) -> dict[str, Any]:
-        """What all records of one directory have in common."""
+        """The part that all records of one directory have in common."""
         return {name: x for name, x in self.to_dict().items() if name not in _SELECTION}
 
 
@@ -70,22 +68,19 @@ def jobs(config: MADSweepConfig) -> list[Job]:
     """Setting after setting, the methods of one together: they share the rows."""
     stop = None if config.settings == "all" else 1
     chosen = [setting for task in config.tasks for setting in settings(task)[:stop]]
-    return [_job(config, *pair) for pair in itertools.product(chosen, config.methods)]
-
-
-def _job(config: MADSweepConfig, setting: Setting, method: MADMethod) -> Job:
-    num_train = min(setting.num_train, config.num_train or setting.num_train)
-    epochs = config.recipe.num_epochs(num_train)
-    return Job(
-        setting, method, num_train, epochs, epochs * config.recipe.steps_per_epoch(num_train)
-    )
+    found = []
+    for setting, method in itertools.product(chosen, config.methods):
+        num_train = min(setting.num_train, config.num_train or setting.num_train)
+        epochs = config.recipe.num_epochs(num_train)
+        num_steps = epochs * config.recipe.steps_per_epoch(num_train)
+        found.append(Job(setting, method, num_train, epochs, num_steps))
+    return found
 
 
 def hyper(config: MADSweepConfig) -> Hyper:
     """The runs of every job."""
     grid = itertools.product(config.rates, config.weight_decays, config.seeds)
-    rates, weight_decays, seeds = zip(*grid, strict=True)
-    return Hyper(np.array(rates), np.array(weight_decays), np.array(seeds))
+    return Hyper(*map(np.array, zip(*grid, strict=True)))
 
 
 def plan(config: MADSweepConfig) -> str:

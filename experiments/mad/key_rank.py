@@ -1,4 +1,4 @@
-"""The number of directions that the keys of a memory span: with few, its entries interfere."""
+"""The number of directions that a memory's keys span: with few, its entries interfere."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def key_ranks(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, " f
 
 
 def _keys(block: Any, h: Float[Array, "B T D"], row: Row) -> Float[Array, "B T F"]:
-    """The keys that the tokens are written under."""
+    """The keys under which the tokens are written."""
     x, student = block.inputs("mlp", h, row)
     mlp, size = block.mlp, block.mlp.settings.chunk_size
     tokens = mlp.tokens(x, mlp.source(x, row, student))

@@ -1,7 +1,8 @@
-"""The models of the MAD tasks: two small blocks of any method and one of two heads.
+"""The models of the MAD tasks, two small blocks of any method and one of two heads, as problems of
+`sweep`: model, loss, measures.
 
 Next-token tasks take a `Transformer` with an untied head. Compression takes an `Autoencoder`: the
-row has to be read back from the hidden state of its last token alone.
+row is decoded from the hidden state of its last token alone.
 """
 
 from typing import Annotated, Any
@@ -11,22 +12,29 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from experiments.mad.tasks.settings import PUBLISHED
+from experiments.mad.key_rank import key_ranks
+from experiments.mad.scores import batch_scores, summed_loss
+from experiments.mad.sweep import Problem
+from experiments.mad.tasks.config import MADConfig
+from experiments.mad.tasks.settings import PUBLISHED, TASKS
 from ttcd_jax.axes import param
 from ttcd_jax.config import Bound
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
-from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig, switched_off
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import MemoryStats
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.train.step import Batch, Metrics
 
 # The methods with published scores, and the two without a memory.
 MAD_METHODS = (*PUBLISHED, "swa", "full")
 MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
 _LONGEST_WAVE = 10_000.0
+# The teacher's window by task; the student's and the chunk are half of it.
+WINDOWS = dict.fromkeys(TASKS, 32) | {"compression": 16, "memorization": 16}
 
 
 def mad_config(method: MADMethod, *, window: int, **fields: Any) -> TransformerConfig:
@@ -39,21 +47,17 @@ def mad_config(method: MADMethod, *, window: int, **fields: Any) -> TransformerC
     one fast head per attention head, no Muon.
     """
     sizes = {"dim": 128, "num_layers": 2, "num_heads": 4, "mlp_dim": 256, "has_tied_head": False}
-    return TransformerConfig(**sizes | _method_fields(method, window, window // 2) | fields)
-
-
-def _method_fields(method: MADMethod, window: int, chunk: int) -> dict[str, Any]:
-    """`method` and the fields of `TransformerConfig` that not every method reads."""
+    chunk = window // 2
     in_place = {"window": window, "fast_layers": (0, 1)}
     memory = MemoryConfig(chunk_size=chunk, block_chunks=1)
     target = TargetMemoryConfig(chunk_size=chunk, block_chunks=1)
-    fields = {
+    read = {
         "ipttcd": in_place | {"student_window": chunk, "memory": memory},
         "ipttt": in_place | {"memory": target},
         "lact": {"window": window, "memory": LaCTMemoryConfig(chunk_size=chunk, low_rank=None)},
         "swa": {"window": window},
     }
-    return {"method": method} | fields.get(method, {})
+    return TransformerConfig(**sizes | {"method": method} | read.get(method, {}) | fields)
 
 
 def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:
@@ -72,7 +76,7 @@ class Autoencoder(Transformer):
     The final norm and the untied head of the transformer are applied to y, not to its blocks.
     """
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
         D, dtype = config.dim, config.precision.param_dtype
         for layer in (1, 2):
@@ -95,17 +99,52 @@ class Autoencoder(Transformer):
         """The input of the head, from c."""
         y = code[:, None] + sinusoids(length, self.config.dim).astype(code.dtype)
         for layer in (1, 2):
-            y = self._decoder_layer(y, layer)
+            norm, kernel, bias = (
+                getattr(self, f"decoder_{name}_{layer}")[...] for name in ("norm", "kernel", "bias")
+            )
+            y = rms_norm(y, norm, self.config.norm_eps)
+            y = linear(y, kernel, self.config.precision.compute_dtype)
+            y = jax.nn.gelu(y + bias.astype(y.dtype), approximate=False)
         return self.normed(y)
-
-    def _decoder_layer(self, y: jax.Array, layer: int) -> jax.Array:
-        norm, kernel, bias = (
-            getattr(self, f"decoder_{name}_{layer}")[...] for name in ("norm", "kernel", "bias")
-        )
-        y = rms_norm(y, norm, self.config.norm_eps)
-        y = linear(y, kernel, self.config.precision.compute_dtype)
-        return jax.nn.gelu(y + bias.astype(y.dtype), approximate=False)
 
 
 def mad_model(config: TransformerConfig, *, is_autoencoder: bool, rngs: nnx.Rngs) -> Transformer:
     return (Autoencoder if is_autoencoder else Transformer)(config, rngs=rngs)
+
+
+def mad_problem(task: MADConfig, model: TransformerConfig) -> Problem:
+    """Parameters, training loss, and the measures of test rows: the scores of MAD, the same with
+    the memory switched off (`*_off`, where it can be), and of each fast layer [layers]
+    `memory_ratio`, |eta S| / |W_base| after the last token, `gate_mean`, and `key_rank`, the
+    effective rank of the keys."""
+    is_autoencoder = task.task == "compression"
+    off = switched_off(model, task.num_positions)
+
+    def build(config: TransformerConfig, rngs: nnx.Rngs) -> Transformer:
+        return mad_model(config, is_autoencoder=is_autoencoder, rngs=rngs)
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return nnx.to_pure_dict(nnx.state(build(model, nnx.Rngs(key)), nnx.Param))
+
+    def with_params(config: TransformerConfig, params: dict[str, Any]) -> Transformer:
+        graph, state = nnx.split(nnx.eval_shape(lambda: build(config, nnx.Rngs(0))))
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graph, state)
+
+    def loss_sum(params: dict[str, Any], batch: Batch) -> jax.Array:
+        return summed_loss(with_params(model, params)(batch["tokens"]), batch["targets"])
+
+    def measure(params: dict[str, Any], batch: Batch) -> Metrics:
+        tokens, targets = batch["tokens"], batch["targets"]
+        module = with_params(model, params)
+        hidden, stats = module.forward(tokens)
+        metrics: Metrics = batch_scores(module.logits(hidden), targets)._asdict()
+        metrics |= stats._asdict() if stats is not None else {}
+        ranks = key_ranks(module, tokens)
+        metrics |= {"key_rank": ranks} if ranks is not None else {}
+        if off is not None:
+            scores = batch_scores(with_params(off, params)(tokens), targets)
+            metrics |= {f"{name}_off": value for name, value in scores._asdict().items()}
+        return metrics
+
+    return Problem(init, loss_sum, measure)

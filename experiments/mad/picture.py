@@ -4,13 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.mad.models import MAD_METHODS
-from experiments.mad.report import (
-    Record,
-    best_curve,
-    mean_curve,
-    methods_of,
-    tasks_of,
-)
+from experiments.mad.report import Record, best_curve, mean_curve, methods_of, tasks_of
 from experiments.mad.tasks.settings import PUBLISHED
 from ttcd_jax.eval.report import COLOURS, MARKERS, save_figure
 from ttcd_jax.methods import METHODS

@@ -23,7 +23,7 @@ class Records:
 
     @contextlib.contextmanager
     def claim(self, job: Job) -> Iterator[bool]:
-        """Whether this process is to do the job: it is not recorded, and no other process of this
+        """Whether this process does the job: it is not recorded, and no other process of this
         machine has claimed it. The claim ends with the block, or with the process."""
         locks = self._folder / "locks"
         locks.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ class Records:
             yield not self.has(job)
 
     def write(self, job: Job, record: dict[str, Any]) -> None:
-        """On disk, under its own name, when this returns."""
+        """Whole and on disk when this returns."""
         text = json.dumps(record, indent=1, allow_nan=False)
         write_whole(self._path(job), text + "\n", is_durable=True)
 
@@ -48,9 +48,8 @@ class Records:
             try:
                 yield json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
-                raise UserError(
-                    f"{path} is damaged ({error}): delete it and run the sweep again"
-                ) from error
+                mistake = f"{path} is damaged ({error}): delete it and run the sweep again"
+                raise UserError(mistake) from error
 
     def _path(self, job: Job) -> Path:
         return self._folder / f"{job.name}.json"

@@ -1,4 +1,4 @@
-"""Tables of a MAD sweep: scores beside the published ones, facts of the memory, footnotes.
+"""Tables of a MAD sweep: scores and the published ones, measures of the memory, footnotes.
 
 The score of a task is the mean over its settings of the best test accuracy (macro, by the protocol)
 of a setting's learning rates and decays; over several seeds their mean counts as one run.
@@ -17,8 +17,8 @@ from ttcd_jax.eval.report import format_table
 from ttcd_jax.methods import METHODS
 
 Record = dict[str, Any]
-
 _SCORE = "macro_accuracy"
+_FACTS = {"|eta S|/|W|": "memory_ratio", "beta": "gate_mean", "key rank": "key_rank"}
 
 
 def _best_pair(record: Record) -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def _mean_metrics(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def best_run(record: Record) -> dict[str, Any] | None:
-    """The best pair of rate and decay as one run, whose metrics are the means over the seeds."""
+    """The best pair of rate and decay as one run, its metrics the means over the seeds."""
     runs = _best_pair(record)
     return runs[0] | {"metrics": _mean_metrics(runs)} if runs else None
 
@@ -54,20 +54,18 @@ def best_curve(record: Record) -> np.ndarray | None:
 
 
 def mean_curve(curves: list[np.ndarray]) -> np.ndarray:
-    """Over what all curves have: one that ended early (an option) ends them all."""
+    """Over the shortest curve: one that ended early (an option) ends them all."""
     shortest = min(map(len, curves))
     return np.mean([curve[:shortest] for curve in curves], axis=0)
 
 
 def report(records: list[Record]) -> str:
     """Both tables and the footnotes."""
-    parts = [
-        "\nMAD: best test accuracy over the runs of a setting, mean over settings, in percent",
-        format_table(score_table(records)),
-        *footnotes(records),
-        "\nThe memory (best run of each setting, mean over settings)",
-        format_table(memory_table(records)),
-    ]
+    parts = ["\nMAD: best test accuracy over the runs of a setting, mean over settings, in percent"]
+    parts += [format_table(score_table(records)), *footnotes(records)]
+    if table := memory_table(records):
+        parts.append("\nThe memory (best run of each setting, mean over settings)")
+        parts.append(format_table(table))
     return "\n".join(parts) + "\n"
 
 
@@ -106,19 +104,14 @@ def memory_table(records: list[Record]) -> list[dict[str, str]]:
             row = {"task": task, "method": METHODS[method].label}
             row["on"] = f"{100 * metrics[_SCORE]:.1f}"
             row["off"] = f"{100 * metrics[f'{_SCORE}_off']:.1f}"
-            for title, name in (
-                ("|eta S|/|W|", "memory_ratio"),
-                ("beta", "gate_mean"),
-                ("key rank", "key_rank"),
-            ):
-                values = metrics.get(name)
-                row[title] = "-" if values is None else " ".join(f"{x:.3g}" for x in values)
+            for title, name in _FACTS.items():
+                row[title] = " ".join(f"{x:.3g}" for x in metrics.get(name, ())) or "-"
             rows.append(row)
     return rows
 
 
 def footnotes(records: list[Record]) -> list[str]:
-    """What the numbers are and are not: budget, sweep, options, device, runs that failed."""
+    """Budget, sweep, options, device, and runs that failed."""
     runs = [run for record in records for run in record["runs"]]
     failed = sum(run["failed_at"] is not None for run in runs)
     done = {task: len({r["setting"] for r in records if r["task"] == task}) for task in TASKS}
@@ -126,9 +119,8 @@ def footnotes(records: list[Record]) -> list[str]:
         f"{task} {count} of {len(settings(task))}" for task, count in done.items() if count
     )
     rates, decays, seeds = (_values(runs, name) for name in ("rate", "weight_decay", "seed"))
-    schedule, selects, stops_at = (
-        _values(records, "recipe", name) for name in ("schedule", "selects", "stops_at")
-    )
+    options = ("schedule", "selects", "stops_at")
+    schedule, selects, stops_at = (_values(records, "recipe", name) for name in options)
     return [
         "cells: macro / micro accuracy on the test rows (published macro accuracy; all settings, "
         "200 epochs, 3 rates, 2 decays)",
@@ -151,11 +143,9 @@ def _budgets(records: list[Record]) -> dict[str, list[str]]:
         chosen = [record for record in records if record["task"] == task]
         names = ("steps", "epochs", "num_train", "published_num_train", "num_test")
         steps, epochs, train, published, test = (_span(r[name] for r in chosen) for name in names)
-        text = (
-            f"{steps} steps ({epochs} epochs) of "
-            f"{_span(r['recipe']['batch_size'] for r in chosen)} rows, {train} training rows "
-            f"(published: {published}), {test} test rows"
-        )
+        batch = _span(r["recipe"]["batch_size"] for r in chosen)
+        text = f"{steps} steps ({epochs} epochs) of {batch} rows, {train} training rows "
+        text += f"(published: {published}), {test} test rows"
         tasks_with.setdefault(text, []).append(task)
     return tasks_with
 

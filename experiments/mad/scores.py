@@ -1,10 +1,9 @@
 """Accuracy and loss by the MAD protocol: macro-averaged within a batch, then averaged over batches.
 
-Targets of -100 are not scored. Two things differ from the usual. Macro accuracy is the mean recall
-over the classes that a batch has as targets *or as predictions*: a class that is only predicted,
-wrongly, counts as a recall of 0, one that is neither is left out. And the score of an epoch is the
-plain mean over its batches, which differs from the score of all batches at once. Micro accuracy,
-the share of scored positions that are right, is reported beside it.
+Targets of -100 are not scored. Macro accuracy is the mean recall over the classes that a batch has
+as targets *or as predictions*: a class that is only predicted, wrongly, counts as a recall of 0.
+The score of an epoch is the plain mean over its batches, which differs from the score of all
+batches at once. Micro accuracy is the share of scored positions that are right.
 """
 
 from typing import NamedTuple
@@ -27,10 +26,8 @@ class MADScores(NamedTuple):
 def macro_accuracy(
     predictions: Int[Array, "..."], targets: Int[Array, "..."], num_classes: int
 ) -> Float[Array, ""]:
-    """Mean over classes c with tp + fp + fn > 0 of tp_c / (tp_c + fn_c), 0 without targets of c.
-
-    `num_classes` is static; 0 for a batch without a scored position.
-    """
+    """Mean over classes c with tp + fp + fn > 0 of tp_c / (tp_c + fn_c), 0 without targets of c; 0
+    for a batch without a scored position."""
     is_scored = targets != IGNORE
 
     def count(classes: jax.Array, chosen: jax.Array) -> jax.Array:

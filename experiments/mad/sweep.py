@@ -33,8 +33,8 @@ class RecipeConfig(Config):
     """AdamW without a clip or warm-up, decay on every tensor, the rate constant within an epoch:
     min_rate + (rate - min_rate) (1 + cos(pi epoch / epochs)) / 2.
 
-    `max_steps` shortens the run to the epochs that hold so many steps. What the published code
-    does, most of it by accident, are options: `schedule="constant"` (its cosine is never applied),
+    `max_steps` shortens the run to the epochs that hold so many steps. Options for the published
+    code's behaviour, most of it accidental: `schedule="constant"` (its cosine is never applied),
     `selects="best_test_loss"` (the score is that of the epoch with the lowest loss on the *test*
     rows), `stops_at` (a run ends as soon as its test accuracy is higher; published: 0.999).
     """
@@ -67,7 +67,7 @@ class RecipeConfig(Config):
 
 
 class Hyper(NamedTuple):
-    """What the runs differ in, [R] each. The seed gives parameters and order of rows."""
+    """The hyperparameters of the runs, [R] each. The seed gives parameters and order of rows."""
 
     rate: Any
     weight_decay: Any
@@ -130,10 +130,9 @@ def _batches(config: RecipeConfig, order: jax.Array) -> jax.Array:
 def _optimizer(
     config: RecipeConfig, schedule: optax.Schedule, weight_decay: jax.Array | float
 ) -> optax.GradientTransformation:
-    constants = OptimizerConfig(
-        beta1=config.beta1, beta2=config.beta2, eps=config.eps, clip_norm=None
-    )
-    return build_with_schedule(constants, schedule, {}, weight_decay)
+    constants: Any = {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
+    optimizer = OptimizerConfig(clip_norm=None, **constants)
+    return build_with_schedule(optimizer, schedule, {}, weight_decay)
 
 
 def _init(config: RecipeConfig, problem: Problem, hyper: Hyper) -> RunState:
@@ -176,23 +175,16 @@ def _train(
     )
     step = step_with(gradients, _optimizer(config, rate, hyper.weight_decay), rate)
 
+    def one_step(run: RunState, index: jax.Array) -> tuple[RunState, jax.Array]:
+        return _run_step(step, run, take_rows(rows, index))
+
     def epoch_of(epoch: jax.Array, run: RunState) -> RunState:
         order = jax.random.permutation(jax.random.fold_in(key, epoch), num_rows)
-        new, losses = jax.lax.scan(
-            lambda run, index: _run_step(step, run, take_rows(rows, index)),
-            run,
-            _batches(config, order),
-        )
+        new, losses = jax.lax.scan(one_step, run, _batches(config, order))
         loss = jnp.where(run.is_active, jnp.mean(losses).astype(jnp.float32), run.loss)
         return new._replace(loss=loss)
 
     return jax.lax.fori_loop(first, stop, epoch_of, run)
-
-
-def _measure(config: RecipeConfig, problem: Problem, rows: Rows, params: Params) -> Metrics:
-    indices = _batches(config, jnp.arange(len(rows.inputs)))
-    metrics = jax.lax.map(lambda index: problem.measure(params, take_rows(rows, index)), indices)
-    return jax.tree.map(lambda x: x.mean(0), metrics)
 
 
 def sweep_mesh(devices: Sequence[Any]) -> Mesh:
@@ -213,12 +205,17 @@ def programs(config: RecipeConfig, problem: Problem, epochs: int, mesh: Mesh) ->
         return jax.vmap(run)(state, hyper)
 
     def measure(params: Params, rows: Rows) -> Metrics:
-        return jax.vmap(functools.partial(_measure, config, problem, rows))(params)
+        def one(params: Params) -> Metrics:
+            indices = _batches(config, jnp.arange(len(rows.inputs)))
+            per_batch = jax.lax.map(lambda i: problem.measure(params, take_rows(rows, i)), indices)
+            return jax.tree.map(lambda x: x.mean(0), per_batch)
+
+        return jax.vmap(one)(params)
 
     def on_devices(function: Callable[..., Any], *specs: PartitionSpec, donated: tuple = ()) -> Any:
         mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=runs, check_vma=False)
-        places = tuple(NamedSharding(mesh, spec) for spec in specs)
-        return jax.jit(mapped, in_shardings=places, donate_argnums=donated)
+        shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+        return jax.jit(mapped, in_shardings=shardings, donate_argnums=donated)
 
     return Programs(
         on_devices(init, runs),

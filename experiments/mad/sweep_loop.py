@@ -14,8 +14,8 @@ from experiments.mad.tasks.instances import Splits
 
 class Outcome(NamedTuple):
     """One run. `metrics` are those of the epoch that the recipe selects, None for a run that
-    failed: it has a curve until then, but no score. `curve`: epoch, macro accuracy and loss on the
-    test rows, training loss."""
+    failed, which has a curve until then. `curve`: epoch, macro accuracy and loss on the test rows,
+    training loss."""
 
     rate: float
     weight_decay: float
@@ -45,10 +45,9 @@ def train_runs(
     budget_bytes: int | None = None,
     on_evaluation: Callable[[float, float], None] = lambda done, accuracy: None,
 ) -> list[Outcome]:
-    """All runs of `hyper`, in its order. `budget_bytes`: the memory of a device for its part of a
-    group; by the compiler's account of all runs together, they are trained in as few groups as fit.
-    Devices beyond the number of runs stay idle. `on_evaluation` gets the part of the work that is
-    done and the best macro accuracy of the group."""
+    """All runs of `hyper`, in its order, in as few groups as fit `budget_bytes` of a device, by the
+    compiler's account of all runs together. Devices beyond the number of runs stay idle.
+    `on_evaluation` gets the share of the work done and the best macro accuracy of the group."""
     num_runs = len(hyper.rate)
     devices = jax.devices()[:num_runs]
     mesh = sweep_mesh(devices)
@@ -84,8 +83,7 @@ def group_size(num_runs: int, num_devices: int, needed: int, budget: int | None)
 
 
 def _on_device(hyper: Hyper) -> Hyper:
-    kinds = Hyper(np.float32, np.float32, np.uint32)
-    return Hyper(*(np.asarray(x, kind) for x, kind in zip(hyper, kinds, strict=True)))
+    return Hyper(*map(np.asarray, hyper, Hyper(np.float32, np.float32, np.uint32)))
 
 
 def _compiled(jitted: Programs, size: int, splits: Splits) -> Programs:
@@ -134,7 +132,12 @@ def _outcome(
     chosen = points[-1]
     if config.selects == "best_test_loss":
         chosen = min(points, key=lambda point: point.metrics["loss"][run])
-    metrics = {name: x[run].tolist() for name, x in chosen.metrics.items()}
+    curve = []
+    for point in points:
+        scores = {name: float(point.metrics[name][run]) for name in ("macro_accuracy", "loss")}
+        loss = float(point.training_loss[run])
+        loss = loss if np.isfinite(loss) else None  # JSON has no NaN
+        curve.append({"epoch": point.epoch} | scores | {"training_loss": loss})
     has_failed = failed_at >= 0
     return Outcome(
         rate=float(hyper.rate),
@@ -143,14 +146,6 @@ def _outcome(
         steps=int(steps),
         failed_at=int(failed_at) if has_failed else None,
         epoch=None if has_failed else chosen.epoch,
-        metrics=None if has_failed else metrics,
-        curve=[_curve_point(point, run) for point in points],
+        metrics=None if has_failed else {k: x[run].tolist() for k, x in chosen.metrics.items()},
+        curve=curve,
     )
-
-
-def _curve_point(point: _Point, run: int) -> dict[str, float | None]:
-    training_loss = float(point.training_loss[run])
-    scores = {name: float(point.metrics[name][run]) for name in ("macro_accuracy", "loss")}
-    # JSON has no NaN.
-    finite_loss = training_loss if np.isfinite(training_loss) else None
-    return {"epoch": point.epoch} | scores | {"training_loss": finite_loss}

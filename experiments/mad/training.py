@@ -1,4 +1,4 @@
-"""Trains the jobs of a sweep that are not recorded yet, and shows how far it is."""
+"""Trains the jobs of a sweep that are not recorded yet, and shows its progress."""
 
 import functools
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 from ttcd_kernels import measure
 
 from experiments.mad.config import Job, MADSweepConfig, hyper, jobs, model_of
-from experiments.mad.problem import mad_problem
+from experiments.mad.models import mad_problem
 from experiments.mad.records import Records
 from experiments.mad.report import best_run
 from experiments.mad.sweep_loop import train_runs
@@ -25,7 +25,7 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
     progress, rows = _Progress(pending), functools.lru_cache(maxsize=1)(instances)
     for job in pending:
         with records.claim(job) as is_ours:
-            progress.leave(job)
+            progress.waiting.remove(job)
             if is_ours:
                 progress.start(job)
                 record = _train(config, job, rows, progress)
@@ -69,22 +69,17 @@ class _Progress:
     tokens left at the speed so far."""
 
     def __init__(self, pending: list[Job]) -> None:
-        self._waiting, self._total = list(pending), len(pending)
+        self.waiting, self._total = list(pending), len(pending)
         self._seconds, self._tokens = 0.0, 0.0
-
-    def leave(self, job: Job) -> None:
-        """The job is trained here, or was claimed by another process."""
-        self._waiting.remove(job)
 
     def start(self, job: Job) -> None:
         self._job, self._since = job, time.monotonic()
         self._show_live("compiling")
 
     def show(self, done: float, accuracy: float) -> None:
-        """`done` is the part of the job that is done."""
-        seconds = self._seconds + time.monotonic() - self._since
-        tokens = self._tokens + done * _tokens(self._job)
-        left = self._left(seconds, tokens, (1 - done) * _tokens(self._job))
+        """`done` is the finished share of the job."""
+        seconds, tokens = self._seconds + time.monotonic() - self._since, _tokens(self._job)
+        left = self._left(seconds, self._tokens + done * tokens, (1 - done) * tokens)
         self._show_live(f"{done:.0%}, accuracy {accuracy:.3f}, {left}")
 
     def finish(self, record: dict[str, Any]) -> None:
@@ -95,17 +90,17 @@ class _Progress:
         if best is not None:
             score = f"accuracy {best['metrics']['macro_accuracy']:.3f} at rate {best['rate']:g}, "
             score += f"decay {best['weight_decay']:g}"
-        left = f", {self._left(self._seconds, self._tokens, 0.0)}" if self._waiting else ""
-        number = f"[{self._total - len(self._waiting)}/{self._total}]"
-        start = "\r\x1b[K" if sys.stdout.isatty() else ""
-        print(f"{start}{number} {self._job.name}: {score}, {elapsed:.0f} s{left}", flush=True)
+        left = f", {self._left(self._seconds, self._tokens, 0.0)}" if self.waiting else ""
+        self._show_live("")
+        number = f"[{self._total - len(self.waiting)}/{self._total}]"
+        print(f"{number} {self._job.name}: {score}, {elapsed:.0f} s{left}", flush=True)
 
     def _show_live(self, text: str) -> None:
         if sys.stdout.isatty():
-            print(f"\r\x1b[K{self._job.name}: {text}", end="", flush=True)
+            print("\r\x1b[K" + (f"{self._job.name}: {text}" if text else ""), end="", flush=True)
 
     def _left(self, seconds: float, tokens: float, more: float) -> str:
-        more += sum(map(_tokens, self._waiting))
+        more += sum(map(_tokens, self.waiting))
         minutes, rest = divmod(round(more * seconds / tokens), 60)
         return f"{minutes // 60}:{minutes % 60:02}:{rest:02} left"
 

@@ -29,31 +29,23 @@ def main(argv: list[str]) -> None:
     folder, dtype = Path(FLAGS.golden_dir), "float64" if FLAGS.float64 else "float32"
     files = sorted(folder.glob("*.npz"))
     if not files:
-        raise UserError(
-            f"no .npz file in {folder.resolve()}: pass the folder of the reference values"
-        )
-    passed, failed = 0, 0
+        raise UserError(f"no .npz file in {folder.resolve()}: pass the reference values' folder")
+    passed = 0
     for path in files:
+        is_good = False
         try:
             golden = Golden(path)
             if golden.kind not in CHECKS:
                 raise DataError(f"kind {golden.kind!r} has no check; known: {', '.join(CHECKS)}")
             worst = CHECKS[golden.kind](golden, dtype)
+            text = f"{golden.kind:16} {worst.error:8.1e} of {worst.bound:7.1e}  {worst.name}"
+            is_good = worst.ratio <= 1
         except (DataError, KeyError) as error:
-            failed += 1
-            print(f"FAIL  {path.name:38} {error}", flush=True)
-            continue
-        is_good = worst.ratio <= 1
-        passed, failed = passed + is_good, failed + (not is_good)
-        verdict = "ok  " if is_good else "FAIL"
-        print(
-            f"{verdict}  {path.name:38} {golden.kind:16} {worst.error:8.1e} of {worst.bound:7.1e}  "
-            f"{worst.name}",
-            flush=True,
-        )
-    print(dtype)
-    print(f"{passed} passed, {failed} failed")
-    sys.exit(1 if failed else 0)
+            text = str(error)
+        passed += is_good
+        print(f"{'ok  ' if is_good else 'FAIL'}  {path.name:38} {text}", flush=True)
+    print(f"{dtype}\n{passed} passed, {len(files) - passed} failed")
+    sys.exit(int(passed < len(files)))
 
 
 if __name__ == "__main__":

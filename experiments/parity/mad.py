@@ -9,7 +9,7 @@ from experiments.mad.scores import batch_scores, macro_accuracy
 from experiments.mad.tasks import memorization
 from experiments.mad.tasks.config import MADConfig
 from experiments.mad.tasks.instances import instances
-from experiments.parity.golden import Comparison, Golden, fixed_bound, worst
+from experiments.parity.golden import Comparison, Golden, worse, worst
 from ttcd_jax.errors import DataError
 
 
@@ -18,7 +18,7 @@ def check_instances(golden: Golden, dtype: str) -> Comparison:
     that differ and may not be anything but 0, in either dtype."""
     ours: dict[str, np.ndarray] = {}
     for source in golden.info["configs"]:
-        name, config = source["name"], _config(source)
+        name, config = source["name"], task_config(source)
         splits = instances(
             config,
             seed=source["seed"],
@@ -34,13 +34,10 @@ def check_instances(golden: Golden, dtype: str) -> Comparison:
     surplus = golden.arrays.keys() - ours.keys() - {"config_json"}
     if surplus:
         raise DataError(f"nothing generates {', '.join(sorted(surplus))}")
-    results = [
-        Comparison(name, _differing(x, golden.arrays[name]), 0.0) for name, x in ours.items()
-    ]
-    return max(results, key=lambda result: result.error)
+    return worse(*(Comparison(k, _differing(x, golden.arrays[k]), 0.0) for k, x in ours.items()))
 
 
-def _config(source: dict[str, Any]) -> MADConfig:
+def task_config(source: dict[str, Any]) -> MADConfig:
     sizes = dict(source["config"])
     if not sizes.pop("multi_query", True):
         raise DataError("multi_query=False is not supported: every recall asks for every known key")
@@ -66,4 +63,4 @@ def check_metrics(golden: Golden, dtype: str) -> Comparison:
         "out.epoch_macro_acc": np.mean(np.asarray(macro, np.float64)),
         "out.global_macro_acc": macro_accuracy(logits.argmax(-1), targets, logits.shape[-1]),
     }
-    return worst(ours, golden, lambda name: fixed_bound("mad_metrics", dtype))
+    return worst(ours, golden, dtype)

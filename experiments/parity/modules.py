@@ -18,16 +18,12 @@ from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.precision import Precision
 
 
-def precision(dtype: str) -> Precision:
-    return Precision.from_dict(dict.fromkeys(("param", "compute", "state"), dtype))
-
-
 def as_dtype(dtype: str, tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
 
 
 def model_type(golden: Golden) -> str:
-    """The `model_type` that a file's `config.json` would name; delta models tell by parameters."""
+    """The `model_type` of a file's `config.json`; delta models differ by their parameters."""
     fixed = {"ipttcd": "ipttcdv9", "ipttt": "ipttt", "lact": "lact"}
     family = golden.kind.split("_")[0]
     if family in fixed:
@@ -48,9 +44,8 @@ def published_config(golden: Golden, dtype: str) -> TransformerConfig:
         if golden.kind.endswith("_mlp"):
             rest |= {"num_heads": 1, "head_dim": 2, "ttt_layers": [layer]}
         source = rest | source
-    config = transformer_config(
-        source | {"model_type": model_type(golden)}, precision=precision(dtype)
-    )
+    precision = Precision.from_dict(dict.fromkeys(("param", "compute", "state"), dtype))
+    config = transformer_config(source | {"model_type": model_type(golden)}, precision=precision)
     # The rows are short: "auto" would take the attention form, which no long row does.
     published = {"form": "blocked", "zero_slope": PUBLISHED_ZERO_SLOPE}
     if config.memory is None:
@@ -60,7 +55,7 @@ def published_config(golden: Golden, dtype: str) -> TransformerConfig:
 
 
 def with_params[M: nnx.Module](build: Callable[[], M], params: reference.Params) -> M:
-    """The module that `build` makes, with these parameters. Any that does not fit is an error."""
+    """The module that `build` makes, with these parameters; `DataError` for one that misfits."""
     module = nnx.eval_shape(build)
     state = nnx.state(module, nnx.Param)
     needed, given = _shapes(nnx.to_pure_dict(state)), _shapes(params)
@@ -80,10 +75,7 @@ def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
 
 
 def load_module[M: nnx.Module](
-    build: Callable[[], M],
-    tensors: Mapping[str, np.ndarray],
-    names: reference.Names,
-    dtype: str,
+    build: Callable[[], M], tensors: Mapping[str, np.ndarray], names: reference.Names, dtype: str
 ) -> M:
     """The module that `build` makes, with reference tensors under the names of a table."""
     return with_params(build, as_dtype(dtype, reference.module_from_reference(tensors, names)))

@@ -7,14 +7,7 @@ import jax
 import jax.numpy as jnp
 from ttcd_kernels import dual_window_attention, dual_window_attention_with_lse
 
-from experiments.parity.golden import (
-    Comparison,
-    Golden,
-    bound,
-    fixed_bound,
-    relative_error,
-    worst,
-)
+from experiments.parity.golden import Comparison, Golden, bound, relative_error, worst
 from ttcd_jax.errors import DataError
 from ttcd_jax.memory.delta_rule import delta_rule, l2_normalize_inside
 
@@ -56,7 +49,7 @@ def check_delta_rule(golden: Golden, dtype: str) -> Comparison:
     (out, state), grads = differentiate(inputs)
     ours: dict[str, Any] = {"out.o": out, "out.S": state}
     ours |= {f"grad_in.{name}": value for name, value in grads.items()}
-    return worst(ours, golden, lambda name: bound(golden, dtype, name))
+    return worst(ours, golden, dtype)
 
 
 def check_attention(golden: Golden, dtype: str) -> Comparison:
@@ -74,10 +67,9 @@ def check_attention(golden: Golden, dtype: str) -> Comparison:
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, ...]:
         (teacher, student, lse_teacher, lse_student), pull = jax.vjp(attention, q, k, v)
         nothing = jnp.zeros_like(teacher), jnp.zeros_like(lse_teacher)
-        cotangents = (
+        d_teacher, d_student = (
             jnp.asarray(inputs.arrays[f"in.G_{which}"], dtype) for which in ("teacher", "student")
         )
-        d_teacher, d_student = cotangents
         grads = {
             "grad_teacher": pull((d_teacher, nothing[0], nothing[1], nothing[1])),
             "grad_student": pull((nothing[0], d_student, nothing[1], nothing[1])),
@@ -89,11 +81,11 @@ def check_attention(golden: Golden, dtype: str) -> Comparison:
     ours: dict[str, Any] = dict(zip(names, outputs, strict=True))
     for which, values in grads.items():
         ours |= {f"{which}.{name}": x for name, x in zip("qkv", values, strict=True)}
-    return worst(ours, golden, lambda name: fixed_bound("dual_attn", dtype))
+    return worst(ours, golden, dtype)
 
 
 def _attention_inputs(golden: Golden) -> Golden:
-    """The file beside this one that holds q, k, v and cotangents of its shape."""
+    """The file in the same folder with q, k, v and cotangents of its shape."""
     for path in sorted(golden.path.parent.glob("*inputs*.npz")):
         inputs = Golden(path)
         if inputs.kind == "dual_attn_inputs" and all(
@@ -105,14 +97,14 @@ def _attention_inputs(golden: Golden) -> Golden:
 
 def check_attention_inputs(golden: Golden, dtype: str) -> Comparison:
     """kind dual_attn_inputs: the arrays have the stated shapes; on them the blockwise form agrees
-    with the plain definition (the reference's outputs stand in the dual_attn files)."""
+    with the plain definition (the reference's outputs are in the dual_attn files)."""
     arrays = golden.arrays
     B, T, H, HK, D = (golden.config[name] for name in _HEADS)
     shapes = {"in.q": (B, T, H, D), "in.k": (B, T, HK, D), "in.v": (B, T, HK, D)}
     shapes |= {"in.G_teacher": (B, T, H, D), "in.G_student": (B, T, H, D)}
     for name, shape in shapes.items():
         if arrays[name].shape != shape:
-            raise DataError(f"{name} has shape {arrays[name].shape}, its file says {shape}")
+            raise DataError(f"{name} has shape {arrays[name].shape}, its description {shape}")
     q, k, v = (jnp.asarray(arrays[f"in.{name}"], dtype) for name in "qkv")
     forms = [
         dual_window_attention(
@@ -121,4 +113,4 @@ def check_attention_inputs(golden: Golden, dtype: str) -> Comparison:
         for form in ("auto", "reference")
     ]
     error = max(relative_error(a, jnp.asarray(b).__array__()) for a, b in zip(*forms, strict=True))
-    return Comparison("blockwise against plain", error, fixed_bound("dual_attn", dtype))
+    return Comparison("blockwise against plain", error, bound(golden, dtype, "out"))

@@ -1,4 +1,4 @@
-"""Checks of what training does to parameters: optimizer steps, learning rates."""
+"""Checks of training: parameters after optimizer steps, learning rates."""
 
 from typing import Any
 
@@ -7,14 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.parity.golden import (
-    BFLOAT16_MUON,
-    Comparison,
-    Golden,
-    fixed_bound,
-    relative_error,
-    worst,
-)
+from experiments.parity.golden import BFLOAT16_MUON, Comparison, Golden, worse, worst
 from ttcd_jax.errors import DataError
 from ttcd_jax.train.muon import Axes, group_of
 from ttcd_jax.train.optimizer import OptimizerConfig, build_with_schedule, global_norm
@@ -29,7 +22,7 @@ def check_optimizer(golden: Golden, dtype: str) -> Comparison:
     ours: dict[str, Any] = {f"out.{name}": value for name, value in after.items()}
     if "out.grad_norm" in golden.arrays:
         ours["out.grad_norm"] = norms
-    result = worst(ours, golden, lambda name: fixed_bound("optimizer", dtype))
+    result = worst(ours, golden, dtype)
     rounded = golden.group("out_bf16.")
     if not rounded:
         return result
@@ -37,13 +30,12 @@ def check_optimizer(golden: Golden, dtype: str) -> Comparison:
     for name, theirs in rounded.items():
         change = np.linalg.norm(theirs[-1] - golden.arrays[f"param.{name}"])
         distance = float(np.linalg.norm(after[name][-1] - theirs[-1]) / change)
-        loose = Comparison(f"out_bf16.{name}", distance, BFLOAT16_MUON)
-        result = max(result, loose, key=lambda result: result.ratio)
+        result = worse(result, Comparison(f"out_bf16.{name}", distance, BFLOAT16_MUON))
     return result
 
 
 def _axes(name: str, shape: tuple[int, ...]) -> Axes:
-    """Axis names for a tensor, by the reference's rule for who counts as vocabulary."""
+    """Axis names for a tensor; which count as vocabulary is as in the reference."""
     if len(shape) == 1:
         return ("embed",)
     if len(shape) == 3:
@@ -106,10 +98,4 @@ def check_schedule(golden: Golden, dtype: str) -> Comparison:
     missing = golden.group("out.").keys() - golden.config.keys()
     if missing:
         raise DataError(f"no settings for {', '.join(sorted(missing))}")
-    results = [
-        Comparison(
-            name, relative_error(rates, golden.arrays[name]), fixed_bound("lr_schedule", dtype)
-        )
-        for name, rates in ours.items()
-    ]
-    return max(results, key=lambda result: result.ratio)
+    return worst(ours, golden, dtype)

@@ -1,4 +1,4 @@
-"""Draws Proposition 1: what a fact only the teacher saw does to a later query, beside the bound.
+"""Draws Proposition 1: the effect on a later query of a fact only the teacher saw, and the bound.
 
     python -m experiments.proposition [--out_dir=runs/proposition] [--num_draws=200] [--seed=0]
 
@@ -10,6 +10,8 @@ first of --chunk_sizes: the bound fails. Writes proposition.png and proposition.
 when the bound did not hold in every orthogonal case.
 """
 
+import functools
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,30 +40,45 @@ def main(argv: list[str]) -> None:
     jax.config.update("jax_enable_x64", True)
     from ttcd_kernels import measure
 
-    from experiments.proposition.construction import PropositionConfig
+    from experiments.proposition import construction
     from experiments.proposition.picture import draw_proposition
+    from ttcd_jax.eval.report import format_table
 
     chunk_sizes, num_fillers = cli.positives("chunk_sizes"), cli.positives("num_fillers")
-    config = PropositionConfig(
+    config = construction.PropositionConfig(
         window=FLAGS.window,
         student_window=FLAGS.student_window,
         chunk_size=chunk_sizes[0],
         num_fillers=num_fillers[0],
         eta=FLAGS.eta,
     )
+    sweep = functools.partial(construction.sweep, seed=FLAGS.seed, num_draws=FLAGS.num_draws)
     out_dir = Path(FLAGS.out_dir)
-    report = {
+    report: dict[str, Any] = {
         "environment": measure.environment(),
         "config": config.to_dict(),
         "seed": FLAGS.seed,
         "num_draws": FLAGS.num_draws,
     }
     write_json(out_dir / "proposition.json", report)  # an error is reported before the work
-    orthogonal, equality = _equality([config.replace(chunk_size=size) for size in chunk_sizes])
-    interference = _interference([config.replace(num_fillers=count) for count in num_fillers])
-    undisturbed = [row for row in interference if row["overlap"] == 0]
+
+    sized = [config.replace(chunk_size=size) for size in chunk_sizes]
+    orthogonal = {each.chunk_size: sweep(each) for each in sized}
+    equality = [construction.equality_summary(each, orthogonal[each.chunk_size]) for each in sized]
+    print("Every other key orthogonal: left = y_q1(T) . delta_y_q2(S), right = rate c_gap c_align.")
+    print("The update is eta times the mean over a chunk, so rate = eta / chunk_size.")
+    print(format_table(equality), flush=True)
+
+    interference = [
+        {"fillers": count, "overlap": overlap}
+        | construction.ratio_summary(sweep(config.replace(num_fillers=count), overlap=overlap))
+        for count, overlap in itertools.product(num_fillers, _OVERLAPS)
+    ]
+    print(f"\nKeys overlap, chunk_size {config.chunk_size}: left / right, shares of draws.")
+    print(format_table(interference), flush=True)
+
     is_held = all(row["held"] for row in equality)
-    is_held = is_held and not any(row["below_bound"] for row in undisturbed)
+    is_held &= not any(row["below_bound"] for row in interference if row["overlap"] == 0)
     report |= {
         "bound_held": is_held,
         "equality": equality,
@@ -76,38 +93,6 @@ def main(argv: list[str]) -> None:
     verdict = "held in every" if is_held else "FAILED in an"
     print(f"\nthe bound {verdict} orthogonal case; picture and numbers in {out_dir}")
     sys.exit(0 if is_held else 1)
-
-
-def _equality(configs: list) -> tuple[dict[int, Any], list[dict[str, Any]]]:
-    """Draws by chunk size, with every other key orthogonal; and their table, printed."""
-    from experiments.proposition.construction import equality_summary, sweep
-    from ttcd_jax.eval.report import format_table
-
-    draws = {
-        config.chunk_size: sweep(config, seed=FLAGS.seed, num_draws=FLAGS.num_draws)
-        for config in configs
-    }
-    rows = [equality_summary(config, draws[config.chunk_size]) for config in configs]
-    print("Every other key orthogonal: left = y_q1(T) . delta_y_q2(S), right = rate c_gap c_align.")
-    print("The update is eta times the mean over a chunk, so rate = eta / chunk_size.")
-    print(format_table(rows), flush=True)
-    return draws, rows
-
-
-def _interference(configs: list) -> list[dict[str, Any]]:
-    """The table of left / right by number of fillers and their overlap, printed."""
-    from experiments.proposition.construction import ratio_summary, sweep
-    from ttcd_jax.eval.report import format_table
-
-    rows = []
-    for config in configs:
-        for overlap in _OVERLAPS:
-            drawn = sweep(config, seed=FLAGS.seed, num_draws=FLAGS.num_draws, overlap=overlap)
-            facts = {"fillers": config.num_fillers, "overlap": overlap}
-            rows.append(facts | ratio_summary(drawn))
-    print(f"\nKeys overlap, chunk_size {configs[0].chunk_size}: left / right, shares of draws.")
-    print(format_table(rows), flush=True)
-    return rows
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Proposition 1 on real sequences: what a fact seen by the teacher alone does to a later query.
+"""Proposition 1 on real sequences: the effect of a fact seen by the teacher alone on a later query.
 
-A context span lies inside the teacher's and outside the student's window of a query q1 (chunk i1).
+A context span is inside the teacher's and outside the student's window of a query q1 (chunk i1).
 A later query q2 (chunk i2 > i1) has a key like q1's. With z(T), z(S) the features of teacher and
-student, y(.) = z(.) W_i1 for q1 and delta_y_q2(S) = z_q2(S) (W_i2 - W_i1), the paper says: if
+student, y(.) = z(.) W_i1 for q1 and delta_y_q2(S) = z_q2(S) (W_i2 - W_i1), the paper proves: if
 
     y_q1(T) . (y_q1(T) - y_q1(S)) >= c_gap,    z_q1(S) . z_q2(S) >= c_align > 0,
 
@@ -41,13 +41,13 @@ from ttcd_jax.precision import Precision
 # The bound is an equality of real numbers; float32 (and so jax without x64) would blur it.
 FLOAT64 = Precision(param="float64", compute="float64", state="float64")
 
-# The hidden state is four subspaces of this size: what a query asks, what a filler is, what a token
-# says to attention, and where attention puts what it heard.
+# The hidden state is four subspaces of this size: a query's direction, a filler's, a token's value
+# for attention (said), and attention's output (heard).
 SUBSPACE = 8
 DIM = 4 * SUBSPACE
 QUERY, FILLER, SAID, HEARD = (slice(i * SUBSPACE, (i + 1) * SUBSPACE) for i in range(4))
 # Features in three groups, each open to one subspace; (subspace, features, size of their outputs).
-# What was heard weighs more than the query itself, so that the gap is positive.
+# HEARD weighs more than QUERY, so that the gap is positive.
 GROUP = 8
 GROUPS = (
     (QUERY, slice(0, GROUP), 0.2),
@@ -74,7 +74,7 @@ class PropositionConfig(Config):
     def validate(self) -> None:
         if not 1 <= self.student_window < self.window:
             raise UserError(
-                f"student_window {self.student_window} must lie between 1 and window - 1 = "
+                f"student_window {self.student_window} must be between 1 and window - 1 = "
                 f"{self.window - 1}: no token is inside the teacher's window alone"
             )
 
@@ -94,23 +94,12 @@ class PropositionConfig(Config):
 
     @property
     def rate(self) -> float:
-        """What one token's error is multiplied by: eta of a mean over the chunk."""
+        """The factor of one token's error: eta of a mean over the chunk."""
         return self.eta / self.chunk_size
 
-    @property
-    def is_read_later(self) -> bool:
-        """Whether q2 lies in a later chunk than q1, as the proposition asks."""
-        return self.first // self.chunk_size < self.second // self.chunk_size
-
     def block(self) -> IPTTCDBlockConfig:
-        attention = AttentionConfig(
-            dim=DIM,
-            num_heads=NUM_HEADS,
-            num_kv_heads=1,
-            head_dim=SUBSPACE,
-            window=self.window,
-            precision=FLOAT64,
-        )
+        heads: Any = {"num_heads": NUM_HEADS, "num_kv_heads": 1, "head_dim": SUBSPACE}
+        attention = AttentionConfig(dim=DIM, window=self.window, precision=FLOAT64, **heads)
         mlp = MLPConfig(dim=DIM, hidden_dim=len(GROUPS) * GROUP, precision=FLOAT64)
         memory = IdealMemoryConfig(chunk_size=self.chunk_size, eta=self.eta)
         return IPTTCDBlockConfig(
@@ -120,23 +109,13 @@ class PropositionConfig(Config):
 
 
 class Measured(NamedTuple):
-    """Both sides of the proposition and what they are made of: jax scalars, or numpy arrays
-    [draws]."""
+    """Both sides of the proposition and their factors: jax scalars, or numpy arrays [draws]."""
 
     gap: Any  # y_q1(T) . (y_q1(T) - y_q1(S)), through the running weight W_i1
     alignment: Any  # z_q1(S) . z_q2(S)
     left: Any  # y_q1(T) . delta_y_q2(S)
     right: Any  # rate * gap * alignment
     overlap: Any  # mean |cosine| of q2's key with the other keys of chunks i1 .. i2 - 1
-
-
-def hidden_states(
-    block: IPTTCDBlock, h: Float[Array, "B T D"]
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-    """(x, t): what the block's MLP gets from its teacher and from its student."""
-    x, t = block.inputs("mlp", h, Row.of(h))
-    assert t is not None
-    return x, t
 
 
 def read(
@@ -163,10 +142,10 @@ def measure(block: IPTTCDBlock, h: Float[Array, "1 T D"], first: int, second: in
     assert isinstance(mlp, IdealMLP), f"{type(mlp).__name__} is no ideal memory"
     size = mlp.settings.chunk_size
     start, end = first // size, second // size
-    x, t = hidden_states(block, h)
-    teacher, student, before = read(
-        mlp, x, t, start, jnp.stack([x[0, first], t[0, first], t[0, second]])
-    )
+    x, t = block.inputs("mlp", h, Row.of(h))
+    assert t is not None
+    probes = jnp.stack([x[0, first], t[0, first], t[0, second]])
+    teacher, student, before = read(mlp, x, t, start, probes)
     (after,) = read(mlp, x, t, end, t[:, second])
     keys = mlp.features(t)[0]
     query = keys[second]
@@ -186,9 +165,9 @@ def measure(block: IPTTCDBlock, h: Float[Array, "1 T D"], first: int, second: in
 def draw_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Weights for `build_block`, random inside the subspaces and zero between them.
 
-    Attention scores everything, carries what tokens say, and puts it where it is heard. Gate and up
-    projections are equal, so that features u^2 sigmoid(u) are never negative, and exactly zero in a
-    group whose subspace is empty: keys of different subspaces are orthogonal.
+    Attention scores everything and copies SAID to HEARD. Gate and up projections are equal, so that
+    features u^2 sigmoid(u) are never negative, and exactly zero in a group whose subspace is empty:
+    keys of different subspaces are orthogonal.
     """
     value, out = np.zeros((DIM, SUBSPACE)), np.zeros((NUM_HEADS * SUBSPACE, DIM))
     gate, down = np.zeros((DIM, len(GROUPS) * GROUP)), np.zeros((len(GROUPS) * GROUP, DIM))
@@ -215,17 +194,17 @@ def build_block(config: PropositionConfig, weights: Mapping[str, Any]) -> IPTTCD
 def draw_sequence(
     config: PropositionConfig, rng: np.random.Generator, overlap: float = 0.0
 ) -> np.ndarray:
-    """A row h [1, T, D] for such a block: the span says one thing, q2 asks nearly what q1 asked.
+    """A row h [1, T, D]: one fact in the span, and queries q1 and q2 of similar directions.
 
-    Fillers between the queries say random things, whence their errors; the last student_window - 1
-    say nothing, so that q2's student hears nothing either. `overlap` in [0, 1] is the part of a
+    Fillers between the queries say random directions, whence their errors; the last student_window
+    - 1 say nothing, so that q2's student hears nothing either. `overlap` in [0, 1] is the part of a
     filler's direction that is q2's own; at 0 every key but q1's is orthogonal to q2's.
     """
     first, second = config.first, config.second
-    asked, beside, fact = _unit(rng.standard_normal((3, SUBSPACE)))
-    beside = _unit(beside - beside @ asked * asked)
+    asked, other, fact = _unit(rng.standard_normal((3, SUBSPACE)))
+    other = _unit(other - other @ asked * asked)
     angle = rng.uniform(0, MAX_ANGLE)
-    again = np.cos(angle) * asked + np.sin(angle) * beside
+    again = np.cos(angle) * asked + np.sin(angle) * other
     between = slice(first + 1, second)
     talking = slice(first + 1, max(first + 1, second - config.student_window + 1))
     tokens = np.zeros((second + 1, DIM))
@@ -257,7 +236,7 @@ def sweep(
     Raises `UserError` when q2 is in the chunk of q1 or no draw is left, `NonFiniteError` when the
     memory diverges.
     """
-    if not config.is_read_later:
+    if config.first // config.chunk_size == config.second // config.chunk_size:
         raise UserError(
             f"q1 at {config.first} and q2 at {config.second} share a chunk of {config.chunk_size} "
             "tokens: use more fillers or smaller chunks"
@@ -281,7 +260,7 @@ def sweep(
 
 @functools.cache
 def _measure_all(config: PropositionConfig) -> Callable[..., Measured]:
-    """`measure` of many blocks and rows at once, compiled once per configuration."""
+    """`measure` of stacked blocks and rows, compiled once per configuration."""
 
     def one(weights: dict[str, jax.Array], row: jax.Array) -> Measured:
         return measure(build_block(config, weights), row, config.first, config.second)
@@ -309,16 +288,13 @@ def equality_summary(config: PropositionConfig, measured: Measured) -> dict[str,
 
 
 def ratio_summary(measured: Measured) -> dict[str, Any]:
-    """How left / right is spread over the draws, and the shares of draws that miss the bound (1) or
-    end below 0: moved away from what the teacher said."""
+    """Quantiles of left / right over the draws, and the shares of draws below the bound (1) or 0
+    (moved away from the teacher)."""
     ratio = measured.left / measured.right
-    low, median, high = np.percentile(ratio, [5, 50, 95])
     return {
         "draws": len(ratio),
         "key_cosine": float(measured.overlap.mean()),
-        "ratio_5%": float(low),
-        "ratio_50%": float(median),
-        "ratio_95%": float(high),
+        **{f"ratio_{share}%": float(np.percentile(ratio, share)) for share in (5, 50, 95)},
         "below_bound": float(1 - holds(measured).mean()),
         "below_0": float((ratio < 0).mean()),
     }

@@ -1,4 +1,4 @@
-"""The picture of Proposition 1: equality under orthogonal keys, and what interference does."""
+"""The picture of Proposition 1: equality under orthogonal keys, and the effect of interference."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,25 +27,35 @@ def draw_proposition(
 
     def draw(figure: Any) -> None:
         equality, spread, shares = figure.subplots(1, 3)
-        _draw_equality(equality, config, orthogonal)
-        by_fillers = {
-            fillers: [row for row in interference if row["fillers"] == fillers]
-            for fillers in dict.fromkeys(row["fillers"] for row in interference)
-        }
-        _draw_spread(spread, config, by_fillers)
-        _draw_shares(shares, config, by_fillers)
+        _draw_equality(equality, config.eta, orthogonal)
+        for index, fillers in enumerate(dict.fromkeys(row["fillers"] for row in interference)):
+            rows = [row for row in interference if row["fillers"] == fillers]
+            _draw_interference(spread, shares, rows, fillers, _look(index))
+        spread.axhline(1, **_LINE)
+        spread.axhline(0, linestyle=":", **_LINE)
+        spread.set(
+            title=f"Keys overlap (L = {config.chunk_size})",
+            xlabel=f"{_COSINE}\nmedian, and band of 90 % of the draws",
+            ylabel="left side / right side  (1: the bound)",
+        )
+        shares.set(
+            title=f"The bound fails (L = {config.chunk_size})",
+            xlabel=f"{_COSINE}\nsolid: left < right;  dashed: left < 0",
+            ylabel="share of the draws (%)",
+            ylim=(-3, 135),
+            yticks=range(0, 101, 20),
+        )
+        title = "tokens between $q_1$ and $q_2$"
+        shares.legend(frameon=False, loc="upper center", ncols=3, title=title)
 
-    style = {**STYLE, "text.parse_math": True}
-    save_figure(path, draw, size=(15, 5.2), dpi=130, style=style)
+    save_figure(path, draw, size=(15, 5.2), dpi=130, style=STYLE | {"text.parse_math": True})
 
 
 def _look(index: int) -> dict[str, Any]:
     return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
 
 
-def _draw_equality(
-    axes: Any, config: PropositionConfig, orthogonal: Mapping[int, Measured]
-) -> None:
+def _draw_equality(axes: Any, eta: float, orthogonal: Mapping[int, Measured]) -> None:
     for index, (chunk_size, drawn) in enumerate(orthogonal.items()):
         look = {"s": 24, "alpha": 0.6, "linewidths": 0, **_look(index)}
         axes.scatter(drawn.right, drawn.left, label=f"L = {chunk_size}", **look)
@@ -56,39 +66,19 @@ def _draw_equality(
         title="All other keys orthogonal",
         xscale="log",
         yscale="log",
-        xlabel=f"{_RIGHT}\na chunk of L tokens writes $\\eta$ = {config.eta:g} times its mean",
+        xlabel=f"{_RIGHT}\na chunk of L tokens writes $\\eta$ = {eta:g} times its mean",
         ylabel=_LEFT,
     )
     axes.legend(frameon=False, loc="upper left")
 
 
-def _draw_spread(axes: Any, config: PropositionConfig, by_fillers: Mapping[int, Rows]) -> None:
-    for index, rows in enumerate(by_fillers.values()):
-        x = [row["key_cosine"] for row in rows]
-        low, median, high = ([row[f"ratio_{part}%"] for row in rows] for part in (5, 50, 95))
-        look = _look(index)
-        axes.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
-        axes.plot(x, median, markersize=5, **look)
-    axes.axhline(1, **_LINE)
-    axes.axhline(0, linestyle=":", **_LINE)
-    axes.set(
-        title=f"Keys overlap (L = {config.chunk_size})",
-        xlabel=f"{_COSINE}\nmedian, and band of 90 % of the draws",
-        ylabel="left side / right side  (1: the bound)",
-    )
-
-
-def _draw_shares(axes: Any, config: PropositionConfig, by_fillers: Mapping[int, Rows]) -> None:
-    for index, (fillers, rows) in enumerate(by_fillers.items()):
-        x, look = [row["key_cosine"] for row in rows], _look(index)
-        missed, reversed_ = ([100 * row[key] for row in rows] for key in ("below_bound", "below_0"))
-        axes.plot(x, missed, markersize=5, label=f"{fillers}", **look)
-        axes.plot(x, reversed_, markersize=5, linestyle="--", **look)
-    axes.set(
-        title=f"The bound fails (L = {config.chunk_size})",
-        xlabel=f"{_COSINE}\nsolid: left < right;  dashed: left < 0",
-        ylabel="share of the draws (%)",
-        ylim=(-3, 135),
-        yticks=range(0, 101, 20),
-    )
-    axes.legend(frameon=False, loc="upper center", ncols=3, title="tokens between $q_1$ and $q_2$")
+def _draw_interference(
+    spread: Any, shares: Any, rows: Rows, fillers: int, look: dict[str, Any]
+) -> None:
+    x = [row["key_cosine"] for row in rows]
+    low, median, high = ([row[f"ratio_{part}%"] for row in rows] for part in (5, 50, 95))
+    missed, reversed_ = ([100 * row[key] for row in rows] for key in ("below_bound", "below_0"))
+    spread.fill_between(x, low, high, color=look["color"], alpha=0.18, linewidth=0)
+    spread.plot(x, median, markersize=5, **look)
+    shares.plot(x, missed, markersize=5, label=f"{fillers}", **look)
+    shares.plot(x, reversed_, markersize=5, linestyle="--", **look)

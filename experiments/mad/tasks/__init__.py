@@ -7,8 +7,8 @@ Architectures"), bit-equal to the published generators.
     memorization.key_value_map(config, seed)    the fixed map of that task
 
 Everything is a pure function of (config, seed, num_train, num_test): one stream serves the training
-rows first, then the test rows. So test rows change with `num_train`, while a shorter
-training split is a prefix of a longer one. Accuracy by the protocol is in `experiments.mad.scores`.
+rows first, then the test rows. So test rows change with `num_train`, while a shorter training split
+is a prefix of a longer one.
 
 Recall tasks train on every next token, noise and padding included, and are tested on the values a
 model can know. Compression, memorization and selective copying have the same kind of targets in

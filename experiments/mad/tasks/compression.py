@@ -1,7 +1,7 @@
 """Compression: drawn tokens, then the compression id; every token is its own target.
 
-What makes it a task is the model: its decoder sees the last position's output alone. Ids: content
-is 0 .. V - 2, the compression id V - 1, which is a target as well.
+The model makes it a task: its decoder sees the last position's output alone. Ids: content is
+0 .. V - 2, the compression id V - 1, which is a target as well.
 """
 
 import numpy as np

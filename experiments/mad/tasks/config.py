@@ -1,10 +1,10 @@
-"""Sizes of a MAD task, the published ones, and which sizes cannot be."""
+"""The sizes of a MAD task, the published ones, and the limits of each task."""
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
@@ -52,7 +52,7 @@ class MADConfig(Config):
         return self.seq_len - 1 if is_exact_recall else self.seq_len
 
 
-# What a task reads beside vocab_size and seq_len.
+# The sizes of a task apart from vocab_size and seq_len.
 _READS: dict[str, tuple[str, ...]] = {
     "noisy-in-context-recall": ("frac_noise", "noise_vocab_size"),
     "fuzzy-in-context-recall": ("k_motif_size", "v_motif_size"),
@@ -72,23 +72,18 @@ def _unread(config: MADConfig) -> Iterator[Rule]:
 
 def _minima(config: MADConfig) -> Iterator[Rule]:
     """The smallest value of each size, and the fault of one below it."""
-    num_copied, pair = config.num_tokens_to_copy, config.k_motif_size + config.v_motif_size
-    recall = ("seq_len", 4, "holds no pair and probe")
-    minima: dict[TaskName, tuple[tuple[str, int, str], ...]] = {
-        "in-context-recall": (recall,),
-        "noisy-in-context-recall": (recall, ("noise_vocab_size", 1, "is too small")),
-        "fuzzy-in-context-recall": (
-            ("k_motif_size", 1, "is too small"),
-            ("v_motif_size", 1, "is too small"),
-            ("seq_len", 2 * pair + 1, f"is too short for two pairs of {pair} tokens"),
-        ),
-        "memorization": (("seq_len", 2, "holds no key"),),
-        "compression": (("vocab_size", 2, "has no content"), ("seq_len", 2, "holds no content")),
-        "selective-copying": (
-            ("vocab_size", 3, "has no content"),
-            ("num_tokens_to_copy", 1, "is too small"),
-            ("seq_len", 2 * num_copied + 2, f"has no blank with num_tokens_to_copy {num_copied}"),
-        ),
+    copied, pair = config.num_tokens_to_copy, config.k_motif_size + config.v_motif_size
+    recall, small = ("seq_len", 4, "holds no pair and probe"), "is too small"
+    two_pairs = ("seq_len", 2 * pair + 1, f"is too short for two pairs of {pair} tokens")
+    room = ("seq_len", 2 * copied + 2, f"has no blank with num_tokens_to_copy {copied}")
+    content = "has no content"
+    minima: dict[TaskName, list[tuple[str, int, str]]] = {
+        "in-context-recall": [recall],
+        "noisy-in-context-recall": [recall, ("noise_vocab_size", 1, small)],
+        "fuzzy-in-context-recall": [*((f"{x}_motif_size", 1, small) for x in "kv"), two_pairs],
+        "memorization": [("seq_len", 2, "holds no key")],
+        "compression": [("vocab_size", 2, content), ("seq_len", 2, "holds no content")],
+        "selective-copying": [("vocab_size", 3, content), ("num_tokens_to_copy", 1, small), room],
     }
     for name, least, fault in minima[config.task]:
         value = getattr(config, name)
@@ -133,15 +128,12 @@ def _motifs(config: MADConfig) -> Iterator[Rule]:
         )
 
 
-# The published baseline of each task.
-_SIZES: dict[TaskName, dict[str, Any]] = {
-    "in-context-recall": {},
-    "noisy-in-context-recall": {"vocab_size": 32, "frac_noise": 0.2, "noise_vocab_size": 16},
-    "fuzzy-in-context-recall": {"k_motif_size": 3, "v_motif_size": 3},
-    "memorization": {"vocab_size": 256, "seq_len": 32},
-    "compression": {"seq_len": 32},
-    "selective-copying": {"seq_len": 256, "num_tokens_to_copy": 16},
-}
-BASELINES: dict[str, MADConfig] = {
-    task: MADConfig(task=task, **sizes) for task, sizes in _SIZES.items()
-}
+_PUBLISHED = (
+    MADConfig(task="in-context-recall"),
+    MADConfig(task="noisy-in-context-recall", vocab_size=32, frac_noise=0.2, noise_vocab_size=16),
+    MADConfig(task="fuzzy-in-context-recall", k_motif_size=3, v_motif_size=3),
+    MADConfig(task="memorization", vocab_size=256, seq_len=32),
+    MADConfig(task="compression", seq_len=32),
+    MADConfig(task="selective-copying", seq_len=256, num_tokens_to_copy=16),
+)
+BASELINES: dict[str, MADConfig] = {config.task: config for config in _PUBLISHED}

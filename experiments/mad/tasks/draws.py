@@ -11,7 +11,7 @@ _LOW_BITS = 2**32 - 1
 class Draws:
     """The streams of a data set, which training rows begin and test rows continue.
 
-    `generator` is `default_rng(seed)`; `legacy` stands for numpy's global state after `seed(seed)`.
+    `generator` is `default_rng(seed)`; `legacy` is numpy's global state after `seed(seed)`.
     `below(n)` takes from the same stream as `generator`, in any order with its methods.
     """
 

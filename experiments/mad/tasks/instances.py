@@ -40,7 +40,7 @@ def instances(config: MADConfig, *, seed: int, num_train: int, num_test: int) ->
     Raises `UserError` for a seed outside 0 .. 2^32 - 1 or a negative number of rows.
     """
     if not 0 <= seed < 2**32:
-        raise UserError(f"seed {seed} must lie in 0 .. {2**32 - 1}")
+        raise UserError(f"seed {seed} must be in 0 .. {2**32 - 1}")
     if min(num_train, num_test) < 0:
         raise UserError(f"num_train {num_train} and num_test {num_test} must be 0 or more")
     draw, draws = _DRAW[config.task], Draws(seed)

@@ -1,4 +1,4 @@
-"""What the MAD tasks share: rows, and the shift of the recall tasks."""
+"""Rows of the MAD tasks, and the shift of the recall tasks."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Two ways to compute a run: what is the same is found the same, what was changed is found."""
+"""Two ways to compute a run: equal ones are found equal, every change is found."""
 
 import functools
 import re
@@ -70,7 +70,7 @@ def _shares(layers):
 # --------------------------------------------------------------------------------- ways
 
 
-def test_words_name_a_way():
+def test_parts_name_a_way():
     assert parse_way([]) == Way()
     found = parse_way(["xla", "float32", "attention", "streamed:512"])
     assert found == Way(
@@ -89,7 +89,7 @@ def test_words_name_a_way():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("parts", "message"),
     [
         (["cuda"], "'cuda' is no part of a way to compute (attention: xla, triton"),
         (["xla", "lse"], "'xla' and 'lse' are both attention: name one"),
@@ -99,12 +99,12 @@ def test_words_name_a_way():
         (["streamed:0"], "piece_size 0 must be at least 1"),
     ],
 )
-def test_words_that_name_no_way_are_refused(words, message):
+def test_parts_that_name_no_way_are_refused(parts, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        parse_way(words)
+        parse_way(parts)
 
 
-def test_what_a_run_does_not_have_is_refused():
+def test_a_way_that_a_run_lacks_is_refused():
     with pytest.raises(UserError, match="method 'lact' has no memory with forms"):
         Way(form="blocked").applied(CONFIG.replace(method="lact", fast_layers=(), memory=None))
     with pytest.raises(UserError, match="JAX_ENABLE_X64=1"):
@@ -132,15 +132,15 @@ def test_every_path_has_the_same_hidden_states(path):
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
-def test_every_path_writes_what_a_pass_per_token_writes():
+def test_every_path_writes_the_tokens_of_a_pass_per_token():
     prompts = [row[:length] for row, length in zip(ROWS["tokens"], (8, 4), strict=False)]
     expected = []
     for prompt in prompts:
         tokens = np.zeros((1, 24), np.int64)
         tokens[0, : len(prompt)] = prompt
-        for place in range(len(prompt), len(prompt) + 12):
+        for position in range(len(prompt), len(prompt) + 12):
             logits = _model(SHALLOW).logits(_computed(SHALLOW).hidden(tokens))
-            tokens[0, place] = logits[0, place - 1].argmax()
+            tokens[0, position] = logits[0, position - 1].argmax()
         expected.append(tokens[0, len(prompt) : len(prompt) + 12])
     assert np.unique(expected).size > 2
     for path in ("forward", "streamed", "decoded"):
@@ -166,7 +166,7 @@ def test_units_are_those_of_the_narrower_dtype():
         assert agreement(x, x * jnp.asarray([1 + 2**-52, -1.0]))["within_1_ulp"] == 0.5
 
 
-def test_a_way_beside_itself_is_the_same_to_the_last_bit():
+def test_a_way_and_itself_are_the_same_to_the_last_bit():
     found = compare_layers(_computed(), _computed(), ROWS["tokens"])
     assert [row | EXACT for row in found["layers"]] == found["layers"]
     assert found["whole_model"] == EXACT
@@ -199,7 +199,7 @@ def test_a_changed_weight_shows_in_its_layer():
     assert last < 1
 
 
-def test_two_attentions_are_compared_by_themselves():
+def test_two_attentions_are_compared_alone():
     reference = _computed(SHALLOW, attention="reference")
     found = compare_layers(reference, _computed(SHALLOW, attention="lse"), ROWS["tokens"])
     (row,) = found["attention"]

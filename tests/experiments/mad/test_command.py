@@ -63,9 +63,6 @@ def test_a_file_names_its_command_and_its_hardware(name, num_tasks):
     [
         ("MADSweepConfig.rates=()", "rates"),
         ("MADSweepConfig.seeds=(1, 1)", "none twice"),
-        ("MADSweepConfig.seeds=(-1,)", "must each be at least 0"),
-        ("MADSweepConfig.num_train=0", "num_train 0 must be at least 1"),
-        ("MADSweepConfig.tasks=('recall',)", "tasks must be"),
         ("MADSweepConfig.methods=('gpt',)", "methods .*must each be one of ipttcd"),
     ],
 )

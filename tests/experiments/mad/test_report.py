@@ -2,13 +2,7 @@ import numpy as np
 import pytest
 
 from experiments.mad.picture import draw_curves
-from experiments.mad.report import (
-    best_curve,
-    best_run,
-    footnotes,
-    memory_table,
-    score_table,
-)
+from experiments.mad.report import best_curve, best_run, footnotes, memory_table, score_table
 from experiments.mad.tasks.settings import PUBLISHED
 
 

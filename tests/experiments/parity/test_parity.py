@@ -1,9 +1,10 @@
-import os
+"""Parity: every file of reference values passes, every damage to one fails, the command reports."""
+
+import io
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import commands
 import jax
 import numpy as np
 import pytest
@@ -99,16 +100,16 @@ def test_a_wrong_setting_fails_the_check():
     assert _check(golden).ratio > 1
 
 
-def _without(golden, name):
-    del golden.arrays[name]
+def _without(arrays, name):
+    del arrays[name]
 
 
-def _renamed(golden, name):
-    golden.arrays["param.surplus"] = golden.arrays.pop(name)
+def _renamed(arrays, name):
+    arrays["param.surplus"] = arrays.pop(name)
 
 
-def _transposed(golden, name):
-    golden.arrays[name] = golden.arrays[name].T
+def _transposed(arrays, name):
+    arrays[name] = arrays[name].T
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def _transposed(golden, name):
 )
 def test_names_and_shapes_that_do_not_fit_are_errors(change, name, error):
     golden = Golden(GOLDEN / MLP_FILE)
-    change(golden, name)
+    change(golden.arrays, name)
     with pytest.raises(error):
         _check(golden)
 
@@ -133,74 +134,41 @@ def test_relative_error_is_the_difference_against_zeros():
     assert relative_error(np.full(3, 0.5), np.full(3, 2.0)) == 0.75
 
 
-def _truncated(path):
-    path.write_bytes(path.read_bytes()[:1000])
-
-
-def _overwritten(path):
-    data = bytearray(path.read_bytes())
-    data[2000:2100] = bytes(100)
-    path.write_bytes(data)
-
-
-def _empty(path):
-    path.write_bytes(b"")
-
-
-def _text(path):
-    path.write_text("not an archive")
-
-
-def _no_description(path):
-    np.savez(path, x=np.zeros(3))
-
-
-def _bad_description(path):
-    np.savez(path, config_json=np.array("{"))
-
-
-def _no_kind(path):
-    np.savez(path, config_json=np.array("{}"))
-
-
-def _absent(path):
-    path.unlink()
+def _archive(**text):
+    file = io.BytesIO()
+    np.savez(
+        file, **({name: np.array(value) for name, value in text.items()} or {"x": np.zeros(3)})
+    )
+    return file.getvalue()
 
 
 @pytest.mark.parametrize(
-    "damage",
+    "damaged",
     [
-        _truncated,
-        _overwritten,
-        _empty,
-        _text,
-        _no_description,
-        _bad_description,
-        _no_kind,
-        _absent,
+        pytest.param(lambda data: data[:1000], id="truncated"),
+        pytest.param(lambda data: data[:2000] + bytes(100) + data[2100:], id="overwritten"),
+        pytest.param(lambda data: b"", id="empty"),
+        pytest.param(lambda data: b"not an archive", id="text"),
+        pytest.param(lambda data: _archive(), id="no description"),
+        pytest.param(lambda data: _archive(config_json="{"), id="bad description"),
+        pytest.param(lambda data: _archive(config_json="{}"), id="no kind"),
+        pytest.param(lambda data: None, id="absent"),
     ],
 )
-def test_a_damaged_file_is_named_in_one_line(damage, tmp_path):
+def test_a_damaged_file_is_named_in_one_line(damaged, tmp_path):
     path = tmp_path / "damaged.npz"
-    shutil.copy(GOLDEN / MLP_FILE, path)
-    damage(path)
+    if (content := damaged((GOLDEN / MLP_FILE).read_bytes())) is not None:
+        path.write_bytes(content)
     with pytest.raises(DataError, match=r"damaged\.npz") as caught:
         Golden(path)
     assert "\n" not in str(caught.value)
 
 
 def _command(folder, *options):
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.parity", f"--golden_dir={folder}", *options],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        check=False,
-    )
+    return commands.run("parity", f"--golden_dir={folder}", *options)
 
 
-def test_the_command_says_what_passed_and_what_failed(tmp_path):
+def test_the_command_reports_each_file(tmp_path):
     shutil.copy(GOLDEN / MLP_FILE, tmp_path / "a_good.npz")
     shutil.copy(GOLDEN / "lr_schedules.npz", tmp_path / "b_good.npz")
     tampered = dict(np.load(GOLDEN / MLP_FILE))

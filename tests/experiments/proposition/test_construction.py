@@ -18,7 +18,6 @@ from experiments.proposition.construction import (
     build_block,
     draw_sequence,
     draw_weights,
-    hidden_states,
     holds,
     measure,
     ratio_summary,
@@ -26,6 +25,7 @@ from experiments.proposition.construction import (
     sweep,
 )
 from ttcd_jax.errors import NonFiniteError, UserError
+from ttcd_jax.nn.row import Row
 
 CONFIG = PropositionConfig()
 DRAWS = 24
@@ -54,7 +54,7 @@ def _views(config):
     @jax.jit
     def views(weights, row):
         block = build_block(config, weights)
-        x, t = hidden_states(block, row)
+        x, t = block.inputs("mlp", row, Row.of(row))
         chunk = config.first // config.chunk_size
         return [(block.mlp.features(h)[0], read(block.mlp, x, t, chunk, h[0])) for h in (x, t)]
 
@@ -67,7 +67,7 @@ def _seen(query, window):
 
 
 def _numpy_sides(config, weights, row):
-    """(left, right, right through W_base) from the features by the equations as they stand."""
+    """(left, right, right through W_base) from the features by the equations as written."""
     (z_teacher, _), (z_student, _) = _views(config)(weights, row)
     z_teacher, z_student = np.asarray(z_teacher), np.asarray(z_student)
     size, first, second = config.chunk_size, config.first, config.second
@@ -115,7 +115,7 @@ def test_a_read_is_what_the_block_does(float64):
     @jax.jit
     def both(weights, row):
         block = build_block(CONFIG, weights)
-        x, t = hidden_states(block, row)
+        x, t = block.inputs("mlp", row, Row.of(row))
         ours = []
         for position in (CONFIG.first, CONFIG.second):
             ours.append(read(block.mlp, x, t, position // CONFIG.chunk_size, x[:, position])[0])
@@ -155,7 +155,7 @@ def test_both_sides_follow_their_equations(overlap, float64):
 
 
 def test_errors_are_taken_against_the_running_weight(float64):
-    """Three updates lie before q1, of the tokens after the span, which hear it in part: a gap
+    """Three updates precede q1, of the tokens after the span, which hear it in part: a gap
     through W_base is another bound, and the equality is that of the running weight."""
     config = CONFIG.replace(chunk_size=1)
     weights, row = _draw(config)
@@ -233,12 +233,8 @@ def test_draws_repeat_by_seed(float64):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"student_window": 8}, "student_window 8 must lie between 1 and window - 1 = 7"),
-        ({"student_window": 0}, "student_window 0 must lie between"),
-        ({"chunk_size": 0}, "chunk_size 0 must be at least 1"),
-        ({"num_fillers": -1}, "num_fillers -1 must be at least 0"),
-        ({"eta": 0.0}, "eta 0.0 must be positive and finite"),
-        ({"eta": float("nan")}, "eta nan must be positive and finite"),
+        ({"student_window": 8}, "student_window 8 must be between 1 and window - 1 = 7"),
+        ({"student_window": 0}, "student_window 0 must be between"),
     ],
 )
 def test_a_setting_that_cannot_show_it_is_refused(changes, message):
