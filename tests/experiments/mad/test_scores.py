@@ -1,14 +1,46 @@
-"""Scores by the MAD protocol; their values are compared with the published code's in parity."""
-
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_close
 
-from experiments.mad.scores import batch_scores, macro_accuracy, micro_accuracy, summed_loss
+from experiments.mad.scores import (
+    MADScores,
+    batch_scores,
+    macro_accuracy,
+    micro_accuracy,
+    summed_loss,
+)
 from experiments.mad.tasks.rows import IGNORE
+
+
+@pytest.fixture
+def golden():
+    return np.load(Path(__file__).parents[2] / "golden" / "mad_metrics.npz")
+
+
+def test_scores_equal_the_reference(golden):
+    run = jax.jit(batch_scores)
+    batches = zip(golden["in.logits"], golden["in.targets"], strict=True)
+    scores = [run(logits, targets) for logits, targets in batches]
+    ours = MADScores(*np.asarray(scores).T)
+    assert_close(ours.macro_accuracy, golden["out.batch_macro_acc"], 1e-6)
+    assert_close(ours.micro_accuracy, golden["out.batch_micro_acc"], 1e-6)
+    assert_close(ours.loss, golden["out.batch_loss"], 1e-6)
+    epoch = np.mean(ours.macro_accuracy, dtype=np.float64)
+    assert_close(epoch, golden["out.epoch_macro_acc"], 1e-6)
+    whole = batch_scores(golden["in.logits"], golden["in.targets"])
+    assert_close(whole.macro_accuracy, golden["out.global_macro_acc"], 1e-6)
+    assert abs(epoch - float(whole.macro_accuracy)) > 1e-3
+
+
+def test_loss_in_float64_equals_the_reference(float64, golden):
+    logits = jnp.asarray(golden["in.logits"][0], float)
+    scores = batch_scores(logits, golden["in.targets"][0])
+    assert_close(scores.loss, golden["out.batch_loss"][0])
 
 
 def test_macro_accuracy_counts_classes_that_are_only_predicted():
