@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ttcd_jax.data.corpus import CorpusConfig
-from ttcd_jax.data.mixture import MixedRows, RecordsConfig
+from ttcd_jax.data.mixture import RecordsConfig, mixed_rows
 from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.preparation import prepare_records
@@ -17,13 +17,7 @@ from ttcd_jax.data.records import (
     sealed,
     verify_records,
 )
-from ttcd_jax.data.sources import (
-    TextConfig,
-    build_source,
-    held_out,
-    is_shuffled,
-    vocab_size,
-)
+from ttcd_jax.data.sources import TextConfig, build_source, held_out, is_shuffled, vocab_size
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError, UserError
 
@@ -161,13 +155,13 @@ def test_weights_are_shares_of_rows(tmp_path, weights):
         _prepared(corpus.replace(validation_percent=0), tmp_path / name)
         paths.append(str(tmp_path / name))
     config = RecordsConfig(paths=tuple(paths), weights=weights, seq_len=SEQ_LEN)
-    rows = MixedRows(config, seed=0, num_rows=10**9)
+    rows, num_distinct = mixed_rows(config, seed=0)
     num_drawn = 310
     of_a = [ord("a") in rows[i]["tokens"] for i in range(num_drawn)]
     share = weights[0] / sum(weights)
     for stop in (31, 155, num_drawn):
         assert abs(sum(of_a[:stop]) - share * stop) <= 1
-    assert rows.num_distinct == 3001 // SEQ_LEN + 401 // SEQ_LEN
+    assert num_distinct == 3001 // SEQ_LEN + 401 // SEQ_LEN
 
 
 def test_a_folder_is_passed_over_before_a_row_of_it_comes_again(tmp_path, folder):
@@ -178,8 +172,8 @@ def test_a_folder_is_passed_over_before_a_row_of_it_comes_again(tmp_path, folder
 
     def drawn(seed, start):
         """Rows of the second folder, from index `start` on."""
-        rows = MixedRows(config, seed=seed, num_rows=10**9)
-        found = (rows[start + i]["tokens"] for i in range(2 * rows.num_distinct))
+        rows, num_distinct = mixed_rows(config, seed=seed)
+        found = (rows[start + i]["tokens"] for i in range(2 * num_distinct))
         return [t.tobytes() for t in found if ((t >= 48) & (t < 58)).sum() > 20][:num_rows]
 
     first = drawn(5, 0)

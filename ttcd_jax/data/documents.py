@@ -15,8 +15,8 @@ _PARQUET_ROWS = 256  # rows in memory at once
 
 
 class Document(NamedTuple):
-    """One text with the name it is known by: its path relative to the corpus, and after a colon
-    its number in a file of many. One that comes tokenized has `tokens` [T] and no text."""
+    """One text and its name: its path relative to the corpus, with `:number` in a file of many. A
+    tokenized document has `tokens` [T] and no text."""
 
     name: str
     text: bytes
@@ -24,7 +24,7 @@ class Document(NamedTuple):
 
     @property
     def content(self) -> bytes:
-        """The bytes that distinguish the document from others of its name."""
+        """The bytes that distinguish the document from others of the same name."""
         return self.text if self.tokens is None else self.tokens.tobytes()
 
 
@@ -94,7 +94,7 @@ def _texts_of_lines(lines: Iterable[bytes], path: Path, field: str) -> Iterator[
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{where} is not JSON ({error}); mend or remove it") from error
+            raise DataError(f"{where} is not JSON ({error}); repair or remove it") from error
         if not isinstance(record, dict) or field not in record:
             keys = ", ".join(record) if isinstance(record, dict) else "none"
             raise DataError(f"{where} has no field {field!r}; pass --field (there: {keys})")
@@ -126,10 +126,11 @@ def _text(where: str, field: str, value: Any) -> bytes:
     try:
         return (value or "").encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {field!r} is no Unicode text ({error}); mend it") from error
+        raise DataError(f"{where}: {field!r} is no Unicode text ({error}); repair it") from error
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[bytes | np.ndarray]]] = {
+Reader = Callable[[Path, str], Iterator[bytes | np.ndarray]]
+_READERS: dict[str, Reader] = {
     "*.jsonl": _json_lines,
     "*.jsonl.zst": _compressed_json_lines,
     "*.parquet": _parquet,
@@ -137,5 +138,5 @@ _READERS: dict[str, Callable[[Path, str], Iterator[bytes | np.ndarray]]] = {
 }
 
 
-def _reader(path: Path) -> Callable[[Path, str], Iterator[bytes | np.ndarray]] | None:
+def _reader(path: Path) -> Reader | None:
     return next((read for kind, read in _READERS.items() if path.match(kind)), None)

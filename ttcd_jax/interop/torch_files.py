@@ -1,4 +1,4 @@
-"""The tensors of a torch file (.bin, .pt), read without running what a pickle may carry."""
+"""The tensors of a torch file (.bin, .pt), read without running code in its pickle."""
 
 import importlib
 import pickle
@@ -20,12 +20,8 @@ _READ_ERRORS = (
 
 
 def read_torch_file(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a state dict by name; a training checkpoint has it under `model`.
-
-    Raises:
-        UserError: torch is not installed.
-        DataError: not a state dict of float32, float16 and bfloat16 tensors.
-    """
+    """The arrays of a state dict by name; a training checkpoint has it under `model`. Raises
+    `UserError` without torch, `DataError` unless all are float32, float16 and bfloat16 tensors."""
     try:
         torch = importlib.import_module("torch")
     except ModuleNotFoundError as error:
