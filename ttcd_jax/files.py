@@ -22,12 +22,12 @@ MAX_JSON_BYTES = 100_000_000  # as in the safetensors library
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A name to write a file under, which replaces `path` at the end."""
+    """The path to write a file at, which replaces `path` at the end."""
     with _renamed(path) as unfinished:
         unfinished.touch()
         mode = unfinished.stat().st_mode
         yield unfinished
-        unfinished.chmod(mode)  # safetensors makes a file of its own, for its owner alone
+        unfinished.chmod(mode)  # safetensors makes a new file, for its owner alone
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def _renamed(path: Path) -> Iterator[Path]:
                 unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}; choose another place"
+            f"cannot write {path}: {error.strerror or error}; choose another folder"
         ) from error
 
 

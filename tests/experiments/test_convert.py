@@ -31,7 +31,8 @@ MODEL = TransformerConfig(
     student_window=4,
     method="ipttcd",
     fast_layers=(1,),
-).replace(memory=MemoryConfig(chunk_size=4, student_conv_init="normal"))
+    memory=MemoryConfig(chunk_size=4, student_conv_init="normal"),
+)
 PARAMS = [
     "TextConfig.seq_len=16",
     "RunConfig.batch_size=2",

@@ -12,7 +12,7 @@ import numpy as np
 from ttcd_jax.errors import DataError, UserError
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
-# What torch raises on damaged files, found by damaging one in many places.
+# Raised by torch for damaged files, found by damage at many positions of one.
 _READ_ERRORS = (
     *(pickle.UnpicklingError, struct.error, RuntimeError, ValueError, OSError, EOFError),
     *(LookupError, TypeError, AttributeError, AssertionError, ArithmeticError),
