@@ -27,9 +27,6 @@ def environment(count: int = 1, **variables: str) -> dict[str, str]:
 def run_on_devices(script: Path, case: str, output: Path, *meshes: str) -> Any:
     """What `script` writes of `case` into `output`, as JSON."""
     subprocess.run(
-        [sys.executable, script, case, output, *meshes],
-        env=environment(8),
-        check=True,
-        timeout=600,
+        [sys.executable, script, case, output, *meshes], env=environment(8), check=True, timeout=600
     )
     return json.loads(output.read_text())

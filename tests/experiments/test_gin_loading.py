@@ -1,4 +1,4 @@
-"""A .gin file becomes one checked configuration tree, and every mistake in it is told by place."""
+"""A .gin file becomes one checked configuration tree; every mistake in it has its location."""
 
 import dataclasses
 from pathlib import Path

@@ -91,8 +91,7 @@ def start(model_config):
     rng = np.random.default_rng(0)
     shapes = nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0)))
     return jax.tree.map(
-        lambda x: 0.2 * rng.standard_normal(x.shape),
-        nnx.to_pure_dict(nnx.state(shapes, nnx.Param)),
+        lambda x: 0.2 * rng.standard_normal(x.shape), nnx.to_pure_dict(nnx.state(shapes, nnx.Param))
     )
 
 

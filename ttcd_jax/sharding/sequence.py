@@ -47,10 +47,7 @@ def with_halo(shard: Shard, x: Array, size: int) -> Array:
 
 
 def halo(
-    shard: Shard,
-    tree: Any,
-    segment_ids: Int[Array, "B T"] | None,
-    reach: int | None,
+    shard: Shard, tree: Any, segment_ids: Int[Array, "B T"] | None, reach: int | None
 ) -> tuple[Any, Int[Array, "B S"] | None]:
     """(every array with up to `reach` positions before it, None: the whole row; their segment ids).
     Segments are `NOWHERE` before the start of the row; without a halo they are unchanged."""
