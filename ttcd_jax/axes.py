@@ -15,18 +15,8 @@ import jax
 from flax import nnx
 
 LOGICAL_AXES = (
-    "embed",
-    "embed_out",
-    "mlp",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "vocab",
-    "taps",
-    "fast_heads",
-    "fast_mlp",
-    "rank",
-    "layers",
+    *("embed", "embed_out", "mlp", "heads", "kv_heads", "head_dim", "vocab", "taps"),
+    *("fast_heads", "fast_mlp", "rank", "layers"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Commands end to end: a reference checkpoint comes in, is evaluated, trained on, and goes out."""
+"""Commands end to end: a reference checkpoint is imported, evaluated, trained on and exported."""
 
 import json
 import shutil
@@ -132,6 +132,7 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
 def test_training_continues_with_another_method_and_lists_what_it_draws(imported, text, tmp_path):
     params = [*PARAMS, f"START='{imported[0]}'", f"TEXT='{text}'", "STEPS=1"]
     params += ["TransformerConfig.method='ipttt'", "TransformerConfig.fast_layers=(0, 1)"]
+    params += ["TransformerConfig.memory=@TargetMemoryConfig()"]
     params += ["RunConfig.start_drops=('layers/1/mlp/rate', 'layers/1/mlp/*_conv')"]
     arguments = ("launch", "--gin=continue.gin", f"--run_dir={tmp_path / 'run'}")
     output = commands.output(*arguments, *(f"--param={param}" for param in params))
@@ -171,7 +172,7 @@ WORDLEVEL = {
 }
 
 
-def test_a_tokenizer_comes_along(checkpoint, tmp_path):
+def test_a_tokenizer_is_copied(checkpoint, tmp_path):
     folder, run_dir = tmp_path / "in", tmp_path / "run"
     shutil.copytree(checkpoint, folder)
     (folder / "tokenizer.json").write_text(json.dumps(WORDLEVEL))

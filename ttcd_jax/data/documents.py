@@ -1,7 +1,7 @@
-"""Documents out of files: plain text, one each; JSON lines, Parquet and MDS folders, many each."""
+"""Documents in files: plain text, one each; JSON lines, Parquet and MDS folders, many each."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,10 +40,8 @@ def read_documents(path: Path, name: str, field: str) -> Iterator[Document]:
             yield Document(name, path.read_bytes())
             return
         for number, value in enumerate(read(path, field)):
-            if isinstance(value, bytes):
-                yield Document(f"{name}:{number}", value)
-            else:
-                yield Document(f"{name}:{number}", b"", value)
+            content = (value,) if isinstance(value, bytes) else (b"", value)
+            yield Document(f"{name}:{number}", *content)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -69,25 +67,20 @@ def readable_glob(folder: Path) -> str:
     return found[0]
 
 
-def _json_lines(path: Path, field: str) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from _texts_of_lines(file, path, field)
-
-
-def _compressed_json_lines(path: Path, field: str) -> Iterator[bytes]:
-    return _texts_of_lines(_lines(decompressed(path)), path, field)
-
-
-def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def _lines(path: Path) -> Iterator[bytes]:
+    if path.suffix != ".zst":
+        with path.open("rb") as file:
+            yield from file
+        return
     rest = b""
-    for piece in pieces:
+    for piece in decompressed(path):
         *lines, rest = (rest + piece).split(b"\n")
         yield from lines
     yield rest
 
 
-def _texts_of_lines(lines: Iterable[bytes], path: Path, field: str) -> Iterator[bytes]:
-    for number, line in enumerate(lines, start=1):
+def _json_lines(path: Path, field: str) -> Iterator[bytes]:
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -132,7 +125,7 @@ def _text(where: str, field: str, value: Any) -> bytes:
 Reader = Callable[[Path, str], Iterator[bytes | np.ndarray]]
 _READERS: dict[str, Reader] = {
     "*.jsonl": _json_lines,
-    "*.jsonl.zst": _compressed_json_lines,
+    "*.jsonl.zst": _json_lines,
     "*.parquet": _parquet,
     INDEX: read_column,
 }

@@ -43,7 +43,7 @@ def _encode(document: Document, tokenizer: Tokenizer) -> np.ndarray:
             eos = [] if ids[-1:].tolist() == eos else eos
     except DataError as error:
         raise DataError(f"{document.name}: {error}") from error
-    return np.concatenate([np.array(bos, np.int64), ids.astype(np.int64), np.array(eos, np.int64)])
+    return np.concatenate([bos, ids, eos], dtype=np.int64, casting="unsafe")
 
 
 class PackedRows:

@@ -42,16 +42,12 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         state = state["model"]
     if not isinstance(state, dict) or not state:
         raise DataError(f"{path} holds no state dict")
-    return {_checked_name(path, name): _array(torch, path, name, state[name]) for name in state}
+    return {name: _array(torch, path, name, state[name]) for name in state}
 
 
-def _checked_name(path: Path, name: Any) -> str:
+def _array(torch: Any, path: Path, name: Any, tensor: Any) -> np.ndarray:
     if not isinstance(name, str) or not name.isprintable():
-        raise DataError(f"{path}: {name!r} is no tensor name")
-    return name
-
-
-def _array(torch: Any, path: Path, name: str, tensor: Any) -> np.ndarray:
+        raise DataError(f"{path}: {name!r} is not a tensor name")
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise DataError(f"{path}: {name!r} is a {type(tensor).__name__}, not a dense tensor")
     if tensor.dtype == torch.bfloat16:  # numpy has none: pass the bits on

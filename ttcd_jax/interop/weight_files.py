@@ -135,7 +135,7 @@ def _open_file(file: Path) -> tuple[Any, dict[str, StoredTensor]]:
     header.pop("__metadata__", None)
     for name, entry in header.items():
         if not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
-            raise DataError(f"{file}: {name[:_MAX_NAME]!r} is no tensor name")
+            raise DataError(f"{file}: {name[:_MAX_NAME]!r} is not a tensor name")
         if entry["dtype"] not in _DTYPES:
             raise DataError(
                 f"{file}: tensor {name!r} has dtype {entry['dtype']}, only {', '.join(_DTYPES)} "
@@ -201,13 +201,12 @@ def write_safetensors(
 def _shards(tensors: Mapping[str, np.ndarray], max_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     filled = 0
-    for name in tensors:
-        size = tensors[name].nbytes
-        if shards[-1] and filled + size > max_bytes:
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.nbytes > max_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += size
+        filled += tensor.nbytes
     return shards
 
 
