@@ -40,8 +40,8 @@ def read_documents(path: Path, name: str, field: str) -> Iterator[Document]:
             yield Document(name, path.read_bytes())
             return
         for number, value in enumerate(read(path, field)):
-            content = (value,) if isinstance(value, bytes) else (b"", value)
-            yield Document(f"{name}:{number}", *content)
+            is_text = isinstance(value, bytes)
+            yield Document(f"{name}:{number}", *((value, None) if is_text else (b"", value)))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
