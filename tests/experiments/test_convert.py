@@ -132,7 +132,6 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
 def test_training_continues_with_another_method_and_lists_what_it_draws(imported, text, tmp_path):
     params = [*PARAMS, f"START='{imported[0]}'", f"TEXT='{text}'", "STEPS=1"]
     params += ["TransformerConfig.method='ipttt'", "TransformerConfig.fast_layers=(0, 1)"]
-    params += ["TransformerConfig.memory=@TargetMemoryConfig()"]
     params += ["RunConfig.start_drops=('layers/1/mlp/rate', 'layers/1/mlp/*_conv')"]
     arguments = ("launch", "--gin=continue.gin", f"--run_dir={tmp_path / 'run'}")
     output = commands.output(*arguments, *(f"--param={param}" for param in params))
