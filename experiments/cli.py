@@ -1,8 +1,8 @@
-"""The frame of every command: flags in, one line and an exit status out when the user erred.
+"""The frame of every command: flags in; for a user's mistake, one line and an exit status out.
 
-Exit status: 0 done, 2 to 5 a `UserError` (`ttcd_jax.errors` says which; 2 also a kernel that was
-asked for by name and cannot run here), 130 interrupted, 141 the reader of our output went away, 143
-terminated, its unfinished files removed. Any other exception keeps its traceback.
+Exit status: 0 done, 2 to 5 a `UserError` (`ttcd_jax.errors`; 2 also for a kernel chosen by name
+that cannot run here), 130 interrupted, 141 the reader of our output closed it, 143 terminated, with
+the unfinished files removed. Any other exception keeps its traceback.
 """
 
 import ast
@@ -30,10 +30,10 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ()) -> NoReturn:
-    """Parses the flags, calls `main([program, *values of arguments])` and leaves the process.
+    """Parses the flags, calls `main([program, *values of arguments])` and ends the process.
 
-    `arguments` names what the command takes beside its flags, all of it required; with
-    None everything that is no flag goes to `main` as it was written.
+    `arguments` names the required arguments after the flags; with None every word that is not a
+    flag is passed to `main`.
     """
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     try:
@@ -52,14 +52,14 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
     except BrokenPipeError:
         if not _output_is_closed():
             raise
-        # Python flushes stdout once more on its way out: give it somewhere to write.
+        # Python flushes stdout once more when it exits: give it somewhere to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(OUTPUT_CLOSED)
-    raise AssertionError("app.run leaves through SystemExit")
+    raise AssertionError("app.run ends in SystemExit")
 
 
 def clean_up_on_sigterm() -> None:
-    """On SIGTERM the process leaves as after Ctrl-C: unfinished files are removed."""
+    """Makes SIGTERM end the process as Ctrl-C does: unfinished files are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
 
 
@@ -73,7 +73,7 @@ def positives(flag: str) -> list[int]:
 
 
 def use_every_core() -> None:
-    """On a CPU, a device per core, for programs of independent parts. Before the first array."""
+    """Makes every CPU core a device, for programs of independent parts; before the first array."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
@@ -91,7 +91,9 @@ def parse_options[C: Config](config: type[C], owner: str, options: Iterable[str]
             raise UserError(f"{owner} has no option {option!r}: it takes {takes}")
         values[name] = text
         if str not in (hints[name], *typing.get_args(hints[name])):
-            with contextlib.suppress(SyntaxError, ValueError):  # then the field refuses the text
+            with contextlib.suppress(
+                SyntaxError, ValueError
+            ):  # otherwise the field refuses the text
                 values[name] = ast.literal_eval(text)
     return config(**values)
 
@@ -129,7 +131,7 @@ def _leave(message: str, status: int) -> NoReturn:
 
 
 def _is_unsupported(error: ValueError) -> bool:
-    """Whether a kernel refused to run here. Who raised it has imported it, which takes seconds."""
+    """Whether a kernel refused to run here. The import takes seconds, and is done if one did."""
     dispatch = sys.modules.get("ttcd_kernels.dispatch")
     return dispatch is not None and isinstance(error, dispatch.Unsupported)
 

@@ -1,4 +1,4 @@
-"""Takes checkpoints of the reference implementation in, and gives them out.
+"""Imports and exports checkpoints of the reference implementation.
 
     python -m experiments.convert import --format=reference PATH RUN_DIR
                                   [--tokenizer=byte|none|FILE.json]
@@ -7,10 +7,10 @@
 
 import: PATH is a folder with config.json and weights (.safetensors, one or several; .bin and .pt
 with torch installed), or a weight file next to a config.json. RUN_DIR can then be evaluated, and a
-run can start from it (RunConfig.start_from). A tokenizer.json in PATH comes along.
+run can start from it (RunConfig.start_from). A tokenizer.json in PATH is copied.
 
-export: the newest step of any run whose method the reference has, as such a folder. What was
-imported comes out again bit for bit, unless --dtype says otherwise.
+export: the newest step of any run whose method the reference has, as such a folder. An imported
+model is the same again bit for bit, except with --dtype.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ttcd_jax.data.tokenizer import TokenizerConfig
 
 FLAGS = flags.FLAGS
-flags.DEFINE_enum("format", None, ["reference"], "Whose checkpoint it is.", required=True)
+flags.DEFINE_enum("format", None, ["reference"], "Format of the checkpoint.", required=True)
 flags.DEFINE_string(
     "tokenizer", None, "import: byte, none or a tokenizer.json; default: the one in PATH, if any."
 )
@@ -67,17 +67,18 @@ def _import(source: Path, run_dir: Path) -> None:
     check_unused(run_dir)
     tokenizer = _chosen_tokenizer(source)
     params, config, facts = import_reference(source)
-    data: dict[str, Any] = {"type": IMPORTED, "seq_len": _length(facts)}
+    length = json.loads(facts["config_json"]).get("max_position_embeddings")
+    is_length = type(length) is int and 2 <= length < 2**31
+    data: dict[str, Any] = {"type": IMPORTED, "seq_len": length if is_length else _SEQ_LEN}
     if tokenizer is not None:
         _check_vocabulary(tokenizer, config.vocab_size)
-        kept = {} if tokenizer.path is None else {"path": TOKENIZER}
-        data["tokenizer"] = tokenizer.replace(**kept).to_dict()
+        copied = {} if tokenizer.path is None else {"path": TOKENIZER}
+        data["tokenizer"] = tokenizer.replace(**copied).to_dict()
     with whole_folder(run_dir) as unfinished:
         if tokenizer is not None and tokenizer.path is not None:
             shutil.copyfile(tokenizer.path, unfinished / TOKENIZER)
         directory = RunDirectory(unfinished)
-        checkpoints = Checkpoints(directory.checkpoints, model=config)
-        with contextlib.closing(checkpoints):
+        with contextlib.closing(Checkpoints(directory.checkpoints, model=config)) as checkpoints:
             checkpoints.save(0, {"params": params})
         directory.write_import({"model": config.to_dict(), "data": data}, facts)
     _print_import(facts)
@@ -85,17 +86,15 @@ def _import(source: Path, run_dir: Path) -> None:
 
 
 def _chosen_tokenizer(source: Path) -> "TokenizerConfig | None":
-    """The configuration of the tokenizer to import, None for none."""
+    """The tokenizer to import, if any."""
     from ttcd_jax.data.tokenizer import TokenizerConfig
 
-    if FLAGS.tokenizer == "none":
-        return None
-    if FLAGS.tokenizer == "byte":
-        return TokenizerConfig(kind="byte")
-    if FLAGS.tokenizer is not None:
-        return TokenizerConfig(kind="json", path=FLAGS.tokenizer)
     found = (source if source.is_dir() else source.parent) / "tokenizer.json"
-    return TokenizerConfig(kind="json", path=str(found)) if found.is_file() else None
+    chosen = FLAGS.tokenizer or (str(found) if found.is_file() else "none")
+    if chosen == "none":
+        return None
+    is_byte = chosen == "byte"
+    return TokenizerConfig() if is_byte else TokenizerConfig(kind="json", path=chosen)
 
 
 def _check_vocabulary(config: "TokenizerConfig", vocab_size: int) -> None:
@@ -110,11 +109,6 @@ def _check_vocabulary(config: "TokenizerConfig", vocab_size: int) -> None:
             f"the tokenizer has {needed} tokens, the model {vocab_size}: pass another --tokenizer, "
             "or --tokenizer=none"
         )
-
-
-def _length(facts: dict[str, Any]) -> int:
-    length = json.loads(facts["config_json"]).get("max_position_embeddings", _SEQ_LEN)
-    return length if type(length) is int and 2 <= length < 2**31 else _SEQ_LEN
 
 
 def _print_import(facts: dict[str, Any]) -> None:

@@ -7,10 +7,10 @@
 ppl: perplexity and bits per byte by the length of the context, on the held-out part of the run's
 corpus, or on any text file or folder. recall: accuracy by distance of a run on the recall data. A
 method with a memory is measured with its fast weights on and off (eta = 0). needle: accuracy of
-such a run at values that were read as a prompt and asked for after 16 to 512 tokens of decoding,
-with the memory that goes on and with the published one, which is off while decoding. Every task is
-a file in ttcd_jax/eval/tasks and has options of its own: --batch_size=N for all, --max_rows=N for
-ppl and recall. All devices take part; of several processes the first prints and writes.
+such a run at values from its prompt, 16 to 512 decoded tokens later, with the memory kept on and
+with the published one, which is off while decoding. Every task is a file in ttcd_jax/eval/tasks
+with its options: --batch_size=N for all, --max_rows=N for ppl and recall. All devices take part; of
+several processes the first prints and writes.
 """
 
 from absl import flags
@@ -19,7 +19,7 @@ from experiments import cli, processes
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
-flags.DEFINE_string("task", None, "What to measure; its options follow.", required=True)
+flags.DEFINE_string("task", None, "The task; its options follow.", required=True)
 flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
 flags.DEFINE_list("mesh", [], "Devices along mesh axes, as data=2,seq=2; fsdp takes the rest.")
 flags.DEFINE_string("label", None, "Name of this run in tables and pictures; default: its method.")

@@ -7,9 +7,9 @@
     python -m experiments.generate --run_dir=DIR --load_state=STATE --interactive
 
 The text after a single prompt is printed as it comes; several prompts are one batch, and each text
-is printed under the name of its file when it is finished. A prompt is a file's bytes as they are;
-`-` reads standard input. --save_state stores what has been read and generated, --load_state
-continues from there, one --prompt_file for each row that was saved.
+is printed under the name of its file when it is finished. A prompt is the bytes of a file; `-`
+reads standard input. --save_state stores the state after all that was read and generated,
+--load_state continues from it, one --prompt_file for each of its rows.
 
 --interactive: every line is a prompt that continues from the state after --load_state or
 --prompt_file, not from the line before. An empty line or the end of input ends it, Ctrl-C stops a
@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import flags
 
@@ -59,7 +59,7 @@ flags.DEFINE_enum(
 )
 flags.DEFINE_integer("piece_size", None, "Tokens read at once.", lower_bound=1)
 flags.DEFINE_integer("max_length", None, "Full attention: the most tokens a text will ever have.")
-flags.DEFINE_string("save_state", None, "A folder for what has been read and generated.")
+flags.DEFINE_string("save_state", None, "A folder for the state after the texts.")
 flags.DEFINE_string("load_state", None, "The folder of --save_state to continue from.")
 flags.DEFINE_string("json", None, "A file for texts, tokens and settings.")
 
@@ -83,27 +83,27 @@ def main(argv: list[str]) -> None:
 
 
 def _check_flags() -> None:
-    if not FLAGS.prompt_file and not FLAGS.interactive:
-        raise UserError(
-            "nothing to do: pass --prompt_file=FILE (- is standard input) or --interactive"
-        )
-    if FLAGS.prompt_file.count("-") + FLAGS.interactive > 1:
-        raise UserError("standard input is read once: by one --prompt_file=- or by --interactive")
-    if FLAGS.interactive and len(FLAGS.prompt_file) > 1:
-        raise UserError(
-            "--interactive continues from one text, and --prompt_file names "
-            f"{len(FLAGS.prompt_file)}"
-        )
-    if FLAGS.interactive and FLAGS.json is not None:
-        raise UserError("--json reports on --prompt_file, not on --interactive: leave one out")
+    files, json = FLAGS.prompt_file, FLAGS.json
+    if not files and not FLAGS.interactive:
+        _refuse("nothing to do: pass --prompt_file=FILE (- is standard input) or --interactive")
+    if files.count("-") + FLAGS.interactive > 1:
+        _refuse("standard input is read once: by one --prompt_file=- or by --interactive")
+    if FLAGS.interactive and len(files) > 1:
+        _refuse(f"--interactive continues from one text, and --prompt_file names {len(files)}")
+    if FLAGS.interactive and json is not None:
+        _refuse("--json reports on --prompt_file, not on --interactive: leave one out")
     if FLAGS.load_state is not None and FLAGS.max_length is not None:
-        raise UserError("--max_length is of a text's beginning: --load_state has its own")
+        _refuse("--max_length is for the start of a text: --load_state has its own")
+    if FLAGS.save_state is not None and not files:
+        _refuse("--save_state stores the state after a text: pass --prompt_file=FILE")
     if FLAGS.save_state is not None:
-        if not FLAGS.prompt_file:
-            raise UserError("--save_state keeps what is read: pass --prompt_file=FILE")
         check_unused(Path(FLAGS.save_state))
-    if FLAGS.json is not None and not Path(FLAGS.json).absolute().parent.is_dir():
-        raise UserError(f"there is no folder for --json={FLAGS.json}")
+    if json is not None and not Path(json).absolute().parent.is_dir():
+        _refuse(f"there is no folder for --json={json}")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(message)
 
 
 def _prompt(file: str) -> bytes:
@@ -116,7 +116,7 @@ def _prompt(file: str) -> bytes:
 
 
 class _Session:
-    """A model, and the state that texts continue from: None at the beginning of a document."""
+    """A model, and the state that texts continue from: None at the start of a document."""
 
     def __init__(self) -> None:
         from ttcd_jax.inference.model import inference_model
@@ -124,7 +124,7 @@ class _Session:
 
         run = load_run(FLAGS.run_dir, FLAGS.step)
         if run.tokenizer is None:
-            raise UserError(f"{FLAGS.run_dir} has no tokenizer: its data are no text")
+            raise UserError(f"{FLAGS.run_dir} has no tokenizer: its data is not text")
         self._tokenizer = run.tokenizer
         self._model = inference_model(run.model)
         self._state = self._start()
@@ -168,7 +168,7 @@ class _Session:
         return generate(self._model, self._tokenizer, requests, state=state, **options)
 
     def run(self, requests: "list[Request]") -> list[dict[str, Any]]:
-        """Reads and continues all prompts; what is known of their texts."""
+        """The facts of each text, after all prompts are read and continued."""
         texts = [
             {"prompt_file": file, "prompt_tokens": len(request.tokens), "text": "", "tokens": []}
             for file, request in zip(FLAGS.prompt_file, requests, strict=True)
@@ -192,7 +192,7 @@ class _Session:
         return texts
 
     def answer_lines(self) -> None:
-        """Every line is a prompt after the same state, until an empty one."""
+        """Continues from the same state after every line, until an empty one."""
         import jax
 
         while line := _line():
@@ -211,11 +211,11 @@ class _Session:
 
         assert self._state is not None, "nothing was read"
         save_state(folder, self._model, self._state)
-        _say(f"kept in {folder.absolute()}: {_tokens_read(self._state)}")
+        _say(f"saved in {folder.absolute()}: {_tokens_read(self._state)}")
 
 
 class _Meter:
-    """The events of a generation, timed; how far its prompts are read is said now and then."""
+    """The events of a generation, timed, with a progress line every few seconds of reading."""
 
     def __init__(self, generation: "Generation") -> None:
         self._generation = generation
@@ -223,23 +223,23 @@ class _Meter:
         self._seconds_read = self._seconds_generated = 0.0
 
     def events(self) -> Iterator[Any]:
-        begin = said = time.monotonic()
+        begin = reported = time.monotonic()
         for num_read in self._generation.read():
             self._num_read, self._seconds_read = num_read, time.monotonic() - begin
             total = self._generation.num_prompt_tokens
-            if time.monotonic() - said > _PROGRESS_SECONDS and num_read < total:
-                said = time.monotonic()
+            if time.monotonic() - reported > _PROGRESS_SECONDS and num_read < total:
+                reported = time.monotonic()
                 _say(f"{num_read:,} of {total:,} tokens read")
         first = None
         for event in self._generation:
-            # The first tokens come when the step is compiled, and say nothing of its speed.
+            # The first tokens include compilation, so the rate starts after them.
             first = time.monotonic() if first is None else first
             self._num_generated += event.token is not None
             self._seconds_generated = time.monotonic() - first
             yield event
 
     def report(self) -> None:
-        """Prints the tokens read and generated, how fast, and the state's size."""
+        """Prints the tokens read and generated, their rates, and the state's size."""
         import jax
 
         state = self._generation.state
@@ -254,7 +254,7 @@ class _Meter:
 
 
 def _given(*names: str) -> dict[str, Any]:
-    """The flags among `names` that were passed; the others have defaults elsewhere."""
+    """The flags of `names` that were passed; the defaults of the others are elsewhere."""
     return {name: FLAGS[name].value for name in names if FLAGS[name].value is not None}
 
 
@@ -267,7 +267,7 @@ def _line() -> bytes:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is asked for, instead of breaking a step whose state would be lost."""
+    """Whether Ctrl-C was pressed; it does not break a decode, whose state would be lost."""
     pressed = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
     try:

@@ -1,17 +1,17 @@
-"""One frozen configuration tree out of a .gin file and `--param` bindings.
+"""One frozen configuration tree from a .gin file and `--param` bindings.
 
-Every dataclass that the root's type hints reach answers to its class name:
+Every dataclass that the root's type hints reach is known by its class name:
 
     include 'model/tiny.gin'              fragments first, relative to the configuration directory
     SEQ_LEN = 256                         a macro
     RunConfig.seq_len = %SEQ_LEN
-    RunConfig.data = @RecallConfig()      which class fills a field
+    RunConfig.data = @RecallConfig()      the class that fills a field
     RunConfig.teacher = @teacher/AttentionConfig()
     teacher/AttentionConfig.window = 64   applies inside that scope only
 
-A field that can hold exactly one class and has no default is built without being bound. The
-language and its scoping are gin's; the tree is built here, because gin itself forgets where a value
-was bound, checks no type, has one registry per process and lets a file import and call anything.
+A field that can hold exactly one class and has no default is built without a binding. The language
+and its scoping are gin's; the tree is built here, because gin forgets the location of a binding,
+checks no type, has one registry per process and lets a file import and call anything.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ from ttcd_jax.config import Config, closest, config_classes
 from ttcd_jax.errors import UserError
 
 Classes = dict[str, type[Config]]
-# (required field of the root that nothing binds, the root's bound values) -> what it inherits: a
-# configuration in which single bindings replace fields; None to build it from the class's defaults.
+# (required field of the root without a binding, the root's bound values) -> a configuration that it
+# inherits, in which single bindings replace fields; None to build it from the class's defaults.
 Inherit = Callable[[str, dict[str, Any]], Config | None]
 
 
@@ -47,11 +47,12 @@ def load_config[C: Config](
     config_dir: Path,
     inherit: Inherit = lambda field, values: None,
 ) -> C:
-    """The tree of configurations that `gin_file` describes, `params` overriding what it binds.
+    """The tree of configurations of `gin_file`, a name inside `config_dir` or a path; `params`
+    override its bindings.
 
-    `gin_file` is a name inside `config_dir` or a path. Raises `UserError`, with file:line where
-    there is one, for a name that does not exist, a binding or macro without effect, a missing or a
-    wrong value. Only a parameter that swaps a class may leave the file's bindings without effect.
+    Raises `UserError`, with file:line where there is one, for an unknown name, a binding or macro
+    without effect, a missing or a wrong value. Only a parameter that swaps a class may leave the
+    file's bindings without effect.
     """
     classes = reachable_classes(root)
     from_file = read_file(find_gin_file(gin_file, config_dir), config_dir)
@@ -66,7 +67,7 @@ def load_config[C: Config](
 
 
 def reachable_classes(root: type[Config]) -> Classes:
-    """`root` and every configuration class its fields' hints lead to, by class name."""
+    """`root` and every configuration class that its fields' hints reach, by class name."""
     classes: Classes = {}
     pending = [root]
     while pending:
@@ -83,8 +84,7 @@ class _Builder:
     """Constructs configurations; `used` collects the keys that applied to one."""
 
     def __init__(self, classes: Classes, bindings: dict[Key, Binding]) -> None:
-        self.classes = classes
-        self.bindings = bindings
+        self.classes, self.bindings = classes, bindings
         self.used: set[Key] = set()
         self._open: list[str] = []
 
@@ -95,18 +95,22 @@ class _Builder:
         inherit: Inherit = lambda field, values: None,
         base: Config | None = None,
     ) -> Config:
-        """An instance of `cls` with what `scope` and the scopes around it bind, and else with the
-        fields of `base`."""
+        """An instance of `cls` with the bindings of `scope` and the scopes around it, otherwise the
+        fields of `base`, whose nested configurations take bindings too."""
         self._enter("/".join(filter(None, (scope, cls.__name__))))
         hints = typing.get_type_hints(cls)
-        values, places, open_fields, missing = {}, {}, [], []
+        values, locations, open_fields, missing = {}, {}, [], []
         for field in dataclasses.fields(cls):
             binding = self._find(cls.__name__, field.name, scope)
             if binding:
                 values[field.name] = self._evaluate(binding.value, scope)
-                places[field.name] = binding.where
+                locations[field.name] = binding.where
             elif base is not None:
-                values[field.name] = self._overridden(getattr(base, field.name), scope)
+                value = getattr(base, field.name)
+                is_nested = isinstance(value, Config)
+                values[field.name] = (
+                    self.build(type(value), scope, base=value) if is_nested else value
+                )
             elif _is_required(field):
                 if config_classes(hints[field.name]) == [hints[field.name]]:
                     open_fields.append(field.name)
@@ -118,15 +122,11 @@ class _Builder:
             raise UserError(f"{cls.__name__} lacks a value; bind {', '.join(missing)}")
         self._open.pop()
         if base is not None:
-            values = cls.reconciled(values, bound=places.keys())
-        return _construct(cls, values, places)
-
-    def _overridden(self, value: Any, scope: str) -> Any:
-        """An inherited value; a configuration, with what is bound of its fields."""
-        return self.build(type(value), scope, base=value) if isinstance(value, Config) else value
+            values = cls.reconciled(values, bound=locations.keys())
+        return _construct(cls, values, locations)
 
     def _find(self, owner: str, field: str, scope: str) -> Binding | None:
-        """The binding of the innermost scope; outer ones count as used, they give way to it."""
+        """The binding of the innermost scope; the outer ones that it overrides count as used."""
         parts = scope.split("/") if scope else []
         keys = [("/".join(parts[:depth]), owner, field) for depth in range(len(parts), -1, -1)]
         found = [self.bindings[key] for key in keys if key in self.bindings]
@@ -153,12 +153,12 @@ class _Builder:
         self._open.append(name)
 
 
-def _construct(cls: type[Config], values: dict[str, Any], places: dict[str, str]) -> Config:
-    """`cls(**values)`; an error that names a bound field is told where it was bound."""
+def _construct(cls: type[Config], values: dict[str, Any], locations: dict[str, str]) -> Config:
+    """`cls(**values)`; an error that names a bound field gains the location of its binding."""
     try:
         return cls(**values)
     except UserError as error:
-        for field, where in places.items():
+        for field, where in locations.items():
             if str(error).startswith(f"{cls.__name__}.{field} "):
                 raise type(error)(f"{where}: {error}") from None
         raise
@@ -174,7 +174,7 @@ def _example(hint: Any) -> str:
 
 
 def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
-    """Every class, field and macro that is bound or mentioned exists."""
+    """Raises `UserError` for an unknown class, field or macro."""
     macros = [binding.owner for binding in bindings if not binding.field]
     for binding in bindings:
         if binding.field:
@@ -205,10 +205,10 @@ def _check_class(name: str, where: str, classes: Classes) -> None:
 def _check_use(
     bindings: dict[Key, Binding], used: set[Key], replaced: Sequence[Binding], classes: Classes
 ) -> None:
-    """Every binding applied to something that was built, every macro is mentioned."""
+    """Raises `UserError` for a binding that applied to nothing and a macro that is never used."""
     everything = [*replaced, *bindings.values()]
     mentioned = {mention.name for binding in everything for mention in mentions(binding.value)}
-    excused = _classes_behind(replaced, bindings, classes)
+    excused = _replaced_classes(replaced, bindings, classes)
     for key, binding in bindings.items():
         if not binding.field:
             if binding.owner not in mentioned:
@@ -218,10 +218,10 @@ def _check_use(
             raise UserError(_unused(binding, classes))
 
 
-def _classes_behind(
+def _replaced_classes(
     replaced: Iterable[Binding], bindings: dict[Key, Binding], classes: Classes
 ) -> set[str]:
-    """Names of what the replaced bindings would have built, classes inside classes included."""
+    """Names of the classes, nested ones included, that the replaced bindings would have built."""
     pending = [mention for binding in replaced for mention in mentions(binding.value)]
     names: set[str] = set()
     while pending:
@@ -237,7 +237,6 @@ def _classes_behind(
 
 
 def _unused(binding: Binding, classes: Classes) -> str:
-    message = f"{binding.where}: {binding.name} has no effect, no {binding.owner} is built"
     target = f"@{binding.scope}/{binding.owner}()" if binding.scope else f"@{binding.owner}()"
     holders = [
         f"{cls.__name__}.{field} = {target}"
@@ -245,5 +244,8 @@ def _unused(binding: Binding, classes: Classes) -> str:
         for field, hint in typing.get_type_hints(cls).items()
         if classes[binding.owner] in config_classes(hint)
     ]
-    place = f" in scope {binding.scope!r}" if binding.scope else ""
-    return f"{message}{place}; remove it or bind {' or '.join(holders)}"
+    scope = f" in scope {binding.scope!r}" if binding.scope else ""
+    return (
+        f"{binding.where}: {binding.name} has no effect, no {binding.owner} is built{scope}; "
+        f"remove it or bind {' or '.join(holders)}"
+    )

@@ -1,16 +1,15 @@
-"""What a .gin file binds, each binding with the place that wrote it.
+"""The bindings of a .gin file, each with its location.
 
-gin's own parser reads the language. Nothing of gin's runtime is used: a file cannot import or call
-anything, so reading an untrusted one is safe.
+gin's parser reads the language. Nothing of gin's runtime is used: a file cannot import or call
+anything, so an untrusted one is safe to read.
 """
 
-import dataclasses
 import difflib
 import os
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gin import config_parser
 
@@ -19,8 +18,7 @@ from ttcd_jax.errors import UserError
 Key = tuple[str, str, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
+class Reference(NamedTuple):
     """`@scope/Name()`; without the parentheses `is_called` is False."""
 
     scope: str
@@ -28,16 +26,14 @@ class Reference:
     is_called: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Macro:
+class Macro(NamedTuple):
     """`%name`."""
 
     name: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Binding:
-    """`scope/owner.field = value`, written at `where`. A macro's definition has no field."""
+class Binding(NamedTuple):
+    """`scope/owner.field = value` at the location `where`. A macro's definition has no field."""
 
     scope: str
     owner: str
@@ -56,7 +52,7 @@ class Binding:
 
 
 class _Delegate(config_parser.ParserDelegate):
-    """Keeps references and macros as plain values instead of looking them up."""
+    """Keeps references and macros as plain values, without a lookup."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
         scope, _, name = scoped_configurable_name.rpartition("/")
@@ -76,7 +72,7 @@ def mentions(value: Any) -> Iterator[Reference | Macro]:
 
 
 def find_gin_file(gin_file: str, config_dir: Path) -> Path:
-    """The file that `--gin` names: a name inside `config_dir`, or a path. Raises `UserError`."""
+    """The file of `--gin`: a name inside `config_dir`, or a path. Raises `UserError`."""
     for path in (config_dir / gin_file, Path(gin_file)):
         # Path.is_file would raise for a name that is too long or holds a null character.
         if os.path.isfile(path):
@@ -94,14 +90,11 @@ def read_file(path: Path, config_dir: Path) -> dict[Key, Binding]:
 
 
 def read_params(params: Sequence[str], config_dir: Path) -> dict[Key, Binding]:
-    """The bindings given on the command line, and those of fragments that it includes; of two for
-    one key the last wins."""
+    """The bindings of the command line and of the fragments it includes; the last of a key wins."""
     bindings: dict[Key, Binding] = {}
     for param in params:
         where = f"--param {param}"
         for statement, _ in _parse(param, lambda _, where=where: where):
-            if isinstance(statement, config_parser.ImportStatement):
-                raise UserError(f"{where}: only bindings (Class.field=value) can be given here")
             if isinstance(statement, config_parser.IncludeStatement):
                 bindings |= read_file(_fragment(statement.filename, config_dir, where), config_dir)
                 continue
@@ -116,10 +109,6 @@ def _read(path: Path, config_dir: Path, parents: tuple[Path, ...]) -> dict[Key, 
     included: dict[Key, list[Binding]] = {}
     own: dict[Key, Binding] = {}
     for statement, where in _parse(_text(path), lambda line: f"{shown}:{line}"):
-        if isinstance(statement, config_parser.ImportStatement):
-            raise UserError(
-                f"{where}: a .gin file may not import {statement.module!r}; only bind values"
-            )
         if isinstance(statement, config_parser.IncludeStatement):
             if own:
                 raise UserError(f"{where}: includes come before the bindings that override them")
@@ -137,10 +126,10 @@ def _read(path: Path, config_dir: Path, parents: tuple[Path, ...]) -> dict[Key, 
 
 def _merge(included: dict[Key, list[Binding]], own: dict[Key, Binding]) -> dict[Key, Binding]:
     for key, found in included.items():
-        places = list(dict.fromkeys(binding.where for binding in found))
-        if len(places) > 1 and key not in own:
+        lines = list(dict.fromkeys(binding.where for binding in found))
+        if len(lines) > 1 and key not in own:
             raise UserError(
-                f"{places[1]}: {found[0].name} is already bound at {places[0]}; keep one, "
+                f"{lines[1]}: {found[0].name} is already bound at {lines[0]}; keep one, "
                 "or bind it in the including file"
             )
     return {key: found[0] for key, found in included.items()} | own
@@ -156,7 +145,7 @@ def _bindings(statement: Any, where: str) -> list[Binding]:
 
 
 def _parse(text: str, locate: Callable[[int], str]) -> list[tuple[Any, str]]:
-    """gin's statements, each with its place."""
+    """gin's statements, each with its location. Raises `UserError` for an import."""
     try:
         statements = list(config_parser.ConfigParser(text, _Delegate()))
     except SyntaxError as error:
@@ -164,7 +153,14 @@ def _parse(text: str, locate: Callable[[int], str]) -> list[tuple[Any, str]]:
     except tokenize.TokenError as error:
         message, (line, _) = error.args
     else:
-        return [(statement, locate(statement.location.line_num)) for statement in statements]
+        located = [(statement, locate(statement.location.line_num)) for statement in statements]
+        for statement, where in located:
+            if isinstance(statement, config_parser.ImportStatement):
+                raise UserError(
+                    f"{where}: a configuration may not import {statement.module!r}, only bind "
+                    "values (Class.field=value)"
+                )
+        return located
     _, failed, token = message.partition("Failed to parse token ")
     if failed:
         message = f"cannot read the value {token}; a string needs quotes"

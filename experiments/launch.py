@@ -6,10 +6,10 @@ run.
                                  [--distributed=slurm] [--hang_seconds=60]
                                  [--profile=START:STOP] [--compile_cache=DIR]
 
-A stop by SIGTERM or Ctrl-C finishes the step, saves, and leaves with status 75: run the same
-command to go on, on as many devices as you like. A second Ctrl-C leaves at once. SIGUSR2 traces the
-next three steps. Of several processes the first prints and writes; when one is lost, or hangs, the
-others leave with status 7.
+SIGTERM or Ctrl-C finishes the step, saves, and exits with status 75: the same command resumes, on
+any number of devices. A second Ctrl-C exits at once. SIGUSR2 traces the next three steps. Of
+several processes the first prints and writes; when one is lost, or hangs, the others exit with
+status 7.
 """
 
 import shlex
@@ -33,8 +33,7 @@ flags.DEFINE_string(
 flags.DEFINE_float(
     "hang_seconds",
     60.0,
-    "Of several processes: how long a step may take at least, and 20 times the median step, before "
-    "one counts as lost.",
+    "Of several processes: the time of a step, and 20 times the median, after which one is lost.",
     lower_bound=1.0,
 )
 flags.DEFINE_string(
@@ -43,7 +42,7 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "compile_cache",
     None,
-    "Where compiled programs are kept, empty: nowhere; default: JAX_COMPILATION_CACHE_DIR, else "
+    "Folder of compiled programs, empty: none; default: JAX_COMPILATION_CACHE_DIR, else "
     "~/.cache/ttcd_jax.",
 )
 
@@ -67,27 +66,19 @@ def main(argv: list[str]) -> None:
         raise UserError("--topology describes the devices of a plan: it goes with --dry_run")
     keep_programs(FLAGS.compile_cache)
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / Path(FLAGS.gin).stem)
+    inherit = inherited_model(run_dir)
     config = load_config(
-        RunConfig,
-        FLAGS.gin,
-        FLAGS.param,
-        config_dir=cli.CONFIG_DIR,
-        inherit=inherited_model(run_dir),
+        RunConfig, FLAGS.gin, FLAGS.param, config_dir=cli.CONFIG_DIR, inherit=inherit
     )
     if FLAGS.dry_run:
-        if hardware is None:  # else the files it names are elsewhere
+        if hardware is None:  # otherwise its files are on another machine
             training.check(config, run_dir)
         plan.print_plan(config, hardware)
         return
     window = step_window(FLAGS.profile, config.steps) if FLAGS.profile else range(0)
     processes.connect()
-    run = training.train_run(
-        config,
-        run_dir.path,
-        source=_source(),
-        profile=window,
-        hang_seconds=FLAGS.hang_seconds,
-    )
+    options = {"profile": window, "hang_seconds": FLAGS.hang_seconds}
+    run = training.train_run(config, run_dir.path, source=_source(), **options)
     if run.stopped_by is not None:
         command = shlex.join(["python", "-m", "experiments.launch", *sys.argv[1:]])
         say(
@@ -98,7 +89,7 @@ def main(argv: list[str]) -> None:
 
 
 def _source() -> str:
-    """The gin file and the parameters as given; what counts is `config.json`."""
+    """The gin file and the parameters, for the reader: a resume compares `config.json`."""
     from experiments.gin_reading import find_gin_file
 
     text = find_gin_file(FLAGS.gin, cli.CONFIG_DIR).read_text(encoding="utf-8")

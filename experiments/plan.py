@@ -1,5 +1,5 @@
-"""The dry run: what a configuration costs, before anything is allocated, and what to change when a
-step does not fit."""
+"""The dry run: the cost of a configuration before anything is allocated, and the change that makes
+a step fit."""
 
 import math
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ from ttcd_jax.units import size as size_text
 
 type Rows = list[tuple[str, str]]
 
-PEAK_SHARE = 0.4  # of the data sheet's peak: what the time of the FLOPs is stated at
+PEAK_SHARE = 0.4  # of the data sheet's peak FLOP/s, for the time of the FLOPs
 
 
 class Memory(NamedTuple):
-    """Bytes of one device. `rest`: activations and everything else that exists during a step."""
+    """Bytes on one device. `rest`: activations and everything else that exists during a step."""
 
     params: int
     gradients: int
@@ -56,7 +56,7 @@ def num_params(config: RunConfig) -> int:
 
 
 def use_topology(topology: str) -> Hardware:
-    """Lets this process's CPU stand for the devices of `topology`; before the first array."""
+    """Makes this process's CPU as many devices as `topology` has; before the first array."""
     hardware, count = parse_topology(topology)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
@@ -70,9 +70,9 @@ def make_plan(config: RunConfig, mesh: Mesh) -> Plan:
         compiled = build.build_step(config, mesh).lower(state, batch).compile()
     (on_state, on_batch), _ = compiled.input_shardings
     params = _num_bytes(state["params"], on_state["params"])
-    # Gradients are as large as the parameters and live among the temporary arrays.
+    # Gradients are as large as the parameters, and part of the temporary arrays.
     sizes = compiled.memory_analysis()
-    assert sizes is not None, "the compiler knows what its program takes"
+    assert sizes is not None, "the compiler reports the bytes of its program"
     temporary = sizes.temp_size_in_bytes + _num_bytes(batch, on_batch)
     memory = Memory(
         params=params,
@@ -84,19 +84,18 @@ def make_plan(config: RunConfig, mesh: Mesh) -> Plan:
 
 
 def _num_bytes(arrays: Any, shardings: Any) -> int:
-    """Of one device's parts."""
-    sizes = jax.tree.map(
-        lambda array, place: math.prod(place.shard_shape(array.shape)) * array.dtype.itemsize,
-        arrays,
-        shardings,
-    )
-    return sum(jax.tree.leaves(sizes))
+    """Bytes of one device's shards."""
+
+    def size(array: Any, sharding: Any) -> int:
+        return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, arrays, shardings)))
 
 
 def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
-    """Prints parameters, memory of a device by what holds it, FLOPs and, with a data sheet, whether
-    the step fits and the time of its FLOPs at a share of the peak. Compiles the real step for this
-    process's devices. Raises `UserError` for a mesh that fits neither them nor the batch."""
+    """Prints parameters, bytes on a device by use, FLOPs and, with a data sheet, whether the step
+    fits and the time of its FLOPs at a share of the peak. Compiles the real step for this process's
+    devices. Raises `UserError` for a mesh that does not fit them or the batch."""
     mesh = build_mesh(config.mesh)
     build.placement(config, mesh)
     plan = make_plan(config, mesh)
@@ -110,19 +109,14 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
 
 def _size_rows(config: RunConfig) -> Rows:
     length = config.data.seq_len
-    tokens = config.batch_size * length
+    tokens, flops = config.batch_size * length, training_flops_per_token(config.model, length)
     return [
         ("parameters", f"{num_params(config):,}"),
         ("tokens per step", f"{tokens:,} ({config.batch_size} rows of {length:,})"),
         ("tokens in all", f"{tokens * config.steps:,} in {config.steps:,} steps"),
-        ("training FLOPs per token", f"{training_flops_per_token(config.model, length):.4g}"),
-        ("training FLOPs per step", f"{_step_flops(config):.4g}"),
+        ("training FLOPs per token", f"{flops:.4g}"),
+        ("training FLOPs per step", f"{flops * tokens:.4g}"),
     ]
-
-
-def _step_flops(config: RunConfig) -> float:
-    length = config.data.seq_len
-    return config.batch_size * length * training_flops_per_token(config.model, length)
 
 
 def _memory_rows(memory: Memory) -> Rows:
@@ -136,7 +130,6 @@ def _memory_rows(memory: Memory) -> Rows:
 
 
 def _state_rows(config: RunConfig) -> Rows:
-    """Size of the decoding state."""
     length = config.data.seq_len
     try:
         sizes = state_bytes(config.model, 1, max_length=length)
@@ -151,7 +144,10 @@ def _fit_rows(config: RunConfig, plan: Plan, hardware: Hardware) -> Rows:
     change = remedy(config, plan.mesh, plan.memory, hardware)
     num_devices = math.prod(plan.mesh.values())
     axes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
-    seconds = _step_flops(config) / (num_devices * PEAK_SHARE * hardware.peak_flops)
+    length = config.data.seq_len
+    flops = config.batch_size * length * training_flops_per_token(config.model, length)
+    seconds = flops / (num_devices * PEAK_SHARE * hardware.peak_flops)
+    step = f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
     return [
         ("devices", f"{num_devices} x {hardware.name}: {axes}"),
         ("memory: there is", _per_device(hardware.memory_bytes)),
@@ -160,7 +156,7 @@ def _fit_rows(config: RunConfig, plan: Plan, hardware: Hardware) -> Rows:
         *([] if change is None else [("change", change)]),
         (
             f"FLOPs at {PEAK_SHARE:.0%} of peak",
-            f"{_seconds(seconds)} per step, {seconds * config.steps / 3600:,.1f} hours in all "
+            f"{step} per step, {seconds * config.steps / 3600:,.1f} hours in all "
             f"(arithmetic, no prediction; peak {hardware.peak_flops / 1e12:,.0f} TFLOP/s)",
         ),
     ]
@@ -170,24 +166,20 @@ def _per_device(size: float) -> str:
     return f"{size_text(size)} per device"
 
 
-def _seconds(time: float) -> str:
-    return f"{time:.3f} s" if time >= 1 else f"{time * 1e3:.2f} ms"
-
-
 def remedy(
     config: RunConfig, mesh: Mapping[str, int], memory: Memory, hardware: Hardware
 ) -> str | None:
-    """The change with which a step fits; None if it does already. Parameters, gradients and
-    optimizer are sharded along fsdp, seq and tensor; the rest is proportional to the tokens that a
-    device computes at once."""
+    """The change that makes a step fit; None if it fits. Parameters, gradients and optimizer are
+    sharded along fsdp, seq and tensor; the rest is proportional to the tokens that a device
+    computes at once."""
     if memory.total <= hardware.memory_bytes:
         return None
     if memory.lasting > hardware.memory_bytes:
-        return _cut_parameters(mesh, memory, hardware)
-    return _cut_activations(config, mesh, memory.rest / (hardware.memory_bytes - memory.lasting))
+        return _shard_parameters(mesh, memory, hardware)
+    return _shrink_activations(config, mesh, memory.rest / (hardware.memory_bytes - memory.lasting))
 
 
-def _cut_parameters(mesh: Mapping[str, int], memory: Memory, hardware: Hardware) -> str:
+def _shard_parameters(mesh: Mapping[str, int], memory: Memory, hardware: Hardware) -> str:
     copies = mesh["data"]
     for factor in _divisors(copies):
         if memory.lasting / factor + memory.rest <= hardware.memory_bytes:
@@ -204,22 +196,24 @@ def _cut_parameters(mesh: Mapping[str, int], memory: Memory, hardware: Hardware)
     )
 
 
-def _cut_activations(config: RunConfig, mesh: Mapping[str, int], factor: float) -> str:
+def _shrink_activations(config: RunConfig, mesh: Mapping[str, int], factor: float) -> str:
     """A layout whose activations are smaller by `factor`."""
     parts = config.accumulation_steps
     rows = config.batch_size // (mesh["data"] * mesh["fsdp"] * parts)
-    for cut in _divisors(rows):
-        if cut >= factor:
-            return f"activations: raise RunConfig.accumulation_steps from {parts} to {parts * cut}"
+    for share in _divisors(rows):
+        if share >= factor:
+            return (
+                f"activations: raise RunConfig.accumulation_steps from {parts} to {parts * share}"
+            )
     if config.model.remat in ("none", "dots"):
         return f"activations: set TransformerConfig.remat = 'block' (now {config.model.remat!r})"
     for axis in ("fsdp", "data"):
-        for cut in _divisors(mesh[axis]):
-            if cut * rows >= factor:
+        for share in _divisors(mesh[axis]):
+            if share * rows >= factor:
                 return (
-                    f"activations: raise MeshConfig.seq from {mesh['seq']} to {mesh['seq'] * cut} "
-                    f"({axis} from {mesh[axis]} to {mesh[axis] // cut}) and "
-                    f"RunConfig.accumulation_steps from {parts} to {parts * cut * rows}"
+                    f"activations: raise MeshConfig.seq from {mesh['seq']} to "
+                    f"{mesh['seq'] * share} ({axis} from {mesh[axis]} to {mesh[axis] // share}) "
+                    f"and RunConfig.accumulation_steps from {parts} to {parts * share * rows}"
                 )
     return f"activations: shorten the rows or take {math.ceil(factor)} times the devices along seq"
 

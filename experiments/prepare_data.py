@@ -1,4 +1,4 @@
-"""Makes token records out of raw text, for runs on RecordsConfig (configs/data/records.gin).
+"""Makes token records from raw text, for runs on RecordsConfig (configs/data/records.gin).
 
     python -m experiments.prepare_data --input=PATH --tokenizer=FILE.json|byte --output=FOLDER
                                        [--glob=PATTERN] [--field=text] [--validation_percent=5]
@@ -7,8 +7,8 @@
     python -m experiments.prepare_data --verify=FOLDER
 
 PATH is a text file, or a folder of .txt (one document each), .jsonl, .jsonl.zst, .parquet or MDS
-shards with their index.json. `train/` and `validation/` inside it are its splits, if they are
-there. .zst and .parquet need zstandard and pyarrow (pip install 'ttcd-jax[data]').
+shards with their index.json. Subfolders `train/` and `validation/` are its splits. .zst and
+.parquet need zstandard and pyarrow (pip install 'ttcd-jax[data]').
 
 FOLDER appears when it is complete, and is the same for any number of processes. A killed command
 leaves a hidden folder next to it, which can be deleted. --verify reads every file of a FOLDER.
@@ -34,7 +34,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("input", None, "A file or a folder of documents.")
 flags.DEFINE_string("output", None, "The folder to make; with --train_tokenizer the file.")
 flags.DEFINE_string("tokenizer", None, "byte, or the path of a tokenizer.json.")
-flags.DEFINE_integer("train_tokenizer", None, "Make a tokenizer of so many tokens.")
+flags.DEFINE_integer("train_tokenizer", None, "Make a tokenizer with this number of tokens.")
 flags.DEFINE_string("verify", None, "A folder of records whose digests to check.")
 flags.DEFINE_string("glob", None, "Files of a folder; default: all of the one kind it holds.")
 flags.DEFINE_string("field", "text", "Key or column of the text; an MDS one may hold token ids.")
@@ -95,7 +95,7 @@ def _corpus() -> "CorpusConfig":
 
 
 class _Progress:
-    """A line on stderr now and then."""
+    """Progress lines on stderr, every few seconds."""
 
     def __init__(self) -> None:
         self._start = self._shown = time.monotonic()

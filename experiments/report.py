@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
     for section in sections:
         print(f"\n{section.title}\n{format_table(section.table)}")
     names = ", ".join(str(section.picture) for section in sections)
-    print(f"\npage {output / 'index.html'}, pictures {names} beside it")
+    print(f"\npage {output / 'index.html'}, pictures {names} next to it")
     if FLAGS.next:
         print("\nnext:\n" + "\n".join(f"  {line}" for line in FLAGS.next))
 

@@ -1,4 +1,4 @@
-"""What many tests need: tolerances by dtype, comparison of trees, a look into a jaxpr."""
+"""Tolerances by dtype, comparisons of trees, and the equations of a jaxpr, for many tests."""
 
 from collections.abc import Callable, Iterator
 
@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 
 def typechecked(function: Callable) -> Callable:
-    """beartype, but for constructors: what a configuration accepts is the library's own matter."""
+    """beartype, except on constructors: a configuration checks its own fields."""
     return function if function.__name__ == "__init__" else beartype(function)
 
 
@@ -36,7 +36,7 @@ def distance(ours, theirs) -> float:
 
 
 def assert_close(ours, theirs, tolerance: float | None = None) -> None:
-    """Every leaf of two trees agrees, at the tolerance of its dtype unless told."""
+    """Every leaf of two trees agrees, by default at the tolerance of its dtype."""
     theirs_flat, structure = jax.tree.flatten(theirs)
     paths = jax.tree_util.tree_flatten_with_path(ours)[0]
     assert jax.tree.structure(ours) == structure
@@ -63,7 +63,7 @@ def influence(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> np.ndarray
     return np.abs(np.asarray(jax.jit(jax.jacrev(projected))(x))).max(-1)
 
 
-# Two rows: one document, and several (cut anywhere, one of a single token).
+# Two rows: one document, and several (at any position, one of a single token).
 TWO_ROWS = np.stack([np.zeros(14, np.int32), np.repeat([5, 2, 9, 1], [2, 1, 8, 3])])
 
 
@@ -101,13 +101,13 @@ def largest_array(eqns: list[JaxprEqn]) -> int:
 
 
 def temporary_bytes(run: Callable, *args) -> int:
-    """Peak memory of the compiled function beside its arguments and results."""
+    """Peak bytes of the compiled function without its arguments and results."""
     return jax.jit(run).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 def randomize(build: Callable, *args, std: float = 0.5, **options):
-    """What `build(*args, **options, rngs=...)` makes, every parameter drawn from N(0, std^2), so
-    that nothing is zero or one. Its own start is only traced: computing one takes seconds."""
+    """The result of `build(*args, **options, rngs=...)`, every parameter drawn from N(0, std^2), so
+    that none is zero or one. Its initialization is only traced: computing it takes seconds."""
     module = nnx.eval_shape(lambda: build(*args, **options, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     state = nnx.state(module, nnx.Param)

@@ -1,9 +1,9 @@
 """Commands as tests run them: `python -m experiments.NAME`, in a process of its own.
 
-Most of such a process is the import of jax and its neighbours. So a server imports them once, and a
-command is a fork of it, taken before JAX has a backend, and so a thread: the rest of its life is
-that of a started process, its arguments, environment, signals and exit status included. A test that
-compares processes starts some of them (`is_forked=False`): forks share the order of their sets.
+The import of jax takes most of its time. So a server imports it once, and a command is a fork of
+the server, before JAX has a backend, hence a thread: arguments, environment, signals and exit
+status are those of a started process. A test that compares processes starts some of them
+(`is_forked=False`): forks share the order of their sets.
 """
 
 import ctypes
@@ -86,19 +86,19 @@ def _ended(start, input: str | None, timeout: float, options) -> subprocess.Comp
 
 
 def output(module: str, *arguments, **options) -> str:
-    """What a command prints that ends well."""
+    """The standard output of a command that succeeds."""
     result = run(module, *arguments, **options)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def refused(module: str, *arguments, status: int = 2, **options) -> str:
-    """The line that a command ends with whose user erred."""
+    """The error line of a command with a user's mistake."""
     return mistake(run(module, *arguments, **options), status)
 
 
 def mistake(result: subprocess.CompletedProcess, status: int = 2) -> str:
-    """The line that a command ended with whose user erred: nothing else is on its stderr."""
+    """The error line of a command with a user's mistake, alone on its stderr."""
     assert result.returncode == status, result.stderr
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1

@@ -14,7 +14,7 @@ def fake_devices(count: int) -> str:
 
 
 def environment(count: int = 1, **variables: str) -> dict[str, str]:
-    """Of a process that has `count` devices and finds the modules of the tests."""
+    """The environment of a process with `count` devices that imports the modules of the tests."""
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -25,6 +25,6 @@ def environment(count: int = 1, **variables: str) -> dict[str, str]:
 
 
 def run_on_devices(script: Path, case: str, output: Path, *meshes: str) -> Any:
-    """What `script` writes of `case` into `output`, as JSON."""
+    """The JSON that `script` writes about `case` into `output`."""
     commands.script(script, case, output, *meshes, env=environment(8))
     return json.loads(output.read_text())

@@ -145,12 +145,7 @@ def test_the_way_from_raw_text_to_a_pod(place):
         assert result.returncode == expected, (command, result.stdout, result.stderr)
         if "--dry_run" in command:
             assert "64 x H100: data 1 x fsdp 32 x seq 2 x tensor 1" in result.stdout
-            for name in (
-                "memory: gradients",
-                "decoding state",
-                "fits",
-                "FLOPs at 40% of peak",
-            ):
+            for name in ("memory: gradients", "decoding state", "fits", "FLOPs at 40% of peak"):
                 assert f"\n{name}" in result.stdout
         if "--nodes=4" in command:
             assert re.search(r"resumed at step [1-9]", result.stdout)

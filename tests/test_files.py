@@ -78,7 +78,7 @@ def test_permissions_follow_the_umask(umask, tmp_path):
 
 def test_a_place_that_cannot_be_used_is_the_users_mistake(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match=r"cannot write .*/file/x: .*; choose another place"):
+    with pytest.raises(UserError, match=r"cannot write .*/file/x: .*; choose another folder"):
         write_whole(tmp_path / "file" / "x", "")
     with pytest.raises(UserError, match="not empty"), whole_folder(tmp_path):
         pass

@@ -31,29 +31,25 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_HOME = {
-    "AttentionConfig": "nn.attention",
-    "BatchesConfig": "data.sources",
-    "DualWindowAttention": "nn.dual_window",
-    "DualWindowConfig": "nn.dual_window",
-    "IPTTCDBlock": "methods.ipttcd",
-    "IPTTCDBlockConfig": "methods.ipttcd",
-    "IPTTCDConfig": "methods.ipttcd",
-    "IPTTCDMLP": "methods.ipttcd",
-    "MLPConfig": "nn.mlp",
-    "MemoryConfig": "methods.ipttcd",
-    "OptimizerConfig": "train.optimizer",
-    "Precision": "precision",
-    "RopeConfig": "nn.rope",
-    "RunConfig": "run.config",
-    "Transformer": "models.transformer",
-    "TransformerConfig": "models.config",
-    "load_run": "run.directory",
-    "train_run": "run.training",
+_MODULES = {
+    "data.sources": "BatchesConfig",
+    "methods.ipttcd": "IPTTCDMLP IPTTCDBlock IPTTCDBlockConfig IPTTCDConfig MemoryConfig",
+    "models.config": "TransformerConfig",
+    "models.transformer": "Transformer",
+    "nn.attention": "AttentionConfig",
+    "nn.dual_window": "DualWindowAttention DualWindowConfig",
+    "nn.mlp": "MLPConfig",
+    "nn.rope": "RopeConfig",
+    "precision": "Precision",
+    "run.config": "RunConfig",
+    "run.directory": "load_run",
+    "run.training": "train_run",
+    "train.optimizer": "OptimizerConfig",
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
-if not TYPE_CHECKING:  # to a type checker a name that is missing stays missing
+if not TYPE_CHECKING:  # a type checker reports a name that is missing
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":

@@ -7,35 +7,25 @@
 Parameters carry the names of their logical axes as metadata (`axes=(...)`), one per dimension:
 `embed` (D), `mlp` (F), `heads` (N * H), `kv_heads` (K * H), `head_dim` (H), `vocab` (V), `taps`
 (R), `layers` (Y, added when blocks are stacked); of fast weights `fast_heads` (N), `fast_mlp` (F)
-and `rank` (the inner dimension of a low-rank start, and a pair of factors per channel). A device
-mesh is mapped onto these names outside the layers.
+and `rank` (the inner dimension of a low-rank start, and a pair of factors per channel). The map to
+mesh axes is `ttcd_jax.sharding.rules`.
 """
 
 import jax
 from flax import nnx
 
 LOGICAL_AXES = (
-    "embed",
-    "embed_out",
-    "mlp",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "vocab",
-    "taps",
-    "fast_heads",
-    "fast_mlp",
-    "rank",
-    "layers",
+    *("embed", "embed_out", "mlp", "heads", "kv_heads", "head_dim", "vocab", "taps"),
+    *("fast_heads", "fast_mlp", "rank", "layers"),
 )
 
 
 def param(value: jax.Array, axes: tuple[str, ...], *, is_operand: bool | None = None) -> nnx.Param:
     """A parameter whose dimensions are named.
 
-    `is_operand`: all that is done with it are products in the compute dtype, so it may be rounded
-    to that dtype early (before an exchange between devices, once for inference). Default: for
-    matrices. Raises `KeyError` for a name that the legend lacks.
+    `is_operand`: it is only an operand of products in the compute dtype, so it may be rounded to
+    that dtype early (before an exchange between devices, once for inference); by default a matrix
+    is. Raises `KeyError` for a name that the legend lacks.
     """
     for name in axes:
         if name not in LOGICAL_AXES:

@@ -1,8 +1,8 @@
 """Frozen configuration dataclasses: types and bounds checked at construction, exact JSON both ways.
 
-gin and JSON check nothing themselves, so every configuration class inherits `Config`: a field of
-the wrong type or outside its bounds, an unknown key or a missing one is a `UserError` that names
-the field. A bound is part of the field's annotation: `num_taps: Positive = 5`,
+gin and JSON check nothing, so every configuration class inherits `Config`: a field of the wrong
+type or outside its bounds, an unknown key or a missing one is a `UserError` that names the field. A
+bound is part of the field's annotation: `num_taps: Positive = 5`,
 `seq_len: Annotated[int, AtLeast(2)]`, `limit: Positive | None = None`.
 """
 
@@ -19,8 +19,8 @@ from ttcd_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A condition on a field's value. `wording` completes "must be ..."; NaN meets no comparison,
-    so a condition is written as what is allowed."""
+    """A condition on a field's value; `wording` completes "must be ...". NaN meets no comparison,
+    so `allows` states the values that are allowed."""
 
     wording: str
     allows: Callable[[Any], bool]
@@ -70,7 +70,7 @@ def _matches(value: Any, hint: Any) -> bool:
 
 
 def _refusal(value: Any, hint: Any) -> str | None:
-    """`"must be ..."` by the first bound in `hint` that `value`, of the right type, is outside."""
+    """`"must be ..."` for the first bound in `hint` that `value`, of the right type, violates."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         for bound in hint.__metadata__:
@@ -94,8 +94,8 @@ def closest(name: str, known: list[str]) -> str:
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """`name: old -> new` for every leaf in which two configurations differ, as `to_dict` or JSON
-    gives them."""
+    """`name: old -> new` for every leaf in which two configurations differ, both from `to_dict` or
+    JSON."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return [] if _plain(old) == _plain(new) else [f"{path}: {_plain(old)} -> {_plain(new)}"]
     names = [*old, *(name for name in new if name not in old)]
@@ -114,8 +114,8 @@ def _plain(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of every configuration: field types and bounds are checked, then `validate` checks how
-    the values fit together."""
+    """Base of every configuration: field types and bounds are checked, then the combination of the
+    values by `validate`."""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self), include_extras=True)
@@ -145,10 +145,10 @@ class Config:
         return values
 
     def validate(self) -> None:
-        """Raises `UserError` when the values do not fit together."""
+        """Raises `UserError` for values that contradict each other."""
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with the given fields changed, validated anew."""
+        """A copy with the given fields changed, checked anew."""
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Errors that a user can mend, with the exit status the command line gives each.
+"""Errors that a user can correct, each with the exit status of commands.
 
-A command prints such an error as one line and leaves with `exit_code`; every other exception is a
-defect of ours and keeps its traceback.
+A command prints one as a line and exits with `exit_code`; every other exception is a defect of ours
+and keeps its traceback.
 """
 
 from collections.abc import Sequence

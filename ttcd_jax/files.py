@@ -1,29 +1,33 @@
-"""Whole files and whole folders: a reader finds the old one, the new one or none, never a half.
+"""Files written whole: a reader finds the old one, the new one or none, never a half. Digests, and
+JSON of unknown origin.
 
-Each is made under a hidden name in the same folder, `.<name>.<process>`, and renamed once it is
-complete. An error removes the hidden one; a killed process leaves it, and it can be deleted.
-`OSError` becomes `UserError`. Permissions follow the umask, as those of any file.
+Each file or folder is made under a hidden name in the same folder, `.<name>.<process>`, and renamed
+once it is complete. An error removes the hidden one; a killed process leaves it, and it can be
+deleted. `OSError` becomes `UserError`. Permissions follow the umask.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import DataError, UserError
+
+MAX_JSON_BYTES = 100_000_000  # as in the safetensors library
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A name to write a file under, which replaces `path` at the end."""
+    """The path to write a file at, which replaces `path` at the end."""
     with _renamed(path) as unfinished:
         unfinished.touch()
         mode = unfinished.stat().st_mode
         yield unfinished
-        unfinished.chmod(mode)  # safetensors makes a file of its own, for its owner alone
+        unfinished.chmod(mode)  # safetensors makes a new file, for its owner alone
 
 
 @contextlib.contextmanager
@@ -70,5 +74,49 @@ def _renamed(path: Path) -> Iterator[Path]:
                 unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}; choose another place"
+            f"cannot write {path}: {error.strerror or error}; choose another folder"
         ) from error
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of at most `MAX_JSON_BYTES`; otherwise a `DataError`."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise DataError(f"{path} has {size} bytes, JSON may have {MAX_JSON_BYTES}")
+        return parse_json(path.read_bytes(), path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def parse_json(data: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object that `data`, read from `path`, encodes in UTF-8, each name once and every
+    number finite; otherwise a `DataError`."""
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+    except RecursionError as error:
+        raise DataError(f"the JSON of {path} is nested too deeply") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON ({error}); copy it again") from error
+    if not isinstance(value, dict):
+        raise DataError(f"the JSON of {path} is a {type(value).__name__}, not an object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"the name {name!r} is there twice")
+        result[name] = value
+    return result
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON number")

@@ -1,4 +1,4 @@
-"""Which dtype holds what: parameters, matrix products, and running state."""
+"""The dtypes of parameters, matrix products and running state."""
 
 import dataclasses
 from typing import Literal

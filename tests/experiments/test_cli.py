@@ -1,4 +1,4 @@
-"""How a command ends: exit status, one line for a user's mistake, a traceback for ours."""
+"""The end of a command: exit status, one line for a user's mistake, a traceback for ours."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The files that start a run on a cluster: their shape, and what the commands in them do."""
+"""The files that start a run on a cluster: their fields, and their commands run with stubs."""
 
 import os
 import re
@@ -27,7 +27,7 @@ echo "$(basename "$0")" "$@" >>"$CALLS"
 
 @pytest.fixture
 def sbatch(tmp_path):
-    """Runs the script beside an srun that ends with a status; returns (status, its calls)."""
+    """Runs the script with an srun that ends with a status; returns (status, its calls)."""
     for name in ("srun", "scontrol"):
         (tmp_path / name).write_text(STUB)
         (tmp_path / name).chmod(0o755)
@@ -111,8 +111,7 @@ def test_slurm_requeues_what_goes_on_from_its_checkpoint(sbatch, status, restart
 
 
 def test_a_jobset_is_one_indexed_job_with_a_pod_per_process(jobset, pod):
-    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
-    assert jobset["kind"] == "JobSet"
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     assert replicated["replicas"] == 1

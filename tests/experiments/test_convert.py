@@ -1,4 +1,4 @@
-"""Commands end to end: a reference checkpoint comes in, is evaluated, trained on, and goes out."""
+"""Commands end to end: a reference checkpoint is imported, evaluated, trained on and exported."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ttcd_jax.data.tokenizer import ByteTokenizer
+from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, train_tokenizer
 from ttcd_jax.interop.reference_checkpoint import export_reference
 from ttcd_jax.interop.weight_files import SINGLE, open_weights, write_safetensors
 from ttcd_jax.methods.ipttcd import MemoryConfig
@@ -31,7 +31,8 @@ MODEL = TransformerConfig(
     student_window=4,
     method="ipttcd",
     fast_layers=(1,),
-).replace(memory=MemoryConfig(chunk_size=4, student_conv_init="normal"))
+    memory=MemoryConfig(chunk_size=4, student_conv_init="normal"),
+)
 PARAMS = [
     "TextConfig.seq_len=16",
     "RunConfig.batch_size=2",
@@ -149,37 +150,17 @@ def test_a_run_that_starts_from_another_model_is_refused(imported, text, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-WORDLEVEL = {
-    "version": "1.0",
-    "added_tokens": [
-        {"id": i, "content": c, "special": True, "single_word": False, "lstrip": False}
-        | {"rstrip": False, "normalized": False}
-        for i, c in enumerate(("<s>", "</s>"))
-    ],
-    "normalizer": None,
-    "pre_tokenizer": {"type": "Whitespace"},
-    "post_processor": None,
-    "decoder": None,
-    "model": {
-        "type": "WordLevel",
-        "vocab": {"<s>": 0, "</s>": 1, "<unk>": 2, "the": 3, "dog": 4},
-        "unk_token": "<unk>",
-    },
-    "truncation": None,
-    "padding": None,
-}
-
-
-def test_a_tokenizer_comes_along(checkpoint, tmp_path):
+def test_a_tokenizer_is_copied(checkpoint, tmp_path):
     folder, run_dir = tmp_path / "in", tmp_path / "run"
     shutil.copytree(checkpoint, folder)
-    (folder / "tokenizer.json").write_text(json.dumps(WORDLEVEL))
+    (folder / "tokenizer.json").write_text(train_tokenizer([b"the dog"], MODEL.vocab_size))
+    expected = JsonTokenizer(str(folder / "tokenizer.json")).encode("the dog")
     commands.output("convert", "import", "--format=reference", folder, run_dir)
     (folder / "tokenizer.json").unlink()
     run_dir.rename(tmp_path / "moved")
     tokenizer = load_run(tmp_path / "moved").tokenizer
     assert tokenizer is not None
-    assert tokenizer.encode("the dog").tolist() == [3, 4]
+    np.testing.assert_array_equal(tokenizer.encode("the dog"), expected)
 
 
 def test_without_a_tokenizer_text_cannot_be_evaluated(imported, text, tmp_path):

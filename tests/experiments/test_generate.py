@@ -42,7 +42,7 @@ DRAW = ("--max_new_tokens=20", "--temperature=1", "--top_k=20", "--seed=2")
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A model that was drawn, and whose likeliest tokens are printable ASCII."""
+    """A random model whose likeliest tokens are printable ASCII."""
     directory = RunDirectory(tmp_path_factory.mktemp("runs") / "run")
     directory.path.mkdir()
     params = nnx.to_pure_dict(nnx.state(Transformer(MODEL, rngs=nnx.Rngs(0)), nnx.Param))
@@ -87,7 +87,7 @@ def first(run, places):
     return (*run(*arguments), json.loads((places / "facts.json").read_text()))
 
 
-def test_a_single_text_is_printed_and_told(first, run_dir):
+def test_a_single_text_is_printed_and_reported(first, run_dir):
     output, errors, facts = first
     (text,) = facts["texts"]
     assert output == text["text"] + "\n"

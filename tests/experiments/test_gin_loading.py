@@ -1,4 +1,4 @@
-"""A .gin file becomes one checked configuration tree, and every mistake in it is told by place."""
+"""A .gin file becomes one checked configuration tree; every mistake in it has its location."""
 
 import dataclasses
 from pathlib import Path
@@ -275,8 +275,8 @@ def test_an_error_of_validate_keeps_its_class_and_gains_its_place(load):
         ("TreeConfig.taps = [1,\n", "run.gin:1: unexpected EOF in multi-line statement"),
         ("TreeConfig.name = 'open\n", "run.gin:1: unterminated string literal"),
         ("TreeConfig.name = __import__('os')", "cannot read the value '__import__'"),
-        ("import os", "run.gin:1: a .gin file may not import 'os'"),
-        ("\nfrom __gin__ import dynamic_registration", "run.gin:2: a .gin file may not import"),
+        ("import os", "run.gin:1: a configuration may not import 'os', only bind values"),
+        ("\nfrom __gin__ import dynamic_registration", "run.gin:2: a configuration may not import"),
         ("include '/etc/hostname'", "run.gin:1: include '/etc/hostname' leaves"),
         ("include '../outside.gin'", "run.gin:1: include '../outside.gin' leaves"),
         ("include 'link.gin'", "run.gin:1: include 'link.gin' leaves"),
@@ -319,7 +319,7 @@ def test_a_mistake_inside_a_fragment_names_the_fragment(refusal):
         ("TreeConfig.name=small", "cannot read the value 'small'; a string needs quotes"),
         ("RecallConfig.num_pairs=2", "RecallConfig.num_pairs has no effect"),
         ("TreeConfig.steps", "--param TreeConfig.steps: Couldn't parse statement"),
-        ("import os", "--param import os: only bindings"),
+        ("import os", "--param import os: a configuration may not import 'os', only bind"),
         ("include 'absent.gin'", "--param include 'absent.gin': no file 'absent.gin' to include"),
     ],
 )

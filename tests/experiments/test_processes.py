@@ -34,7 +34,7 @@ MeshConfig.seq = 2
 TransformerConfig.vocab_size = 258
 """
 TOLERANCE = 1e-5
-# What Gloo's threads print piece by piece, one between the others.
+# Gloo's threads print piece by piece, mixed with each other.
 GLOO = re.compile(
     r"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is|\d|:"
 )
@@ -55,8 +55,8 @@ def gin_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start():
-    """Starts the processes of one job: `start(module, [arguments of each], devices=of each)`. What
-    is left of them is ended in the end."""
+    """Starts the processes of one job: `start(module, [arguments of each], devices=of each)`; all
+    are killed at the end."""
     started = []
 
     def start(module, arguments, devices, **options):
@@ -127,13 +127,12 @@ def test_processes_train_what_one_trains(whole, launch, tmp_path):
     np.testing.assert_allclose(_losses(run_dir), _losses(tmp_path / "run"), rtol=TOLERANCE)
 
 
-def test_the_first_process_speaks_and_all_write_one_checkpoint(whole):
+def test_the_first_process_prints_and_all_write_one_checkpoint(whole):
     run_dir, (first, second) = whole
     assert "trained 32 steps" in first
     assert GLOO.sub("", second).split() == []
-    assert sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir()) == [
-        *range(4, 33, 4)
-    ]
+    steps = sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir())
+    assert steps == [*range(4, 33, 4)]
     written = {path.name for path in (run_dir / "checkpoints" / "32" / "params").glob("ocdbt.*")}
     assert written == {"ocdbt.process_0", "ocdbt.process_1"}
 
@@ -157,6 +156,7 @@ def test_processes_start_from_another_run_as_one_does(whole, launch, tmp_path):
         f"RunConfig.start_from='{whole[0]}'",
         "RunConfig.start_drops=('*/rate', '*_conv')",
         "TransformerConfig.method='ipttt'",
+        "TransformerConfig.memory=@TargetMemoryConfig()",
         "TargetMemoryConfig.chunk_size=4",
     ]
     outputs = [_end(process)[0] for process in launch(tmp_path / "two", *changes)]
@@ -183,7 +183,7 @@ def test_the_same_command_goes_on_after_every_end(whole, launch, tmp_path):
     job[1].kill()
     output, line = _end(job[0], PEER_LOST)
     assert re.search(r"resumed at step [48]\n", output)
-    # A device may hear of the loss while its neighbour waits for it: then the watchdog tells.
+    # A device may notice the loss while its neighbour waits for it: then the watchdog reports.
     assert re.match("error: (another process was lost|no step for)", line)
 
     job = launch(run_dir)

@@ -17,14 +17,13 @@ RUN = (
 
 
 def _wait_for_traces(folder, count, process):
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline:
+    deadline, traces = time.monotonic() + 100, set()
+    while len(traces) < count:
         assert process.poll() is None, "the run ended too early"
-        traces = {file.relative_to(folder).parts[0] for file in folder.rglob("*.xplane.pb")}
-        if len(traces) >= count:
-            return traces
+        assert time.monotonic() < deadline, f"{count} traces were not written"
         time.sleep(0.05)
-    raise AssertionError(f"{count} traces were not written")
+        traces = {file.relative_to(folder).parts[0] for file in folder.rglob("*.xplane.pb")}
+    return traces
 
 
 def test_flag_and_signal_leave_traces_in_the_run_directory(tmp_path):

@@ -74,7 +74,7 @@ def test_an_imported_model_gives_the_references_logits(name, write):
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
-def test_an_imported_model_comes_out_as_it_went_in(path, write):
+def test_an_export_equals_its_import(path, write):
     folder, golden = write(path)
     imported = import_reference(folder)
     _assert_exported(folder, imported)
@@ -85,7 +85,7 @@ def test_an_imported_model_comes_out_as_it_went_in(path, write):
 
 @pytest.mark.parametrize("max_bytes", [10**9, 20_000])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-def test_narrow_and_sharded_checkpoints_come_out_as_they_went_in(write, dtype, max_bytes):
+def test_exports_of_narrow_and_sharded_checkpoints_equal_their_imports(write, dtype, max_bytes):
     tensors = {n: v.astype(dtype) for n, v in Golden(TIED).group("param.").items()}
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
     folder, _ = write(TIED, tensors, max_bytes)
@@ -99,7 +99,7 @@ def test_narrow_and_sharded_checkpoints_come_out_as_they_went_in(write, dtype, m
     assert json.loads(text)["torch_dtype"] == "float32"
 
 
-def test_a_prefix_too_much_and_old_buffers_are_taken_off(write):
+def test_a_second_prefix_and_old_buffers_are_removed(write):
     tensors = {f"model.{n}": v for n, v in Golden(UNTIED).group("param.").items()}
     buffers = {
         "model.model.layers.0.mlp.ttt_lr": np.ones(1, np.float32),
@@ -116,7 +116,7 @@ def test_a_prefix_too_much_and_old_buffers_are_taken_off(write):
         import_reference(folder)
 
 
-def test_a_tied_head_that_was_stored_comes_out_again(write):
+def test_a_stored_tied_head_is_exported(write):
     tensors = Golden(TIED).group("param.")
     folder, _ = write(TIED, tensors | {HEAD: tensors[EMBEDDING]})
     imported = import_reference(folder)

@@ -1,5 +1,4 @@
-"""Weight files: what is written is read again, and no file, however bent, does more than be
-refused."""
+"""Weight files: a written file is read again, and a malformed one is refused."""
 
 import json
 import pickle
@@ -96,7 +95,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("kind", HEADERS)
-def test_a_bent_header_is_refused(tmp_path, kind):
+def test_a_malformed_header_is_refused(tmp_path, kind):
     header, words = HEADERS[kind]
     _refused(_write(tmp_path / "x.safetensors", header, bytes(8)), *words)
 
@@ -133,7 +132,7 @@ def test_what_is_not_finite_is_refused_by_name(tmp_path, value, dtype):
         ({"model.b": None}, ["'model.b'", "the index says None"]),
     ],
 )
-def test_a_bent_index_is_refused(tmp_path, changes, words):
+def test_a_malformed_index_is_refused(tmp_path, changes, words):
     write_safetensors(tmp_path, _tensors(), 60)
     source = json.loads((tmp_path / INDEX).read_text())
     source["weight_map"] |= changes
@@ -146,9 +145,9 @@ def test_a_bent_index_is_refused(tmp_path, changes, words):
 
 def test_shards_that_leave_the_folder_or_share_a_tensor_are_refused(tmp_path):
     folder, outside = tmp_path / "in", tmp_path / "out"
-    for place in (folder, outside):
-        place.mkdir()
-        write_safetensors(place, _tensors(), 60)
+    for each in (folder, outside):
+        each.mkdir()
+        write_safetensors(each, _tensors(), 60)
     shard = folder / "model-00002-of-00004.safetensors"
     shard.unlink()
     shard.symlink_to(outside / shard.name)

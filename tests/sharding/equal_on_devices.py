@@ -1,4 +1,4 @@
-"""Methods on meshes of eight fake devices: loss, statistics and every gradient beside those of one
+"""Methods on meshes of eight fake devices: loss, statistics and every gradient against those of one
 device. A script: `python equal_on_devices.py '{"METHOD": ["MESH", ...], ...}' FILE`, a mesh as
 1x2x2x2 (data x fsdp x seq x tensor); writes the largest relative differences as JSON."""
 
@@ -64,7 +64,7 @@ def config(method: str) -> TransformerConfig:
 
 
 def batch() -> dict[str, np.ndarray]:
-    """Several documents to a row; they begin anywhere, at the edge of a device's part too."""
+    """Several documents in a row, at any position, also at the edge of a device's shard."""
     rng = np.random.default_rng(0)
     segment_ids = np.sort(rng.integers(0, 4, (B, T)), axis=1)
     segment_ids[0] = np.arange(T) // (T // 4)
@@ -87,12 +87,11 @@ def loss(model_config, params, row):
 
 @functools.cache
 def start(model_config):
-    """Parameters none of which is zero or one, drawn without a program to compile."""
+    """Parameters, none of them zero or one, drawn without a program to compile."""
     rng = np.random.default_rng(0)
     shapes = nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0)))
     return jax.tree.map(
-        lambda x: 0.2 * rng.standard_normal(x.shape),
-        nnx.to_pure_dict(nnx.state(shapes, nnx.Param)),
+        lambda x: 0.2 * rng.standard_normal(x.shape), nnx.to_pure_dict(nnx.state(shapes, nnx.Param))
     )
 
 

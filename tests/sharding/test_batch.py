@@ -1,4 +1,4 @@
-"""Which rows of a batch a process makes, told by the devices it has on the mesh."""
+"""The rows of a batch that a process makes, from its devices on the mesh."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,6 @@
-"""Who takes part, by a flag and the environment, and the meeting before JAX connects."""
+"""The processes of a job, from a flag and the environment, and their rendezvous before JAX."""
 
+import contextlib
 import socket
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -7,7 +8,7 @@ import pytest
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.sharding import distributed
-from ttcd_jax.sharding.distributed import Processes, detect
+from ttcd_jax.sharding.distributed import detect
 
 SLURM = {
     "SLURM_STEP_NODELIST": "gpu[007-009,011],login1",
@@ -43,7 +44,7 @@ JOBSET = {
         ("auto", SLURM | OPENMPI, ("node1:1234", 2, 1)),
     ],
 )
-def test_a_launcher_says_who_takes_part(launcher, environ, expected):
+def test_a_launcher_gives_the_processes(launcher, environ, expected):
     processes = detect(launcher, environ)
     fields = ("coordinator", "num_processes", "process_id")
     assert expected == (processes and tuple(getattr(processes, name) for name in fields))
@@ -88,7 +89,7 @@ def test_what_is_missing_or_wrong_is_named(launcher, environ, words):
 
 
 def test_an_address_may_be_ipv6():
-    processes = Processes(coordinator="[fe80::1]:1234", num_processes=1, process_id=0)
+    processes = detect("[fe80::1]:1234,1,0", {})
     assert processes.address == ("fe80::1", 1234)
 
 
@@ -100,7 +101,7 @@ def port():
 
 @pytest.fixture
 def connected(monkeypatch):
-    """What JAX is asked for, in place of connecting."""
+    """The process ids that JAX would connect."""
     calls = []
 
     def initialize(coordinator, num_processes, process_id, **options):
@@ -112,9 +113,7 @@ def connected(monkeypatch):
 
 
 def _start(port, num_processes, process_id, timeout_seconds=20):
-    processes = Processes(
-        coordinator=f"localhost:{port}", num_processes=num_processes, process_id=process_id
-    )
+    processes = detect(f"localhost:{port},{num_processes},{process_id}", {})
     distributed.initialize(processes, timeout_seconds=timeout_seconds)
 
 
@@ -132,22 +131,18 @@ def test_processes_wait_for_each_other_and_not_for_strangers(port, connected):
 
 def _connection(port):
     while True:
-        try:
+        with contextlib.suppress(ConnectionRefusedError):
             return socket.create_connection(("localhost", port))
-        except ConnectionRefusedError:
-            continue
 
 
 def test_processes_that_do_not_come_are_named(port, connected):
     with ThreadPoolExecutor() as pool:
         caller = pool.submit(_start, port, 4, 2, 3)
-        with pytest.raises(
-            UserError, match=r"process 1, 3 of 4 did not call localhost:\d+ within 2 s"
-        ):
+        missing = r"process 1, 3 of 4 did not call localhost:\d+ within 2 s"
+        with pytest.raises(UserError, match=missing):
             _start(port, 4, 0, 2)
-        with pytest.raises(
-            UserError, match=r"process 2 of 4 did not reach process 0 at localhost:\d+ within 3 s"
-        ):
+        alone = r"process 2 of 4 did not reach process 0 at localhost:\d+ within 3 s"
+        with pytest.raises(UserError, match=alone):
             caller.result(timeout=30)
     assert not connected
 

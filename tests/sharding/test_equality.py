@@ -10,7 +10,7 @@ from devices import run_on_devices
 from ttcd_jax.methods import METHODS
 
 FOLDER = Path(__file__).parent
-# data x fsdp x seq x tensor. Two parts of a row lie on each device, and a window on three.
+# data x fsdp x seq x tensor. The window reaches over the shards of three devices.
 EVERYWHERE = "1x1x4x2"
 MESHES = {"ipttcd": ["1x8x1x1", "1x1x8x1", EVERYWHERE]}
 # Float64; what the memory holds is measured in float32.

@@ -27,7 +27,6 @@ def test_an_open_axis_takes_what_the_others_leave(config, devices, sizes):
         ({"slices": 2}, "slices 2 does not divide data 1"),
         ({"data": 0}, "MeshConfig.data 0 must be at least 1, or -1"),
         ({"data": -1}, "data and fsdp are -1"),
-        ({"slices": 0}, "slices 0 must be at least 1"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_its_numbers(config, message):

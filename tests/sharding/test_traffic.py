@@ -1,4 +1,4 @@
-"""What devices that share a row send does not grow with the row."""
+"""The bytes between devices that share a row do not grow with the row."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
-"""Documents to train on: the Python standard library's own source, or files of the user."""
+"""Documents to train on: the source of the Python standard library, or files of the user."""
 
+import contextlib
 import dataclasses
 import hashlib
 import pathlib
@@ -22,12 +23,12 @@ LEFT_OUT_OF_STDLIB = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorpusConfig(Config):
-    """Which documents, and which of them are held out.
+    """The documents, and the choice of those held out.
 
     `path` (kind "text") is a file of plain text, whose last `validation_percent` are held out, a
-    file of many documents, whose text is in `field`, or a folder of either. The `train/` and
-    `validation/` inside a folder are its splits; without them a document is held out by the hash
-    of its name. `max_bytes` keeps a sample of whole training documents.
+    file of many documents with their text in `field`, or a folder of either. `train/` and
+    `validation/` in a folder are its splits; without them, and in a file of many, the hash of a
+    document's name holds it out. `max_bytes` keeps a sample of whole training documents.
     """
 
     kind: Literal["stdlib", "text"] = "stdlib"
@@ -50,7 +51,7 @@ class CorpusConfig(Config):
 
 
 class Census:
-    """Number, bytes and digest of the documents that it is shown."""
+    """Number, bytes and digest of documents."""
 
     def __init__(self) -> None:
         self._num_documents = self._num_bytes = 0
@@ -75,11 +76,9 @@ class Census:
 def stream_documents(
     config: CorpusConfig, splits: tuple[Split, ...] = SPLITS
 ) -> Iterator[tuple[Split, Document]]:
-    """The documents that are not empty, each with its split, file by file in the order of names.
-
-    Files of `splits` alone are read, where a file belongs to one split. `max_bytes` is not applied.
-    Raises `DataError` when the path is missing, nothing matches, or a file cannot be read.
-    """
+    """The documents that are not empty, each with its split, file by file in the order of names,
+    without the limit of `max_bytes`. A folder with splits is read for `splits` alone. Raises
+    `DataError` when the path is missing, nothing matches, or a file cannot be read."""
     if config.path is None:
         documents = _held_out_by_name(_stdlib_documents(), config)
     else:
@@ -88,10 +87,8 @@ def stream_documents(
 
 
 def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
-    """The documents of one split, as `stream_documents` gives them, or the sample of `max_bytes`.
-
-    Raises `DataError` also when there is none.
-    """
+    """The documents of one split from `stream_documents`, or the sample of `max_bytes`. Raises
+    `DataError` also when there is none."""
     documents = [document for s, document in stream_documents(config, (split,)) if s == split]
     if not documents:
         raise empty_split(config, split)
@@ -122,7 +119,8 @@ def _stdlib_documents() -> Iterator[Document]:
     for name, path in _files(root, "**/*.py").items():
         if LEFT_OUT_OF_STDLIB.isdisjoint(path.relative_to(root).parts):
             text = path.read_bytes()
-            if _is_utf8(text):
+            with contextlib.suppress(UnicodeDecodeError):
+                text.decode()
                 yield Document(name, text)
 
 
@@ -162,11 +160,11 @@ def _files(folder: pathlib.Path, glob: str) -> dict[str, pathlib.Path]:
 def _parts_of_file(path: pathlib.Path, config: CorpusConfig) -> Iterator[tuple[Split, Document]]:
     for document in read_documents(path, path.name, config.field):
         text = document.text
-        cut = len(text) * (100 - config.validation_percent) // 100
-        if cut < len(text):  # after a line, which keeps characters of several bytes whole
-            cut = text.rfind(b"\n", 0, cut) + 1
-        yield "train", Document(path.name, text[:cut])
-        yield "validation", Document(path.name, text[cut:])
+        end = len(text) * (100 - config.validation_percent) // 100
+        if end < len(text):  # after a line, which keeps characters of several bytes whole
+            end = text.rfind(b"\n", 0, end) + 1
+        yield "train", Document(path.name, text[:end])
+        yield "validation", Document(path.name, text[end:])
 
 
 def _held_out_by_name(
@@ -179,14 +177,6 @@ def _held_out_by_name(
 
 def _hash(document: Document) -> int:
     return int.from_bytes(hashlib.sha256(document.name.encode()).digest())
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _sample(documents: list[Document], max_bytes: int) -> list[Document]:

@@ -1,7 +1,7 @@
-"""Documents out of files: plain text, one each; JSON lines, Parquet and MDS folders, many each."""
+"""Documents in files: plain text, one each; JSON lines, Parquet and MDS folders, many each."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ _PARQUET_ROWS = 256  # rows in memory at once
 
 
 class Document(NamedTuple):
-    """One text with the name it is known by: its path relative to the corpus, and after a colon
-    its number in a file of many. One that comes tokenized has `tokens` [T] and no text."""
+    """One text and its name: its path relative to the corpus, with `:number` in a file of many. A
+    tokenized document has `tokens` [T] and no text."""
 
     name: str
     text: bytes
@@ -24,7 +24,7 @@ class Document(NamedTuple):
 
     @property
     def content(self) -> bytes:
-        """The bytes that distinguish the document from others of its name."""
+        """The bytes that distinguish the document from others of the same name."""
         return self.text if self.tokens is None else self.tokens.tobytes()
 
 
@@ -40,10 +40,8 @@ def read_documents(path: Path, name: str, field: str) -> Iterator[Document]:
             yield Document(name, path.read_bytes())
             return
         for number, value in enumerate(read(path, field)):
-            if isinstance(value, bytes):
-                yield Document(f"{name}:{number}", value)
-            else:
-                yield Document(f"{name}:{number}", b"", value)
+            is_text = isinstance(value, bytes)
+            yield Document(f"{name}:{number}", *((value, None) if is_text else (b"", value)))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -69,32 +67,27 @@ def readable_glob(folder: Path) -> str:
     return found[0]
 
 
-def _json_lines(path: Path, field: str) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from _texts_of_lines(file, path, field)
-
-
-def _compressed_json_lines(path: Path, field: str) -> Iterator[bytes]:
-    return _texts_of_lines(_lines(decompressed(path)), path, field)
-
-
-def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+def _lines(path: Path) -> Iterator[bytes]:
+    if path.suffix != ".zst":
+        with path.open("rb") as file:
+            yield from file
+        return
     rest = b""
-    for piece in pieces:
+    for piece in decompressed(path):
         *lines, rest = (rest + piece).split(b"\n")
         yield from lines
     yield rest
 
 
-def _texts_of_lines(lines: Iterable[bytes], path: Path, field: str) -> Iterator[bytes]:
-    for number, line in enumerate(lines, start=1):
+def _json_lines(path: Path, field: str) -> Iterator[bytes]:
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{where} is not JSON ({error}); mend or remove it") from error
+            raise DataError(f"{where} is not JSON ({error}); repair or remove it") from error
         if not isinstance(record, dict) or field not in record:
             keys = ", ".join(record) if isinstance(record, dict) else "none"
             raise DataError(f"{where} has no field {field!r}; pass --field (there: {keys})")
@@ -126,16 +119,17 @@ def _text(where: str, field: str, value: Any) -> bytes:
     try:
         return (value or "").encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {field!r} is no Unicode text ({error}); mend it") from error
+        raise DataError(f"{where}: {field!r} is no Unicode text ({error}); repair it") from error
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[bytes | np.ndarray]]] = {
+Reader = Callable[[Path, str], Iterator[bytes | np.ndarray]]
+_READERS: dict[str, Reader] = {
     "*.jsonl": _json_lines,
-    "*.jsonl.zst": _compressed_json_lines,
+    "*.jsonl.zst": _json_lines,
     "*.parquet": _parquet,
     INDEX: read_column,
 }
 
 
-def _reader(path: Path) -> Callable[[Path, str], Iterator[bytes | np.ndarray]] | None:
+def _reader(path: Path) -> Reader | None:
     return next((read for kind, read in _READERS.items() if path.match(kind)), None)

@@ -4,11 +4,10 @@
     sample   u32 size of each column without a fixed one | the columns, in the order of their names
     ndarray  u8 4 * axes + log2(bytes of a length) | length of each axis | values
 
-All numbers are little-endian. Nothing is unpickled, and a shard is in the folder of its index.
+All numbers are little-endian. Nothing is unpickled; shards must be in the folder of their index.
 """
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import numpy as np
 
 from ttcd_jax.data.compressed import decompressed
 from ttcd_jax.errors import DataError
+from ttcd_jax.files import read_json
 
 INDEX = "index.json"
 
@@ -42,25 +42,25 @@ def read_column(index: Path, column: str) -> Iterator[bytes | np.ndarray]:
     """The values of `column`, sample by sample: bytes (encodings `str` and `bytes`), or integers
     [T] (`ndarray:uint32` and its like). One shard at a time is in memory.
 
-    Raises `DataError` for an index or a shard that is damaged, for a column that is not there or
-    of another encoding, for pickled columns and for a shard outside the folder.
+    Raises `DataError` for a damaged index or shard, for a column that is absent or has another
+    encoding, for pickled columns and for a shard outside the folder.
     """
     for shard in _shards(index):
-        place = _place(index, shard, column)
+        position = _checked_column(index, shard, column)
         path, data = _content(index.parent, shard)
         for number, sample in enumerate(_samples(path, data, shard)):
             where = f"{path}, sample {number}"
-            value = _value(where, sample, shard, place)
-            array = _ARRAY.fullmatch(shard.encodings[place])
+            value = _value(where, sample, shard, position)
+            array = _ARRAY.fullmatch(shard.encodings[position])
             yield value.tobytes() if array is None else _integers(where, value, array)
 
 
 def _shards(index: Path) -> list[_Shard]:
     try:
-        entries = json.loads(index.read_bytes())["shards"]
+        entries = read_json(index)["shards"]
         formats = {(entry["format"], entry["version"]) for entry in entries}
         shards = [_shard(entry) for entry in entries]
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError, IndexError) as error:
         raise DataError(f"{index} is no index of MDS shards ({error!r}); write it again") from error
     if formats - {("mds", 2)}:
         raise DataError(f"{index} lists shards of format {formats}; only MDS version 2 is read")
@@ -81,20 +81,17 @@ def _shard(entry: dict[str, Any]) -> _Shard:
     )
 
 
-def _place(index: Path, shard: _Shard, column: str) -> int:
-    """Which of the columns it is, all of them checked."""
+def _checked_column(index: Path, shard: _Shard, column: str) -> int:
+    """The position of `column`; checks all columns."""
+    problem = None
     if not len(shard.names) == len(shard.encodings) == len(shard.sizes):
-        raise DataError(
-            f"{index} has columns without a name, an encoding or a size: write it again"
-        )
-    if any(encoding.split(":")[0] == "pkl" for encoding in shard.encodings):
-        raise DataError(
-            f"{index} has pickled columns, which can run code: write it again without 'pkl'"
-        )
-    if column not in shard.names:
-        raise DataError(
-            f"{index} has no column {column!r}, only {', '.join(shard.names)}: name one by --field"
-        )
+        problem = "columns without a name, an encoding or a size: write it again"
+    elif any(encoding.split(":")[0] == "pkl" for encoding in shard.encodings):
+        problem = "pickled columns, which can run code: write it again without 'pkl'"
+    elif column not in shard.names:
+        problem = f"no column {column!r}, only {', '.join(shard.names)}: name one by --field"
+    if problem:
+        raise DataError(f"{index} has {problem}")
     encoding = shard.encodings[shard.names.index(column)]
     if encoding not in ("str", "bytes") and not _ARRAY.fullmatch(encoding):
         raise DataError(
@@ -143,15 +140,15 @@ def _samples(path: Path, data: np.ndarray, shard: _Shard) -> Iterator[np.ndarray
         yield data[start:stop]
 
 
-def _value(where: str, sample: np.ndarray, shard: _Shard, place: int) -> np.ndarray:
+def _value(where: str, sample: np.ndarray, shard: _Shard, position: int) -> np.ndarray:
     num_variable = sum(not size for size in shard.sizes)
     head = sample[: 4 * num_variable]
     if head.size == 4 * num_variable:
         own = iter(head.view("<u4").tolist())
         sizes = [size or next(own) for size in shard.sizes]
-        start = head.size + sum(sizes[:place])
+        start = head.size + sum(sizes[:position])
         if head.size + sum(sizes) == sample.size:
-            return sample[start : start + sizes[place]]
+            return sample[start : start + sizes[position]]
     raise DataError(f"{where} is damaged, its columns do not fill it: copy the shard again")
 
 

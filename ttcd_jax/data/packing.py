@@ -1,11 +1,11 @@
-"""Documents as rows of T tokens, addressed by index: packed for training, apart for evaluation.
+"""Documents as rows of T tokens, by index: packed for training, one per row for evaluation.
 
 A document becomes bos + tokens + eos. A row is a dict of arrays [T]:
 
     tokens       int32   inputs
     targets      int32   the token after each input
-    segment_ids  int32   1, 2, ... : which of the row's documents the input belongs to (0: padding)
-    positions    int32   place of the input within its document's part of the row
+    segment_ids  int32   1, 2, ... : the row's document that the input belongs to (0: padding)
+    positions    int32   position of the input in its document's part of the row
     loss_mask    bool    whether the target counts
 """
 
@@ -21,7 +21,7 @@ Row = dict[str, np.ndarray]
 
 def encode_documents(documents: list[Document], tokenizer: Tokenizer) -> TokenRecords:
     """The documents as token records in memory. Raises `DataError` naming a document that is not
-    UTF-8 (a `tokenizer.json` reads text) or comes with ids that the tokenizer does not have."""
+    UTF-8 (with a `tokenizer.json`) or has ids outside the tokenizer's vocabulary."""
     dtype = token_dtype(tokenizer.vocab_size)
     parts = [_encode(document, tokenizer).astype(dtype) for document in documents]
     return TokenRecords(
@@ -43,16 +43,16 @@ def _encode(document: Document, tokenizer: Tokenizer) -> np.ndarray:
             eos = [] if ids[-1:].tolist() == eos else eos
     except DataError as error:
         raise DataError(f"{document.name}: {error}") from error
-    return np.concatenate([np.array(bos, np.int64), ids.astype(np.int64), np.array(eos, np.int64)])
+    return np.concatenate([bos, ids, eos], dtype=np.int64, casting="unsafe")
 
 
 class PackedRows:
-    """All documents, permuted by `seed`, as one stream cut into rows: a random-access source.
+    """All documents, permuted by `seed`, as one stream divided into rows: a random-access source.
 
-    Row r reads the stream at [r*T, r*T + T], T + 1 tokens of which the last is only a target; what
-    does not fill a row is dropped. `loss_mask` is False where the target opens another document.
-    Kept in memory: `order` [documents], which document comes where, and `starts` [documents + 1],
-    where it begins in the stream. Raises `DataError` when the stream does not fill one row.
+    Row r reads the stream at [r*T, r*T + T], T + 1 tokens of which the last is only a target; a
+    rest that does not fill a row is dropped. `loss_mask` is False where the target opens another
+    document. In memory: `order` [documents] of the stream and `starts` [documents + 1] of each in
+    it. Raises `DataError` when the stream does not fill one row.
     """
 
     def __init__(self, records: TokenRecords, *, seq_len: int, seed: int) -> None:
@@ -97,11 +97,11 @@ class PackedRows:
 
 
 class DocumentRows:
-    """Every document cut into rows of its own, each target once: a random-access source.
+    """Every document divided into rows, each target once: a random-access source.
 
-    A position in a row is the length of the context its prediction could use. The last row of a
-    document is padded with the eos id in segment 0, outside the loss. Documents shorter than
-    `min_tokens` (bos and eos included) are left out; `DataError` when none is left.
+    A position in a row is the length of the context for its prediction. The last row of a document
+    is padded with the eos id in segment 0, outside the loss. Documents shorter than `min_tokens`
+    (bos and eos included) are left out; `DataError` when none is left.
     """
 
     def __init__(self, records: TokenRecords, *, seq_len: int, min_tokens: int = 2) -> None:
@@ -122,19 +122,19 @@ class DocumentRows:
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        place = np.searchsorted(self._ends, index, side="right")
-        size = self._sizes[place]
+        document = np.searchsorted(self._ends, index, side="right")
+        size = self._sizes[document]
         num_rows = -(-(size - 1) // self.seq_len)
-        start = int(index - self._ends[place] + num_rows) * self.seq_len
-        ids = self.records.read(self._kept[place], start, min(start + self.seq_len + 1, size))
+        start = int(index - self._ends[document] + num_rows) * self.seq_len
+        ids = self.records.read(self._kept[document], start, min(start + self.seq_len + 1, size))
         padded = np.full(self.seq_len + 1, self.records.eos_id, np.int32)
         padded[: ids.size] = ids
-        places = np.arange(self.seq_len, dtype=np.int32)
-        is_real = places < ids.size - 1
+        positions = np.arange(self.seq_len, dtype=np.int32)
+        is_real = positions < ids.size - 1
         return {
             "tokens": padded[:-1],
             "targets": padded[1:],
             "segment_ids": is_real.astype(np.int32),
-            "positions": np.where(is_real, places, 0),
+            "positions": np.where(is_real, positions, 0),
             "loss_mask": is_real,
         }

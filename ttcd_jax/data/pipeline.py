@@ -1,4 +1,4 @@
-"""Batches as a pure function of (seed, step): nothing to save, exact on any number of processes."""
+"""Batches as a pure function of (seed, step): nothing to save, the same for any process count."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,9 +18,9 @@ class Batches:
     """Batches of a random-access source of rows (dicts of arrays of one shape).
 
     Row r of step s is number s * batch_size + r of an endless sequence that passes once over the
-    source per epoch, shuffled anew each time by `seed` (or in the order of the source). `rows` are
-    those of each batch that are made here, by default all: processes that make different rows make
-    one batch together. Raises `UserError` for an empty batch or source, or a seed outside 32 bits.
+    source per epoch, shuffled anew each time by `seed` (or in the order of the source). `rows`: the
+    rows of a batch to make here, by default all. Raises `UserError` for an empty batch or source,
+    or a seed outside 32 bits.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Batches:
 
 
 class CallerBatches:
-    """Batches that the caller makes, whole in every process, which keeps its `rows` of them. A row
-    is one document; its last token is only a target. Raises `DataError` for a batch of another
-    shape or with tokens outside the vocabulary, and when there are too few."""
+    """Batches from the caller, whole in every process, which keeps its `rows`. A row is one
+    document; its last token is only a target. Raises `DataError` for a batch of another shape or
+    with tokens outside the vocabulary, and when there are too few."""
 
     def __init__(
         self, make: MakeBatches, *, shape: tuple[int, int], vocab_size: int, rows: Sequence[int]

@@ -1,9 +1,8 @@
-"""A corpus as a folder of token records: documents streamed, tokenized by several processes."""
+"""Token records of a corpus: documents streamed, tokenized by several processes."""
 
 import collections
 import concurrent.futures
 import functools
-import hashlib
 import multiprocessing
 import operator
 import os
@@ -23,7 +22,7 @@ from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.records import FORMAT, MANIFEST, TOKENIZER, TokenRecords, sealed, token_dtype
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import UserError
-from ttcd_jax.files import write_json
+from ttcd_jax.files import sha256, write_json
 
 SHARD_TOKENS = 2**28
 
@@ -48,11 +47,13 @@ def prepare_records(
     process, and the longest document. A shard has `shard_tokens` at most, or one document.
     Raises `DataError` for documents that cannot be read or tokenized, and for an empty corpus.
     """
-    config = _with_own_copy(config, folder)
+    if config.path is not None:
+        build_tokenizer(config)  # an error names the user's file, not the copy
+        config = config.replace(path=str(shutil.copyfile(config.path, folder / TOKENIZER)))
     writers: dict[Split, _SplitWriter]
     writers = {split: _SplitWriter(folder, split, shard_tokens) for split in SPLITS}
-    documents = _counted(stream_documents(corpus), writers)
-    for split, records in _encoded(_batches(documents), config, num_processes):
+    batches = _batches(stream_documents(corpus), writers)
+    for split, records in _encoded(batches, config, num_processes):
         writers[split].append(records)
         on_progress(int(records.starts[-1]))
     if not writers["train"].num_documents:
@@ -65,19 +66,11 @@ def prepare_records(
     return manifest
 
 
-def _with_own_copy(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
-    if config.path is None:
-        return config
-    build_tokenizer(config)  # an error names the user's file, not the copy
-    return config.replace(path=str(shutil.copyfile(config.path, folder / TOKENIZER)))
-
-
 def _tokenizer_facts(config: TokenizerConfig) -> dict[str, Any]:
     tokenizer = build_tokenizer(config)
-    source = None if config.path is None else Path(config.path).read_bytes()
     return {
         "format": FORMAT,
-        "tokenizer": "byte" if source is None else hashlib.sha256(source).hexdigest(),
+        "tokenizer": "byte" if config.path is None else sha256(Path(config.path)),
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,
         "eos_id": tokenizer.eos_id,
@@ -85,19 +78,15 @@ def _tokenizer_facts(config: TokenizerConfig) -> dict[str, Any]:
     }
 
 
-def _counted(
+def _batches(
     documents: Iterable[tuple[Split, Document]], writers: dict[Split, "_SplitWriter"]
-) -> Iterator[tuple[Split, Document]]:
-    for split, document in documents:
-        writers[split].census.add(document)
-        yield split, document
-
-
-def _batches(documents: Iterable[tuple[Split, Document]]) -> Iterator[Batch]:
-    """Documents of one split in lots of about `_BATCH_BYTES`, in their order within the split."""
+) -> Iterator[Batch]:
+    """Documents of one split in lots of about `_BATCH_BYTES`, in their order within the split, each
+    counted in the census of its writer."""
     lots: dict[Split, list[Document]] = {split: [] for split in SPLITS}
     sizes = dict.fromkeys(SPLITS, 0)
     for split, document in documents:
+        writers[split].census.add(document)
         lots[split].append(document)
         sizes[split] += len(document.content)
         if sizes[split] >= _BATCH_BYTES:
@@ -127,8 +116,8 @@ def _encoded(
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise UserError(
-            f"one of {num_processes} tokenizing processes was killed, for want of memory perhaps; "
-            "run again with fewer --processes"
+            f"one of {num_processes} tokenizing processes was killed, perhaps out of memory; run "
+            "again with fewer --processes"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -147,7 +136,7 @@ def _encode(tokenizer: Tokenizer, batch: Batch) -> tuple[Split, TokenRecords]:
 
 
 def _end_with_parent() -> None:
-    """Ctrl-C is the parent's matter; one that is killed takes this process along."""
+    """Leaves Ctrl-C to the parent, and ends this process when the parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -164,25 +153,27 @@ class _SplitWriter:
 
     def __init__(self, folder: Path, split: Split, shard_tokens: int) -> None:
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
-        self._starts = _DigestedFile(folder / f"{split}.starts.bin")
-        self._shards: list[_DigestedFile] = []
+        self._starts = folder / f"{split}.starts.bin"
+        self._shards: list[Path] = []
         self._room = self._num_tokens = self.num_documents = 0
         self.census = Census()  # of the text that was tokenized
 
     def append(self, records: TokenRecords) -> None:
-        """A document that does not fit into the last shard begins another."""
+        """Appends the documents; one that does not fit into the last shard begins another."""
         (ids,), starts = records.shards, records.starts
-        known = 1 if self.num_documents else 0  # the end of what was there is the first start
-        self._starts.write((self._num_tokens + starts[known:]).astype("<u8"))
+        known = (
+            1 if self.num_documents else 0
+        )  # the end of the earlier documents is the first start
+        _append(self._starts, (self._num_tokens + starts[known:]).astype("<u8"))
         begin = 0
         while begin < len(records):
             end = int(np.searchsorted(starts, starts[begin] + self._room, side="right")) - 1
             if end <= begin:
                 self._room = max(self._shard_tokens, int(starts[begin + 1] - starts[begin]))
                 name = f"{self._split}.{len(self._shards):05}.tokens.bin"
-                self._shards.append(_DigestedFile(self._folder / name))
+                self._shards.append(self._folder / name)
                 continue
-            self._shards[-1].write(ids[starts[begin] : starts[end]])
+            _append(self._shards[-1], ids[starts[begin] : starts[end]])
             self._room -= int(starts[end] - starts[begin])
             begin = end
         self._num_tokens += int(starts[-1])
@@ -200,25 +191,14 @@ class _SplitWriter:
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Size and sha256 of each file; all are on disk when this returns."""
-        return {file.name: file.finish() for file in (self._starts, *self._shards)}
+        facts = {}
+        for path in (self._starts, *self._shards):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            facts[path.name] = {"num_bytes": path.stat().st_size, "sha256": sha256(path)}
+        return facts
 
 
-class _DigestedFile:
-    """A file that takes the sha256 of what it is given. Open only while it is written to."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = path.name
-        self._path = path
-        self._digest = hashlib.sha256()
-        self._num_bytes = 0
-
-    def write(self, values: np.ndarray) -> None:
-        data = values.tobytes()
-        with self._path.open("ab") as file:
-            self._num_bytes += file.write(data)
-        self._digest.update(data)
-
-    def finish(self) -> dict[str, Any]:
-        with self._path.open("ab") as file:
-            os.fsync(file.fileno())
-        return {"num_bytes": self._num_bytes, "sha256": self._digest.hexdigest()}
+def _append(path: Path, values: np.ndarray) -> None:
+    with path.open("ab") as file:
+        file.write(values.tobytes())

@@ -1,4 +1,4 @@
-"""Token records: documents as token ids, in memory or mapped from a folder, read at any place.
+"""Token records: documents as token ids, in memory or mapped from a folder, read at any position.
 
 A folder of records holds
 
@@ -22,6 +22,7 @@ import numpy as np
 from ttcd_jax.data.corpus import Split
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import DataError
+from ttcd_jax.files import read_json, sha256
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -36,8 +37,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class TokenRecords:
-    """Documents of tokens: `shards` of ids [tokens], end to end, and `starts` [documents + 1]
-    int64, where each begins, and the end. `where` names them in errors."""
+    """Documents of tokens: `shards` of ids [tokens], end to end, and `starts` [documents + 1] int64
+    of each document and the end. `where` names them in errors."""
 
     def __init__(
         self,
@@ -76,18 +77,15 @@ class TokenRecords:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder of records. Raises `DataError` unless it is whole."""
+    """The manifest of a folder of records. Raises `DataError` unless it is intact."""
     path = folder / MANIFEST
     if not path.is_file():
         raise DataError(
             f"{folder} holds no token records (no {MANIFEST}); make them by "
             "python -m experiments.prepare_data"
         )
-    try:
-        manifest = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}); {_AGAIN}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    manifest = read_json(path)
+    if manifest.get("format") != FORMAT:
         raise DataError(f"{path} describes no {FORMAT!r}; {_AGAIN}")
     if manifest != sealed({name: manifest[name] for name in manifest if name != "sha256"}):
         raise DataError(f"{path} was changed; {_AGAIN}")
@@ -101,8 +99,8 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_records(folder: Path, split: Split) -> TokenRecords:
-    """The records of one split, mapped. Raises `DataError` for a split that is not there, and for a
-    file that is missing or whose size or starts do not fit (`verify_records` reads everything)."""
+    """The records of one split, mapped. Raises `DataError` for an absent split, and for a file that
+    is missing or whose size or starts do not fit (`verify_records` reads everything)."""
     manifest = read_manifest(folder)
     if split not in manifest["splits"]:
         raise DataError(
@@ -119,17 +117,12 @@ def open_records(folder: Path, split: Split) -> TokenRecords:
     is_sound = starts[0] == 0 and starts[-1] == ends[-1] and np.all(starts[:-1] < starts[1:])
     if not is_sound or np.any(starts[np.searchsorted(starts, ends)] != ends):
         raise DataError(f"{folder / facts['starts']} does not fit its shards; {_AGAIN}")
-    return TokenRecords(
-        shards,
-        starts,
-        vocab_size=manifest["vocab_size"],
-        eos_id=manifest["eos_id"],
-        where=f"{folder} ({split})",
-    )
+    ids = {name: manifest[name] for name in ("vocab_size", "eos_id")}
+    return TokenRecords(shards, starts, **ids, where=f"{folder} ({split})")
 
 
 def records_tokenizer(folder: Path) -> TokenizerConfig:
-    """The tokenizer that made the records. Raises `DataError` when its file is another."""
+    """The tokenizer that made the records. Raises `DataError` when its file has changed."""
     manifest = read_manifest(folder)
     if manifest["tokenizer"] == "byte":
         return TokenizerConfig(kind="byte")
@@ -138,8 +131,8 @@ def records_tokenizer(folder: Path) -> TokenizerConfig:
 
 
 def verify_records(folder: Path) -> dict[str, Any]:
-    """The manifest, after reading every file: sizes, digests, starts. Raises `DataError` naming the
-    first file that is not as it was written."""
+    """The manifest, after a check of every file: size, digest, starts. Raises `DataError` naming
+    the first file that differs from what was written."""
     manifest = read_manifest(folder)
     for name, facts in manifest["files"].items():
         _check_size(folder / name, facts["num_bytes"])
@@ -151,7 +144,7 @@ def verify_records(folder: Path) -> dict[str, Any]:
 
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    # As a plain array: numpy keeps books for every slice of a memmap.
+    # A plain array: slices of a memmap cost numpy more.
     return np.asarray(np.memmap(path, dtype, "r"))
 
 
@@ -162,9 +155,8 @@ def _check_size(path: Path, num_bytes: int) -> None:
         raise DataError(f"{path} has {path.stat().st_size} bytes instead of {num_bytes}; {_AGAIN}")
 
 
-def _check_digest(path: Path, sha256: str) -> None:
+def _check_digest(path: Path, digest: str) -> None:
     if not path.is_file():
         raise DataError(f"{path} is missing; {_AGAIN}")
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise DataError(f"the content of {path} was changed; {_AGAIN}")
+    if sha256(path) != digest:
+        raise DataError(f"the content of {path} was changed; {_AGAIN}")

@@ -8,14 +8,12 @@ import grain
 
 from ttcd_jax.config import AtLeast, Config
 from ttcd_jax.data.corpus import CorpusConfig, load_documents, manifest
-from ttcd_jax.data.mixture import MixedRows, RecordsConfig
+from ttcd_jax.data.mixture import ENDLESS, RecordsConfig, mixed_rows
 from ttcd_jax.data.packing import PackedRows, encode_documents
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import UserError
-
-_ENDLESS = 2**31 - 1  # rows: more than any run takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,7 @@ class TextConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchesConfig(Config):
-    """Batches that the caller of `ttcd_jax.train_run` makes, rows of `seq_len` tokens."""
+    """Batches from the caller of `ttcd_jax.train_run`, rows of `seq_len` tokens."""
 
     seq_len: Annotated[int, AtLeast(2)]
 
@@ -38,7 +36,7 @@ DataConfig = TextConfig | RecordsConfig | RecallConfig | BatchesConfig
 
 
 def vocab_size(config: DataConfig) -> int:
-    """Token ids of this data are below it; 0 of batches, which are checked as they come."""
+    """The bound of this data's token ids; 0 for batches, which are checked as they come."""
     if isinstance(config, BatchesConfig):
         return 0
     if isinstance(config, RecallConfig):
@@ -49,7 +47,7 @@ def vocab_size(config: DataConfig) -> int:
 
 
 def is_shuffled(config: DataConfig) -> bool:
-    """Whether the rows of `build_source` come in an order to shuffle; others are drawn already."""
+    """Whether the rows of `build_source` are still to be shuffled; the others are drawn."""
     return isinstance(config, TextConfig)
 
 
@@ -58,16 +56,12 @@ def build_source(
 ) -> tuple[grain.sources.RandomAccessDataSource, dict[str, Any]]:
     """(rows of the training split, manifest). Equal manifests mean equal data."""
     if isinstance(config, RecallConfig):
-        rows = RecallRows(config, seed=seed, num_rows=_ENDLESS)
+        rows = RecallRows(config, seed=seed, num_rows=ENDLESS)
         return rows, {"kind": "recall", "seed": seed}
     if isinstance(config, RecordsConfig):
-        manifests = config.manifests()
-        rows = MixedRows(config, seed=seed, num_rows=_ENDLESS)
-        return rows, {
-            "kind": "records",
-            "num_rows": rows.num_distinct,
-            "sha256": [manifest["sha256"] for manifest in manifests],
-        }
+        rows, num_rows = mixed_rows(config, seed=seed)
+        digests = [manifest["sha256"] for manifest in config.manifests()]
+        return rows, {"kind": "records", "num_rows": num_rows, "sha256": digests}
     documents = load_documents(config.corpus, "train")
     tokenizer = build_tokenizer(config.tokenizer)
     records = encode_documents(documents, tokenizer)
@@ -89,7 +83,7 @@ def text_records(
     tokenizer: Tokenizer | None,
     text: str | None,
 ) -> list[TokenRecords]:
-    """The text that a run with the configuration `data` is measured on: that of `text` (a file or a
+    """The text to measure a run with the configuration `data` on: that of `text` (a file or a
     folder), else its validation split. Raises `UserError` for a run without text or tokenizer."""
     if data["type"] == RecallConfig.__name__:
         raise UserError(

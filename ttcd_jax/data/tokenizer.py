@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import json
-import pathlib
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ttcd_jax.config import Config
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import read_json
 
 # The last of each is DeepSeek's, with its own bars and blanks.
 BOS_NAMES = (
@@ -68,7 +69,7 @@ class ByteTokenizer:
 class JsonTokenizer:
     """The tokenizer of a Hugging Face `tokenizer.json`, with the interface of `ByteTokenizer`.
 
-    Raises `DataError` for a file that is missing, is no such JSON, or names no bos or eos token.
+    Raises `DataError` for a file that is missing or damaged, or has no bos or eos token.
     """
 
     def __init__(self, path: str) -> None:
@@ -127,13 +128,10 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def _read_json(path: str) -> dict[str, Any]:
-    if not pathlib.Path(path).is_file():
+    if not Path(path).is_file():
         raise DataError(f"no tokenizer file at {path}; give the path of a tokenizer.json")
-    try:
-        source = json.loads(pathlib.Path(path).read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not JSON ({error}); give a tokenizer.json") from error
-    if not isinstance(source, dict) or not isinstance(source.get("model"), dict):
+    source = read_json(Path(path))
+    if not isinstance(source.get("model"), dict):
         raise DataError(f"{path} describes no tokenizer model; give a tokenizer.json")
     return source
 
@@ -144,11 +142,9 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> str:
-    """A `tokenizer.json` of byte-level BPE: every byte, the pairs that `texts` hold most often, a
-    bos and an eos, `vocab_size` tokens in all (fewer, where the texts hold fewer pairs).
-
-    Texts are taken one at a time. Raises `DataError` for one that is not UTF-8.
-    """
+    """A `tokenizer.json` of byte-level BPE: every byte, the most frequent pairs of `texts`, a bos
+    and an eos, `vocab_size` tokens in all (fewer, where the texts have fewer pairs). One text is in
+    memory at a time. Raises `DataError` for one that is not UTF-8."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     specials = [BOS_NAMES[0], EOS_NAMES[0]]
     if vocab_size < len(alphabet) + len(specials):
@@ -184,8 +180,8 @@ def check_tokens(ids: ArrayLike, vocab_size: int) -> None:
     ids = np.asarray(ids)
     bad = np.argwhere((ids < 0) | (ids >= vocab_size))
     if bad.size:
-        place = ", ".join(str(i) for i in bad[0])
+        position = ", ".join(map(str, bad[0]))
         raise DataError(
-            f"token {ids[tuple(bad[0])]} at position {place} is outside the vocabulary of "
+            f"token {ids[tuple(bad[0])]} at position {position} is outside the vocabulary of "
             f"{vocab_size} tokens (ids 0..{vocab_size - 1}); encode with this model's tokenizer"
         )

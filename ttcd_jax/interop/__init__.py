@@ -1,1 +1,1 @@
-"""Other people's parameter names and configurations, as tables."""
+"""Checkpoints and configurations of the reference implementation."""

@@ -5,12 +5,13 @@ Its linear weights are [out, in], ours [in, out]; its depthwise convolutions [F,
 names (`SublayerConfig.reference_names`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import place_of_layer
@@ -26,69 +27,54 @@ MODEL_NAMES: Names = {
 }
 _LAYER_PREFIX = "model.layers."
 
-
-def _to_ours(value: np.ndarray, layout: str) -> np.ndarray:
-    convert = {"same": lambda x: x, "linear": lambda x: x.mT, "conv": lambda x: x[:, 0].T}
-    return convert[layout](value)
-
-
-def _to_reference(value: np.ndarray, layout: str) -> np.ndarray:
-    convert = {"same": lambda x: x, "linear": lambda x: x.mT, "conv": lambda x: x.T[:, None]}
-    return convert[layout](value)
+# (theirs to ours, ours to theirs) of every layout
+_LAYOUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "same": (lambda x: x, lambda x: x),
+    "linear": (lambda x: x.mT, lambda x: x.mT),
+    "conv": (lambda x: x[:, 0].T, lambda x: x.T[:, None]),
+}
 
 
-def _put(tree: Params, path: str, value: Any) -> None:
-    *parents, leaf = path.split("/")
-    for name in parents:
-        tree = tree.setdefault(name, {})
-    tree[leaf] = value
-
-
-def _get(tree: Params, path: str) -> Any:
-    value: Any = tree
-    for name in path.split("/"):
-        value = value[name]
-    return value
+def _to_reference(value: Any, layout: str) -> Any:
+    return _LAYOUTS[layout][1](value)
 
 
 def module_from_reference(tensors: Mapping[str, np.ndarray], names: Names) -> Params:
     """Our parameters of one MLP or block. Raises `KeyError` for a name the table lacks."""
-    tree: Params = {}
-    for name, value in tensors.items():
-        path, layout = names[name]
-        _put(tree, path, _to_ours(value, layout))
-    return tree
+    found = [(*names[name], value) for name, value in tensors.items()]
+    return unflatten_dict({path: _LAYOUTS[kind][0](value) for path, kind, value in found}, sep="/")
 
 
 def module_to_reference(params: Params, names: Names) -> dict[str, np.ndarray]:
     """The inverse: every parameter under its reference name. Linear, so it maps gradients too."""
+    flat = flatten_dict(params, sep="/")
     return {
-        name: _to_reference(np.asarray(_get(params, path)), layout)
+        name: _to_reference(np.asarray(flat[path]), layout)
         for name, (path, layout) in names.items()
-        if _has(params, path)
+        if path in flat
     }
 
 
 def model_from_reference(tensors: Mapping[str, np.ndarray], config: TransformerConfig) -> Params:
     """Our stacked parameters of a whole model. Raises `KeyError` for a name the tables lack and
-    for a layer that has no tensor of a name its equals have."""
-    tree: Params = {}
-    rows: dict[str, dict[int, np.ndarray]] = {}
+    for a layer without a tensor of a name that its equals have."""
+    flat: dict[str, np.ndarray] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
     blocks = block_configs(config)
     places = [place_of_layer(config, layer) for layer in range(config.num_layers)]
     for name, value in tensors.items():
         if not name.startswith(_LAYER_PREFIX):
             path, layout = MODEL_NAMES[name]
-            _put(tree, path, _to_ours(value, layout))
+            flat[path] = _LAYOUTS[layout][0](value)
             continue
-        layer, rest = _layer_of(name)
-        place = places[layer]
-        path, layout = blocks[layer].reference_names[rest]
-        stack = rows.setdefault(f"{place.group}/{place.block}/{path}", {})
-        stack[place.row] = _to_ours(value, layout)
-    for path, stack in rows.items():
-        _put(tree, path, np.stack([stack[row] for row in range(len(stack))]))
-    return tree
+        layer, _, own_name = name.removeprefix(_LAYER_PREFIX).partition(".")
+        place = places[int(layer)]
+        path, layout = blocks[int(layer)].reference_names[own_name]
+        stack = stacks.setdefault(f"{place.group}/{place.block}/{path}", {})
+        stack[place.row] = _LAYOUTS[layout][0](value)
+    for path, stack in stacks.items():
+        flat[path] = np.stack([stack[row] for row in range(len(stack))])
+    return unflatten_dict(flat, sep="/")
 
 
 def model_to_reference(params: Params, config: TransformerConfig) -> dict[str, np.ndarray]:
@@ -102,17 +88,12 @@ def model_to_reference(params: Params, config: TransformerConfig) -> dict[str, n
 
 def reference_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor the reference has for this model; nothing is allocated."""
+
+    def tensors(params: Params) -> dict[str, jax.Array]:
+        return {name: _to_reference(x, layout) for name, x, layout in _named(params, config)}
+
     params = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
-
-    def shape(value: jax.ShapeDtypeStruct, layout: str) -> tuple[int, ...]:
-        return jax.eval_shape(lambda x: _to_reference(x, layout), value).shape
-
-    return {name: shape(value, layout) for name, value, layout in _named(params, config)}
-
-
-def _layer_of(name: str) -> tuple[int, str]:
-    layer, _, rest = name.removeprefix(_LAYER_PREFIX).partition(".")
-    return int(layer), rest
+    return {name: x.shape for name, x in jax.eval_shape(tensors, params).items()}
 
 
 def _named(params: Params, config: TransformerConfig) -> Iterator[tuple[str, Any, str]]:
@@ -122,21 +103,7 @@ def _named(params: Params, config: TransformerConfig) -> Iterator[tuple[str, Any
             yield name, params[path], layout
     for layer, block in enumerate(block_configs(config)):
         place = place_of_layer(config, layer)
-        own = params[place.group][place.block]
+        own: dict[str, Any] = flatten_dict(params[place.group][place.block], sep="/")
         for name, (path, layout) in block.reference_names.items():
-            if _has(own, path):
-                value = _row(_get(own, path), place.row)
-                yield f"{_LAYER_PREFIX}{layer}.{name}", value, layout
-
-
-def _row(stacked: Any, row: int) -> Any:
-    if isinstance(stacked, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype)
-    return stacked[row]
-
-
-def _has(tree: Params, path: str) -> bool:
-    *parents, leaf = path.split("/")
-    for name in parents:
-        tree = tree.get(name, {})
-    return leaf in tree
+            if path in own:
+                yield f"{_LAYER_PREFIX}{layer}.{name}", own[path][place.row], layout

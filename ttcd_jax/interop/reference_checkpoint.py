@@ -1,12 +1,11 @@
-"""The reference implementation's checkpoints (`config.json` and weights) into our parameters and
-back.
+"""Checkpoints of the reference implementation (`config.json` and weights): import and export.
 
 An import keeps what an export needs to give the same files again: every tensor's dtype, whether a
-tied head was stored beside the embedding, and `config.json` to the byte.
+tied head was stored as well as the embedding, and `config.json` to the byte.
 """
 
-import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +15,9 @@ import ml_dtypes
 import numpy as np
 from absl import logging
 
-from ttcd_jax.config import Config
+from ttcd_jax.config import differences
 from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.files import parse_json, read_json, sha256
 from ttcd_jax.interop.reference import (
     Params,
     model_from_reference,
@@ -25,35 +25,29 @@ from ttcd_jax.interop.reference import (
     reference_shapes,
 )
 from ttcd_jax.interop.reference_config import reference_config, transformer_config, unread_keys
-from ttcd_jax.interop.strict_json import parse_json, read_json_file
 from ttcd_jax.interop.weight_files import StoredTensor, WeightFiles, open_weights
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.train.fit import misfit
 
 CONFIG = "config.json"
 EMBEDDING, HEAD = "model.embeddings.weight", "lm_head.weight"
-DTYPES = {
-    name: np.dtype(kind)
-    for name, kind in (
-        ("float32", np.float32),
-        ("bfloat16", ml_dtypes.bfloat16),
-        ("float16", np.float16),
-    )
-}
+DTYPES = {np.dtype(x).name: np.dtype(x) for x in (np.float32, ml_dtypes.bfloat16, np.float16)}
 
 _PREFIX = "model."
 # Buffers that old runs stored; both numbers come from the configuration.
 _DROPPED = (".ttt_lr", "inv_freq")
-# Fields of our blocks that change speed, start, gradient or documents, not a document's output.
+# Fields of our blocks without effect on a document's output: speed, start, gradient, documents.
+# The chunks of the delta rule are one, and `reference_config` checks the eps of q/k norms.
 _UNSEEN = {
     "attention_implementation", "block_chunks", "folds_state", "form", "init_std", "precision",
-    "proj_init", "resets_at_document", "student_conv_init", "teacher_conv_init", "zero_slope",
+    "proj_init", "qk_norm_eps", "resets_at_document", "rule.chunk_size", "student_conv_init",
+    "teacher_conv_init", "zero_slope",
 }  # fmt: skip
 
 
 class Imported(NamedTuple):
-    """Float32 parameters, the configuration they belong to, and what is to be remembered of the
-    files (JSON-ready: paths, digests, dtypes, what was dropped, the original configuration)."""
+    """Float32 parameters, their configuration, and the facts of the files (ready for JSON: paths,
+    digests, dtypes, dropped tensors, the original configuration)."""
 
     params: Params
     config: TransformerConfig
@@ -61,18 +55,15 @@ class Imported(NamedTuple):
 
 
 def import_reference(path: Path) -> Imported:
-    """The model in a folder with `config.json` and weights, or in a weight file beside one.
+    """The model in a folder with `config.json` and weights, or in a weight file next to one.
 
-    A `model.` too much in front of all names, as in training checkpoints, is taken off; `*.ttt_lr`
-    and `*inv_freq` are dropped; of a tied model the embedding counts, a stored head that differs
-    is named in a warning.
-
-    Raises:
-        DataError: a file that is missing, damaged, or of a model we do not compute.
-        CheckpointError: names or shapes that are not those of the configuration's model.
+    A second `model.` before all names, as in training checkpoints, is removed; `*.ttt_lr` and
+    `*inv_freq` are dropped; a tied model takes the embedding, with a warning for a stored head that
+    differs. Raises `DataError` for a file that is missing, damaged, or of a model that we do not
+    compute, `CheckpointError` for names or shapes of another model than the configuration's.
     """
     config_file = (path if path.is_dir() else path.parent) / CONFIG
-    source = read_json_file(config_file)
+    source = read_json(config_file)
     weights = open_weights(path)
     names = _our_names(weights)
     dropped = sorted(name for name in names if name.endswith(_DROPPED))
@@ -84,7 +75,13 @@ def import_reference(path: Path) -> Imported:
     head = None
     if config.has_tied_head and HEAD in names:
         head = _compare_head(weights, names[HEAD], tensors[EMBEDDING])
-    facts = _facts(path, config_file, weights) | {
+    facts = {
+        "format": "reference",
+        "path": str(path.absolute()),
+        "files": {
+            file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)}
+            for file in (config_file, *weights.files)
+        },
         "model_type": source["model_type"],
         "num_parameters": sum(tensor.size for tensor in tensors.values()),
         "has_prefix": any(name != stored for name, stored in names.items()),
@@ -99,7 +96,7 @@ def import_reference(path: Path) -> Imported:
 
 
 def _our_names(weights: WeightFiles) -> dict[str, str]:
-    """Name -> the name it is stored under, which may have a prefix more."""
+    """Name -> the name in the file, which may have one prefix more."""
     if not any(name.startswith(_PREFIX + _PREFIX) for name in weights):
         return {name: name for name in weights}
     names: dict[str, str] = {}
@@ -119,7 +116,7 @@ def _configuration(
     layers = source.get("num_hidden_layers")
     if isinstance(layers, int) and layers > num_tensors:  # before anything is built per layer
         raise CheckpointError(
-            f"{config_file} tells of {layers} layers, the checkpoint has {num_tensors} tensors"
+            f"{config_file} has {layers} layers, the checkpoint {num_tensors} tensors"
         )
     try:
         return transformer_config(source)
@@ -128,12 +125,9 @@ def _configuration(
 
 
 def _check_fit(path: Path, config: TransformerConfig, given: Mapping[str, StoredTensor]) -> None:
-    wanted = {
-        name: jax.ShapeDtypeStruct(shape, np.float32)
-        for name, shape in reference_shapes(config).items()
-    }
-    problem = misfit(wanted, given)
-    if problem:
+    shapes = reference_shapes(config).items()
+    wanted = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes}
+    if problem := misfit(wanted, given):
         raise CheckpointError(f"{path} is not the model of its {CONFIG}: {problem}")
 
 
@@ -146,22 +140,6 @@ def _compare_head(weights: WeightFiles, stored: str, embedding: np.ndarray) -> s
     return "differs from the embedding, not used"
 
 
-def _facts(path: Path, config_file: Path, weights: WeightFiles) -> dict[str, Any]:
-    return {
-        "format": "reference",
-        "path": str(path.absolute()),
-        "files": {
-            file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-            for file in (config_file, *weights.files)
-        },
-    }
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def export_reference(
     params: Params,
     config: TransformerConfig,
@@ -170,9 +148,9 @@ def export_reference(
 ) -> tuple[dict[str, np.ndarray], str]:
     """(tensors by their reference name, text of `config.json`) of one of our models.
 
-    With the `facts` of its import: tensors and configuration as they came in, bit for bit. Without:
-    float32. `dtype` replaces either. Raises `UserError` for what the reference cannot express and
-    for a value that `dtype` cannot hold.
+    With the `facts` of its import, tensors and configuration are those of the import, bit for bit;
+    without, float32. `dtype` replaces either. Raises `UserError` for a model that the reference
+    cannot express and for a value that `dtype` cannot hold.
     """
     tensors = model_to_reference(params, config)
     if facts is None:
@@ -193,7 +171,7 @@ def export_reference(
 def _cast(tensors: Mapping[str, np.ndarray], kinds: Mapping[str, str]) -> dict[str, np.ndarray]:
     result = {}
     for name, tensor in tensors.items():
-        with np.errstate(over="ignore"):  # told by name below
+        with np.errstate(over="ignore"):  # reported by name below
             result[name] = tensor.astype(DTYPES[kinds[name]])
         if not np.isfinite(result[name]).all():
             raise UserError(
@@ -207,35 +185,19 @@ def _expressed(config: TransformerConfig) -> dict[str, Any]:
     """`config.json` of a model, provided that reading it gives the same model."""
     source = reference_config(config)
     ours, theirs = _seen(config), _seen(transformer_config(source))
-    for name, value in ours.items():
-        if theirs[name] != value:
+    for difference in differences(theirs, ours):
+        name, _, values = difference.partition(": ")
+        if not any(re.search(rf"\b{re.escape(unseen)}\b", name) for unseen in _UNSEEN):
+            possible, _, value = values.partition(" -> ")
             raise UserError(
-                f"the reference implementation cannot express {name} {value!r} of this model, only "
-                f"{theirs[name]!r}"
+                f"the reference implementation cannot express {name} {value} of this model, only "
+                f"{possible}"
             )
     return source
 
 
 def _seen(config: TransformerConfig) -> dict[str, Any]:
-    """What the output of a model depends on beside its parameters, by path."""
+    """The fields that the output of a model depends on."""
     fields = {name: getattr(config, name) for name in ("vocab_size", "norm_eps", "has_tied_head")}
-    for layer, block in enumerate(block_configs(config)):
-        fields |= _leaves(block, f"layer {layer}")
-    return fields
-
-
-def _leaves(config: Config, path: str) -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for name, value in vars(config).items():
-        if isinstance(value, Config) and name not in _UNSEEN:
-            leaves |= _leaves(value, f"{path}.{name}")
-        elif name not in _UNSEEN and not _is_idle(config, name):
-            leaves[f"{path}.{name}"] = value
-    return leaves
-
-
-def _is_idle(config: Config, name: str) -> bool:
-    kind = type(config).__name__
-    if (kind, name) == ("DeltaRuleConfig", "chunk_size"):
-        return True
-    return name == "qk_norm_eps" and not vars(config)["has_qk_norm"]
+    blocks = enumerate(block_configs(config))
+    return fields | {f"layer {layer}": block.to_dict() for layer, block in blocks}

@@ -1,8 +1,8 @@
 """The reference implementation's configuration keys against ours, in both directions.
 
-Every method has a table of its own (`methods.registry.Reference`). A `config.json` leaves defaults
-out, and they differ between model classes: a key that is absent takes the default of the table.
-What the reference's code computes and ours cannot is refused by name.
+Every method has its table (`methods.registry.Reference`). A `config.json` leaves defaults out, and
+they differ between model classes: an absent key takes the default of the table. A `DataError` names
+what the reference's code computes and ours cannot.
 """
 
 import math
@@ -15,8 +15,8 @@ from ttcd_jax.methods.registry import Key, Reference, Source
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.nn.rope import RopeConfig
 
-_PLAIN = "transformer"  # what a method with its memory switched off is
-# What carries no number of the forward pass or is read outside the tables.
+_PLAIN = "transformer"  # the model of a method whose memory is switched off
+# Keys without effect on the forward pass, or read outside the tables.
 _SILENT = {
     "_comment", "architectures", "attention_bias", "auto_map", "bos_token_id", "conv_bias",
     "dtype", "elementwise_affine", "eos_token_id", "expand_k", "expand_v", "fuse_cross_entropy",
@@ -41,7 +41,7 @@ def families() -> dict[str, tuple[Method, Reference]]:
 
 
 def _family_of(source: Mapping[str, Any]) -> tuple[Method, Reference]:
-    """The method that `model_type` names. Raises `DataError` for one that is unknown."""
+    """The method that `model_type` names. Raises `DataError` for an unknown one."""
     name, known = source.get("model_type"), families()
     if not isinstance(name, str) or name not in known:
         raise DataError(
@@ -54,8 +54,8 @@ def _family_of(source: Mapping[str, Any]) -> tuple[Method, Reference]:
 
 
 def unread_keys(source: Mapping[str, Any]) -> list[str]:
-    """Keys of `config.json` that no table knows: worth a line to the user."""
-    # Those of the class itself where its memory is off: known, though without effect.
+    """Keys of `config.json` that no table knows, for a line to the user."""
+    # Where the memory is off, the keys of the class itself are known, though without effect.
     found = (_family_of(source)[1], families()[source["model_type"]][1])
     known = _SILENT.union(*({key.name for key in r.keys} | r.fixed.keys() for r in found))
     return sorted(set(source) - known)
@@ -64,10 +64,8 @@ def unread_keys(source: Mapping[str, Any]) -> list[str]:
 def transformer_config(source: Mapping[str, Any], **changes: Any) -> TransformerConfig:
     """Our configuration of the model that a `config.json` of the reference describes.
 
-    Its q/k norm uses eps 1e-5 always. `changes` are fields it has no key for.
-
-    Raises:
-        DataError: an unknown `model_type`, a missing key, or a flag value we do not compute.
+    Its q/k norm always has eps 1e-5. `changes`: fields that it has no key for. Raises `DataError`
+    for an unknown `model_type`, a missing key, or a flag value that we do not compute.
     """
     method, reference = _family_of(source)
     for name, value in reference.fixed.items():
@@ -111,10 +109,8 @@ def _mlp_dim(source: Source) -> int:
 
 
 def reference_config(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` of the reference for one of our models: `transformer_config` backwards.
-
-    Raises `UserError` for what the reference cannot express.
-    """
+    """The inverse of `transformer_config`: the reference's `config.json` of one of our models.
+    Raises `UserError` for a model that the reference cannot express."""
     reference = method_named(config.method).reference
     if reference is None:
         raise UserError(f"the reference implementation has no method {config.method!r}")

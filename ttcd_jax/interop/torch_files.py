@@ -1,4 +1,4 @@
-"""The tensors of a torch file (.bin, .pt), read without running what a pickle may carry."""
+"""The tensors of a torch file (.bin, .pt), read without running code in its pickle."""
 
 import importlib
 import pickle
@@ -12,7 +12,7 @@ import numpy as np
 from ttcd_jax.errors import DataError, UserError
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
-# What torch raises on damaged files, found by damaging one in many places.
+# Raised by torch for damaged files, found by damage at many positions of one.
 _READ_ERRORS = (
     *(pickle.UnpicklingError, struct.error, RuntimeError, ValueError, OSError, EOFError),
     *(LookupError, TypeError, AttributeError, AssertionError, ArithmeticError),
@@ -20,12 +20,8 @@ _READ_ERRORS = (
 
 
 def read_torch_file(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a state dict by name; a training checkpoint has it under `model`.
-
-    Raises:
-        UserError: torch is not installed.
-        DataError: not a state dict of float32, float16 and bfloat16 tensors.
-    """
+    """The arrays of a state dict by name; a training checkpoint has it under `model`. Raises
+    `UserError` without torch, `DataError` unless all are float32, float16 and bfloat16 tensors."""
     try:
         torch = importlib.import_module("torch")
     except ModuleNotFoundError as error:
@@ -46,16 +42,12 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         state = state["model"]
     if not isinstance(state, dict) or not state:
         raise DataError(f"{path} holds no state dict")
-    return {_checked_name(path, name): _array(torch, path, name, state[name]) for name in state}
+    return {name: _array(torch, path, name, state[name]) for name in state}
 
 
-def _checked_name(path: Path, name: Any) -> str:
+def _array(torch: Any, path: Path, name: Any, tensor: Any) -> np.ndarray:
     if not isinstance(name, str) or not name.isprintable():
-        raise DataError(f"{path}: {name!r} is no tensor name")
-    return name
-
-
-def _array(torch: Any, path: Path, name: str, tensor: Any) -> np.ndarray:
+        raise DataError(f"{path}: {name!r} is not a tensor name")
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise DataError(f"{path}: {name!r} is a {type(tensor).__name__}, not a dense tensor")
     if tensor.dtype == torch.bfloat16:  # numpy has none: pass the bits on

@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint on disk: one .safetensors file, or several behind an index.
+"""The tensors of a checkpoint on disk: one .safetensors file, or several with an index.
 
 A file is 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape,
 byte range), then the data. The library refuses a header that does not fit the file: byte ranges
-that overlap, leave a hole or end elsewhere than the file, sizes that no dtype and shape have. What
-it accepts and no checkpoint has is refused here: a name twice, control characters in one, NaN.
+that overlap, leave a hole or end elsewhere than the file, sizes that no dtype and shape have. Names
+that are there twice or have control characters, and NaN, are refused here.
 """
 
 import re
@@ -17,8 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.files import whole_file, write_json
-from ttcd_jax.interop.strict_json import parse_json, read_json_file
+from ttcd_jax.files import parse_json, read_json, whole_file, write_json
 from ttcd_jax.interop.torch_files import TORCH_SUFFIXES, read_torch_file
 
 SINGLE = "model.safetensors"
@@ -36,7 +35,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 
 
 class StoredTensor(NamedTuple):
-    """The file of a tensor, and what it is before anything is read."""
+    """The file, dtype and shape of a tensor, known before it is read."""
 
     file: Path
     dtype: np.dtype
@@ -44,11 +43,8 @@ class StoredTensor(NamedTuple):
 
 
 class WeightFiles(Mapping[str, np.ndarray]):
-    """The tensors of a checkpoint by name, sorted, each read from its file when it is asked for.
-
-    `stored` has file, dtype and shape of each, `files` what was opened. An array has the file's
-    own dtype; reading one that holds NaN or infinity is a `DataError`.
-    """
+    """The tensors of a checkpoint by name, sorted, each read on access in the dtype of its file. A
+    `DataError` refuses one that holds NaN or infinity."""
 
     def __init__(
         self,
@@ -56,8 +52,7 @@ class WeightFiles(Mapping[str, np.ndarray]):
         read: Callable[[str], np.ndarray],
         files: tuple[Path, ...],
     ) -> None:
-        self.stored = dict(sorted(stored.items()))
-        self.files = files
+        self.stored, self.files = dict(sorted(stored.items())), files
         self._read = read
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -77,13 +72,9 @@ class WeightFiles(Mapping[str, np.ndarray]):
 
 
 def open_weights(path: Path) -> WeightFiles:
-    """The tensors of a checkpoint folder, of one .safetensors file, or of a torch file (.bin, .pt;
-    with torch installed).
-
-    Raises:
-        DataError: a file that is missing, damaged, or says what cannot be, with file and tensor.
-        UserError: a torch file without torch.
-    """
+    """The tensors of a checkpoint folder, of one .safetensors file, or of a torch file (.bin, .pt).
+    Raises `DataError` naming a file, and a tensor, that is missing or damaged, `UserError` for a
+    torch file without torch installed."""
     if path.is_dir():
         return _open_folder(path)
     if not path.is_file():
@@ -133,18 +124,18 @@ def _open_safetensors(files: Sequence[Path]) -> WeightFiles:
 
 
 def _open_file(file: Path) -> tuple[Any, dict[str, StoredTensor]]:
-    """The library's handle of a file, and what its header says."""
+    """The library's handle of a file, and the tensors in its header."""
     try:
         handle = safe_open(file, framework="np")
         with file.open("rb") as stream:
             header = parse_json(stream.read(int.from_bytes(stream.read(8), "little")), file)
     except (SafetensorError, OSError) as error:
         reason = str(error)[:_MAX_NAME].encode("unicode_escape").decode()  # it quotes the file
-        raise DataError(f"{file} is cut off, damaged or no safetensors file: {reason}") from error
+        raise DataError(f"{file} is truncated, damaged or no safetensors file: {reason}") from error
     header.pop("__metadata__", None)
     for name, entry in header.items():
         if not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
-            raise DataError(f"{file}: {name[:_MAX_NAME]!r} is no tensor name")
+            raise DataError(f"{file}: {name[:_MAX_NAME]!r} is not a tensor name")
         if entry["dtype"] not in _DTYPES:
             raise DataError(
                 f"{file}: tensor {name!r} has dtype {entry['dtype']}, only {', '.join(_DTYPES)} "
@@ -158,7 +149,7 @@ def _open_file(file: Path) -> tuple[Any, dict[str, StoredTensor]]:
 
 def _open_indexed(index: Path) -> WeightFiles:
     """The shards that an index names; both must hold the same tensors."""
-    weight_map = read_json_file(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"{index} has no weight_map of tensor names to files")
     for name, shard in weight_map.items():
@@ -169,9 +160,9 @@ def _open_indexed(index: Path) -> WeightFiles:
     )
     found = {name: tensor.file.name for name, tensor in weights.stored.items()}
     for name in sorted(found.keys() | weight_map.keys()):
-        said, place = weight_map.get(name), found.get(name)
-        if said != place:
-            raise DataError(f"{index}: tensor {name!r} is in {place}, and the index says {said}")
+        listed, actual = weight_map.get(name), found.get(name)
+        if listed != actual:
+            raise DataError(f"{index}: tensor {name!r} is in {actual}, and the index says {listed}")
     return weights
 
 
@@ -203,21 +194,19 @@ def write_safetensors(
         files.append(_write(file, tensors, names))
         weight_map |= dict.fromkeys(names, file.name)
     total = sum(tensors[name].nbytes for name in weight_map)
-    source = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_json(folder / INDEX, source)
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return [*files, folder / INDEX]
 
 
 def _shards(tensors: Mapping[str, np.ndarray], max_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     filled = 0
-    for name in tensors:
-        size = tensors[name].nbytes
-        if shards[-1] and filled + size > max_bytes:
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.nbytes > max_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        filled += size
+        filled += tensor.nbytes
     return shards
 
 
@@ -228,5 +217,5 @@ def _write(file: Path, tensors: Mapping[str, np.ndarray], names: list[str]) -> P
         with whole_file(file) as unfinished:
             save_file(own, unfinished, metadata={"format": "pt"})
     except SafetensorError as error:
-        raise UserError(f"cannot write {file}: {error}; choose another place") from error
+        raise UserError(f"cannot write {file}: {error}; choose another folder") from error
     return file

@@ -1,1 +1,1 @@
-"""Device meshes, the sharding of arrays, and collectives along sequences."""
+"""Meshes of devices, the sharding of arrays on them, and their collectives."""

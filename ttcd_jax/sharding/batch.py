@@ -1,4 +1,4 @@
-"""Batches on a mesh: which rows a process makes, and how they become one array of all processes."""
+"""Batches on a mesh: the rows that a process makes, and the global array of all processes."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from ttcd_jax.sharding.rules import BATCH, LENGTH, spec
 
 
 class Placement:
-    """Fields [batch_size, length] of a batch, cut along rows and positions of `mesh`.
+    """Fields [batch_size, length] of a batch, sharded along rows and positions of `mesh`.
 
-    `rows`, in ascending order, are those that this process's devices hold a part of: all that it
-    has to make. Raises `UserError` when rows or positions do not divide among the devices.
+    `rows`, in ascending order: the rows with a part on this process's devices, which it must make.
+    Raises `UserError` when rows or positions do not divide among the devices.
     """
 
     def __init__(self, mesh: Mesh, *, batch_size: int, length: int) -> None:
@@ -33,12 +33,12 @@ class Placement:
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """The global arrays of a batch whose fields hold this process's `rows`."""
-        place = {row: index for index, row in enumerate(self.rows)}
+        index_of = {row: index for index, row in enumerate(self.rows)}
 
         def array(field: np.ndarray) -> jax.Array:
             def part(index: Any) -> np.ndarray:
                 rows = range(self._shape[0])[index[0]]
-                return field[place[rows[0]] : place[rows[-1]] + 1, index[1]]
+                return field[index_of[rows[0]] : index_of[rows[-1]] + 1, index[1]]
 
             return jax.make_array_from_callback(self._shape, self._sharding, part)
 
@@ -46,5 +46,5 @@ class Placement:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Whole on every device."""
+    """The sharding of an array that is whole on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -1,12 +1,10 @@
-"""Several processes as one program: who takes part, and how they find each other.
+"""Several processes as one program, one per node with all its GPUs: `detect` reads a flag and the
+environment, `initialize` connects.
 
-`detect` reads a flag and the environment, `initialize` connects. One process per node is meant,
-with all GPUs of the node.
-
-Two pieces do what JAX 0.11.2 does not. Its detection of launchers takes `a-b[10-11]-ib` and
-`rack[2-3]node[01-04]` for the nodes `a-b10` and `rack2`, needs mpi4py under Open MPI 5 and the
-Kubernetes API for a Job. And when a process does not come, `jax.distributed.initialize` aborts all
-others (SIGABRT, no exception) with "DEADLINE_EXCEEDED", whoever it was.
+JAX 0.11.2 detects launchers too, but takes `a-b[10-11]-ib` and `rack[2-3]node[01-04]` for the nodes
+`a-b10` and `rack2`, and needs mpi4py under Open MPI 5 and the Kubernetes API for a Job. Its
+`jax.distributed.initialize` aborts all processes (SIGABRT, "DEADLINE_EXCEEDED") when one is
+missing, without its number.
 """
 
 import contextlib
@@ -24,8 +22,8 @@ from ttcd_jax.errors import UserError
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 
-# The variable that reveals a launcher, and the HOST:PORT,NUM_PROCESSES,PROCESS_ID that it stands
-# for. openmpi comes first: srun may have started mpirun, and its variables then describe mpirun's
+# The variable that reveals a launcher, and HOST:PORT,NUM_PROCESSES,PROCESS_ID from its variables.
+# openmpi comes first: srun may have started mpirun, and its variables then describe mpirun's
 # daemons. JobSet gives pod 0 of Job 0 this name; its file sets all but the last of the variables.
 _OPENMPI = "{JAX_COORDINATOR_ADDRESS},{OMPI_COMM_WORLD_SIZE},{OMPI_COMM_WORLD_RANK}"
 _POD = "{JOBSET_NAME}-{REPLICATED_JOB_NAME}-0-0.{JOBSET_NAME}:8476"
@@ -58,18 +56,18 @@ class Processes(Config):
 
     @property
     def address(self) -> tuple[str, int]:
-        """(host, port) of the coordinator; port 0 stands for none."""
+        """(host, port) of the coordinator; port 0 when it has none."""
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port) if port.isdecimal() else 0
 
 
 def detect(launcher: str, environ: Mapping[str, str]) -> Processes | None:
-    """The processes of this program; None is this process alone.
+    """The processes of this program; None for this process alone.
 
-    `launcher` is none, HOST:PORT,NUM_PROCESSES,PROCESS_ID, the launcher that set the variables of
-    `environ` (openmpi, jobset, slurm), or auto: whichever did. JAX_COORDINATOR_ADDRESS, HOST:PORT,
-    goes before what jobset and slurm say. Raises `UserError` naming the variables that are
-    missing, or what is no process.
+    `launcher`: none, HOST:PORT,NUM_PROCESSES,PROCESS_ID, the launcher that set the variables of
+    `environ` (openmpi, jobset, slurm), or auto, the first of these. JAX_COORDINATOR_ADDRESS,
+    HOST:PORT, overrides the address of jobset and slurm. Raises `UserError` naming the missing
+    variables or the wrong value.
     """
     if launcher == "none":
         return None
@@ -112,26 +110,22 @@ def _read(name: str, value: str) -> str:
 
 
 def initialize(processes: Processes, *, timeout_seconds: int = 300) -> None:
-    """Waits until every process is there, then connects them. Before JAX's first array.
-
-    Raises `UserError` when a process, or the coordinator, did not come within `timeout_seconds`,
-    naming which, and when the coordinator's port is taken.
-    """
-    meet = _call if processes.process_id else _await_callers
-    meet(processes, timeout_seconds)
+    """Waits for every process, then connects them, before JAX's first array. Raises `UserError`
+    naming the processes that are missing after `timeout_seconds`, and for a port in use."""
+    (_call if processes.process_id else _await_callers)(processes, timeout_seconds)
     jax.distributed.initialize(
         processes.coordinator,
         processes.num_processes,
         processes.process_id,
-        # JAX would read the launcher's variables once more, and under SLURM and Open MPI take one
-        # GPU per process.
+        # JAX would read the launcher's variables itself, and under SLURM and Open MPI take one GPU
+        # per process.
         cluster_detection_method="deactivate",
         initialization_timeout=timeout_seconds,
     )
 
 
 def _await_callers(processes: Processes, timeout_seconds: int) -> None:
-    """Listens at the coordinator's port until all other processes have called, then lets go."""
+    """Listens at the coordinator's port until all other processes have called, then answers."""
     deadline = time.monotonic() + timeout_seconds
     missing = set(range(1, processes.num_processes))
     port, is_dual = processes.address[1], socket.has_dualstack_ipv6()
@@ -153,18 +147,17 @@ def _await_callers(processes: Processes, timeout_seconds: int) -> None:
     except TimeoutError:
         raise UserError(
             f"process {', '.join(map(str, sorted(missing)))} of {processes.num_processes} did not "
-            f"call {processes.coordinator} within {timeout_seconds} s: see why it did not start, "
-            "then start all again"
+            f"call {processes.coordinator} within {timeout_seconds} s: read its log, then start "
+            "all again"
         ) from None
     except OSError as error:
         raise UserError(
-            f"process 0 cannot listen at port {port} ({error.strerror}): end what uses it, or take "
-            "another port"
+            f"process 0 cannot listen at port {port} ({error.strerror}): free it, or choose another"
         ) from error
 
 
 def _call(processes: Processes, timeout_seconds: int) -> None:
-    """Calls process 0 again and again until it lets go."""
+    """Calls process 0 until it answers."""
     deadline, reason = time.monotonic() + timeout_seconds, None
     while (remaining := deadline - time.monotonic()) > 0:
         try:
@@ -178,6 +171,5 @@ def _call(processes: Processes, timeout_seconds: int) -> None:
     raise UserError(
         f"process {processes.process_id} of {processes.num_processes} did not reach process 0 at "
         f"{processes.coordinator} within {timeout_seconds} s "
-        f"({reason or 'something else answers'}): see why it did not start, and whether that port "
-        "is open"
+        f"({reason or 'another program answers'}): read its log, and check that the port is open"
     )

@@ -1,11 +1,11 @@
-"""The device mesh: four axes, sized by a configuration, over whatever devices there are.
+"""The device mesh: four axes, sized by a configuration, over the devices of the job.
 
-    data     copies of the model, each with its own rows; the only axis that may cross slices
-    fsdp     rows as well, and the parameters cut along `embed`
-    seq      positions of a row (`ttcd_jax.sharding.sequence`); parameters are cut along it too
+    data     copies of the model, each with its rows; the only axis that may cross slices
+    fsdp     rows as well, and the parameters sharded along `embed`
+    seq      positions of a row (`ttcd_jax.sharding.sequence`), and the parameters as along `fsdp`
     tensor   heads, MLP features and vocabulary entries
 
-The last axes are closest together: `tensor` and `seq` need the fast links inside a node.
+The devices of the last axes are the closest: `tensor` and `seq` need the fast links inside a node.
 """
 
 import dataclasses
@@ -22,16 +22,13 @@ from ttcd_jax.config import Bound, Config, Positive
 from ttcd_jax.errors import UserError
 
 AXES = ("data", "fsdp", "seq", "tensor")
-
-
 Size = Annotated[int, Bound("at least 1, or -1 for the rest", lambda size: size >= 1 or size == -1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig(Config):
-    """Devices along each axis; one axis may be -1, which takes what the others leave. `slices`:
-    groups of devices (slices of a pod, or hosts) joined by a slower network, over which only `data`
-    goes."""
+    """Devices along each axis; one axis may be -1, for all that the others leave. `slices`: groups
+    of devices (slices of a pod, or hosts) joined by a slower network, for `data` alone."""
 
     data: Size = 1
     fsdp: Size = -1
@@ -63,7 +60,7 @@ class MeshConfig(Config):
         if sizes["data"] % self.slices:
             raise UserError(
                 f"MeshConfig.slices {self.slices} does not divide data {sizes['data']}: only data "
-                "goes over the slow network"
+                "may cross slices"
             )
         return sizes
 
@@ -91,7 +88,7 @@ def _over_slices(slices: int, shape: tuple[int, ...], devices: Sequence[Any]) ->
     if kind is None:
         raise UserError(
             f"MeshConfig.slices is {slices}, and the devices come in "
-            f"{len(groups['slices'])} slices and {len(groups['hosts'])} hosts"
+            f"{len(groups['slices'])} slices and {len(groups['hosts'])} hosts: set one of these"
         )
     inside = (shape[0] // slices, *shape[1:])
     return mesh_utils.create_hybrid_device_mesh(

@@ -5,6 +5,7 @@ it. To shard a model differently, change the table.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from ttcd_jax.sharding.mesh import AXES
 
 Names = Sequence[str | None]
 
-# The axes that shard rows and positions: every device along them computes with whole weights.
+# The axes of rows and positions: every device along them computes with whole weights.
 BATCH, LENGTH = ("data", "fsdp"), ("seq",)
 
 RULES: dict[str, tuple[str, ...]] = {
@@ -43,11 +44,9 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def spec(names: Names, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The sharding of an array with these logical axes on `mesh`; None is a replicated dimension.
-
-    Mesh axes of another name, and those that a surrounding `shard_map` already cut, are left alone.
-    Raises `KeyError` for a logical axis that the table lacks.
-    """
+    """The sharding on `mesh` of an array with these logical axes; None is a dimension that stays
+    whole. Mesh axes of another name, and those that are manual in a surrounding `shard_map`, are
+    left alone. Raises `KeyError` for a logical axis that the table lacks."""
     free = _free_axes(mesh)
     parts = []
     for name in names:
@@ -73,7 +72,7 @@ def is_distributed() -> bool:
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """x, laid out as its logical axes ask; x itself when no mesh is in use."""
+    """x, sharded by its logical axes; x itself when no mesh is in use."""
     if not is_distributed():
         return x
     where = spec(names, jax.sharding.get_abstract_mesh())
@@ -81,8 +80,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 class Shard(NamedTuple):
-    """The part of every array that one device computes on, inside `sharded`. Without a mesh it is
-    all of it, and every collective returns its argument."""
+    """The shard of every array that one device computes on, inside `sharded`. Without a mesh it is
+    the whole array, and every collective returns its argument."""
 
     axes: frozenset[str] = frozenset()  # mesh axes that are manual here
 
@@ -114,11 +113,11 @@ class Shard(NamedTuple):
 def sharded(
     function: Callable[..., Any], inputs: Sequence[Any], outputs: Any
 ) -> Callable[..., Any]:
-    """`function(shard, *arrays)`, run by every device on its own part of the arrays.
+    """`function(shard, *arrays)`, run by every device on its shards of the arrays.
 
     `inputs` and `outputs` hold logical axes: one tuple of names per array, or one for all arrays of
-    a tree; dimensions that are not named are whole on every device. Without a mesh `function` gets
-    the arrays as they are: this is the only place that asks.
+    a tree; dimensions without a name are whole on every device. Without a mesh `function` gets the
+    arrays as they are: this is the only function that checks.
     """
     if not is_distributed():
         return functools.partial(function, Shard())
@@ -136,16 +135,16 @@ def sharded(
     )
 
 
-# What remat never keeps: it is exchanged again instead.
+# The name of arrays that remat never keeps: they are exchanged again.
 GATHERED = "gathered"
 
 
 def gathered(weight: Any, dtype: DTypeLike) -> jax.Array:
-    """A stored parameter as computations take it, whole along `embed`; `rounded` to `dtype`.
+    """A stored parameter for computations, whole along `embed`, `rounded` to `dtype`.
 
-    The devices of `fsdp` and `seq` hold parts of it and exchange them here, in the narrow dtype;
-    its gradient, in the stored dtype, returns to the same parts. Without a mesh it is the stored
-    array itself. `weight`: a parameter with its metadata (`ttcd_jax.axes.param`).
+    The devices along `fsdp` and `seq` hold shards of it and exchange them here, in the narrow
+    dtype; its gradient, in the stored dtype, returns to the same shards. Without a mesh it is the
+    stored array itself. `weight`: a parameter with its metadata (`ttcd_jax.axes.param`).
     """
     x = weight[...]
     if not is_distributed():
@@ -155,8 +154,7 @@ def gathered(weight: Any, dtype: DTypeLike) -> jax.Array:
 
 
 def rounded(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:
-    """x, rounded to `dtype` if all that is done with the parameter `weight` are products in that
-    dtype."""
+    """x, rounded to `dtype` if the parameter `weight` is only an operand of products."""
     return x.astype(dtype) if weight.get_metadata("is_operand") else x
 
 
@@ -172,28 +170,26 @@ def _whole_along_embed(x: jax.Array, names: Names) -> jax.Array:
 
 
 def never_saves_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """A remat policy: everything is kept but what `gathered` exchanged."""
+    """A remat policy: everything is kept except the results of `gathered`."""
     is_gathered = primitive.name == "name" and parameters["name"] == GATHERED
     return not is_gathered and primitive.name != "sharding_constraint"
 
 
 def shardings(mesh: Mesh, axes: Any, arrays: Any) -> Any:
-    """A `NamedSharding` for every array of a tree, by the axis names in the like tree `axes`.
+    """A `NamedSharding` for every array of a tree, by the axis names in the same tree `axes`.
 
     Raises `UserError` where a dimension does not divide among its devices, with both numbers.
     """
 
     def place(path: Any, names: Names, array: Any) -> NamedSharding:
         for name, size in zip(names, array.shape, strict=True):
-            cuts = RULES[name] if name is not None else ()
-            parts = 1
-            for axis in cuts:
-                parts *= mesh.shape[axis]
+            mesh_axes = RULES[name] if name is not None else ()
+            parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
             if size % parts:
                 raise UserError(
                     f"{jax.tree_util.keystr(path, simple=True, separator='/')} {array.shape}: its "
                     f"axis {name!r} of {size} does not divide among {parts} devices "
-                    f"({' x '.join(cuts)}): change MeshConfig or the size"
+                    f"({' x '.join(mesh_axes)}): change MeshConfig or the size"
                 )
         return NamedSharding(mesh, spec(names, mesh))
 

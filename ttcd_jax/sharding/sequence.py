@@ -1,8 +1,8 @@
 """Collectives between devices that hold neighboring parts of a sequence, along mesh axis `seq`.
 
-For functions that run inside `rules.sharded`: x [B, T, ...] is a device's own part of the row, T
-positions. On one device all of them return what their argument alone gives. Nothing sent here grows
-with the length of the row; only the time of `passed_along` does.
+For functions inside `rules.sharded`: x [B, T, ...] is a device's shard of the rows, T positions.
+On one device every function returns the result of its argument alone. The bytes sent here do not
+grow with the length of the row; only the time of `passed_along` does.
 """
 
 import functools
@@ -34,8 +34,8 @@ def from_left(shard: Shard, tree: Any, distance: int = 1) -> Any:
 
 
 def with_halo(shard: Shard, x: Array, size: int) -> Array:
-    """x after the `size` positions before it, [B, size + T, ...]: zeros before the row begins, and
-    no more positions than the other devices hold. Takes them from as many neighbors as needed."""
+    """x with the `size` positions before it, [B, size + T, ...]: zeros before the start of the row,
+    and no more positions than the other devices hold. Takes as many neighbors as needed."""
     length = x.shape[1]
     parts = [x]
     for distance in range(1, shard.size(SEQ)):
@@ -47,14 +47,10 @@ def with_halo(shard: Shard, x: Array, size: int) -> Array:
 
 
 def halo(
-    shard: Shard,
-    tree: Any,
-    segment_ids: Int[Array, "B T"] | None,
-    reach: int | None,
+    shard: Shard, tree: Any, segment_ids: Int[Array, "B T"] | None, reach: int | None
 ) -> tuple[Any, Int[Array, "B S"] | None]:
-    """(every array after the up to `reach` positions before it, their segment ids): all that
-    positions that look back at most so far need (None: as far as the row goes). Segments are
-    `NOWHERE` before the row begins; without a halo they are unchanged."""
+    """(every array with up to `reach` positions before it, None: the whole row; their segment ids).
+    Segments are `NOWHERE` before the start of the row; without a halo they are unchanged."""
     batch, length = jax.tree.leaves(tree)[0].shape[:2]
     available = (shard.size(SEQ) - 1) * length
     size = available if reach is None else min(reach, available)
@@ -68,7 +64,7 @@ def halo(
 
 
 def left_segment(shard: Shard, segment_ids: Int[Array, "B T"]) -> Int[Array, " B"]:
-    """The segment of the position before this part; where the row begins, that of its first."""
+    """The segment of the position before this shard; at the start of the row, of its first."""
     if shard.size(SEQ) == 1:
         return segment_ids[:, 0]
     is_first = shard.index(SEQ) == 0
@@ -80,8 +76,8 @@ def exclusive_prefix(
 ) -> Any:
     """combine of the elements of all devices to the left, in order; `neutral` on the first.
 
-    In logarithmic steps: the elements move one to the right, then partial results twice as far each
-    time, so a device sends 1 + ceil(log2(n - 1)) elements, never more than the n - 1 of an
+    In logarithmic rounds: the elements move one to the right, then partial results twice as far
+    each time, so a device sends 1 + ceil(log2(n - 1)) elements, never more than the n - 1 of an
     all-gather.
     """
     index, parts = shard.index(SEQ), shard.size(SEQ)
@@ -105,11 +101,11 @@ def exclusive_prefix(
 def passed_along(
     shard: Shard, step: Callable[[Any], tuple[Any, Any]], state: Any
 ) -> tuple[Any, Any]:
-    """(state, result) of step(state), the first device's state being `state` and every other's the
-    one after its left neighbor's step.
+    """(state, result) of step(state): the first device starts from `state`, every other from the
+    result of its left neighbor.
 
-    For chains that no prefix replaces: devices take turns, so it lasts as long as on one device;
-    it sends one state per device. The backward recomputes each step.
+    For chains that no prefix replaces: devices take turns, so the time is that of one device; each
+    sends one state. The backward recomputes each call.
     """
     if shard.size(SEQ) == 1:
         return step(state)

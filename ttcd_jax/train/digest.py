@@ -3,12 +3,11 @@
 Orbax checks no data: a flipped bit in an array file is restored silently.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-from ttcd_jax.files import write_whole
+from ttcd_jax.files import sha256, write_whole
 
 DIGEST = "DIGEST.json"
 
@@ -22,14 +21,9 @@ def _files(step_dir: Path) -> dict[str, Path]:
     }
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def seal(step_dir: Path) -> None:
     """Writes `DIGEST.json`: {relative file: [size, sha256]}."""
-    entries = {name: [x.stat().st_size, _sha256(x)] for name, x in _files(step_dir).items()}
+    entries = {name: [x.stat().st_size, sha256(x)] for name, x in _files(step_dir).items()}
     write_whole(step_dir / DIGEST, json.dumps(entries, separators=(",", ":")))
 
 
@@ -43,7 +37,7 @@ def _problem(file: Path, expected: list[Any]) -> str | None:
         size = file.stat().st_size
         if size != expected[0]:
             return f"{size} bytes instead of {expected[0]}"
-        return None if _sha256(file) == expected[1] else "its content changed"
+        return None if sha256(file) == expected[1] else "its content changed"
     except FileNotFoundError:
         return "missing"
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Key-value recall: pairs follow each other, and a key that comes again comes with its value.
+"""Key-value recall: a row of pairs, in which a key that is repeated has the same value.
 
-A row reads `k v k v ...`: every slot draws a key, and within a row a key keeps its value. Where a
-key was seen before, its value is the target; what the model must look back over is the distance to
-the last time it was shown. Beyond the reach of its attention windows only a memory can know it.
+A row is `k v k v ...`: every slot draws a key, and within a row a key keeps its value. At a
+repeated key its value is the target; the distance goes back to its last value. Beyond the reach of
+the attention windows only a memory can recall it.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from ttcd_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecallConfig(Config):
-    """`num_slots` pairs per row. Token ids: keys are 0..num_keys-1, values follow them."""
+    """`num_slots` pairs per row. Token ids: keys are 0..num_keys-1, then values."""
 
     num_slots: Annotated[int, AtLeast(2)]
     num_keys: Positive
@@ -40,15 +40,13 @@ class RecallConfig(Config):
 class RecallRows:
     """A random-access source of `num_rows` rows; row i is a pure function of (seed, i).
 
-    Fields [T] as in `ttcd_jax.data.packing`, one segment per row. `loss_mask` is True at keys seen
-    before. There `distance` [T] int32 counts the positions back to the key's last value; it is 0
+    Fields [T] as in `ttcd_jax.data.packing`, one segment per row. `loss_mask` is True at repeated
+    keys, where `distance` [T] int32 counts the positions back to the key's last value; it is 0
     elsewhere.
     """
 
     def __init__(self, config: RecallConfig, *, seed: int, num_rows: int) -> None:
-        self.config = config
-        self._seed = seed
-        self._num_rows = num_rows
+        self.config, self._seed, self._num_rows = config, seed, num_rows
 
     def __len__(self) -> int:
         return self._num_rows
@@ -78,12 +76,12 @@ class RecallRows:
 
 
 class Needles(NamedTuple):
-    """Pairs to remember over a haystack of other pairs, each row [B] a text of its own."""
+    """Pairs to remember over a haystack of other pairs, each row [B] another text."""
 
     pairs: np.ndarray  # [B, 2 P] int32: key, value of the needles
-    haystack: np.ndarray  # [B, T] int32: pairs of the other keys, which come again and again
-    keys: np.ndarray  # [B, P]: what to ask for after them
-    values: np.ndarray  # [B, P]: what to be answered
+    haystack: np.ndarray  # [B, T] int32: pairs of the other keys, repeated
+    keys: np.ndarray  # [B, P]: the questions after them
+    values: np.ndarray  # [B, P]: the answers
 
 
 def needles(
