@@ -210,9 +210,7 @@ def _call(q=(2, 4, 8), k=(2, 16, 2, 8), v=None, position=(2,), **options):
     options = {"teacher_window": 16, "student_window": 8} | options
     dtype = options.pop("position_dtype", jnp.int32)
     return inspect.unwrap(decode_attention_with_lse)(
-        *(jnp.zeros(shape) for shape in (q, k, v or k)),
-        jnp.zeros(position, dtype),
-        **options,
+        *(jnp.zeros(shape) for shape in (q, k, v or k)), jnp.zeros(position, dtype), **options
     )
 
 

@@ -167,10 +167,7 @@ def _shapes(length, num_heads, num_kv_heads, head_dim, dtype=jnp.bfloat16) -> tu
 
 @pytest.mark.parametrize(
     ("shapes", "windows"),
-    [
-        (_shapes(65_536, 16, 8, 128), (8192, 4096)),
-        (_shapes(32_768, 24, 24, 64), (2048, 1024)),
-    ],
+    [(_shapes(65_536, 16, 8, 128), (8192, 4096)), (_shapes(32_768, 24, 24, 64), (2048, 1024))],
     ids=["paper", "from scratch"],
 )
 def test_the_call_lowers_to_one_kernel_for_hopper(shapes, windows):

@@ -22,11 +22,7 @@ def visible_slots(position: jax.Array, num_slots: int, window: int) -> jax.Array
 
 
 def decode(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    position: jax.Array,
-    windows: Windows,
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, position: jax.Array, windows: Windows
 ) -> Results:
     """(teacher out, student out, teacher lse, student lse), each by its own softmax."""
     state = jnp.promote_types(q.dtype, jnp.float32)

@@ -13,11 +13,7 @@ from ttcd_kernels.windows import Results, Windows
 
 
 def decode(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    position: jax.Array,
-    windows: Windows,
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, position: jax.Array, windows: Windows
 ) -> Results:
     """Same contract as `reference.decode`. Axis X: the teacher's window, the student's."""
     state = jnp.promote_types(q.dtype, jnp.float32)

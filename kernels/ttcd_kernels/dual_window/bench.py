@@ -10,11 +10,7 @@ import jax
 
 from ttcd_kernels import launch, measure
 from ttcd_kernels.dual_window import cudnn, lse, mosaic_call, triton_call
-from ttcd_kernels.dual_window.api import (
-    Implementation,
-    dual_window_attention,
-    window_attention,
-)
+from ttcd_kernels.dual_window.api import Implementation, dual_window_attention, window_attention
 from ttcd_kernels.dual_window.shapes import SHAPES as SHAPES
 from ttcd_kernels.dual_window.shapes import Case
 from ttcd_kernels.dual_window.tuning import CANDIDATES, Tuning, tuning_for

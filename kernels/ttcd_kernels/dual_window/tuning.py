@@ -26,9 +26,7 @@ class Tuning:
 # registers, spills, shared memory), not yet by time on a GPU.
 TABLE: dict[tuple[int, int], Tuning] = {
     (90, 128): Tuning(
-        forward=Tile(128, 64, 8, 3),
-        backward_q=Tile(128, 64, 8, 2),
-        backward_kv=Tile(64, 64, 8, 2),
+        forward=Tile(128, 64, 8, 3), backward_q=Tile(128, 64, 8, 2), backward_kv=Tile(64, 64, 8, 2)
     ),
     (90, 64): Tuning(
         forward=Tile(128, 128, 8, 3),
@@ -41,19 +39,13 @@ TABLE: dict[tuple[int, int], Tuning] = {
         backward_kv=Tile(64, 128, 8, 3),
     ),
     (80, 128): Tuning(
-        forward=Tile(64, 64, 8, 2),
-        backward_q=Tile(64, 64, 8, 2),
-        backward_kv=Tile(32, 64, 4, 2),
+        forward=Tile(64, 64, 8, 2), backward_q=Tile(64, 64, 8, 2), backward_kv=Tile(32, 64, 4, 2)
     ),
     (80, 64): Tuning(
-        forward=Tile(128, 32, 8, 3),
-        backward_q=Tile(128, 32, 8, 2),
-        backward_kv=Tile(32, 64, 4, 2),
+        forward=Tile(128, 32, 8, 3), backward_q=Tile(128, 32, 8, 2), backward_kv=Tile(32, 64, 4, 2)
     ),
     (80, 32): Tuning(
-        forward=Tile(128, 64, 4, 3),
-        backward_q=Tile(128, 64, 8, 2),
-        backward_kv=Tile(64, 64, 4, 2),
+        forward=Tile(128, 64, 4, 3), backward_q=Tile(128, 64, 8, 2), backward_kv=Tile(64, 64, 4, 2)
     ),
 }
 HEAD_DIMS = (32, 64, 128)

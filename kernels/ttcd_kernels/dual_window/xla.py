@@ -122,11 +122,7 @@ class _Window(NamedTuple):
 
 
 def _window(
-    shape: _Shape,
-    k_pad: jax.Array,
-    v_pad: jax.Array,
-    ids_pad: jax.Array | None,
-    index: jax.Array,
+    shape: _Shape, k_pad: jax.Array, v_pad: jax.Array, ids_pad: jax.Array | None, index: jax.Array
 ) -> _Window:
     """Keys of block `index` and the masks of its two bands. K and V carry w_T rows of front
     padding, so the query in row r of the block is at column r + w_T."""

@@ -111,10 +111,7 @@ def _stock(case: Case) -> Callable[..., Any]:
         return moved.reshape(z.shape)
 
     def convolve(
-        z_teacher: jax.Array,
-        z_student: jax.Array,
-        teacher_taps: jax.Array,
-        student_taps: jax.Array,
+        z_teacher: jax.Array, z_student: jax.Array, teacher_taps: jax.Array, student_taps: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         target = depthwise(z_teacher, teacher_taps)
         student = depthwise(z_student, student_taps)
