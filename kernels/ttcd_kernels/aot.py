@@ -170,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows = []
     for op in options.op:
-        variants = importlib.import_module(f"ttcd_kernels.{op}.aot").variants
+        variants = importlib.import_module(f"ttcd_kernels.{op}.bench").variants
         for variant, compiled in variants(options.capability):
             rows += [(variant, *map(str, kernel)) for kernel in compiled]
     print(measure.table(("variant", *Compiled._fields), rows))

@@ -1,4 +1,4 @@
-"""The one place that starts a Triton kernel from JAX."""
+"""The launch of a Triton kernel from JAX, and whether this machine can make one."""
 
 import contextlib
 import contextvars
@@ -16,8 +16,7 @@ _CAPABILITY: contextvars.ContextVar[int | None] = contextvars.ContextVar("capabi
 
 @contextlib.contextmanager
 def compiling_for(capability: int) -> Iterator[None]:
-    """Kernels traced and lowered inside are compiled for this GPU (90: Hopper), which need not be
-    there."""
+    """Kernels traced and lowered inside are compiled for this GPU (90: Hopper), present or not."""
     token = _CAPABILITY.set(capability)
     try:
         yield
@@ -36,6 +35,13 @@ def capability() -> int | None:
     if jax.default_backend() != "gpu":
         return None
     return int(str(jax.devices()[0].compute_capability).replace(".", ""))
+
+
+def known_capability() -> int:
+    """The compute capability of the GPU that `unavailable` found."""
+    found = capability()
+    assert found is not None
+    return found
 
 
 def unavailable() -> str | None:
@@ -96,7 +102,7 @@ def launch(
 
 
 def _check_arguments(kernel: Any, num_positional: int, constants: dict[str, Any]) -> None:
-    """By name and number, of which jax-triton says neither."""
+    """By name and number, neither of which jax-triton reports."""
     names = list(kernel.arg_names)
     unknown = [name for name in constants if name not in names]
     if unknown:
@@ -104,6 +110,6 @@ def _check_arguments(kernel: Any, num_positional: int, constants: dict[str, Any]
     positional = [name for name in names if name not in constants]
     if len(positional) != num_positional:
         raise TypeError(
-            f"{kernel.__name__} takes {len(positional)} arguments and results beside "
+            f"{kernel.__name__} takes {len(positional)} arguments and results besides "
             f"{', '.join(constants)}, not {num_positional}: {', '.join(positional)}"
         )

@@ -17,6 +17,7 @@ import numpy as np
 from interpreting import print_errors, relative_error
 from ttcd_kernels.short_conv import reference, triton_call, xla
 from ttcd_kernels.short_conv.api import short_conv_residual
+from ttcd_kernels.short_conv.reference import Facts, Operands
 from ttcd_kernels.short_conv.tuning import Tile, Tuning
 
 NAMES = (
@@ -40,25 +41,22 @@ def operands(case):
     return inputs, ids, (d_difference, d_target, d_key)
 
 
-def facts(case, ids):
-    """What the operation does, as keyword arguments."""
-    names = "is_causal", "normalizes_keys", "zero_slope"
-    return (
-        {"zero_slope": 1.0}
-        | {name: case[name] for name in names if name in case}
-        | {"segment_ids": ids}
-    )
+def facts(case):
+    return Facts(case["is_causal"], case["normalizes_keys"], case.get("zero_slope", 1.0))
 
 
 def convolve(case, ids):
     """The kernels' call, transformed as the case asks."""
     if case.get("is_public"):
-        call = functools.partial(short_conv_residual, **facts(case, ids), implementation="triton")
+        options = facts(case)._asdict() | {"segment_ids": ids, "implementation": "triton"}
+        call = functools.partial(short_conv_residual, **options)
     else:
         tiles = {name: Tile(*case[name], num_warps=4) for name in ("forward", "backward")}
-        call = functools.partial(
-            triton_call.short_conv_residual, **facts(case, ids), tuning=Tuning(**tiles)
-        )
+
+        def call(*arrays):
+            x = Operands(*arrays, ids)
+            return triton_call.short_conv_residual(x, facts(case), Tuning(**tiles))
+
     transforms = {None: lambda f: f, "jit": jax.jit, "remat": jax.checkpoint, "vmap": jax.vmap}
     return transforms[case.get("transform")](call)
 
@@ -75,7 +73,9 @@ def errors(case):
 
     oracle = xla if case.get("has_zero_row") else reference
 
-    definition = functools.partial(oracle.short_conv_residual, **facts(case, ids))
+    def definition(*arrays):
+        return oracle.short_conv_residual(Operands(*arrays, ids), facts(case))
+
     if case.get("transform") == "vmap":
         definition = jax.vmap(definition)
     wide = [x.astype(jnp.float64) for x in narrow]

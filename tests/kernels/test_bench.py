@@ -5,7 +5,7 @@ import json
 import pytest
 from ttcd_kernels import bench, measure
 from ttcd_kernels.dual_window import bench as dual_window
-from ttcd_kernels.dual_window.shapes import SHAPES, Case
+from ttcd_kernels.dual_window.bench import SHAPES, Case
 
 TINY = ["--op", "dual_window", "--shapes", "tiny"]
 

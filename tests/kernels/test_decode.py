@@ -21,9 +21,8 @@ from interpreting import errors_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import dual_window_attention_with_lse, launch
 from ttcd_kernels.decode import bench, reference, triton_call, xla
-from ttcd_kernels.decode.aot import compile_step
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
-from ttcd_kernels.decode.shapes import SHAPES
+from ttcd_kernels.decode.bench import SHAPES, compile_step
 from ttcd_kernels.decode.tuning import HEAD_DIMS, TABLE, Slices, Tuning, slices_for, tuning_for
 from ttcd_kernels.windows import Windows
 

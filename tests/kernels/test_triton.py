@@ -7,7 +7,7 @@ import pytest
 from interpreting import errors_of
 from launched import launched_kernels
 from ttcd_kernels import dual_window_attention, launch
-from ttcd_kernels.dual_window.aot import compile_gradient
+from ttcd_kernels.dual_window.bench import compile_gradient
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, TABLE, tuning_for
 
 BASE = {"T": 40, "S": 40, "N": 2, "K": 1, "H": 32, "teacher": 16, "student": 8}

@@ -1,8 +1,8 @@
-"""Public entry points of decode attention: shapes are checked here, before anything is launched."""
+"""Public entry points of decode attention, which check shapes and windows."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, NotRequired, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -61,29 +61,24 @@ def decode_attention_with_lse(
     return _run(run, windows, q, k_cache, v_cache, position)
 
 
+class Options(TypedDict):
+    """Options of both calls, as in `decode_attention_with_lse`."""
+
+    teacher_window: int
+    student_window: int
+    scale: NotRequired[float | None]
+    implementation: NotRequired[Implementation]
+
+
 def decode_attention(
     q: Float[Array, "B N H"],
     k_cache: Float[Array, "B W K H"],
     v_cache: Float[Array, "B W K H"],
     position: Int[Array, " B"],
-    *,
-    teacher_window: int,
-    student_window: int,
-    scale: float | None = None,
-    implementation: Implementation = "auto",
+    **options: Unpack[Options],
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N H"]]:
     """(teacher, student) outputs of `decode_attention_with_lse`."""
-    teacher, student, _, _ = decode_attention_with_lse(
-        q,
-        k_cache,
-        v_cache,
-        position,
-        teacher_window=teacher_window,
-        student_window=student_window,
-        scale=scale,
-        implementation=implementation,
-    )
-    return teacher, student
+    return decode_attention_with_lse(q, k_cache, v_cache, position, **options)[:2]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

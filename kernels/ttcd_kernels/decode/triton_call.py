@@ -39,10 +39,8 @@ def decode(
 ) -> Results:
     """Same contract as `reference.decode`, for operands that are not `unsupported`; deterministic.
     float32 operands are multiplied in full float32, not TF32."""
-    if tuning is None:
-        capability = launch.capability()
-        assert capability is not None
-        tuning = tuning_for(capability, q.shape[-1], q.dtype.itemsize)
+    size = q.dtype.itemsize
+    tuning = tuning or tuning_for(launch.known_capability(), q.shape[-1], size)
     axes = {"Q": "b (k g) h", "K": "b s k h", "P": "b", "L": "b (k g)"}
     arrays, group = (q, k_cache, v_cache, position), q.shape[1] // k_cache.shape[2]
     run = functools.partial(_launch, windows, tuning)
@@ -65,15 +63,9 @@ def _launch(
     num_slices = slices.near + slices.far
     outs, lses = launch.launch(
         decode_attention,
-        q,
-        k_cache,
-        v_cache,
-        position.astype(jnp.int32),
+        *(q, k_cache, v_cache, position.astype(jnp.int32)),
         *(B, N, K, num_slots),
-        windows.teacher,
-        windows.student,
-        slices.keys,
-        slices.near,
+        *(windows.teacher, windows.student, slices.keys, slices.near),
         np.float32(windows.scale * _LOG2E),
         out_shape=[
             jax.ShapeDtypeStruct((num_slices, B, N, H), jnp.float32),

@@ -1,7 +1,6 @@
-"""Public entry points of dual-window attention: shapes are checked here, before anything is
-launched."""
+"""Public entry points of dual-window attention, which check shapes and windows."""
 
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -73,6 +72,14 @@ def dual_window_attention_with_lse(
     return run(q, k, v, segment_ids, windows)
 
 
+class Options(TypedDict, total=False):
+    """Options of every call, as in `dual_window_attention_with_lse`."""
+
+    segment_ids: Int[Array, "B S"] | None
+    scale: float | None
+    implementation: Implementation
+
+
 def dual_window_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -80,22 +87,11 @@ def dual_window_attention(
     *,
     teacher_window: int | None,
     student_window: int | None,
-    segment_ids: Int[Array, "B S"] | None = None,
-    scale: float | None = None,
-    implementation: Implementation = "auto",
+    **options: Unpack[Options],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N H"]]:
     """(teacher, student) outputs of `dual_window_attention_with_lse`."""
-    teacher, student, _, _ = dual_window_attention_with_lse(
-        q,
-        k,
-        v,
-        teacher_window=teacher_window,
-        student_window=student_window,
-        segment_ids=segment_ids,
-        scale=scale,
-        implementation=implementation,
-    )
-    return teacher, student
+    windows = {"teacher_window": teacher_window, "student_window": student_window}
+    return dual_window_attention_with_lse(q, k, v, **windows, **options)[:2]
 
 
 def window_attention(
@@ -104,21 +100,11 @@ def window_attention(
     v: Float[Array, "B S K H"],
     *,
     window: int | None,
-    segment_ids: Int[Array, "B S"] | None = None,
-    scale: float | None = None,
-    implementation: Implementation = "auto",
+    **options: Unpack[Options],
 ) -> Float[Array, "B T N H"]:
     """Causal attention under one sliding window: the dual call with an empty far band."""
-    return dual_window_attention(
-        q,
-        k,
-        v,
-        teacher_window=window,
-        student_window=window,
-        segment_ids=segment_ids,
-        scale=scale,
-        implementation=implementation,
-    )[1]
+    windows = {"teacher_window": window, "student_window": window}
+    return dual_window_attention(q, k, v, **windows, **options)[1]
 
 
 def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> None:

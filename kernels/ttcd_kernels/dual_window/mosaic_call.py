@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import triton_call
 from ttcd_kernels.dual_window.cotangents import with_gradients
-from ttcd_kernels.dual_window.gradients import gradients
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile
 from ttcd_kernels.windows import Results, Windows
 
@@ -67,7 +66,7 @@ def dual_window(
     Raises:
         ValueError: scale is not above 0.
     """
-    return with_gradients(_forward, gradients, windows, q, k, v, segment_ids)
+    return with_gradients(_forward, triton_call.gradients, windows, q, k, v, segment_ids)
 
 
 def _forward(

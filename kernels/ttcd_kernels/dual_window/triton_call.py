@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttcd_kernels import launch, partitioning
+from ttcd_kernels.dual_window import xla
 from ttcd_kernels.dual_window.cotangents import QKV, Residuals, by_band, with_gradients
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tile, Tuning, tuning_for
 from ttcd_kernels.windows import Results, Windows
@@ -49,15 +50,15 @@ def dual_window(
 
 
 def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
-    """dq, dk, dv from the cotangents of the four results, whoever computed the results."""
-    return _backward(_shape(windows, saved.q, saved.k, None), saved, cotangents)
+    """dq, dk, dv from the cotangents of the four results, whoever computed the results: by the
+    kernels, or in XLA what they cannot take here."""
+    if unsupported(saved.q, saved.k, saved.v) is not None:
+        return xla.gradients(windows, saved, cotangents)
+    return _backward(_shape(windows, saved.q, saved.k), saved, cotangents)
 
 
-def _shape(windows: Windows, q: jax.Array, k: jax.Array, tuning: Tuning | None) -> _Shape:
-    if tuning is None:
-        capability = launch.capability()
-        assert capability is not None
-        tuning = tuning_for(capability, q.shape[-1])
+def _shape(windows: Windows, q: jax.Array, k: jax.Array, tuning: Tuning | None = None) -> _Shape:
+    tuning = tuning or tuning_for(launch.known_capability(), q.shape[-1])
     return _Shape(*windows.within(k.shape[1]), tuning)
 
 
@@ -104,9 +105,7 @@ def _launch_forward(
         dual_window_forward,
         *_operands(q, k, v, segment_ids),
         *_sizes(q, k),
-        shape.teacher_window,
-        shape.student_window,
-        np.float32(shape.scale * _LOG2E),
+        *(shape.teacher_window, shape.student_window, np.float32(shape.scale * _LOG2E)),
         out_shape=[out, out, lse, lse],
         grid=(-(-T // tile.block_m), N, B),
         **_constants(q, segment_ids, tile),
@@ -149,11 +148,8 @@ def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
         jnp.stack([x.near_out, x.far_out]),
         stacked(x.near_lse, x.far_lse),
         stacked(x.near_delta, x.far_delta),
-        B,
-        *_sizes(q, k),
-        shape.teacher_window,
-        shape.student_window,
-        np.float32(shape.scale),
+        *(B, *_sizes(q, k)),
+        *(shape.teacher_window, shape.student_window, np.float32(shape.scale)),
     )
     tile = shape.tuning.backward_q
     (dq,) = launch.launch(
@@ -177,7 +173,7 @@ def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
 def _operands(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """Without documents a pointer that is never read replaces the ids."""
+    """q, k, v and the ids; without documents a pointer that is never read."""
     return q, k, v, q if segment_ids is None else segment_ids.astype(jnp.int32)
 
 
