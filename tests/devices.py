@@ -24,6 +24,17 @@ def environment(count: int = 1, **variables: str) -> dict[str, str]:
     }
 
 
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+
+
+def printed(script: str, *arguments: str, count: int = 4, **variables: str) -> str:
+    """Standard output of a test file run as a program with `count` devices."""
+    command, env = [sys.executable, script, *arguments], environment(count, **variables)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def run_on_devices(script: Path, case: str, output: Path, *meshes: str) -> Any:
     """What `script` writes of `case` into `output`, as JSON."""
     subprocess.run(

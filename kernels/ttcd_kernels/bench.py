@@ -24,6 +24,7 @@ from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.short_conv import bench as short_conv
 
 OPS: dict[str, Any] = {"dual_window": dual_window, "decode": decode, "short_conv": short_conv}
+BASELINE = "xla"  # ratios are times over this one's
 SETS = ("tiny", "cpu", "paper")
 HEADER = (
     *("case", "pass", "implementation", "time ms", "/ baseline", "Tflop/s", "TB/s", "% of floor"),
@@ -138,7 +139,7 @@ def measured(op: Any, case: Any, ceilings: measure.Ceilings) -> list[Row]:
         seconds, temp_bytes, note = found[direction, name]
         rates: tuple[float | None, ...] = None, None, None, None
         if seconds:
-            work, base = op.work(case, direction), found[direction, op.BASELINE].seconds
+            work, base = op.work(case, direction), found[direction, BASELINE].seconds
             ratio, floor = base and seconds / base, ceilings.floor_seconds(work)
             rates = ratio, work.flops / seconds, work.bytes / seconds, floor / seconds
         rows.append(Row(case.name, direction, name, seconds, *rates, temp_bytes, note))
@@ -153,10 +154,10 @@ def _may_compile_reference(op: Any, case: Any) -> bool:
 def table(rows: list[Row]) -> str:
     tera = 1e12, ",.3g"
     units = (1e-3, ",.2f"), (1, ",.2f"), tera, tera, (0.01, ".1f"), (2**20, ",.1f")
-    cells = [
-        (*row[:3], *(measure.number(row[3 + i], *unit) for i, unit in enumerate(units)), row.note)
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        values: Any = zip(row[3:9], units, strict=True)
+        cells.append((*row[:3], *(measure.number(x, *unit) for x, unit in values), row.note))
     return measure.table(HEADER, cells)
 
 

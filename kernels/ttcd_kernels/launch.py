@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,8 @@ import jax
 from ttcd_kernels import interpreter
 
 _OLDEST_GPU = 80
+DTYPES = ("bfloat16", "float16", "float32")
+LOG2E = 1.4426950408889634
 _CAPABILITY: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
 
 
@@ -57,15 +59,19 @@ def unavailable() -> str | None:
     return None
 
 
-def unfit_dtypes(allowed: Sequence[str], **arrays: Any) -> str | None:
-    """Why the arrays, by name, are not of one dtype out of `allowed`; None if they are."""
+def unsupported(dtypes: Sequence[str], head_dims: Iterable[int] = (), **arrays: Any) -> str | None:
+    """Why no kernel can take the arrays, by name, on this machine: the head dimension of the first,
+    dtypes that differ or are not listed, no GPU. None if one can."""
+    head_dim = next(iter(arrays.values())).shape[-1]
+    if head_dims and head_dim not in head_dims:
+        return f"head dim {head_dim} is not one of {', '.join(map(str, head_dims))}"
     found = [x.dtype.name for x in arrays.values()]
-    if len(set(found)) == 1 and found[0] in allowed:
-        return None
-    return (
-        f"{', '.join(arrays)} are {', '.join(found)}: they must be of one dtype out of "
-        f"{', '.join(allowed)}"
-    )
+    if len(set(found)) != 1 or found[0] not in dtypes:
+        names = ", ".join(arrays)
+        return (
+            f"{names} are {', '.join(found)}: they must be of one dtype out of {', '.join(dtypes)}"
+        )
+    return unavailable()
 
 
 def launch(

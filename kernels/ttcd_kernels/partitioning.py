@@ -30,11 +30,11 @@ def everywhere(
 def partitioned(
     function: Callable[..., Any], rule: str, whole: Sequence[str], **sizes: int
 ) -> Callable[..., Any]:
-    """`function(*arrays)` whose arrays the compiler may split along every axis of `rule` but those
-    in `whole` (in the order in which the rule first names them), which it gathers first.
+    """`function(*arrays)` whose arrays may be sharded along every axis of `rule` but those in
+    `whole` (in the order in which the rule first names them), which are gathered first.
 
     `rule` names axes as Shardy does, "b t (k g) h, ... -> ...", a group per array; `sizes` gives
-    the parts of compound axes, which are split along the first.
+    the parts of compound axes, which are sharded along the first.
     """
     mapped = custom_partitioning(function)
     operand_names, result_names = (
@@ -42,7 +42,7 @@ def partitioned(
     )
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        # What arrives may be split otherwise, along `whole` axes too: the rule alone moves nothing.
+        # Arrays may arrive sharded otherwise, along `whole` axes too: the rule moves nothing.
         arrays = zip(
             jax.tree.leaves((arguments, results)), operand_names + result_names, strict=True
         )
@@ -67,8 +67,8 @@ def _names(array: str) -> list[str]:
 
 
 def _axes_by_name(arrays: Iterable[tuple[Any, list[str]]], whole: Sequence[str]) -> dict[str, Any]:
-    """The mesh axes that split each axis of the rule, as the first array that is split along it has
-    them; a mesh axis splits one of them only."""
+    """The mesh axes that shard each axis of the rule, as in the first array sharded along it; a
+    mesh axis shards one of them only."""
     found: dict[str, Any] = {}
     taken: set[str] = set()
     for array, names in arrays:
@@ -82,7 +82,7 @@ def _axes_by_name(arrays: Iterable[tuple[Any, list[str]]], whole: Sequence[str])
 
 def folds_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function(*arrays)` [B, ...] -> arrays [B, ...] under `vmap`: one call with a larger B. Not
-    differentiable by itself: for use inside a custom VJP."""
+    differentiable: for use inside a custom VJP."""
     mapped = jax.custom_batching.custom_vmap(function)
 
     @mapped.def_vmap

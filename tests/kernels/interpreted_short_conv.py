@@ -14,7 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import jax
 import jax.numpy as jnp
 import numpy as np
-from interpreting import print_errors, relative_error
+from interpreting import gradient, print_errors, relative_errors
 from ttcd_kernels.short_conv import reference, triton_call, xla
 from ttcd_kernels.short_conv.api import short_conv_residual
 from ttcd_kernels.short_conv.reference import Facts, Operands
@@ -67,8 +67,7 @@ def errors(case):
     dtypes = dtype, dtype, *[jnp.dtype(case.get("taps_dtype", "float32"))] * 2
     narrow = [jnp.asarray(x, kind) for x, kind in zip(inputs, dtypes, strict=True)]
     cotangents = tuple(jnp.asarray(x, dtype) for x in cotangents)
-    results, pull = jax.vjp(convolve(case, ids), *narrow)
-    found = *results, *pull(cotangents)
+    found = gradient(convolve(case, ids), narrow, cotangents)
     assert [x.dtype for x in found] == [dtype] * 3 + list(dtypes)
 
     oracle = xla if case.get("has_zero_row") else reference
@@ -78,16 +77,10 @@ def errors(case):
 
     if case.get("transform") == "vmap":
         definition = jax.vmap(definition)
-    wide = [x.astype(jnp.float64) for x in narrow]
-
-    @jax.jit
-    def gradient(wide, cotangents):
-        results, pull = jax.vjp(definition, *wide)
-        return *results, *pull(cotangents)
-
-    expected = gradient(wide, tuple(x.astype(jnp.float64) for x in cotangents))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), (narrow, cotangents))
+    expected = jax.jit(functools.partial(gradient, definition))(*wide)
     assert all(np.isfinite(x).all() for x in expected)
-    return {name: relative_error(x, y) for name, x, y in zip(NAMES, found, expected, strict=True)}
+    return relative_errors(NAMES, found, expected)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ Run as a program, the file prints what the mesh test asks for: a mesh needs devi
 import inspect
 import json
 import re
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -16,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw
-from devices import environment
-from interpreting import errors_of
+from devices import COLLECTIVES, printed
+from interpreting import check_errors
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import dual_window_attention_with_lse, launch
 from ttcd_kernels.decode import bench, reference, triton_call, xla
@@ -61,13 +59,7 @@ BOUND = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
 
 
 def test_the_kernel_computes_the_definition():
-    for case, errors in zip(CASES, errors_of("decode", CASES), strict=True):
-        # One by one: `max` passes over NaN, which is what no program wrote.
-        bound = BOUND[case.get("dtype", "float32")]
-        assert all(error < bound for error in errors.values()), (case, errors)
-        # Scores are exact products of narrow numbers, summed in float32.
-        lses = errors["teacher_lse"], errors["student_lse"]
-        assert all(error < BOUND["float32"] for error in lses), (case, errors)
+    check_errors("decode", CASES, BOUND, "teacher_lse", "student_lse")
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -269,9 +261,6 @@ def test_the_work_counts_both_products_and_each_key_once():
     )
 
 
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
-
-
 def _mesh_measure() -> dict[str, object]:
     """A mesh with the definition in place of the launch: JAX cannot run the interpreter's callback
     inside a partitioned call."""
@@ -303,10 +292,7 @@ def _mesh_measure() -> dict[str, object]:
 
 
 def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing():
-    output = subprocess.run(
-        [sys.executable, __file__], env=environment(4), check=True, capture_output=True, text=True
-    ).stdout
-    found = json.loads(output)
+    found = json.loads(printed(__file__))
     assert found["launched"] == [1, 2, 32]
     assert found["collectives"] == []
     assert found["distance"] <= 1e-5

@@ -8,7 +8,6 @@ of a mesh asks for, which needs devices of its own.
 
 import json
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from devices import environment
+from devices import printed
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from launched import launched_kernels
@@ -71,24 +70,10 @@ def _errors(case):
     return [float(np.abs(x - y).max()) for x, y in pairs]
 
 
-def _run(argument, count=1, **variables):
-    """What this file prints as a program."""
-    done = subprocess.run(
-        [sys.executable, __file__, argument],
-        env=environment(count, **variables),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.parametrize("name", SETS)
 def test_results_are_those_of_the_definition_and_nothing_races(name):
     # XLA has as many threads as NPROC says; each warpgroup waits in one.
-    output = _run(json.dumps(SETS[name]), NPROC="8")
+    output = printed(__file__, json.dumps(SETS[name]), count=1, NPROC="8")
     assert "RACE DETECTED" not in output, output[:3000]
     for case, line in zip(SETS[name], output.splitlines(), strict=True):
         bounds = [STEP[case.get("dtype", "bfloat16")]] * 2 + [2e-6] * 2
@@ -153,7 +138,7 @@ def _on_a_mesh():
 
 
 def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing():
-    found = json.loads(_run("mesh", 4))
+    found = json.loads(printed(__file__, "mesh"))
     assert found["moves"] == []
     assert found["distance"] < 1e-5
     assert found["launched"] == [[1, 24, 2, 64], [1, 24, 1, 64]]

@@ -5,19 +5,16 @@ Run as a program, the file prints what the test asks for: a mesh needs devices o
 """
 
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
-from devices import environment
+from devices import COLLECTIVES, printed
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import reference, triton_call
 from ttcd_kernels.windows import Windows
 
 WINDOWS = Windows(16, 8, 0.2)
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
 
 def _forward(shape, q, k, v, ids):
@@ -79,10 +76,7 @@ def _measure() -> dict[str, object]:
 
 
 def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing_else():
-    output = subprocess.run(
-        [sys.executable, __file__], env=environment(4), check=True, capture_output=True, text=True
-    ).stdout
-    found = json.loads(output)
+    found = json.loads(printed(__file__))
     assert found["collectives"] == []
     assert found["distance"] <= 1e-5
     assert found["distance in shard_map"] <= 1e-5

@@ -7,15 +7,13 @@ Run as a program, the file prints what the mesh test asks for: a mesh needs devi
 import functools
 import inspect
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw
-from devices import environment
+from devices import COLLECTIVES, printed
 from interpreting import errors_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch, parity
@@ -277,7 +275,6 @@ def test_what_the_kernels_cannot_take_is_refused_before_launch():
 # Meshes, with the definition in place of the launches: JAX cannot run the interpreter's callback
 # inside a partitioned call.
 
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 # Axis of the mesh (data 2, tensor 2) that splits b, c and f; are keys normalised.
 LAYOUTS = {
     "batch and chunks": (("data", "tensor", None), True),
@@ -348,10 +345,7 @@ def _measure_mesh() -> dict[str, object]:
 
 
 def test_a_mesh_splits_batch_chunks_and_the_features_of_plain_keys():
-    output = subprocess.run(
-        [sys.executable, __file__], env=environment(4), check=True, capture_output=True, text=True
-    ).stdout
-    found = json.loads(output)
+    found = json.loads(printed(__file__))
     assert found.keys() == LAYOUTS.keys()
     chunks, plain, unit = found.values()
     for layout in (chunks, plain):

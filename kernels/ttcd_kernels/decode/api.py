@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.decode import reference, triton_call, xla
 from ttcd_kernels.dispatch import Candidate, choose
-from ttcd_kernels.windows import Windows
+from ttcd_kernels.windows import Windows, checked
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 # "auto" takes the first that can run.
@@ -54,10 +54,13 @@ def decode_attention_with_lse(
         ValueError: shapes or windows that do not fit, naming both numbers; differentiation.
     """
     _check_arrays(q, k_cache, v_cache, position)
-    _check_windows(k_cache.shape[1], teacher_window, student_window)
-    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    windows = checked(teacher_window, student_window, scale, q.shape[-1])
+    if k_cache.shape[1] < teacher_window:
+        raise ValueError(
+            f"a cache of {k_cache.shape[1]} slots cannot hold the {teacher_window} positions of "
+            f"teacher_window: give it at least {teacher_window}"
+        )
     run = choose("decode attention", implementation, CANDIDATES, q, k_cache, v_cache)
-    windows = Windows(teacher_window, student_window, scale)
     return _run(run, windows, q, k_cache, v_cache, position)
 
 
@@ -112,20 +115,3 @@ def _check_arrays(
         raise ValueError(f"position has shape {position.shape}: {B} queries need ({B},)")
     if not jnp.issubdtype(position.dtype, jnp.integer):
         raise ValueError(f"position is {position.dtype.name}: it must be int32")
-
-
-def _check_windows(num_slots: int, teacher_window: int, student_window: int) -> None:
-    if student_window < 1:
-        raise ValueError(
-            f"student_window is {student_window}: a window counts the query itself, so at least 1"
-        )
-    if student_window > teacher_window:
-        raise ValueError(
-            f"student_window {student_window} is wider than teacher_window {teacher_window}: "
-            "the student must see no more than the teacher"
-        )
-    if num_slots < teacher_window:
-        raise ValueError(
-            f"a cache of {num_slots} slots cannot hold the {teacher_window} positions of "
-            f"teacher_window: give it at least {teacher_window}"
-        )

@@ -18,8 +18,7 @@ from ttcd_kernels.decode.tuning import CANDIDATES, HEAD_DIMS, Tuning, tuning_for
 from ttcd_kernels.measure import Search, SetName, Work
 from ttcd_kernels.windows import Results, Windows
 
-BASELINE = "xla"  # ratios are times over this one's
-PEERS = ("jax.nn",)  # names of what is not ours begin so: they may refuse a shape
+PEERS = ("jax.nn",)  # names of foreign implementations begin so: they may refuse a shape
 
 
 class Case(NamedTuple):

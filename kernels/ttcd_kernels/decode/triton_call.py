@@ -13,20 +13,15 @@ from ttcd_kernels.dual_window.lse import merge
 from ttcd_kernels.partitioning import everywhere
 from ttcd_kernels.windows import Results, Windows
 
-_LOG2E = 1.4426950408889634
-_DTYPES = ("bfloat16", "float16", "float32")
 _SMALLEST_GROUP, _LARGEST_GROUP = 16, 64  # rows of a matrix product; accumulators in registers
 
 
 def unsupported(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | None:
     """Why the kernel cannot take these arrays on this machine; None if it can."""
-    if q.shape[-1] not in HEAD_DIMS:
-        return f"head dim {q.shape[-1]} is not one of {', '.join(map(str, HEAD_DIMS))}"
     group = q.shape[1] // k_cache.shape[2]
     if group > _LARGEST_GROUP:
         return f"{group} query heads per kv head are more than {_LARGEST_GROUP}"
-    arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    return launch.unfit_dtypes(_DTYPES, **arrays) or launch.unavailable()
+    return launch.unsupported(launch.DTYPES, HEAD_DIMS, q=q, k_cache=k_cache, v_cache=v_cache)
 
 
 def decode(
@@ -66,7 +61,7 @@ def _launch(
         *(q, k_cache, v_cache, position.astype(jnp.int32)),
         *(B, N, K, num_slots),
         *(windows.teacher, windows.student, slices.keys, slices.near),
-        np.float32(windows.scale * _LOG2E),
+        np.float32(windows.scale * launch.LOG2E),
         out_shape=[
             jax.ShapeDtypeStruct((num_slices, B, N, H), jnp.float32),
             jax.ShapeDtypeStruct((num_slices, B, N), jnp.float32),

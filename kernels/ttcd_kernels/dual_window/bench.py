@@ -30,8 +30,7 @@ from ttcd_kernels.dual_window.tuning import (
 from ttcd_kernels.measure import SetName, Work
 from ttcd_kernels.windows import Windows
 
-BASELINE = "xla"  # ratios are times over this one's
-PEERS = ("cudnn", "tokamax")  # names of what is not ours begin so: they may refuse a shape
+PEERS = ("cudnn", "tokamax")  # names of foreign implementations begin so: they may refuse a shape
 
 
 class Case(NamedTuple):

@@ -12,7 +12,6 @@ from ttcd_kernels.dual_window.cotangents import with_gradients
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile
 from ttcd_kernels.windows import Results, Windows
 
-_LOG2E = 1.4426950408889634
 _DTYPES = ("bfloat16", "float16")
 CAPABILITY = 90  # wgmma exists on Hopper only
 
@@ -33,9 +32,7 @@ def unsupported(
     """Why the kernel cannot take these arrays on this machine; None if it can."""
     if segment_ids is not None:
         return "documents (segment_ids) are not supported"
-    if q.shape[-1] not in MOSAIC_TILES:
-        return f"head dim {q.shape[-1]} is not one of {', '.join(map(str, MOSAIC_TILES))}"
-    reason = launch.unfit_dtypes(_DTYPES, q=q, k=k, v=v) or launch.unavailable()
+    reason = launch.unsupported(_DTYPES, MOSAIC_TILES, q=q, k=k, v=v)
     if reason is not None:
         return reason
     if launch.capability() != CAPABILITY:
@@ -89,8 +86,7 @@ def forward(
 ) -> Results:
     """One launch: `dual_window` without a gradient. `interpret`, an instance of
     `mosaic_gpu.InterpretGPUParams`, runs it on a CPU (of three threads at least, or it hangs)."""
-    shape = _shape(windows, q, k, tile, interpret)
-    return _launch_forward(shape, q, k, v)
+    return _launch_forward(_shape(windows, q, k, tile, interpret), q, k, v)
 
 
 def _shape(
@@ -101,7 +97,7 @@ def _shape(
     interpret: Any = False,
 ) -> _Shape:
     if windows.scale <= 0:
-        # The largest score is looked for before scaling.
+        # The largest score is found before scaling.
         raise ValueError(
             f"scale is {windows.scale}, the Mosaic kernel needs one above 0; use 'triton'"
         )
@@ -109,8 +105,8 @@ def _shape(
 
 
 def _launch_forward(shape: _Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> Results:
-    """The kernel copies whole tiles only, so that queries and keys are padded to them. Keys after
-    the last are ahead of every query, none of which sees them."""
+    """Queries and keys are padded to the whole tiles that the kernel copies: no query sees the keys
+    after the last."""
     from ttcd_kernels.dual_window.mosaic_kernel import Facts, dual_window_forward
 
     T, S = q.shape[1], k.shape[1]
@@ -119,7 +115,7 @@ def _launch_forward(shape: _Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> 
         bands=(near,) if far[0] == far[1] else (near, far),
         num_keys=S,
         first_position=S - T,
-        scale_log2=shape.scale * _LOG2E,
+        scale_log2=shape.scale * launch.LOG2E,
         tile=shape.tile,
         interpret=shape.interpret,
     )

@@ -14,9 +14,6 @@ from ttcd_kernels.dual_window.cotangents import QKV, Residuals, by_band, with_gr
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tile, Tuning, tuning_for
 from ttcd_kernels.windows import Results, Windows
 
-_LOG2E = 1.4426950408889634
-_DTYPES = ("bfloat16", "float16", "float32")
-
 
 class _Shape(NamedTuple):
     """Static facts of a call."""
@@ -29,9 +26,7 @@ class _Shape(NamedTuple):
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> str | None:
     """Why the kernels cannot take these arrays on this machine; None if they can."""
-    if q.shape[-1] not in HEAD_DIMS:
-        return f"head dim {q.shape[-1]} is not one of {', '.join(map(str, HEAD_DIMS))}"
-    return launch.unfit_dtypes(_DTYPES, q=q, k=k, v=v) or launch.unavailable()
+    return launch.unsupported(launch.DTYPES, HEAD_DIMS, q=q, k=k, v=v)
 
 
 def dual_window(
@@ -105,7 +100,7 @@ def _launch_forward(
         dual_window_forward,
         *_operands(q, k, v, segment_ids),
         *_sizes(q, k),
-        *(shape.teacher_window, shape.student_window, np.float32(shape.scale * _LOG2E)),
+        *(shape.teacher_window, shape.student_window, np.float32(shape.scale * launch.LOG2E)),
         out_shape=[out, out, lse, lse],
         grid=(-(-T // tile.block_m), N, B),
         **_constants(q, segment_ids, tile),
@@ -113,29 +108,15 @@ def _launch_forward(
     return teacher, student, teacher_lse.swapaxes(1, 2), student_lse.swapaxes(1, 2)
 
 
-class _BackwardOperands(NamedTuple):
-    """Arrays of the backward kernels: dO [B, T, N, H], D and lse [B, T, N] of each band."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    segment_ids: jax.Array | None
-    near_out: jax.Array
-    near_delta: jax.Array
-    near_lse: jax.Array
-    far_out: jax.Array
-    far_delta: jax.Array
-    far_lse: jax.Array
-
-
 def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
+    """`arrays` are q, k, v, ids, and of the near and the far band dO [B, T, N, H], D and lse [B, T,
+    N]."""
     from ttcd_kernels.dual_window.triton_kernels import (
         dual_window_backward_kv,
         dual_window_backward_q,
     )
 
-    x = _BackwardOperands(*arrays)
-    q, k, ids = x.q, x.k, x.segment_ids
+    q, k, v, ids, near_out, near_delta, near_lse, far_out, far_delta, far_lse = arrays
     B, T, N, _ = q.shape
     S, K = k.shape[1:3]
 
@@ -144,10 +125,10 @@ def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
         return jnp.stack([near, far]).swapaxes(2, 3)
 
     arguments = (
-        *_operands(q, k, x.v, ids),
-        jnp.stack([x.near_out, x.far_out]),
-        stacked(x.near_lse, x.far_lse),
-        stacked(x.near_delta, x.far_delta),
+        *_operands(q, k, v, ids),
+        jnp.stack([near_out, far_out]),
+        stacked(near_lse, far_lse),
+        stacked(near_delta, far_delta),
         *(B, *_sizes(q, k)),
         *(shape.teacher_window, shape.student_window, np.float32(shape.scale)),
     )

@@ -50,7 +50,7 @@ TABLE: dict[tuple[int, int], Tuning] = {
 }
 HEAD_DIMS = (32, 64, 128)
 
-# What `ttcd_kernels.tune` tries for each kernel beside the table's.
+# Tried for each kernel by `ttcd_kernels.tune` besides the table's.
 CANDIDATES: dict[str, tuple[Tile, ...]] = dict.fromkeys(
     ("forward", "backward_q", "backward_kv"),
     tuple(

@@ -18,8 +18,7 @@ from ttcd_kernels.short_conv.api import Implementation, short_conv_residual
 from ttcd_kernels.short_conv.reference import Facts, Operands, Results
 from ttcd_kernels.short_conv.tuning import CANDIDATES, Tuning, tuning_for
 
-BASELINE = "xla"  # ratios are times over this one's
-PEERS = ("lax.conv",)  # names of what is not ours begin so: they may refuse a shape
+PEERS = ("lax.conv",)  # names of foreign implementations begin so: they may refuse a shape
 
 
 class Case(NamedTuple):

@@ -13,7 +13,6 @@ from ttcd_kernels.partitioning import everywhere
 from ttcd_kernels.short_conv.reference import Facts, Operands, Results
 from ttcd_kernels.short_conv.tuning import Tile, Tuning, tuning_for
 
-_DTYPES = ("bfloat16", "float16", "float32")
 _MAX_TAPS = 8  # the backward keeps that many rows of both branches in registers
 
 
@@ -34,15 +33,12 @@ class Residuals(NamedTuple):
 
 def unsupported(x: Operands) -> str | None:
     """Why the kernels cannot take these arrays on this machine; None if they can."""
-    reason = launch.unfit_dtypes(_DTYPES, z_teacher=x.z_teacher, z_student=x.z_student)
-    if reason is not None:
-        return reason
     taps = [taps.dtype.name for taps in (x.teacher_taps, x.student_taps)]
-    if not set(taps) <= set(_DTYPES):
-        return f"taps are {' and '.join(taps)}: they must be of {', '.join(_DTYPES)}"
+    if not set(taps) <= set(launch.DTYPES):
+        return f"taps are {' and '.join(taps)}: they must be of {', '.join(launch.DTYPES)}"
     if x.teacher_taps.shape[0] > _MAX_TAPS:
         return f"{x.teacher_taps.shape[0]} taps are more than {_MAX_TAPS}"
-    return launch.unavailable()
+    return launch.unsupported(launch.DTYPES, z_teacher=x.z_teacher, z_student=x.z_student)
 
 
 def short_conv_residual(x: Operands, facts: Facts, tuning: Tuning | None = None) -> Results:

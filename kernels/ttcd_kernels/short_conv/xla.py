@@ -25,7 +25,7 @@ def short_conv(
     x's dtype. The backward keeps x, not its R shifted copies.
     """
     convolve = functools.partial(_convolve, is_causal=is_causal)
-    # Shifting x again is free beside the products; where XLA merges both, nothing is lost.
+    # Shifting x again costs nothing next to the products; where XLA merges both, nothing is lost.
     return jax.checkpoint(convolve, prevent_cse=False)(x, taps, segment_ids)
 
 
