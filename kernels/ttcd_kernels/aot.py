@@ -28,7 +28,7 @@ _TENSOR_CORES = re.compile(r"\b(?:wgmma\.mma_async|mma)\.sync")
 
 
 class Compiled(NamedTuple):
-    """One kernel in machine code, of one thread block."""
+    """One kernel in machine code."""
 
     name: str
     registers: int  # per thread

@@ -26,10 +26,12 @@ from ttcd_kernels.short_conv import bench as short_conv
 OPS: dict[str, Any] = {"dual_window": dual_window, "decode": decode, "short_conv": short_conv}
 BASELINE = "xla"  # ratios are times over this one's
 SETS = ("tiny", "cpu", "paper")
-HEADER = (
-    *("case", "pass", "implementation", "time ms", "/ baseline", "Tflop/s", "TB/s", "% of floor"),
-    *("temp MiB", "note"),
-)
+COLUMNS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("case", "pass", "implementation"), ()),
+    **{"time ms": (1e-3,), "/ baseline": (1,)},
+    **dict.fromkeys(("Tflop/s", "TB/s"), (1e12, ",.3g")),
+    **{"% of floor": (0.01, ".1f"), "temp MiB": (2**20, ",.1f"), "note": ()},
+}
 
 
 class Row(NamedTuple):
@@ -60,13 +62,13 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.op:
         op = OPS[name]
         compared = [row for case in op.SHAPES["parity"] for row in parity.compare(op, case)]
-        print(f"\n{name}\n{parity.table(compared)}", flush=True)
+        print(f"\n{name}\n{measure.numbered(parity.COLUMNS, compared)}", flush=True)
         entry = report["ops"][name] = {"shapes": [], "rows": []}
         entry["parity"] = [row._asdict() for row in compared]
         failed |= _failed(op, compared)
     for name, case in cases(options):
         rows = measured(OPS[name], case, ceilings)
-        print(f"\n{table(rows)}", flush=True)
+        print(f"\n{measure.numbered(COLUMNS, rows)}", flush=True)
         report["ops"][name]["shapes"].append(case._asdict())
         report["ops"][name]["rows"] += [row._asdict() for row in rows]
         failed |= _failed(OPS[name], rows)
@@ -149,16 +151,6 @@ def measured(op: Any, case: Any, ceilings: measure.Ceilings) -> list[Row]:
 def _may_compile_reference(op: Any, case: Any) -> bool:
     """Compiling allocates nothing on the CPU; a GPU's compiler tries products out in memory."""
     return jax.default_backend() == "cpu" or op.reference_bytes(case) < measure.usable_bytes() // 4
-
-
-def table(rows: list[Row]) -> str:
-    tera = 1e12, ",.3g"
-    units = (1e-3, ",.2f"), (1, ",.2f"), tera, tera, (0.01, ".1f"), (2**20, ",.1f")
-    cells = []
-    for row in rows:
-        values: Any = zip(row[3:9], units, strict=True)
-        cells.append((*row[:3], *(measure.number(x, *unit) for x, unit in values), row.note))
-    return measure.table(HEADER, cells)
 
 
 if __name__ == "__main__":

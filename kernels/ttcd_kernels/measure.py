@@ -264,9 +264,19 @@ def gibibytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def number(value: float | None, unit: float = 1, form: str = ",.2f") -> str:
+def number(value: Any, unit: float = 1, form: str = ",.2f") -> str:
     """The value in a unit; "-" where it was not measured."""
     return "-" if value is None else f"{value / unit:{form}}"
+
+
+def numbered(columns: Mapping[str, tuple[Any, ...]], rows: Sequence[Sequence[Any]]) -> str:
+    """A table of rows whose columns are numbers, in a unit and format, or text: an empty tuple."""
+
+    def cell(value: Any, unit: tuple[Any, ...]) -> str:
+        return number(value, *unit) if unit else value
+
+    cells = [list(map(cell, row, columns.values())) for row in rows]
+    return table(list(columns), cells)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

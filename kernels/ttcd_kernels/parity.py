@@ -9,10 +9,11 @@ import numpy as np
 
 from ttcd_kernels import measure
 
-HEADER = (
-    *("parity", "dtype", "pass", "implementation"),
-    *("% equal", "ulp (99 %)", "max rel. error", "note"),
-)
+COLUMNS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("parity", "dtype", "pass", "implementation"), ()),
+    **{"% equal": (0.01, ".1f"), "ulp (99 %)": (1, ".0f"), "max rel. error": (1, ".1e")},
+    "note": (),
+}
 
 
 class Parity(NamedTuple):
@@ -87,11 +88,3 @@ def _ordered(x: np.ndarray) -> np.ndarray:
     integer = {2: np.int16, 4: np.int32, 8: np.int64}[x.dtype.itemsize]
     bits = x.view(integer).astype(np.int64)
     return np.where(bits < 0, np.iinfo(integer).min - bits, bits)
-
-
-def table(rows: list[Parity]) -> str:
-    cells = [
-        (*row[:4], f"{100 * row[4]:.1f}", f"{row[5]:.0f}", f"{row[6]:.1e}", row.note)
-        for row in rows
-    ]
-    return measure.table(HEADER, cells)

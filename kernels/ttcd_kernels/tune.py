@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ttcd_kernels import bench, launch, measure
 from ttcd_kernels.bench import OPS
 
-HEADER = ("case", "kernel", "tile", "time ms", "/ table", "note")
+COLUMNS = {"case": (), "kernel": (), "tile": (), "time ms": (1e-3,), "/ table": (1,), "note": ()}
 
 
 class Row(NamedTuple):
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     report: dict[str, Any] = {"environment": bench.environment(), "rows": []}
     for name, case in bench.cases(options):
         rows = tuned(OPS[name], case)
-        print(table(rows), flush=True)
+        print(measure.numbered(COLUMNS, rows), flush=True)
         report["rows"] += [{"op": name, **row._asdict()} for row in rows]
         bench.write(report, options.json)
 
@@ -52,14 +52,6 @@ def tuned(op: Any, case: Any) -> list[Row]:
             note = note or "the table's" * (tile == search.table)
             rows.append(Row(case.name, kernel, str(tuple(tile)), seconds, ratio, note))
     return rows
-
-
-def table(rows: list[Row]) -> str:
-    cells = [
-        (*row[:3], measure.number(row.seconds, 1e-3), measure.number(row.ratio), row.note)
-        for row in rows
-    ]
-    return measure.table(HEADER, cells)
 
 
 if __name__ == "__main__":

@@ -80,10 +80,7 @@ def programs(case: Case) -> dict[tuple[str, str], Callable[..., Any]]:
         attend: Any = functools.partial(decode_attention, **windows, implementation=implementation)
         return lambda *arrays: attend(*arrays, jnp.asarray(case.positions))
 
-    found: dict[tuple[str, str], Callable[..., Any]] = {
-        ("forward", "xla"): dual("xla"),
-        ("forward", "reference"): dual("reference"),
-    }
+    found = {("forward", name): dual(name) for name in ("xla", "reference")}
     if jax.default_backend() == "gpu":
         found["forward", "triton"] = dual("triton")
         found["forward", "jax.nn twice"] = functools.partial(_stock, case)

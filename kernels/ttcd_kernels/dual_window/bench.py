@@ -48,14 +48,8 @@ class Case(NamedTuple):
     rounds: int = 5
 
     @property
-    def pairs(self) -> tuple[int, int]:
-        """Query-key pairs of one head in the teacher's and in the student's window."""
-
-        def count(window: int | None) -> int:
-            window = min(window or self.length, self.length)
-            return window * self.length - window * (window - 1) // 2
-
-        return count(self.teacher_window), count(self.student_window)
+    def windows(self) -> Windows:
+        return Windows(self.teacher_window or self.length, self.student_window, self.head_dim**-0.5)
 
 
 SHAPES: dict[SetName, tuple[Case, ...]] = {
@@ -106,12 +100,13 @@ def programs(case: Case) -> dict[tuple[str, str], Callable[..., Any]]:
 def work(case: Case, direction: str) -> Work:
     """Two matrix products per key pair of the teacher's window, seven with the gradients; every
     array once."""
-    teacher, _ = case.pairs
+    window = case.windows.within(case.length).teacher
+    pairs = window * case.length - window * (window - 1) // 2
     products = {"forward": 2, "fwd + bwd": 7}[direction]
     shapes = operand_shapes(case)
     wide, narrow = (shape.size * shape.dtype.itemsize for shape in shapes[:2])
     moved = {"forward": 3 * wide + 2 * narrow, "fwd + bwd": 10 * wide + 6 * narrow}[direction]
-    flops = products * 2 * teacher * case.batch * case.num_heads * case.head_dim
+    flops = products * 2 * pairs * case.batch * case.num_heads * case.head_dim
     return Work(flops, moved)
 
 
@@ -123,10 +118,10 @@ def reference_bytes(case: Case) -> int:
 def searches(case: Case) -> dict[str, measure.Search]:
     """Per kernel: the tiles to try, and a program with each."""
 
-    windows = _windows(case)
-
     def attend(tuning: Tuning) -> Callable[..., Any]:
-        return lambda q, k, v: triton_call.dual_window(q, k, v, None, windows, tuning=tuning)[:2]
+        return lambda q, k, v: triton_call.dual_window(q, k, v, None, case.windows, tuning=tuning)[
+            :2
+        ]
 
     table = tuning_for(launch.known_capability(), case.head_dim)
     return measure.searches(table, CANDIDATES, attend, 3)
@@ -137,12 +132,8 @@ def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
     windows = case.teacher_window, case.student_window
 
     def dual(implementation: Implementation) -> Callable[..., Any]:
-        return functools.partial(
-            dual_window_attention,
-            teacher_window=case.teacher_window,
-            student_window=case.student_window,
-            implementation=implementation,
-        )
+        reach = {"teacher_window": case.teacher_window, "student_window": case.student_window}
+        return functools.partial(dual_window_attention, **reach, implementation=implementation)
 
     def single(implementation: Implementation, *windows: int | None) -> Callable[..., Any]:
         def call(*qkv: jax.Array) -> tuple[jax.Array, ...]:
@@ -151,11 +142,8 @@ def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
 
         return call
 
-    found = {
-        "xla": dual("xla"),
-        "xla two calls": single("xla", *windows),
-        "reference": dual("reference"),
-    }
+    found = {"xla": dual("xla"), "xla two calls": single("xla", *windows)}
+    found["reference"] = dual("reference")
     if jax.default_backend() != "gpu":
         return found | {"lse": dual("lse")}
     qkv: Any = operand_shapes(case)[:3]
@@ -170,7 +158,7 @@ def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
     if cudnn.unsupported(*qkv) is None:
         found |= {
             "lse cudnn": _lse(case, cudnn.attend),
-            "cudnn teacher": _stock(jax.nn.dot_product_attention, "cudnn", case.teacher_window),
+            "cudnn teacher": _stock(jax.nn.dot_product_attention, "cudnn", windows[0]),
             "cudnn both": _stock(jax.nn.dot_product_attention, "cudnn", *windows),
         }
     if importlib.util.find_spec("tokamax") is not None:
@@ -182,12 +170,8 @@ def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def _windows(case: Case) -> Windows:
-    return Windows(case.teacher_window or case.length, case.student_window, case.head_dim**-0.5)
-
-
 def _lse(case: Case, attend: lse.SingleWindow) -> Callable[..., Any]:
-    return lambda q, k, v: lse.dual_window(q, k, v, None, _windows(case), attend)[:2]
+    return lambda q, k, v: lse.dual_window(q, k, v, None, case.windows, attend)[:2]
 
 
 def _stock(
@@ -231,13 +215,8 @@ def compile_gradient(
     def gradient(
         q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
     ) -> tuple[jax.Array, ...]:
-        attend = functools.partial(
-            dual_window_attention_with_lse,
-            teacher_window=8192,
-            student_window=4096,
-            segment_ids=ids,
-            implementation="triton",
-        )
+        options: Any = {"teacher_window": 8192, "student_window": 4096, "implementation": "triton"}
+        attend = functools.partial(dual_window_attention_with_lse, segment_ids=ids, **options)
         results, pull = jax.vjp(attend, q, k, v)
         return pull(results)
 

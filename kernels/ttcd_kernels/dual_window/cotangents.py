@@ -78,8 +78,7 @@ class BandCotangents(NamedTuple):
 
 
 def by_band(saved: Residuals, cotangents: Results) -> BandCotangents:
-    """From the cotangents of (teacher, student, teacher lse, student lse). The combined one of the
-    near band is rounded to q's dtype once."""
+    """From the cotangents of the four results. The near band's dO is rounded to q's dtype once."""
     d_teacher, d_student, d_teacher_lse, d_student_lse = cotangents
     state = saved.teacher_lse.dtype
 
