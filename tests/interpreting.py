@@ -29,7 +29,7 @@ def check_errors(op: str, cases: list[dict[str, Any]], bound: dict[str, float], 
     """Every result of every case is within its dtype's bound; `sums`, of exact products of narrow
     numbers in float32, within that of float32."""
     for case, errors in zip(cases, errors_of(op, cases), strict=True):
-        # One by one: `max` passes over NaN, which is what no program wrote.
+        # One by one: `max` passes over NaN, the value of an unwritten result.
         allowed = bound[case.get("dtype", "float32")]
         assert all(error < allowed for error in errors.values()), (case, errors)
         assert all(errors[name] < bound["float32"] for name in sums), (case, errors)

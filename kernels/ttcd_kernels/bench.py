@@ -110,7 +110,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argpa
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """(op, case) of those asked for."""
+    """(op, case) of the selected ones."""
     for op in options.op:
         for case in OPS[op].SHAPES[options.shapes]:
             if not options.case or case.name in options.case:

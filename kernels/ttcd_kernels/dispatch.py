@@ -15,8 +15,7 @@ class Unsupported(ValueError):
 
 
 class Candidate(NamedTuple):
-    """An implementation, and why it cannot take a call's operands on this machine (None: it
-    can)."""
+    """An implementation, and why it cannot take a call's operands here (None: it can)."""
 
     run: Callable[..., Any]
     unsupported: Callable[..., str | None] = lambda *operands: None

@@ -1,4 +1,4 @@
-"""Triton kernels on a CPU, numerically: Triton's interpreter behind a JAX callback.
+"""Triton kernels on a CPU, numerically: Triton's interpreter in a JAX callback.
 
 With TRITON_INTERPRET=1 in the environment *before* triton is imported, as in the tests, kernels run
 on NumPy arrays, program after program. That process can neither compile nor launch them.

@@ -204,7 +204,7 @@ def temp_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of a run: arguments, results (what is donated counts once) and temporaries."""
+    """Bytes of a run: arguments, results (donated ones count once) and temporaries."""
     found = _bytes(compiled)
     sizes = found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes
     return sum(sizes) - found.alias_size_in_bytes

@@ -1,5 +1,5 @@
-"""Kernels under vmap and on a mesh: a mapped axis joins the batch, and each device runs a kernel on
-its own shard of the independent axes."""
+"""Kernels under vmap, where a mapped axis joins the batch, and on a mesh, where each device runs
+them on its shard of the independent axes."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

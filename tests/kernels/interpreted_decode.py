@@ -1,4 +1,4 @@
-"""Runs cases of decode attention through Triton's interpreter, which needs a process of its own:
+"""Runs cases of decode attention through Triton's interpreter, which needs its own process:
 `python interpreted_decode.py '[{"positions": [3], ...}, ...]'` prints a JSON line of
 relative errors each.
 

@@ -1,7 +1,7 @@
 """Decode attention: the kernel by Triton's interpreter and ahead of time, the XLA form, rings
-against whole sequences, a mesh, and what is refused.
+against whole sequences, a mesh, and refusals.
 
-Run as a program, the file prints what the mesh test asks for: a mesh needs devices of its own.
+Run as a program, the file prints the measurements of the mesh test: a mesh needs its own devices.
 """
 
 import inspect
@@ -157,7 +157,7 @@ def test_decoding_position_by_position_equals_the_whole_sequence(num_slots, form
     windows = {"teacher_window": 12, "student_window": 5}
     whole = dual_window_attention_with_lse(q, k, v, implementation="xla", **windows)
     lead = jnp.asarray([0, 7])  # the second row has seen seven tokens when the first has seen none
-    empty = jnp.full((2, num_slots, K, H), 1e3)  # no zeros: what is not written must not count
+    empty = jnp.full((2, num_slots, K, H), 1e3)  # no zeros: unwritten slots must not count
 
     def write(caches, position):
         slot = rows, position % num_slots

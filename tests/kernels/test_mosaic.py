@@ -2,8 +2,8 @@
 barriers, gradients, lowering, machine code where JAX's compiler for it is installed, refusals.
 
 Run as a program with a list of cases, the file prints a JSON line of errors each: the simulator
-needs a process of its own, with a thread for every warpgroup. With "mesh" it prints what the test
-of a mesh asks for, which needs devices of its own.
+needs its own process, with a thread for every warpgroup. With "mesh" it prints what the test
+of a mesh asks for, which needs its own devices.
 """
 
 import json
@@ -72,7 +72,7 @@ def _errors(case):
 
 @pytest.mark.parametrize("name", SETS)
 def test_results_are_those_of_the_definition_and_nothing_races(name):
-    # XLA has as many threads as NPROC says; each warpgroup waits in one.
+    # XLA has NPROC threads; each warpgroup waits in one.
     output = printed(__file__, json.dumps(SETS[name]), count=1, NPROC="8")
     assert "RACE DETECTED" not in output, output[:3000]
     for case, line in zip(SETS[name], output.splitlines(), strict=True):

@@ -1,7 +1,7 @@
 """The fused attention call as the compiler splits it on a mesh, with the definition in place of the
 launches: JAX cannot run the interpreter's callback inside a partitioned call.
 
-Run as a program, the file prints what the test asks for: a mesh needs devices of its own.
+Run as a program, the file prints the measurements of the test: a mesh needs its own devices.
 """
 
 import json
@@ -22,7 +22,7 @@ def _forward(shape, q, k, v, ids):
 
 
 def _backward(shape, q, k, v, ids, near_out, near_delta, near_lse, far_out, *_):
-    """Any function of its own arrays of every kind."""
+    """Any function of arrays of every kind."""
     return (near_out + far_out) * (near_delta - near_lse)[..., None], k, 2 * v
 
 

@@ -1,7 +1,7 @@
 """The convolved residual: its composition in XLA against definitions, the Triton kernels by the
-interpreter and as machine code, meshes, and what is refused.
+interpreter and as machine code, meshes, and refusals.
 
-Run as a program, the file prints what the mesh test asks for: a mesh needs devices of its own.
+Run as a program, the file prints the measurements of the mesh test: a mesh needs its own devices.
 """
 
 import functools
@@ -62,7 +62,7 @@ BOUND = {"float32": 1e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
 
 def test_kernels_give_results_and_gradients_of_the_definition():
     for case, errors in zip(CASES, errors_of("short_conv", CASES), strict=True):
-        # One by one: `max` passes over NaN, which is what no program wrote.
+        # One by one: `max` passes over NaN, the value of an unwritten result.
         bound = BOUND[case.get("dtype", "float32")]
         assert all(error < bound for error in errors.values()), (case, errors)
         if "taps_dtype" not in case:  # products of narrow numbers, never rounded
@@ -294,7 +294,7 @@ def _forward_stand_in(shape, z_teacher, z_student, teacher_taps, student_taps, i
 
 
 def _backward_stand_in(shape, z_teacher, z_student, taps, _, ids, key, slope, along, *cotangents):
-    """Any function of its own arrays of every kind."""
+    """Any function of arrays of every kind."""
     d_difference, d_target, d_key = cotangents
     if key is not None:
         d_key = slope[..., None] * (d_key - along[..., None] * key)

@@ -1,5 +1,5 @@
 """The Triton kernels without a GPU: numerics by the interpreter, machine code ahead of time, and
-what is refused."""
+refusals."""
 
 import jax
 import jax.numpy as jnp

@@ -35,20 +35,17 @@ def decode_attention_with_lse(
     """Attention of one query per row over its cache under two sliding windows: (teacher, student,
     teacher lse, student lse).
 
-    `position` is each query's own in its sequence; rows may differ. Its key and value are in the
-    cache already. A row's cache is a ring: position p is stored in slot p mod W, W at least
-    `teacher_window`. Numbers in slots that no window sees must be finite. A window counts the query
-    itself, and sees only what was written: at position 0 the query alone, and nothing at a negative
-    position (outputs 0, lse -inf). `scale` defaults to H**-0.5. Query head n reads kv head
-    n // (N / K). Log-sum-exps are natural, float32 (float64 for float64 inputs).
+    `position` is that of each row's query, whose key and value are in the cache already. A row's
+    cache is a ring: position p is stored in slot p mod W, W at least `teacher_window`. Unseen slots
+    must be finite. A window counts the query itself, and sees only written slots: at position 0 the
+    query alone, at a negative position nothing (outputs 0, lse -inf). `scale` defaults to H**-0.5.
+    Query head n reads kv head n // (N / K). Log-sum-exps are natural, float32 (float64 for float64
+    inputs). Not differentiable. `vmap` and meshes shard batch and kv heads without communication.
 
     `implementation`: "triton" is one kernel for GPUs of compute capability 8.0 and up, head dims
     32, 64, 128, up to 64 query heads per kv head, that reads each key of the teacher's window
     once; "xla" masks the whole cache; "reference" is the definition; "auto" is the first of
-    "triton" and "xla" that can run. `vmap` and meshes split batch and kv heads without
-    communication.
-
-    Not differentiable: generation has no gradient.
+    "triton" and "xla" that can run.
 
     Raises:
         ValueError: shapes or windows that do not fit, naming both numbers; differentiation.

@@ -1,5 +1,4 @@
-"""Decode attention by the Triton kernel: launch, merge of its slices, vmap, meshes, what it
-supports."""
+"""Decode attention by the Triton kernel: launch, merge of its slices, vmap, meshes, support."""
 
 import functools
 

@@ -14,7 +14,7 @@ class Tuning(NamedTuple):
 
 # By (compute capability, head dim), for operands of two bytes. A program keeps two tiles of K and
 # of V in flight (three stages), up to 16 KiB each, and two programs share a multiprocessor: H100
-# and H200 have 132, A100 108. Chosen by what the compiler reports, not yet by time on a GPU.
+# and H200 have 132, A100 108. Chosen by the reports of the compiler, not yet by time on a GPU.
 TABLE: dict[tuple[int, int], Tuning] = {
     (90, 128): Tuning(64, 4, 3, 264),
     (90, 64): Tuning(128, 4, 3, 264),

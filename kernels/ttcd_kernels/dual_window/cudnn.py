@@ -37,7 +37,7 @@ def attend(
     T, S = q.shape[1], k.shape[1]
     # cuDNN counts queries from the first key, we from the last: padding aligns them.
     q = jnp.pad(q, ((0, 0), (S - T, 0), (0, 0), (0, 0)))
-    attention: Any = dot_product_attention  # what it returns depends on its arguments
+    attention: Any = dot_product_attention  # the type of its result depends on its arguments
     out, lse = attention(
         q,
         k,

@@ -54,9 +54,9 @@ def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any = Non
 
 
 def merge(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Softmax results over disjoint sets of keys -> (out, lse) over all of them, in float32 or
-    wider: outs [X, ..., H] and lses [X, ...] (natural), an empty set having lse -inf and any finite
-    out. Differentiable where no set is empty."""
+    """Softmax results over disjoint sets of keys, outs [X, ..., H] and lses [X, ...], -> (out, lse)
+    over all, in float32 or wider. An empty set has lse -inf and any finite out. Differentiable
+    where no set is empty."""
     wide = jnp.promote_types(lses.dtype, jnp.float32)
     peak = lses.astype(wide).max(0)
     shift = jnp.where(jnp.isneginf(peak), 0, peak)

@@ -1,5 +1,4 @@
-"""Dual-window attention whose forward is the Mosaic kernel for Hopper: launch, gradients, what it
-supports."""
+"""Dual-window attention by the Mosaic forward for Hopper: launch, gradients, support."""
 
 from typing import Any, NamedTuple, cast
 
@@ -57,8 +56,7 @@ def _toolkit() -> int | None:
 def dual_window(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
 ) -> Results:
-    """Same contract as `reference.dual_window`, for operands that are not `unsupported`;
-    differentiable in q, k, v through all four results.
+    """Same contract as `xla.dual_window`, for operands that are not `unsupported`.
 
     Raises:
         ValueError: scale is not above 0.

@@ -1,4 +1,4 @@
-"""Dual-window attention by the Triton kernels: launches, custom VJP, what they support."""
+"""Dual-window attention by the Triton kernels: launches, custom VJP, support."""
 
 import functools
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def dual_window(
 
 def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
     """dq, dk, dv from the cotangents of the four results, whoever computed the results: by the
-    kernels, or in XLA what they cannot take here."""
+    kernels, or in XLA where they cannot run."""
     if unsupported(saved.q, saved.k, saved.v) is not None:
         return xla.gradients(windows, saved, cotangents)
     return _backward(_shape(windows, saved.q, saved.k), saved, cotangents)

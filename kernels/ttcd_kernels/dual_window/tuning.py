@@ -22,7 +22,7 @@ class Tuning:
     backward_kv: Tile
 
 
-# By (compute capability, head dim). Chosen by what the compiler reports (`ttcd_kernels.aot`:
+# By (compute capability, head dim). Chosen by the reports of the compiler (`ttcd_kernels.aot`:
 # registers, spills, shared memory), not yet by time on a GPU.
 TABLE: dict[tuple[int, int], Tuning] = {
     (90, 128): Tuning(
@@ -77,7 +77,7 @@ class MosaicTile(NamedTuple):
         return self.block_q // COMPUTE_WARPGROUPS
 
 
-# By head dim, for Hopper. Chosen by what the assembler reports, not yet by time on a GPU.
+# By head dim, for Hopper. Chosen by the reports of the assembler, not yet by time on a GPU.
 MOSAIC_TILES = {64: MosaicTile(128, 128, 3), 128: MosaicTile(128, 128, 2)}
 
 

@@ -22,10 +22,10 @@ from ttcd_kernels.dual_window.cotangents import QKV, Residuals, by_band, with_gr
 from ttcd_kernels.windows import Results, Windows
 
 _MAX_SCORE_ELEMENTS = 1 << 24  # one block's scores: 64 MiB in float32
-# Half a window, within these bounds: a block of c rows computes w + c columns for w visible ones,
-# and 256 rows stay in a CPU's cache. Windows 128/64 on two cores: 64 rows 0.20 s, 256 rows 0.55 s.
+# Bounds of a block, else half a window: c rows compute w + c columns for w visible ones, and 256
+# rows stay in a CPU's cache. Windows 128/64 on two cores: 64 rows 0.20 s, 256 rows 0.55 s.
 _MIN_BLOCK, _MAX_BLOCK = 16, 256
-_MIN_CAPPED_BLOCK = 64  # the limit on scores never asks for fewer rows
+_MIN_CAPPED_BLOCK = 64  # the limit on scores never makes fewer rows
 
 
 class _Shape(NamedTuple):
@@ -55,8 +55,7 @@ def block_rows(batch_heads: int, length: int, window: int) -> int:
 def dual_window(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
 ) -> Results:
-    """Same contract as `reference.dual_window`; differentiable in q, k, v through all four
-    results."""
+    """Same contract as `reference.dual_window`; differentiable through all four results."""
     T, S = q.shape[1], k.shape[1]
     if windows.teacher >= S and 8 * _shape(windows, q, k).block <= T:
         return _causal_halves(q, k, v, segment_ids, windows)
@@ -74,7 +73,7 @@ def _causal_halves(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
 ) -> Results:
     """Full attention: the first half of the queries never looks at the second half's keys, so each
-    half is a call of its own (recursively), which saves most of the masked products."""
+    half is a separate call (recursively), which saves most of the masked products."""
     half, S = q.shape[1] // 2, k.shape[1]
     seen = S - q.shape[1] + half
     early_ids = None if segment_ids is None else segment_ids[:, :seen]
@@ -150,13 +149,12 @@ def _padded(
 
 
 def _near_columns(shape: _Shape) -> slice:
-    """Columns of the window that hold every near key: the last w_S + c."""
+    """Columns of all near keys: the last w_S + c."""
     return slice(shape.teacher_window - shape.student_window, None)
 
 
 def _far_columns(shape: _Shape) -> slice:
-    """Columns that hold every far key: the first w_T - w_S + c (none when there is one window
-    only)."""
+    """Columns of all far keys: the first w_T - w_S + c, none of a single window."""
     width = shape.teacher_window - shape.student_window
     return slice(0, width + shape.block if width else 0)
 

@@ -1,4 +1,4 @@
-"""The convolved residual by the Triton kernels: launches, custom VJP, what they support."""
+"""The convolved residual by the Triton kernels: launches, custom VJP, support."""
 
 import functools
 from collections.abc import Callable

@@ -253,7 +253,7 @@ def short_conv_residual_backward(
     NORMALIZES: tl.constexpr,
 ):
     """Grid (feature blocks * spans, C, B): dz of both branches for BLOCK_L tokens of one block of
-    features, and what they add to d_taps [B, C, spans, R, F] float32."""
+    features, and their summands of d_taps [B, C, spans, R, F] float32."""
     AFTER: tl.constexpr = R - 1 - BEFORE
     NUM_BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     block, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)

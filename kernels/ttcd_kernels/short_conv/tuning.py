@@ -21,7 +21,7 @@ class Tuning:
     backward: Tile
 
 
-# By compute capability. Chosen by what the compiler reports (`ttcd_kernels.aot`: registers,
+# By compute capability. Chosen by the reports of the compiler (`ttcd_kernels.aot`: registers,
 # spills), not yet by time on a GPU. Blocks of 256 divide 2816 and 4096. Forward: 16 tokens with
 # documents spill everywhere; 8 tokens spill some bytes with 4 warps on Hopper and with 2 before.
 # Backward: 4 features per thread (2 warps) would take 148 to 215 registers, 2 take 80 to 96.
