@@ -3,21 +3,36 @@
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import commands
 import jax
 import numpy as np
-from devices import environment
+from devices import printed
+
+
+def gradient(function, inputs, cotangents) -> tuple[jax.Array, ...]:
+    """(*results, *gradients of the inputs) with these cotangents."""
+    results, pull = jax.vjp(function, *inputs)
+    return *results, *pull(tuple(cotangents))
 
 
 def errors_of(op: str, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
     """What `kernels/interpreted_<op>.py` prints for each case: relative errors by result."""
     script = Path(__file__).parent / "kernels" / f"interpreted_{op}.py"
-    output = commands.script(script, json.dumps(cases), env=environment())
+    output = printed(str(script), json.dumps(cases), count=1)
     return [json.loads(line) for line in output.splitlines()]
+
+
+def check_errors(op: str, cases: list[dict[str, Any]], bound: dict[str, float], *sums: str) -> None:
+    """Every result of every case is within its dtype's bound; `sums`, of exact products of narrow
+    numbers in float32, within that of float32."""
+    for case, errors in zip(cases, errors_of(op, cases), strict=True):
+        # One by one: `max` passes over NaN, the value of an unwritten result.
+        allowed = bound[case.get("dtype", "float32")]
+        assert all(error < allowed for error in errors.values()), (case, errors)
+        assert all(errors[name] < bound["float32"] for name in sums), (case, errors)
 
 
 def print_errors(errors: Callable[[dict[str, Any]], dict[str, float]]) -> None:
@@ -47,6 +62,10 @@ def _patch_the_language_once() -> None:
     interpreter._get_np_dtype = lambda dtype: (
         plain(dtype) if dtype.scalar.is_ptr() else by_element(dtype.scalar)
     )
+
+
+def relative_errors(names: Iterable[str], found, expected) -> dict[str, float]:
+    return {name: relative_error(x, y) for name, x, y in zip(names, found, expected, strict=True)}
 
 
 def relative_error(found, expected) -> float:

@@ -1,8 +1,8 @@
 """Kernels of ttcd_jax as a leaf library: needs jax and numpy, knows no layer and no model.
 
 A folder per op: `api` (the call), `reference` (its definition), `xla`, `triton_call` and
-`triton_kernels` (implementations), `tuning`, `shapes`, `bench`, `aot`. Shared by them: `dispatch`,
-`launch`, `partitioning`, `windows`, `normalize`. Tools: `measure`, `parity`, `bench`,
+`triton_kernels` (implementations), `tuning`, `bench` (shapes, programs and peers). Shared:
+`dispatch`, `launch`, `partitioning`, `windows`, `normalize`. Tools: `measure`, `parity`, `bench`,
 `tune`, `aot`.
 """
 

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels ahead of time, from the JAX call down to machine code, without a GPU.
+"""Compiles the Triton kernels ahead of time, from the JAX call to machine code, without a GPU.
 
     python -m ttcd_kernels.aot [--capability 90] [--op dual_window ...]
 
@@ -28,7 +28,7 @@ _TENSOR_CORES = re.compile(r"\b(?:wgmma\.mma_async|mma)\.sync")
 
 
 class Compiled(NamedTuple):
-    """One kernel in machine code, of one thread block."""
+    """One kernel in machine code."""
 
     name: str
     registers: int  # per thread
@@ -40,8 +40,8 @@ class Compiled(NamedTuple):
 def compile_kernels(
     function: Callable[..., Any], *operands: Any, capability: int
 ) -> tuple[list[Compiled], list[str]]:
-    """(the kernels that calling `function` on a GPU of this capability compiles, the names of the
-    kernels that its lowered program launches, in order). `operands` may be shapes."""
+    """(the kernels compiled for a call of `function` on a GPU of this capability, the names of the
+    kernels that its program launches, in order). `operands` may be shapes."""
     sources, launched = lower(function, operands, capability)
     return [_assemble(source, capability) for source in sources], launched
 
@@ -58,7 +58,7 @@ def lower(
 
 
 class _Source(NamedTuple):
-    """What jax-triton hands to JAX's CUDA plugin as a kernel."""
+    """A kernel as jax-triton passes it to JAX's CUDA plugin."""
 
     name: str
     num_warps: int
@@ -67,16 +67,6 @@ class _Source(NamedTuple):
     ptx: str
     ttir: str
     capability: int
-
-
-class _Call:
-    """A launch of a kernel; its message is the kernel's name."""
-
-    def __init__(self, kernel: _Source, *_: Any) -> None:
-        self._name = kernel.name
-
-    def to_proto(self, *_: Any) -> bytes:
-        return self._name.encode()
 
 
 def jax_triton_library() -> Any:
@@ -92,8 +82,7 @@ def jax_triton_library() -> Any:
 
 @contextlib.contextmanager
 def _without_gpu() -> Iterator[list[_Source]]:
-    """The kernels that jax-triton compiles inside, as far as PTX. Its partner from JAX's CUDA
-    plugin, which need not be installed, is replaced."""
+    """The kernels that jax-triton compiles inside, as far as PTX, without JAX's CUDA plugin."""
     sources: list[_Source] = []
 
     def kernel(*facts: Any) -> _Source:
@@ -103,7 +92,10 @@ def _without_gpu() -> Iterator[list[_Source]]:
     library = jax_triton_library()
     stand_in = types.SimpleNamespace(
         TritonKernel=kernel,
-        TritonKernelCall=_Call,
+        # The message of a launch is the kernel's name.
+        TritonKernelCall=lambda kernel, *_: types.SimpleNamespace(
+            to_proto=lambda *_: kernel.name.encode()
+        ),
         create_array_parameter=lambda *_: None,
         create_scalar_parameter=lambda *_: None,
     )
@@ -131,32 +123,23 @@ def _launched(operation: Any) -> list[str]:
 
 def _assemble(kernel: _Source, capability: int) -> Compiled:
     suffix = "a" if capability >= 90 else ""
+    import triton
+
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(kernel.ptx)
-        arch = f"-arch=sm_{capability}{suffix}"
-        report = _ptxas("-v", arch, str(source), "-o", str(cubin))
+        command = [assembler, "-v", f"-arch=sm_{capability}{suffix}", source, "-o", cubin]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ptxas failed: {done.stderr.strip()}")
+    report = done.stdout + done.stderr
     registers = re.search(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     assert registers is not None, report
-    return Compiled(
-        kernel.name,
-        int(registers[1]),
-        sum(map(int, spills)),
-        kernel.shared_bytes,
-        len(_TENSOR_CORES.findall(kernel.ptx)),
-    )
-
-
-def _ptxas(*arguments: str) -> str:
-    """Output of the assembler in triton's package."""
-    import triton
-
-    binary = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    done = subprocess.run([str(binary), *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"ptxas failed: {done.stderr.strip()}")
-    return done.stdout + done.stderr
+    instructions = len(_TENSOR_CORES.findall(kernel.ptx))
+    spilled = sum(map(int, spills))
+    return Compiled(kernel.name, int(registers[1]), spilled, kernel.shared_bytes, instructions)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -170,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows = []
     for op in options.op:
-        variants = importlib.import_module(f"ttcd_kernels.{op}.aot").variants
+        variants = importlib.import_module(f"ttcd_kernels.{op}.bench").variants
         for variant, compiled in variants(options.capability):
             rows += [(variant, *map(str, kernel)) for kernel in compiled]
     print(measure.table(("variant", *Compiled._fields), rows))

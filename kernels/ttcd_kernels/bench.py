@@ -3,17 +3,16 @@
     python -m ttcd_kernels.bench [--op dual_window ...] [--shapes tiny|cpu|paper] [--case NAME ...]
                                  [--json FILE]
 
-All ops unless told. First every implementation is compared with the definition in float64
-(`parity`: small odd shapes), then timed. Times are medians of rounds in which all implementations
-take turns; memory is what the compiler reports; the floor is the time that the least arithmetic and
-the least traffic would take at this device's own ceilings. `tiny` takes a minute or two, `cpu` some
-more on two cores, `paper` wants a GPU.
+All ops by default. First every implementation is compared with the definition in float64 (`parity`:
+small odd shapes), then timed. Times are medians of rounds in which all implementations take turns;
+bytes are the compiler's; the floor is the time that the least arithmetic and the least traffic
+would take at this device's own ceilings. `tiny` takes a minute or two, `cpu` some more on two
+cores, `paper` needs a GPU.
 """
 
 import argparse
-import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +24,14 @@ from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.short_conv import bench as short_conv
 
 OPS: dict[str, Any] = {"dual_window": dual_window, "decode": decode, "short_conv": short_conv}
+BASELINE = "xla"  # ratios are times over this one's
 SETS = ("tiny", "cpu", "paper")
-HEADER = (
-    *("case", "pass", "implementation", "time ms", "/ baseline", "Tflop/s", "TB/s", "% of floor"),
-    *("temp MiB", "note"),
-)
+COLUMNS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("case", "pass", "implementation"), ()),
+    **{"time ms": (1e-3,), "/ baseline": (1,)},
+    **dict.fromkeys(("Tflop/s", "TB/s"), (1e12, ",.3g")),
+    **{"% of floor": (0.01, ".1f"), "temp MiB": (2**20, ",.1f"), "note": ()},
+}
 
 
 class Row(NamedTuple):
@@ -49,30 +51,28 @@ class Row(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
-    environment = measure.environment()
-    print(" ".join(f"{key}={value}" for key, value in environment.items()), flush=True)
+    about = "Parity, time and device memory of the kernels and their peers."
+    options = parse(parser("bench", about, list(OPS), "tiny"), arguments)
+    report: dict[str, Any] = {"environment": environment()}
     ceilings = measure.ceilings()
-    flops, rate = (measure.tera(value) for value in ceilings)
+    flops, rate = (measure.number(value, 1e12, ",.3g") for value in ceilings)
     print(f"ceilings of this device: {flops} Tflop/s, {rate} TB/s", flush=True)
-    report: dict[str, Any] = {"environment": environment, "ceilings": ceilings._asdict()}
-    report["ops"], failed = {}, {}
+    report |= {"ceilings": ceilings._asdict(), "ops": {}}
+    failed = {}
     for name in options.op:
         op = OPS[name]
-        cases = [x for x in op.SHAPES[options.shapes] if not options.case or x.name in options.case]
         compared = [row for case in op.SHAPES["parity"] for row in parity.compare(op, case)]
-        print(f"\n{name}\n{parity.table(compared)}", flush=True)
-        entry = {"shapes": [case._asdict() for case in cases], "rows": []}
+        print(f"\n{name}\n{measure.numbered(parity.COLUMNS, compared)}", flush=True)
+        entry = report["ops"][name] = {"shapes": [], "rows": []}
         entry["parity"] = [row._asdict() for row in compared]
-        report["ops"][name] = entry
         failed |= _failed(op, compared)
-        for case in cases:
-            rows = measured(op, case, ceilings)
-            print(f"\n{table(rows)}", flush=True)
-            entry["rows"] += [row._asdict() for row in rows]
-            failed |= _failed(op, rows)
-            if options.json is not None:  # after every case: a long run may be cut off
-                options.json.write_text(json.dumps(report, indent=1) + "\n")
+    for name, case in cases(options):
+        rows = measured(OPS[name], case, ceilings)
+        print(f"\n{measure.numbered(COLUMNS, rows)}", flush=True)
+        report["ops"][name]["shapes"].append(case._asdict())
+        report["ops"][name]["rows"] += [row._asdict() for row in rows]
+        failed |= _failed(OPS[name], rows)
+        write(report, options.json)  # after every case: a long run may be cut off
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}; the notes above say why")
 
@@ -86,16 +86,19 @@ def _failed(op: Any, rows: Sequence[parity.Parity | Row]) -> dict[str, None]:
     }
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m ttcd_kernels.bench",
-        description="Parity, time and memory of the kernels and their peers.",
-        allow_abbrev=False,
+def parser(command: str, about: str, ops: list[str], shapes: str) -> argparse.ArgumentParser:
+    """Options of a command over the ops' shapes, by default these."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m ttcd_kernels.{command}", description=about, allow_abbrev=False
     )
-    parser.add_argument("--op", choices=OPS, nargs="+", default=list(OPS), help="what to measure")
-    parser.add_argument("--shapes", choices=SETS, default="tiny", help="which set of shapes")
-    parser.add_argument("--case", nargs="+", default=[], help="names out of the set; default: all")
-    parser.add_argument("--json", type=Path, help="file for the report, written after every case")
+    made.add_argument("--op", choices=OPS, nargs="+", default=ops, help="kernels of these ops")
+    made.add_argument("--shapes", choices=SETS, default=shapes, help="set of shapes")
+    made.add_argument("--case", nargs="+", default=[], help="names in the set; default: all")
+    made.add_argument("--json", type=Path, help="file for the report, written after every case")
+    return made
+
+
+def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     known = [case.name for op in options.op for case in OPS[op].SHAPES[options.shapes]]
     for name in options.case:
@@ -106,76 +109,48 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def cases(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """(op, case) of the selected ones."""
+    for op in options.op:
+        for case in OPS[op].SHAPES[options.shapes]:
+            if not options.case or case.name in options.case:
+                yield op, case
+
+
+def environment() -> dict[str, Any]:
+    """The machine, printed."""
+    found = measure.environment()
+    print(" ".join(f"{key}={value}" for key, value in found.items()), flush=True)
+    return found
+
+
+def write(report: dict[str, Any], file: Path | None) -> None:
+    if file is not None:
+        file.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def measured(op: Any, case: Any, ceilings: measure.Ceilings) -> list[Row]:
     """All implementations of an op in both directions: compiled, and timed if they fit."""
-    shapes = op.operand_shapes(case)
-    compiled, memory, notes = {}, {}, {}
-    for key, function in op.programs(case).items():
-        memory[key], notes[key] = None, ""
-        if key[1] == "reference" and not _may_compile_reference(op, case):
-            notes[key] = f"skipped: needs {measure.gibibytes(op.reference_bytes(case))}"
-            continue
-        try:
-            program = jax.jit(function).lower(*shapes).compile()
-        except measure.REFUSALS as error:
-            notes[key] = measure.refusal(error)
-            continue
-        memory[key] = measure.temp_bytes(program)
-        if measure.needed_bytes(program) < measure.usable_bytes():
-            compiled[key] = program
-        else:
-            limit = measure.gibibytes(measure.usable_bytes())
-            notes[key] = f"memory only: does not fit in {limit}"
-    seconds = _time(compiled, measure.operands(shapes), case.rounds)
+    programs, skipped = op.programs(case), {}
+    if not _may_compile_reference(op, case):
+        note = f"skipped: needs {measure.gibibytes(op.reference_bytes(case))}"
+        skipped = {key: note for key in programs if key[1] == "reference"}
+    found = measure.timed(programs, op.operand_shapes(case), case.rounds, skipped)
     rows = []
-    for direction, name in sorted(memory, key=lambda key: key[0] != "forward"):
-        key = direction, name
-        time, base = seconds.get(key), seconds.get((direction, op.BASELINE))
-        work = op.work(case, direction)
-        row = Row(
-            case.name,
-            direction,
-            name,
-            time,
-            time / base if time and base else None,
-            work.flops / time if time else None,
-            work.bytes / time if time else None,
-            ceilings.floor_seconds(work) / time if time else None,
-            memory[key],
-            notes[key],
-        )
-        rows.append(row)
+    for direction, name in sorted(found, key=lambda key: key[0] != "forward"):
+        seconds, temp_bytes, note = found[direction, name]
+        rates: tuple[float | None, ...] = None, None, None, None
+        if seconds:
+            work, base = op.work(case, direction), found[direction, BASELINE].seconds
+            ratio, floor = base and seconds / base, ceilings.floor_seconds(work)
+            rates = ratio, work.flops / seconds, work.bytes / seconds, floor / seconds
+        rows.append(Row(case.name, direction, name, seconds, *rates, temp_bytes, note))
     return rows
-
-
-def _time(programs: dict, arrays: list[jax.Array], rounds: int) -> dict:
-    """Median seconds per program, all in the same rounds."""
-    calls: dict[Any, Callable[[], Any]] = {
-        key: functools.partial(program, *arrays) for key, program in programs.items()
-    }
-    return measure.median_seconds(calls, rounds)
 
 
 def _may_compile_reference(op: Any, case: Any) -> bool:
     """Compiling allocates nothing on the CPU; a GPU's compiler tries products out in memory."""
     return jax.default_backend() == "cpu" or op.reference_bytes(case) < measure.usable_bytes() // 4
-
-
-def table(rows: list[Row]) -> str:
-    cells = [
-        (
-            *row[:3],
-            measure.milliseconds(row.seconds),
-            measure.ratio(row.ratio),
-            measure.tera(row.flops_per_second),
-            measure.tera(row.bytes_per_second),
-            measure.percent(row.floor_share),
-            measure.mebibytes(row.temp_bytes),
-            row.note,
-        )
-        for row in rows
-    ]
-    return measure.table(HEADER, cells)
 
 
 if __name__ == "__main__":

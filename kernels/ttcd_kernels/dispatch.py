@@ -1,4 +1,4 @@
-"""Which implementation a call runs: the one it names, else the first that this machine can run."""
+"""The choice of an implementation: the one a call names, else the first that can run here."""
 
 import functools
 import logging
@@ -15,8 +15,7 @@ class Unsupported(ValueError):
 
 
 class Candidate(NamedTuple):
-    """An implementation, and why it cannot take a call's operands on this machine (None: it
-    can)."""
+    """An implementation, and why it cannot take a call's operands here (None: it can)."""
 
     run: Callable[..., Any]
     unsupported: Callable[..., str | None] = lambda *operands: None
@@ -26,8 +25,8 @@ class Candidate(NamedTuple):
 def choose(
     op: str, implementation: str, candidates: Mapping[str, Candidate], *operands: Any
 ) -> Callable[..., Any]:
-    """`run` of the candidate named, or for "auto" of the first that may be chosen and can take the
-    operands. What "auto" passes over is logged once, as a warning where there is a GPU.
+    """`run` of the candidate named, or for "auto" of the first automatic one that can take the
+    operands. Those passed over are logged once, as a warning where there is a GPU.
 
     Raises:
         Unsupported: the implementation named cannot take the operands. It never falls back.
@@ -52,10 +51,5 @@ def choose(
 
 @functools.cache
 def _log_once(op: str, name: str, reason: str, has_gpu: bool) -> None:
-    _LOG.log(
-        logging.WARNING if has_gpu else logging.DEBUG,
-        "%s does not run as '%s': %s",
-        op,
-        name,
-        reason,
-    )
+    level = logging.WARNING if has_gpu else logging.DEBUG
+    _LOG.log(level, "%s does not run as '%s': %s", op, name, reason)

@@ -1,12 +1,13 @@
-"""Triton kernels on a CPU, numerically: Triton's interpreter behind a JAX callback.
+"""Triton kernels on a CPU, numerically: Triton's interpreter in a JAX callback.
 
-With TRITON_INTERPRET=1 in the environment *before* triton is imported, kernels run on NumPy arrays,
-program after program: what the tests do. Such a process can neither compile nor launch them.
+With TRITON_INTERPRET=1 in the environment *before* triton is imported, as in the tests, kernels run
+on NumPy arrays, program after program. That process can neither compile nor launch them.
 """
 
 import functools
 import os
 import threading
+import types
 from typing import Any
 
 import jax
@@ -31,70 +32,40 @@ def is_on() -> bool:
 def launch(
     kernel: Any, *args: Any, out_shape: Any, grid: tuple[int, int, int], **constants: Any
 ) -> Any:
-    """As `launch.launch`. Results start as NaN: what no program writes shows."""
-    is_array = [isinstance(arg, jax.Array) for arg in args]
+    """As `launch.launch`. Results start as NaN, so that one that no program writes shows."""
 
-    def run(*arrays: Any) -> list[np.ndarray]:
-        given = iter(arrays)
-        whole = [
-            np.array(next(given)) if known else arg
-            for known, arg in zip(is_array, args, strict=True)
-        ]
+    def run(*operands: Any) -> list[np.ndarray]:
         results = [np.full(x.shape, np.nan, x.dtype) for x in out_shape]
         _patch()
-        operands = [_operand(x) for x in (*whole, *results)]
+        given = [_host_tensor(np.array(x)) if np.ndim(x) else x.item() for x in operands]
         with _ONE_AT_A_TIME:
-            kernel[grid](*operands, **constants)
+            kernel[grid](*given, *map(_host_tensor, results), **constants)
         return results
 
-    arrays = [arg for known, arg in zip(is_array, args, strict=True) if known]
-    return jax.pure_callback(run, list(out_shape), *arrays, vmap_method="sequential")
+    return jax.pure_callback(run, list(out_shape), *args, vmap_method="sequential")
 
 
-def _operand(x: Any) -> Any:
-    if np.ndim(x):
-        return _HostTensor(x)
-    return float(x) if type(x) is np.float32 else x
-
-
-class _HostTensor:
-    """The part of a tensor's interface that the interpreter asks for, in place on an array."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array, self.dtype = array, _TYPES[array.dtype]
-
-    def data_ptr(self) -> int:
-        return self.array.ctypes.data
-
-    def untyped_storage(self) -> "_HostTensor":
-        return self
-
-    def cpu(self) -> "_HostTensor":
-        return self
-
-    def new_empty(self, *_: Any, **__: Any) -> "_HostTensor":
-        return _HostTensor(self.array)
-
-    def set_(self, *_: Any) -> None:
-        """The copy is the original already."""
-
-    def copy_(self, *_: Any) -> None:
-        """Results were written in place."""
-
-    def storage_offset(self) -> int:
-        return 0
-
-    def size(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    def stride(self) -> tuple[int, ...]:
-        return self.array.strides
+def _host_tensor(array: np.ndarray) -> types.SimpleNamespace:
+    """The part of a tensor's interface that the interpreter needs, in place on an array: its copy
+    is the original."""
+    tensor = types.SimpleNamespace(
+        dtype=_TYPES[array.dtype],
+        data_ptr=lambda: array.ctypes.data,
+        size=lambda: array.shape,
+        stride=lambda: array.strides,
+        storage_offset=lambda: 0,
+        set_=lambda *_: None,
+        copy_=lambda *_: None,
+    )
+    tensor.cpu = tensor.untyped_storage = lambda: tensor
+    tensor.new_empty = lambda *_, **__: _host_tensor(array)
+    return tensor
 
 
 @functools.cache
 def _patch() -> None:
-    """Two things the interpreter of triton 3.6 gets wrong: it multiplies bfloat16 as the integers
-    that hold them, and since NumPy 2.4 an array of one element is no loop bound."""
+    """Two errors of the interpreter of triton 3.6: it multiplies bfloat16 as the integers that hold
+    them, and since NumPy 2.4 an array of one element is no loop bound."""
     import triton.language as tl
     from triton.runtime import interpreter
 

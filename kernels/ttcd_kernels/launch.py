@@ -1,9 +1,9 @@
-"""The one place that starts a Triton kernel from JAX."""
+"""The launch of a Triton kernel from JAX, and whether this machine can make one."""
 
 import contextlib
 import contextvars
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,13 +11,14 @@ import jax
 from ttcd_kernels import interpreter
 
 _OLDEST_GPU = 80
+DTYPES = ("bfloat16", "float16", "float32")
+LOG2E = 1.4426950408889634
 _CAPABILITY: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
 
 
 @contextlib.contextmanager
 def compiling_for(capability: int) -> Iterator[None]:
-    """Kernels traced and lowered inside are compiled for this GPU (90: Hopper), which need not be
-    there."""
+    """Kernels traced and lowered inside are compiled for this GPU (90: Hopper), present or not."""
     token = _CAPABILITY.set(capability)
     try:
         yield
@@ -38,6 +39,13 @@ def capability() -> int | None:
     return int(str(jax.devices()[0].compute_capability).replace(".", ""))
 
 
+def known_capability() -> int:
+    """The compute capability of the GPU that `unavailable` found."""
+    found = capability()
+    assert found is not None
+    return found
+
+
 def unavailable() -> str | None:
     """Why no Triton kernel can run on this machine; None if one can."""
     missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
@@ -51,15 +59,19 @@ def unavailable() -> str | None:
     return None
 
 
-def unfit_dtypes(allowed: Sequence[str], **arrays: Any) -> str | None:
-    """Why the arrays, by name, are not of one dtype out of `allowed`; None if they are."""
+def unsupported(dtypes: Sequence[str], head_dims: Iterable[int] = (), **arrays: Any) -> str | None:
+    """Why no kernel can take the arrays, by name, on this machine: the head dimension of the first,
+    dtypes that differ or are not listed, no GPU. None if one can."""
+    head_dim = next(iter(arrays.values())).shape[-1]
+    if head_dims and head_dim not in head_dims:
+        return f"head dim {head_dim} is not one of {', '.join(map(str, head_dims))}"
     found = [x.dtype.name for x in arrays.values()]
-    if len(set(found)) == 1 and found[0] in allowed:
-        return None
-    return (
-        f"{', '.join(arrays)} are {', '.join(found)}: they must be of one dtype out of "
-        f"{', '.join(allowed)}"
-    )
+    if len(set(found)) != 1 or found[0] not in dtypes:
+        names = ", ".join(arrays)
+        return (
+            f"{names} are {', '.join(found)}: they must be of one dtype out of {', '.join(dtypes)}"
+        )
+    return unavailable()
 
 
 def launch(
@@ -96,7 +108,7 @@ def launch(
 
 
 def _check_arguments(kernel: Any, num_positional: int, constants: dict[str, Any]) -> None:
-    """By name and number, of which jax-triton says neither."""
+    """By name and number, neither of which jax-triton reports."""
     names = list(kernel.arg_names)
     unknown = [name for name in constants if name not in names]
     if unknown:
@@ -104,6 +116,6 @@ def _check_arguments(kernel: Any, num_positional: int, constants: dict[str, Any]
     positional = [name for name in names if name not in constants]
     if len(positional) != num_positional:
         raise TypeError(
-            f"{kernel.__name__} takes {len(positional)} arguments and results beside "
+            f"{kernel.__name__} takes {len(positional)} arguments and results besides "
             f"{', '.join(constants)}, not {num_positional}: {', '.join(positional)}"
         )

@@ -1,4 +1,4 @@
-"""Tools of every benchmark, of kernels and of models: interleaved timing, compiled memory, the
+"""Tools of every benchmark, of kernels and of models: interleaved timing, compiled bytes, the
 machine and its ceilings, a table."""
 
 import dataclasses
@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# tiny: milliseconds; cpu: minutes on two cores; paper: a GPU; parity: small enough for the
-# definition, to compare results.
+# tiny: milliseconds; cpu: minutes on two cores; paper: a GPU; parity: small enough to compare
+# results with the definition.
 SetName = Literal["tiny", "cpu", "paper", "parity"]
 
 _MIN_SAMPLE_SECONDS = 0.02  # shorter programs are called several times per sample
@@ -29,8 +29,8 @@ _MAX_CALLS = 50
 def median_seconds[Name: Hashable](
     programs: Mapping[Name, Callable[[], Any]], rounds: int
 ) -> dict[Name, float]:
-    """Seconds per call of each program: the median of `rounds` rounds, each of which times every
-    program in turn, so that a machine shared with others slows all of them alike."""
+    """Seconds per call of each program: the median of rounds that time every program in turn, so
+    that a machine shared with others slows all of them alike."""
     calls = {}
     for name, program in programs.items():
         first = _seconds(program, 1)  # the warm-up, too
@@ -42,10 +42,8 @@ def median_seconds[Name: Hashable](
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-# What a stock implementation raises for a shape it does not take: the others are still measured.
+# Errors of an implementation that does not take a shape: the others are still measured.
 REFUSALS = (NotImplementedError, RuntimeError, TypeError, ValueError, ExceptionGroup)
-
-
 FAILED = "failed: "
 
 
@@ -55,8 +53,52 @@ def refusal(error: BaseException) -> str:
     return f"{FAILED}{type(error).__name__}: {lines[0][:120]}"
 
 
+class Timed(NamedTuple):
+    """Median seconds and bytes of temporaries of a program, None where not measured, and why."""
+
+    seconds: float | None = None
+    temp_bytes: int | None = None
+    note: str = ""
+
+
+def timed[Name: Hashable](
+    programs: Mapping[Name, Callable[..., Any]],
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    rounds: int,
+    skipped: Mapping[Name, str],
+) -> dict[Name, Timed]:
+    """Each program compiled, and timed on random operands if it fits; neither where it is skipped,
+    by reason."""
+    found, compiled, calls = {}, {}, {}
+    for name, function in programs.items():
+        found[name] = Timed(note=skipped.get(name, ""))
+        if name in skipped:
+            continue
+        try:
+            program = jax.jit(function).lower(*shapes).compile()
+        except REFUSALS as error:
+            found[name] = Timed(note=refusal(error))
+            continue
+        limit = usable_bytes()
+        if needed_bytes(program) < limit:
+            compiled[name], note = program, ""
+        else:
+            note = f"memory only: does not fit in {gibibytes(limit)}"
+        found[name] = Timed(temp_bytes=temp_bytes(program), note=note)
+    arrays = operands(shapes) if compiled else []
+    for name, program in compiled.items():
+        try:
+            jax.block_until_ready(program(*arrays))  # a launch may be refused, too
+            calls[name] = functools.partial(program, *arrays)
+        except REFUSALS as error:
+            found[name] = found[name]._replace(note=refusal(error))
+    for name, seconds in median_seconds(calls, rounds).items():
+        found[name] = found[name]._replace(seconds=seconds)
+    return found
+
+
 class Work(NamedTuple):
-    """What a call cannot do without: arithmetic, and bytes read once and written once."""
+    """The least work of a call: arithmetic, and bytes read once and written once."""
 
     flops: float
     bytes: float
@@ -115,7 +157,7 @@ def _gradient(function: Callable[..., Any], num_inputs: int) -> Callable[..., An
 
 
 class Ceilings(NamedTuple):
-    """What this device does at best, measured: a large matrix product, a copy."""
+    """The measured best of this device: a large matrix product, a copy."""
 
     flops_per_second: float
     bytes_per_second: float
@@ -136,7 +178,7 @@ def ceilings(rounds: int = 3) -> Ceilings:
     return Ceilings(2 * size**3 / seconds["product"], 2 * matrix.nbytes / seconds["copy"])
 
 
-def operands(shapes: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+def operands(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """Random: zeros run faster on a GPU. Integers are zero."""
     rng = np.random.default_rng(0)
     return [
@@ -157,25 +199,25 @@ def _seconds(program: Callable[[], Any], calls: int) -> float:
 
 
 def temp_bytes(compiled: jax.stages.Compiled) -> int:
-    """Peak bytes a compiled program needs beside its arguments and results."""
-    return _memory(compiled).temp_size_in_bytes
+    """Peak bytes a compiled program needs besides its arguments and results."""
+    return _bytes(compiled).temp_size_in_bytes
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of a run: arguments, results (what is donated counts once) and temporaries."""
-    memory = _memory(compiled)
-    sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
-    return sum(sizes) - memory.alias_size_in_bytes
+    """Bytes of a run: arguments, results (donated ones count once) and temporaries."""
+    found = _bytes(compiled)
+    sizes = found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes
+    return sum(sizes) - found.alias_size_in_bytes
 
 
-def _memory(compiled: jax.stages.Compiled) -> Any:
-    memory = compiled.memory_analysis()
-    assert memory is not None, "this backend's compiler reports no memory"
-    return memory
+def _bytes(compiled: jax.stages.Compiled) -> Any:
+    found = compiled.memory_analysis()
+    assert found is not None, "this backend's compiler reports no bytes"
+    return found
 
 
 def usable_bytes() -> int:
-    """Memory a program may take: what the accelerator has left, or half of the host's."""
+    """Bytes a program may take: those free on the accelerator, or half of the host's."""
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
@@ -183,7 +225,7 @@ def usable_bytes() -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Device, versions and commit: what a reported number has to name."""
+    """Device, versions and commit, which a reported number has to name."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
@@ -199,7 +241,18 @@ def environment() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit of the source tree, marked `-dirty` after edits; None outside a git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
+
+
+def _clocks() -> str | None:
+    """Clocks and power limit of the GPU in use, as its driver reports them; None without one."""
+    fields = "clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    found = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
+    return None if found is None else f"{fields}: {found}"
+
+
+def _output(*command: str) -> str | None:
+    """Standard output of a command; None where it fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError):
@@ -207,39 +260,23 @@ def _commit() -> str | None:
     return result.stdout.strip()
 
 
-def _clocks() -> str | None:
-    """Clocks and power limit of the GPU in use, as its driver reports them; None without one."""
-    fields = "clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return None
-    return f"{fields}: {result.stdout.strip()}"
-
-
 def gibibytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def mebibytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 2**20:,.1f}"
+def number(value: Any, unit: float = 1, form: str = ",.2f") -> str:
+    """The value in a unit; "-" where it was not measured."""
+    return "-" if value is None else f"{value / unit:{form}}"
 
 
-def milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:,.2f}"
+def numbered(columns: Mapping[str, tuple[Any, ...]], rows: Sequence[Sequence[Any]]) -> str:
+    """A table of rows whose columns are numbers, in a unit and format, or text: an empty tuple."""
 
+    def cell(value: Any, unit: tuple[Any, ...]) -> str:
+        return number(value, *unit) if unit else value
 
-def tera(value: float | None) -> str:
-    return "-" if value is None else f"{value / 1e12:,.3g}"
-
-
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}"
-
-
-def ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    cells = [list(map(cell, row, columns.values())) for row in rows]
+    return table(list(columns), cells)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,5 +1,5 @@
-"""Vectors divided by their length, x / max(|x|, 1e-6), with a chosen gradient at zero: the one
-normalisation of keys, of the kernels and of the layers that need no kernel."""
+"""Normalisation of keys, x / max(|x|, 1e-6), with a chosen gradient at zero: of the kernels and of
+layers that need none."""
 
 import functools
 from typing import cast
@@ -17,7 +17,7 @@ def l2_normalize(x: Float[Array, "... X"], zero_slope: float = 1.0) -> Float[Arr
 
     The derivative is exact wherever |x| > 1e-6. Below, where the direction of x is undefined, it is
     `zero_slope` times the identity: the exact one there is 1e6 (`PUBLISHED_ZERO_SLOPE`), which lets
-    one zero vector rule the global gradient norm.
+    one zero vector dominate the global gradient norm.
     """
     return cast(jax.Array, _l2_normalize(x, zero_slope))
 

@@ -9,16 +9,11 @@ import numpy as np
 
 from ttcd_kernels import measure
 
-HEADER = (
-    "parity",
-    "dtype",
-    "pass",
-    "implementation",
-    "% equal",
-    "ulp (99 %)",
-    "max rel. error",
-    "note",
-)
+COLUMNS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("parity", "dtype", "pass", "implementation"), ()),
+    **{"% equal": (0.01, ".1f"), "ulp (99 %)": (1, ".0f"), "max rel. error": (1, ".1e")},
+    "note": (),
+}
 
 
 class Parity(NamedTuple):
@@ -35,8 +30,8 @@ class Parity(NamedTuple):
 
 
 def compare(op: Any, case: Any) -> list[Parity]:
-    """Every implementation whose results have the definition's form, on random operands: results
-    and gradients, of ops that have some."""
+    """Each implementation whose results have the definition's form, on random operands: results
+    and, of a differentiable op, gradients."""
     arrays = measure.operands(op.operand_shapes(case))
     programs = op.programs(case)
     direction = list(programs)[-1][0]  # the gradient's programs return the results as well
@@ -45,21 +40,17 @@ def compare(op: Any, case: Any) -> list[Parity]:
     for (its_direction, name), function in programs.items():
         if its_direction != direction or name == "reference":
             continue
+        facts = case.name, case.dtype, direction, name
         try:
             found = jax.device_get(jax.jit(function)(*arrays))
         except measure.REFUSALS as error:
-            nothing = math.nan, math.nan, math.nan
-            rows.append(
-                Parity(case.name, case.dtype, direction, name, *nothing, measure.refusal(error))
-            )
+            rows.append(Parity(*facts, math.nan, math.nan, math.nan, measure.refusal(error)))
             continue
         if jax.tree.structure(found) != jax.tree.structure(expected):
             continue
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
         equal, ulp, error = zip(*(distance(x, y) for x, y in pairs), strict=True)
-        rows.append(
-            Parity(case.name, case.dtype, direction, name, min(equal), max(ulp), max(error))
-        )
+        rows.append(Parity(*facts, min(equal), max(ulp), max(error)))
     return rows
 
 
@@ -80,7 +71,7 @@ def distance(found: np.ndarray, expected: np.ndarray) -> tuple[float, float, flo
 
 
 def ulps(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Of every element, how many representable numbers it is from what is expected, rounded to the
+    """Number of representable numbers between each element and the expected one, rounded to the
     dtype of `found`; unsigned."""
     ours, theirs = _ordered(found), _ordered(expected.astype(found.dtype))
     return np.where(ours > theirs, ours - theirs, theirs - ours).view(np.uint64)
@@ -97,11 +88,3 @@ def _ordered(x: np.ndarray) -> np.ndarray:
     integer = {2: np.int16, 4: np.int32, 8: np.int64}[x.dtype.itemsize]
     bits = x.view(integer).astype(np.int64)
     return np.where(bits < 0, np.iinfo(integer).min - bits, bits)
-
-
-def table(rows: list[Parity]) -> str:
-    cells = [
-        (*row[:4], measure.percent(row[4]), f"{row[5]:.0f}", f"{row[6]:.1e}", row.note)
-        for row in rows
-    ]
-    return measure.table(HEADER, cells)

@@ -1,5 +1,5 @@
-"""Kernels under vmap and on a mesh: a mapped axis joins the batch, and each device runs a kernel on
-its own shard of the independent axes."""
+"""Kernels under vmap, where a mapped axis joins the batch, and on a mesh, where each device runs
+them on its shard of the independent axes."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,45 +20,30 @@ def everywhere(
     **sizes: int,
 ) -> Any:
     """`function(*arrays)` under vmap and on a mesh. `kinds` has a letter for every array,
-    "QKK -> Q", `axes` the names of each kind's; the rest is as in `partitioned`."""
-    inputs, results = kinds.split(" -> ")
-    present = [kind for kind, array in zip(inputs, arrays, strict=True) if array is not None]
-    rule = " -> ".join(", ".join(axes[kind] for kind in part) for part in (present, results))
-    return folds_batch(partitioned(function, rule, whole, **sizes))(*arrays)
+    "QKK -> Q", and `axes` the names of each kind's as Shardy has them, "b t (k g) h".
 
-
-def partitioned(
-    function: Callable[..., Any], rule: str, whole: Sequence[str], **sizes: int
-) -> Callable[..., Any]:
-    """`function(*arrays)` whose arrays the compiler may split along every axis of `rule` but those
-    in `whole` (in the order in which the rule first names them), which it gathers first.
-
-    `rule` names axes as Shardy does, "b t (k g) h, ... -> ...", a group per array; `sizes` gives
-    the parts of compound axes, which are split along the first.
+    Arrays may be sharded along every axis but those in `whole` (in the order in which they are
+    first named), which are gathered first; `sizes` gives the parts of compound axes, which are
+    sharded along the first.
     """
-    mapped = custom_partitioning(function)
-    operand_names, result_names = (
-        [_names(part) for part in side.split(",")] for side in rule.split("->")
-    )
+    inputs, outputs = kinds.split(" -> ")
+    present = [kind for kind, array in zip(inputs, arrays, strict=True) if array is not None]
+    sides = [[axes[kind] for kind in side] for side in (present, outputs)]
+    names = [_names(array) for side in sides for array in side]
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        # What arrives may be split otherwise, along `whole` axes too: the rule alone moves nothing.
-        arrays = zip(
-            jax.tree.leaves((arguments, results)), operand_names + result_names, strict=True
-        )
-        axes = _axes_by_name(arrays, whole)
+        # Arrays may arrive sharded otherwise, along `whole` axes too: the rule moves nothing.
+        leaves, structure = jax.tree.flatten((arguments, results))
+        found = _axes_by_name(zip(leaves, names, strict=True), whole)
+        specs = [PartitionSpec(*map(found.get, array)) for array in names]
+        shardings = [NamedSharding(mesh, spec) for spec in specs]
+        arguments, results = jax.tree.unflatten(structure, shardings)
+        return mesh, function, results, arguments
 
-        def shardings(tree: Any, names: list[list[str]]) -> Any:
-            specs = [PartitionSpec(*map(axes.get, array)) for array in names]
-            return jax.tree.unflatten(
-                jax.tree.structure(tree), [NamedSharding(mesh, spec) for spec in specs]
-            )
-
-        return mesh, function, shardings(results, result_names), shardings(arguments, operand_names)
-
+    mapped, rule = custom_partitioning(function), " -> ".join(map(", ".join, sides))
     facts: dict[str, Any] = {"need_replication_factors": tuple(whole), **sizes}
     mapped.def_partition(partition, sharding_rule=rule, **facts)
-    return mapped
+    return folds_batch(mapped)(*arrays)
 
 
 def _names(array: str) -> list[str]:
@@ -67,8 +52,8 @@ def _names(array: str) -> list[str]:
 
 
 def _axes_by_name(arrays: Iterable[tuple[Any, list[str]]], whole: Sequence[str]) -> dict[str, Any]:
-    """The mesh axes that split each axis of the rule, as the first array that is split along it has
-    them; a mesh axis splits one of them only."""
+    """The mesh axes that shard each axis of the rule, as in the first array sharded along it; a
+    mesh axis shards one of them only."""
     found: dict[str, Any] = {}
     taken: set[str] = set()
     for array, names in arrays:
@@ -82,7 +67,7 @@ def _axes_by_name(arrays: Iterable[tuple[Any, list[str]]], whole: Sequence[str])
 
 def folds_batch(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function(*arrays)` [B, ...] -> arrays [B, ...] under `vmap`: one call with a larger B. Not
-    differentiable by itself: for use inside a custom VJP."""
+    differentiable: for use inside a custom VJP."""
     mapped = jax.custom_batching.custom_vmap(function)
 
     @mapped.def_vmap

@@ -20,3 +20,20 @@ class Windows(NamedTuple):
         return self._replace(
             teacher=min(self.teacher, num_keys), student=min(self.student, num_keys)
         )
+
+
+def checked(teacher: int, student: int, scale: float | None, head_dim: int) -> Windows:
+    """The windows of a call; `scale` defaults to head_dim**-0.5.
+
+    Raises:
+        ValueError: a window without the query, or a student's that is the wider one.
+    """
+    for name, window in (("teacher_window", teacher), ("student_window", student)):
+        if window < 1:
+            raise ValueError(f"{name} is {window}: a window counts the query itself, so at least 1")
+    if student > teacher:
+        raise ValueError(
+            f"student_window {student} is wider than teacher_window {teacher}: "
+            "the student must see no more than the teacher"
+        )
+    return Windows(teacher, student, float(head_dim**-0.5) if scale is None else scale)

@@ -1,4 +1,4 @@
-"""Runs cases of decode attention through Triton's interpreter, which needs a process of its own:
+"""Runs cases of decode attention through Triton's interpreter, which needs its own process:
 `python interpreted_decode.py '[{"positions": [3], ...}, ...]'` prints a JSON line of
 relative errors each.
 
@@ -14,7 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import jax
 import jax.numpy as jnp
 import numpy as np
-from interpreting import print_errors, relative_error
+from interpreting import print_errors, relative_errors
 from ttcd_kernels.decode import reference, triton_call
 from ttcd_kernels.decode.api import decode_attention_with_lse
 from ttcd_kernels.decode.tuning import Tuning
@@ -69,7 +69,7 @@ def errors(case):
         found = {None: call, "jit": jax.jit(call)}[transform](*arrays)
     wide = (x.astype(jnp.float64) for x in arrays[:3])
     expected = jax.jit(partial(reference.decode, windows=_windows(case)))(*wide, arrays[3])
-    return {name: relative_error(*pair) for name, *pair in zip(NAMES, found, expected, strict=True)}
+    return relative_errors(NAMES, found, expected)
 
 
 if __name__ == "__main__":

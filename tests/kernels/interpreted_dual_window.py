@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import jax
 import jax.numpy as jnp
 import numpy as np
-from interpreting import print_errors, relative_error
+from interpreting import gradient, print_errors, relative_errors
 from ttcd_kernels.dual_window import reference, triton_call
 from ttcd_kernels.dual_window.api import dual_window_attention_with_lse
 from ttcd_kernels.dual_window.tuning import Tile, Tuning
@@ -67,19 +67,11 @@ def errors(case):
     dtype = jnp.dtype(case.get("dtype", "float32"))
     narrow = [jnp.asarray(x, dtype) for x in (*qkv, *cotangents[:2])]
     narrow += [jnp.asarray(x, jnp.float32) for x in cotangents[2:]]
-    results, pull = jax.vjp(attend(case, ids), *narrow[:3])
-    found = *results, *pull(tuple(narrow[3:]))
-
+    found = gradient(attend(case, ids), narrow[:3], narrow[3:])
     wide = [x.astype(jnp.float64) for x in narrow]
     definition = partial(reference.dual_window, segment_ids=ids, windows=_windows(case))
-
-    @jax.jit
-    def gradient(*wide):
-        results, pull = jax.vjp(definition, *wide[:3])
-        return *results, *pull(tuple(wide[3:]))
-
-    expected = gradient(*wide)
-    return {name: relative_error(x, y) for name, x, y in zip(NAMES, found, expected, strict=True)}
+    expected = jax.jit(partial(gradient, definition))(wide[:3], wide[3:])
+    return relative_errors(NAMES, found, expected)
 
 
 if __name__ == "__main__":

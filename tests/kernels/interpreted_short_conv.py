@@ -14,9 +14,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 import jax
 import jax.numpy as jnp
 import numpy as np
-from interpreting import print_errors, relative_error
+from interpreting import gradient, print_errors, relative_errors
 from ttcd_kernels.short_conv import reference, triton_call, xla
 from ttcd_kernels.short_conv.api import short_conv_residual
+from ttcd_kernels.short_conv.reference import Facts, Operands
 from ttcd_kernels.short_conv.tuning import Tile, Tuning
 
 NAMES = (
@@ -40,25 +41,22 @@ def operands(case):
     return inputs, ids, (d_difference, d_target, d_key)
 
 
-def facts(case, ids):
-    """What the operation does, as keyword arguments."""
-    names = "is_causal", "normalizes_keys", "zero_slope"
-    return (
-        {"zero_slope": 1.0}
-        | {name: case[name] for name in names if name in case}
-        | {"segment_ids": ids}
-    )
+def facts(case):
+    return Facts(case["is_causal"], case["normalizes_keys"], case.get("zero_slope", 1.0))
 
 
 def convolve(case, ids):
     """The kernels' call, transformed as the case asks."""
     if case.get("is_public"):
-        call = functools.partial(short_conv_residual, **facts(case, ids), implementation="triton")
+        options = facts(case)._asdict() | {"segment_ids": ids, "implementation": "triton"}
+        call = functools.partial(short_conv_residual, **options)
     else:
         tiles = {name: Tile(*case[name], num_warps=4) for name in ("forward", "backward")}
-        call = functools.partial(
-            triton_call.short_conv_residual, **facts(case, ids), tuning=Tuning(**tiles)
-        )
+
+        def call(*arrays):
+            x = Operands(*arrays, ids)
+            return triton_call.short_conv_residual(x, facts(case), Tuning(**tiles))
+
     transforms = {None: lambda f: f, "jit": jax.jit, "remat": jax.checkpoint, "vmap": jax.vmap}
     return transforms[case.get("transform")](call)
 
@@ -69,25 +67,20 @@ def errors(case):
     dtypes = dtype, dtype, *[jnp.dtype(case.get("taps_dtype", "float32"))] * 2
     narrow = [jnp.asarray(x, kind) for x, kind in zip(inputs, dtypes, strict=True)]
     cotangents = tuple(jnp.asarray(x, dtype) for x in cotangents)
-    results, pull = jax.vjp(convolve(case, ids), *narrow)
-    found = *results, *pull(cotangents)
+    found = gradient(convolve(case, ids), narrow, cotangents)
     assert [x.dtype for x in found] == [dtype] * 3 + list(dtypes)
 
     oracle = xla if case.get("has_zero_row") else reference
 
-    definition = functools.partial(oracle.short_conv_residual, **facts(case, ids))
+    def definition(*arrays):
+        return oracle.short_conv_residual(Operands(*arrays, ids), facts(case))
+
     if case.get("transform") == "vmap":
         definition = jax.vmap(definition)
-    wide = [x.astype(jnp.float64) for x in narrow]
-
-    @jax.jit
-    def gradient(wide, cotangents):
-        results, pull = jax.vjp(definition, *wide)
-        return *results, *pull(cotangents)
-
-    expected = gradient(wide, tuple(x.astype(jnp.float64) for x in cotangents))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), (narrow, cotangents))
+    expected = jax.jit(functools.partial(gradient, definition))(*wide)
     assert all(np.isfinite(x).all() for x in expected)
-    return {name: relative_error(x, y) for name, x, y in zip(NAMES, found, expected, strict=True)}
+    return relative_errors(NAMES, found, expected)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import json
 import pytest
 from ttcd_kernels import bench, measure
 from ttcd_kernels.dual_window import bench as dual_window
-from ttcd_kernels.dual_window.shapes import SHAPES, Case
+from ttcd_kernels.dual_window.bench import SHAPES, Case
 
 TINY = ["--op", "dual_window", "--shapes", "tiny"]
 
@@ -45,7 +45,7 @@ def test_what_does_not_fit_is_compiled_only_and_says_so(monkeypatch):
     rows = bench.measured(dual_window, SHAPES["tiny"][0], ceilings)
     assert all(row.seconds is None and row.ratio is None and row.temp_bytes > 0 for row in rows)
     assert all("does not fit" in row.note for row in rows)
-    assert "memory only" in bench.table(rows)
+    assert "memory only" in measure.numbered(bench.COLUMNS, rows)
 
 
 def test_what_refuses_a_shape_is_noted_and_the_rest_measured(few, monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 """Decode attention: the kernel by Triton's interpreter and ahead of time, the XLA form, rings
-against whole sequences, a mesh, and what is refused.
+against whole sequences, a mesh, and refusals.
 
-Run as a program, the file prints what the mesh test asks for: a mesh needs devices of its own.
+Run as a program, the file prints the measurements of the mesh test: a mesh needs its own devices.
 """
 
 import inspect
@@ -9,20 +9,18 @@ import json
 import re
 from functools import partial
 
-import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw
-from devices import environment
-from interpreting import errors_of
+from devices import COLLECTIVES, printed
+from interpreting import check_errors
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import dual_window_attention_with_lse, launch
 from ttcd_kernels.decode import bench, reference, triton_call, xla
-from ttcd_kernels.decode.aot import compile_step
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
-from ttcd_kernels.decode.shapes import SHAPES
+from ttcd_kernels.decode.bench import SHAPES, compile_step
 from ttcd_kernels.decode.tuning import HEAD_DIMS, TABLE, Slices, Tuning, slices_for, tuning_for
 from ttcd_kernels.windows import Windows
 
@@ -61,13 +59,7 @@ BOUND = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}
 
 
 def test_the_kernel_computes_the_definition():
-    for case, errors in zip(CASES, errors_of("decode", CASES), strict=True):
-        # One by one: `max` passes over NaN, which is what no program wrote.
-        bound = BOUND[case.get("dtype", "float32")]
-        assert all(error < bound for error in errors.values()), (case, errors)
-        # Scores are exact products of narrow numbers, summed in float32.
-        lses = errors["teacher_lse"], errors["student_lse"]
-        assert all(error < BOUND["float32"] for error in lses), (case, errors)
+    check_errors("decode", CASES, BOUND, "teacher_lse", "student_lse")
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -165,7 +157,7 @@ def test_decoding_position_by_position_equals_the_whole_sequence(num_slots, form
     windows = {"teacher_window": 12, "student_window": 5}
     whole = dual_window_attention_with_lse(q, k, v, implementation="xla", **windows)
     lead = jnp.asarray([0, 7])  # the second row has seen seven tokens when the first has seen none
-    empty = jnp.full((2, num_slots, K, H), 1e3)  # no zeros: what is not written must not count
+    empty = jnp.full((2, num_slots, K, H), 1e3)  # no zeros: unwritten slots must not count
 
     def write(caches, position):
         slot = rows, position % num_slots
@@ -209,9 +201,7 @@ def _call(q=(2, 4, 8), k=(2, 16, 2, 8), v=None, position=(2,), **options):
     options = {"teacher_window": 16, "student_window": 8} | options
     dtype = options.pop("position_dtype", jnp.int32)
     return inspect.unwrap(decode_attention_with_lse)(
-        *(jnp.zeros(shape) for shape in (q, k, v or k)),
-        jnp.zeros(position, dtype),
-        **options,
+        *(jnp.zeros(shape) for shape in (q, k, v or k)), jnp.zeros(position, dtype), **options
     )
 
 
@@ -271,9 +261,6 @@ def test_the_work_counts_both_products_and_each_key_once():
     )
 
 
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
-
-
 def _mesh_measure() -> dict[str, object]:
     """A mesh with the definition in place of the launch: JAX cannot run the interpreter's callback
     inside a partitioned call."""
@@ -305,8 +292,7 @@ def _mesh_measure() -> dict[str, object]:
 
 
 def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing():
-    output = commands.script(__file__, env=environment(4))
-    found = json.loads(output)
+    found = json.loads(printed(__file__))
     assert found["launched"] == [1, 2, 32]
     assert found["collectives"] == []
     assert found["distance"] <= 1e-5

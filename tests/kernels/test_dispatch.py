@@ -1,4 +1,4 @@
-"""Which implementation runs: what a call names, or the best this machine can."""
+"""The choice of an implementation: the one a call names, or the best that can run here."""
 
 import logging
 

@@ -101,7 +101,7 @@ def test_documents_are_refused():
 
 
 def test_on_a_hopper_gpu_both_calls_are_cudnns_and_the_gradients_ours(monkeypatch):
-    """Lowered without a GPU; with halo, which cuDNN gets as rows in front of the queries."""
+    """Lowered without a GPU; with halo, which cuDNN gets as rows before the queries."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     q = jax.ShapeDtypeStruct((1, 96, 4, 64), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)

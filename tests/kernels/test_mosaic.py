@@ -2,8 +2,8 @@
 barriers, gradients, lowering, machine code where JAX's compiler for it is installed, refusals.
 
 Run as a program with a list of cases, the file prints a JSON line of errors each: the simulator
-needs a process of its own, with a thread for every warpgroup. With "mesh" it prints what the test
-of a mesh asks for, which needs devices of its own.
+needs its own process, with a thread for every warpgroup. With "mesh" it prints what the test
+of a mesh asks for, which needs its own devices.
 """
 
 import json
@@ -11,12 +11,11 @@ import re
 import sys
 from typing import Any
 
-import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from devices import environment
+from devices import printed
 from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from launched import launched_kernels
@@ -71,15 +70,10 @@ def _errors(case):
     return [float(np.abs(x - y).max()) for x, y in pairs]
 
 
-def _run(argument, count=1, **variables):
-    """What this file prints as a program."""
-    return commands.script(__file__, argument, env=environment(count, **variables))
-
-
 @pytest.mark.parametrize("name", SETS)
 def test_results_are_those_of_the_definition_and_nothing_races(name):
-    # XLA has as many threads as NPROC says; each warpgroup waits in one.
-    output = _run(json.dumps(SETS[name]), NPROC="8")
+    # XLA has NPROC threads; each warpgroup waits in one.
+    output = printed(__file__, json.dumps(SETS[name]), count=1, NPROC="8")
     assert "RACE DETECTED" not in output, output[:3000]
     for case, line in zip(SETS[name], output.splitlines(), strict=True):
         bounds = [STEP[case.get("dtype", "bfloat16")]] * 2 + [2e-6] * 2
@@ -144,7 +138,7 @@ def _on_a_mesh():
 
 
 def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing():
-    found = json.loads(_run("mesh", 4))
+    found = json.loads(printed(__file__, "mesh"))
     assert found["moves"] == []
     assert found["distance"] < 1e-5
     assert found["launched"] == [[1, 24, 2, 64], [1, 24, 1, 64]]
@@ -158,10 +152,7 @@ def _shapes(length, num_heads, num_kv_heads, head_dim, dtype=jnp.bfloat16) -> tu
 
 @pytest.mark.parametrize(
     ("shapes", "windows"),
-    [
-        (_shapes(65_536, 16, 8, 128), (8192, 4096)),
-        (_shapes(32_768, 24, 24, 64), (2048, 1024)),
-    ],
+    [(_shapes(65_536, 16, 8, 128), (8192, 4096)), (_shapes(32_768, 24, 24, 64), (2048, 1024))],
     ids=["paper", "from scratch"],
 )
 def test_the_call_lowers_to_one_kernel_for_hopper(shapes, windows):

@@ -1,22 +1,20 @@
 """The fused attention call as the compiler splits it on a mesh, with the definition in place of the
 launches: JAX cannot run the interpreter's callback inside a partitioned call.
 
-Run as a program, the file prints what the test asks for: a mesh needs devices of its own.
+Run as a program, the file prints the measurements of the test: a mesh needs its own devices.
 """
 
 import json
 
-import commands
 import jax
 import jax.numpy as jnp
-from devices import environment
+from devices import COLLECTIVES, printed
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import reference, triton_call
 from ttcd_kernels.windows import Windows
 
 WINDOWS = Windows(16, 8, 0.2)
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
 
 def _forward(shape, q, k, v, ids):
@@ -24,7 +22,7 @@ def _forward(shape, q, k, v, ids):
 
 
 def _backward(shape, q, k, v, ids, near_out, near_delta, near_lse, far_out, *_):
-    """Any function of its own arrays of every kind."""
+    """Any function of arrays of every kind."""
     return (near_out + far_out) * (near_delta - near_lse)[..., None], k, 2 * v
 
 
@@ -78,8 +76,7 @@ def _measure() -> dict[str, object]:
 
 
 def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing_else():
-    output = commands.script(__file__, env=environment(4))
-    found = json.loads(output)
+    found = json.loads(printed(__file__))
     assert found["collectives"] == []
     assert found["distance"] <= 1e-5
     assert found["distance in shard_map"] <= 1e-5

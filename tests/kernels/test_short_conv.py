@@ -1,27 +1,26 @@
 """The convolved residual: its composition in XLA against definitions, the Triton kernels by the
-interpreter and as machine code, meshes, and what is refused.
+interpreter and as machine code, meshes, and refusals.
 
-Run as a program, the file prints what the mesh test asks for: a mesh needs devices of its own.
+Run as a program, the file prints the measurements of the mesh test: a mesh needs its own devices.
 """
 
 import functools
 import inspect
 import json
 
-import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw
-from devices import environment
+from devices import COLLECTIVES, printed
 from interpreting import errors_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch, parity
 from ttcd_kernels.normalize import PUBLISHED_ZERO_SLOPE, l2_normalize
-from ttcd_kernels.short_conv import aot, bench, reference, triton_call, xla
+from ttcd_kernels.short_conv import bench, reference, triton_call, xla
 from ttcd_kernels.short_conv.api import short_conv_residual
-from ttcd_kernels.short_conv.shapes import SHAPES
+from ttcd_kernels.short_conv.reference import Facts, Operands
 from ttcd_kernels.short_conv.tuning import TABLE, tuning_for
 
 B, C, L, F = 2, 3, 7, 5
@@ -63,7 +62,7 @@ BOUND = {"float32": 1e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
 
 def test_kernels_give_results_and_gradients_of_the_definition():
     for case, errors in zip(CASES, errors_of("short_conv", CASES), strict=True):
-        # One by one: `max` passes over NaN, which is what no program wrote.
+        # One by one: `max` passes over NaN, the value of an unwritten result.
         bound = BOUND[case.get("dtype", "float32")]
         assert all(error < bound for error in errors.values()), (case, errors)
         if "taps_dtype" not in case:  # products of narrow numbers, never rounded
@@ -186,7 +185,7 @@ def test_without_a_gpu_auto_is_the_composition():
     ids=["plain keys", "unit keys", "unit keys, documents"],
 )
 def test_machine_code_is_one_launch_each_way_and_spills_nothing(facts, num_features, capability):
-    kernels, launched = aot.compile_gradient(capability, num_features, **facts)
+    kernels, launched = bench.compile_gradient(capability, num_features, **facts)
     assert launched == ["short_conv_residual_forward", "short_conv_residual_backward"]
     assert [kernel.name for kernel in kernels] == launched
     forward, backward = kernels
@@ -197,8 +196,8 @@ def test_machine_code_is_one_launch_each_way_and_spills_nothing(facts, num_featu
 
 
 def test_variants_are_named_by_what_they_do(monkeypatch):
-    monkeypatch.setattr(aot, "compile_gradient", lambda _, features, **facts: ([facts], []))
-    variants = dict(aot.variants(90))
+    monkeypatch.setattr(bench, "compile_gradient", lambda _, features, **facts: ([facts], []))
+    variants = dict(bench.variants(90))
     assert len(variants) == 8
     assert variants["F4096"] == [{"normalizes_keys": False, "has_segments": False}]
     assert variants["F2816 unit keys documents"] == [
@@ -212,14 +211,14 @@ def test_the_table_knows_older_and_newer_gpus():
 
 
 def test_all_that_is_measured_agrees_with_the_definition():
-    for case in SHAPES["tiny"]:
+    for case in bench.SHAPES["tiny"]:
         rows = parity.compare(bench, case)
         assert {row.implementation for row in rows} >= {"xla"}
         assert all(row.max_relative_error < 1e-5 for row in rows)
 
 
 def test_the_least_work_counts_every_array_once():
-    case = SHAPES["tiny"][0]
+    case = bench.SHAPES["tiny"][0]
     z, taps = 4 * 2 * 2 * 16 * 32, 4 * 5 * 32
     assert bench.work(case, "forward").bytes == 5 * z + 2 * taps
     assert bench.work(case, "fwd + bwd").bytes == 12 * z + 6 * taps
@@ -276,7 +275,6 @@ def test_what_the_kernels_cannot_take_is_refused_before_launch():
 # Meshes, with the definition in place of the launches: JAX cannot run the interpreter's callback
 # inside a partitioned call.
 
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 # Axis of the mesh (data 2, tensor 2) that splits b, c and f; are keys normalised.
 LAYOUTS = {
     "batch and chunks": (("data", "tensor", None), True),
@@ -287,24 +285,16 @@ LAYOUTS = {
 
 def _forward_stand_in(shape, z_teacher, z_student, teacher_taps, student_taps, ids):
     def one_row(z_teacher, z_student, teacher_taps, student_taps, ids):
-        found = reference.short_conv_residual(
-            z_teacher[None],
-            z_student[None],
-            teacher_taps,
-            student_taps,
-            ids[None],
-            shape.is_causal,
-            shape.normalizes_keys,
-            shape.zero_slope,
-        )
+        x = Operands(z_teacher[None], z_student[None], teacher_taps, student_taps, ids[None])
+        found = reference.short_conv_residual(x, shape.facts)
         norm = jnp.linalg.norm(found[1] - found[0], axis=-1)
-        return tuple(x[0] for x in (*found, *([norm] if shape.normalizes_keys else [])))
+        return tuple(x[0] for x in (*found, *([norm] if shape.facts.normalizes_keys else [])))
 
     return jax.vmap(one_row)(z_teacher, z_student, teacher_taps, student_taps, ids)
 
 
 def _backward_stand_in(shape, z_teacher, z_student, taps, _, ids, key, slope, along, *cotangents):
-    """Any function of its own arrays of every kind."""
+    """Any function of arrays of every kind."""
     d_difference, d_target, d_key = cotangents
     if key is not None:
         d_key = slope[..., None] * (d_key - along[..., None] * key)
@@ -318,8 +308,10 @@ def _backward_stand_in(shape, z_teacher, z_student, taps, _, ids, key, slope, al
 
 def _gradient(normalizes_keys, *operands):
     *arrays, ids = operands
-    facts = {"is_causal": True, "normalizes_keys": normalizes_keys, "zero_slope": 1.0}
-    call = functools.partial(triton_call.short_conv_residual, segment_ids=ids, **facts)
+
+    def call(*arrays):
+        return triton_call.short_conv_residual(Operands(*arrays, ids), Facts(True, normalizes_keys))
+
     (difference, target, key), pull = jax.vjp(call, *arrays)
     return (difference, target, key), pull((target, key, difference))
 
@@ -353,8 +345,7 @@ def _measure_mesh() -> dict[str, object]:
 
 
 def test_a_mesh_splits_batch_chunks_and_the_features_of_plain_keys():
-    output = commands.script(__file__, env=environment(4))
-    found = json.loads(output)
+    found = json.loads(printed(__file__))
     assert found.keys() == LAYOUTS.keys()
     chunks, plain, unit = found.values()
     for layout in (chunks, plain):

@@ -1,13 +1,13 @@
 """The Triton kernels without a GPU: numerics by the interpreter, machine code ahead of time, and
-what is refused."""
+refusals."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from interpreting import errors_of
+from interpreting import check_errors
 from launched import launched_kernels
 from ttcd_kernels import dual_window_attention, launch
-from ttcd_kernels.dual_window.aot import compile_gradient
+from ttcd_kernels.dual_window.bench import compile_gradient
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, TABLE, tuning_for
 
 BASE = {"T": 40, "S": 40, "N": 2, "K": 1, "H": 32, "teacher": 16, "student": 8}
@@ -36,13 +36,7 @@ BOUND = {"float32": 2e-6, "bfloat16": 3e-2, "float16": 3e-3}
 
 
 def test_results_and_gradients_are_those_of_the_definition():
-    for case, errors in zip(CASES, errors_of("dual_window", CASES), strict=True):
-        # One by one: `max` passes over NaN, which is what no program wrote.
-        bound = BOUND[case.get("dtype", "float32")]
-        assert all(error < bound for error in errors.values()), (case, errors)
-        # Scores are exact products of narrow numbers, summed in float32.
-        lses = errors["teacher_lse"], errors["student_lse"]
-        assert all(error < BOUND["float32"] for error in lses), (case, errors)
+    check_errors("dual_window", CASES, BOUND, "teacher_lse", "student_lse")
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -98,7 +92,7 @@ def test_what_the_kernel_cannot_take_is_refused_before_launch():
     ("change", "message"),
     [
         ({"BLOCK_X": 3}, "dual_window_forward has no parameter BLOCK_X: q_ptr, "),
-        ({"BLOCK_M": None}, "takes 16 arguments and results beside H, .*, not 15: q_ptr, "),
+        ({"BLOCK_M": None}, "takes 16 arguments and results besides H, .*, not 15: q_ptr, "),
     ],
 )
 def test_a_launch_names_the_parameter_that_is_wrong(change, message, monkeypatch):

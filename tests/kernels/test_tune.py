@@ -82,8 +82,9 @@ def test_the_command_writes_what_it_prints(tiles, tmp_path, monkeypatch, capsys)
     (row,) = json.loads(file.read_text())["rows"]
     assert (row["kernel"], row["ratio"]) == ("forward", 1)
     assert row["tile"] in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="no 'none' in tiny; it has"):
+    with pytest.raises(SystemExit):
         tune.main(["--shapes", "tiny", "--case", "none"])
+    assert "no 'none' in tiny; it has" in capsys.readouterr().err
 
 
 def test_without_a_gpu_there_is_nothing_to_tune():

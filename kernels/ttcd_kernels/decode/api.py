@@ -1,8 +1,8 @@
-"""Public entry points of decode attention: shapes are checked here, before anything is launched."""
+"""Public entry points of decode attention, which check shapes and windows."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, NotRequired, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.decode import reference, triton_call, xla
 from ttcd_kernels.dispatch import Candidate, choose
-from ttcd_kernels.windows import Windows
+from ttcd_kernels.windows import Windows, checked
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 # "auto" takes the first that can run.
@@ -35,30 +35,39 @@ def decode_attention_with_lse(
     """Attention of one query per row over its cache under two sliding windows: (teacher, student,
     teacher lse, student lse).
 
-    `position` is each query's own in its sequence; rows may differ. Its key and value are in the
-    cache already. A row's cache is a ring: position p is stored in slot p mod W, W at least
-    `teacher_window`. Numbers in slots that no window sees must be finite. A window counts the query
-    itself, and sees only what was written: at position 0 the query alone, and nothing at a negative
-    position (outputs 0, lse -inf). `scale` defaults to H**-0.5. Query head n reads kv head
-    n // (N / K). Log-sum-exps are natural, float32 (float64 for float64 inputs).
+    `position` is that of each row's query, whose key and value are in the cache already. A row's
+    cache is a ring: position p is stored in slot p mod W, W at least `teacher_window`. Unseen slots
+    must be finite. A window counts the query itself, and sees only written slots: at position 0 the
+    query alone, at a negative position nothing (outputs 0, lse -inf). `scale` defaults to H**-0.5.
+    Query head n reads kv head n // (N / K). Log-sum-exps are natural, float32 (float64 for float64
+    inputs). Not differentiable. `vmap` and meshes shard batch and kv heads without communication.
 
     `implementation`: "triton" is one kernel for GPUs of compute capability 8.0 and up, head dims
     32, 64, 128, up to 64 query heads per kv head, that reads each key of the teacher's window
     once; "xla" masks the whole cache; "reference" is the definition; "auto" is the first of
-    "triton" and "xla" that can run. `vmap` and meshes split batch and kv heads without
-    communication.
-
-    Not differentiable: generation has no gradient.
+    "triton" and "xla" that can run.
 
     Raises:
         ValueError: shapes or windows that do not fit, naming both numbers; differentiation.
     """
     _check_arrays(q, k_cache, v_cache, position)
-    _check_windows(k_cache.shape[1], teacher_window, student_window)
-    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    windows = checked(teacher_window, student_window, scale, q.shape[-1])
+    if k_cache.shape[1] < teacher_window:
+        raise ValueError(
+            f"a cache of {k_cache.shape[1]} slots cannot hold the {teacher_window} positions of "
+            f"teacher_window: give it at least {teacher_window}"
+        )
     run = choose("decode attention", implementation, CANDIDATES, q, k_cache, v_cache)
-    windows = Windows(teacher_window, student_window, scale)
     return _run(run, windows, q, k_cache, v_cache, position)
+
+
+class Options(TypedDict):
+    """Options of both calls, as in `decode_attention_with_lse`."""
+
+    teacher_window: int
+    student_window: int
+    scale: NotRequired[float | None]
+    implementation: NotRequired[Implementation]
 
 
 def decode_attention(
@@ -66,24 +75,10 @@ def decode_attention(
     k_cache: Float[Array, "B W K H"],
     v_cache: Float[Array, "B W K H"],
     position: Int[Array, " B"],
-    *,
-    teacher_window: int,
-    student_window: int,
-    scale: float | None = None,
-    implementation: Implementation = "auto",
+    **options: Unpack[Options],
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N H"]]:
     """(teacher, student) outputs of `decode_attention_with_lse`."""
-    teacher, student, _, _ = decode_attention_with_lse(
-        q,
-        k_cache,
-        v_cache,
-        position,
-        teacher_window=teacher_window,
-        student_window=student_window,
-        scale=scale,
-        implementation=implementation,
-    )
-    return teacher, student
+    return decode_attention_with_lse(q, k_cache, v_cache, position, **options)[:2]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -117,20 +112,3 @@ def _check_arrays(
         raise ValueError(f"position has shape {position.shape}: {B} queries need ({B},)")
     if not jnp.issubdtype(position.dtype, jnp.integer):
         raise ValueError(f"position is {position.dtype.name}: it must be int32")
-
-
-def _check_windows(num_slots: int, teacher_window: int, student_window: int) -> None:
-    if student_window < 1:
-        raise ValueError(
-            f"student_window is {student_window}: a window counts the query itself, so at least 1"
-        )
-    if student_window > teacher_window:
-        raise ValueError(
-            f"student_window {student_window} is wider than teacher_window {teacher_window}: "
-            "the student must see no more than the teacher"
-        )
-    if num_slots < teacher_window:
-        raise ValueError(
-            f"a cache of {num_slots} slots cannot hold the {teacher_window} positions of "
-            f"teacher_window: give it at least {teacher_window}"
-        )

@@ -1,24 +1,67 @@
-"""Decode attention against the definition and, on a GPU, JAX's own attention twice."""
+"""Decode attention as it is measured and compiled ahead of time: its shapes, the definition and, on
+a GPU, JAX's own attention twice."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ttcd_kernels import launch
+from ttcd_kernels.aot import Compiled, compile_kernels
 from ttcd_kernels.decode import triton_call
-from ttcd_kernels.decode.api import Implementation, decode_attention
+from ttcd_kernels.decode.api import Implementation, decode_attention, decode_attention_with_lse
 from ttcd_kernels.decode.reference import visible_slots
-from ttcd_kernels.decode.shapes import SHAPES as SHAPES
-from ttcd_kernels.decode.shapes import Case
-from ttcd_kernels.decode.tuning import CANDIDATES, Tuning, tuning_for
-from ttcd_kernels.measure import Search, Work
+from ttcd_kernels.decode.tuning import CANDIDATES, HEAD_DIMS, Tuning, tuning_for
+from ttcd_kernels.measure import Search, SetName, Work
 from ttcd_kernels.windows import Results, Windows
 
-BASELINE = "xla"  # ratios are times over this one's
-PEERS = ("jax.nn",)  # names of what is not ours begin so: they may refuse a shape
+PEERS = ("jax.nn",)  # names of foreign implementations begin so: they may refuse a shape
+
+
+class Case(NamedTuple):
+    """One call: row b is at `first_position` + 7 b. Windows count the query itself."""
+
+    name: str
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    teacher_window: int
+    student_window: int
+    num_slots: int | None = None  # None: as many as the teacher's window
+    first_position: int = 100_000  # far beyond any window
+    dtype: str = "bfloat16"
+    rounds: int = 5
+
+    @property
+    def positions(self) -> np.ndarray:
+        return self.first_position + 7 * np.arange(self.batch, dtype=np.int32)
+
+
+def _at_batches(case: Case) -> list[Case]:
+    return [case._replace(name=f"B{n} {case.name}", batch=n) for n in (1, 8, 64)]
+
+
+SHAPES: dict[SetName, tuple[Case, ...]] = {
+    "tiny": (Case("B3 16/8", 3, 4, 2, 8, 16, 8, num_slots=20, dtype="float32", rounds=3),),
+    "cpu": (
+        Case("B1 2048/1024 H24 D64", 1, 24, 24, 64, 2048, 1024, dtype="float32"),
+        Case("B8 2048/1024 H16/8 D64", 8, 16, 8, 64, 2048, 1024, dtype="float32"),
+    ),
+    "paper": (
+        *_at_batches(Case("8192/4096 H16/8 D128", 1, 16, 8, 128, 8192, 4096)),
+        *_at_batches(Case("2048/1024 H24 D64", 1, 24, 24, 64, 2048, 1024)),
+    ),
+    "parity": (
+        Case("300/100 H16/8 D128, 517 slots", 3, 16, 8, 128, 300, 100, num_slots=517),
+        Case("1000/999 H17 of one kv head D64", 2, 17, 1, 64, 1000, 999, dtype="float16"),
+        Case("256/256 H6/2 D32", 4, 6, 2, 32, 256, 256),
+        Case("300/1 H24 D64, beginning", 9, 24, 24, 64, 300, 1, first_position=0, dtype="float32"),
+    ),
+}
 
 
 def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
@@ -29,27 +72,15 @@ def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
     return [q, cache, cache]
 
 
-def programs(case: Case) -> dict[tuple[str, str], Callable]:
+def programs(case: Case) -> dict[tuple[str, str], Callable[..., Any]]:
     """(direction, implementation) -> function of the operands."""
 
-    def dual(implementation: Implementation) -> Callable:
-        def call(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> Any:
-            return decode_attention(
-                q,
-                k_cache,
-                v_cache,
-                jnp.asarray(case.positions),
-                teacher_window=case.teacher_window,
-                student_window=case.student_window,
-                implementation=implementation,
-            )
+    def dual(implementation: Implementation) -> Callable[..., Any]:
+        windows = {"teacher_window": case.teacher_window, "student_window": case.student_window}
+        attend: Any = functools.partial(decode_attention, **windows, implementation=implementation)
+        return lambda *arrays: attend(*arrays, jnp.asarray(case.positions))
 
-        return call
-
-    found: dict[tuple[str, str], Callable] = {
-        ("forward", "xla"): dual("xla"),
-        ("forward", "reference"): dual("reference"),
-    }
+    found = {("forward", name): dual(name) for name in ("xla", "reference")}
     if jax.default_backend() == "gpu":
         found["forward", "triton"] = dual("triton")
         found["forward", "jax.nn twice"] = functools.partial(_stock, case)
@@ -58,17 +89,12 @@ def programs(case: Case) -> dict[tuple[str, str], Callable]:
 
 def searches(case: Case) -> dict[str, Search]:
     """The one kernel's tiles to try, and a program with each."""
-    capability = launch.capability()
-    assert capability is not None
-    table = tuning_for(capability, case.head_dim, jnp.dtype(case.dtype).itemsize)
+    table = tuning_for(launch.known_capability(), case.head_dim, jnp.dtype(case.dtype).itemsize)
     windows = Windows(case.teacher_window, case.student_window, case.head_dim**-0.5)
 
-    def program(tuning: Tuning) -> Callable:
-        def call(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> Results:
-            position = jnp.asarray(case.positions)
-            return triton_call.decode(q, k_cache, v_cache, position, windows, tuning=tuning)
-
-        return call
+    def program(tuning: Tuning) -> Callable[..., Results]:
+        attend: Any = functools.partial(triton_call.decode, windows=windows, tuning=tuning)
+        return lambda *arrays: attend(*arrays, jnp.asarray(case.positions))
 
     tunings = dict.fromkeys((table, *CANDIDATES))
     return {"decode_attention": Search({tuning: program(tuning) for tuning in tunings}, table)}
@@ -103,3 +129,33 @@ def _stock(
         return out[:, 0]
 
     return attend(case.teacher_window), attend(case.student_window)
+
+
+def variants(capability: int) -> Iterator[tuple[str, list[Compiled]]]:
+    """(name, the kernel) of each head dim."""
+    for head_dim in HEAD_DIMS:
+        yield f"D{head_dim}", compile_step(capability, head_dim)[0]
+
+
+def compile_step(
+    capability: int,
+    head_dim: int,
+    *,
+    batch: int = 8,
+    num_heads: int = 16,
+    num_kv_heads: int = 8,
+    teacher_window: int = 8192,
+    student_window: int = 4096,
+    dtype: str = "bfloat16",
+) -> tuple[list[Compiled], list[str]]:
+    """The kernels of one call, and the names in launch order."""
+    q = jax.ShapeDtypeStruct((batch, num_heads, head_dim), dtype)
+    cache = jax.ShapeDtypeStruct((batch, teacher_window, num_kv_heads, head_dim), dtype)
+    position = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    step = functools.partial(
+        decode_attention_with_lse,
+        teacher_window=teacher_window,
+        student_window=student_window,
+        implementation="triton",
+    )
+    return compile_kernels(step, q, cache, cache, position, capability=capability)

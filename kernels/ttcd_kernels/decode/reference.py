@@ -1,12 +1,12 @@
 """The definition of decode attention: the whole cache, masks, plain jnp, sums in float32 or wider.
 
-A row's cache is a ring of W slots: position p lies in slot p mod W. For the query at position p,
-slot s holds the position d = (p - s) mod W before its own, if that was ever written (d <= p). A
+A row's cache is a ring of W slots: position p is in slot p mod W. For the query at position p,
+slot s holds the position d = (p - s) mod W before it, if it was ever written (d <= p). A
 window w sees it when d < w:
 
     lse = log sum_s exp(scale * q . k_s),    out = sum_s exp(scale * q . k_s - lse) v_s
 
-over the visible slots; without any (p < 0: a row that waits) lse is -inf and out 0.
+over the visible slots; without any (p < 0: an idle row) lse is -inf and out 0.
 """
 
 import jax
@@ -22,11 +22,7 @@ def visible_slots(position: jax.Array, num_slots: int, window: int) -> jax.Array
 
 
 def decode(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    position: jax.Array,
-    windows: Windows,
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, position: jax.Array, windows: Windows
 ) -> Results:
     """(teacher out, student out, teacher lse, student lse), each by its own softmax."""
     state = jnp.promote_types(q.dtype, jnp.float32)

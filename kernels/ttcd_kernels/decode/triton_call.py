@@ -1,5 +1,4 @@
-"""Decode attention by the Triton kernel: launch, merge of its slices, vmap, meshes, what it
-supports."""
+"""Decode attention by the Triton kernel: launch, merge of its slices, vmap, meshes, support."""
 
 import functools
 
@@ -13,20 +12,15 @@ from ttcd_kernels.dual_window.lse import merge
 from ttcd_kernels.partitioning import everywhere
 from ttcd_kernels.windows import Results, Windows
 
-_LOG2E = 1.4426950408889634
-_DTYPES = ("bfloat16", "float16", "float32")
 _SMALLEST_GROUP, _LARGEST_GROUP = 16, 64  # rows of a matrix product; accumulators in registers
 
 
 def unsupported(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | None:
     """Why the kernel cannot take these arrays on this machine; None if it can."""
-    if q.shape[-1] not in HEAD_DIMS:
-        return f"head dim {q.shape[-1]} is not one of {', '.join(map(str, HEAD_DIMS))}"
     group = q.shape[1] // k_cache.shape[2]
     if group > _LARGEST_GROUP:
         return f"{group} query heads per kv head are more than {_LARGEST_GROUP}"
-    arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    return launch.unfit_dtypes(_DTYPES, **arrays) or launch.unavailable()
+    return launch.unsupported(launch.DTYPES, HEAD_DIMS, q=q, k_cache=k_cache, v_cache=v_cache)
 
 
 def decode(
@@ -39,10 +33,8 @@ def decode(
 ) -> Results:
     """Same contract as `reference.decode`, for operands that are not `unsupported`; deterministic.
     float32 operands are multiplied in full float32, not TF32."""
-    if tuning is None:
-        capability = launch.capability()
-        assert capability is not None
-        tuning = tuning_for(capability, q.shape[-1], q.dtype.itemsize)
+    size = q.dtype.itemsize
+    tuning = tuning or tuning_for(launch.known_capability(), q.shape[-1], size)
     axes = {"Q": "b (k g) h", "K": "b s k h", "P": "b", "L": "b (k g)"}
     arrays, group = (q, k_cache, v_cache, position), q.shape[1] // k_cache.shape[2]
     run = functools.partial(_launch, windows, tuning)
@@ -65,16 +57,10 @@ def _launch(
     num_slices = slices.near + slices.far
     outs, lses = launch.launch(
         decode_attention,
-        q,
-        k_cache,
-        v_cache,
-        position.astype(jnp.int32),
+        *(q, k_cache, v_cache, position.astype(jnp.int32)),
         *(B, N, K, num_slots),
-        windows.teacher,
-        windows.student,
-        slices.keys,
-        slices.near,
-        np.float32(windows.scale * _LOG2E),
+        *(windows.teacher, windows.student, slices.keys, slices.near),
+        np.float32(windows.scale * launch.LOG2E),
         out_shape=[
             jax.ShapeDtypeStruct((num_slices, B, N, H), jnp.float32),
             jax.ShapeDtypeStruct((num_slices, B, N), jnp.float32),

@@ -2,8 +2,8 @@
 
 A key counts by its distance d from the query: the near band (d < w_S) is the student's window, with
 the far band (w_S <= d < w_T) it is the teacher's. A program takes a slice of one band, for the
-query heads of one kv head, in tiles of keys by rising distance. So a tile never holds two bands,
-each key is read once, and none that is out of the window or was never written.
+query heads of one kv head, in tiles of keys by rising distance. A tile never holds two bands, each
+key is read once, and no key outside the window or never written.
 
 In base 2, with s = q k^T scale log2(e), a tile updates the softmax state
 
@@ -50,7 +50,7 @@ def decode_attention(
     is_near = piece < num_near
     start = tl.where(is_near, piece * slice_keys, student_window + (piece - num_near) * slice_keys)
     stop = tl.minimum(start + slice_keys, tl.where(is_near, student_window, teacher_window))
-    stop = tl.minimum(stop, position + 1)  # what lies further back was never written
+    stop = tl.minimum(stop, position + 1)  # older keys were never written
     num_tiles = (tl.maximum(stop - start, 0) + BLOCK_N - 1) // BLOCK_N
     newest = position % W
 
@@ -67,7 +67,7 @@ def decode_attention(
     acc = tl.zeros([BLOCK_G, H], tl.float32)
     for tile in range(0, num_tiles):
         distance = start + tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        is_visible = distance < stop  # of the first key at least: the peak is finite from here on
+        is_visible = distance < stop  # at least the first key: the peak is finite from here on
         slot = newest - distance
         slot = tl.where(slot < 0, slot + W, slot)
         row = tl.cast(batch, tl.int64) * W + slot

@@ -1,4 +1,4 @@
-"""Tile sizes of the decode kernel, and into how many programs a call is cut."""
+"""Tile sizes of the decode kernel, and the number of programs of a call."""
 
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ class Tuning(NamedTuple):
 
 
 # By (compute capability, head dim), for operands of two bytes. A program keeps two tiles of K and
-# of V under way (three stages), up to 16 KiB each, and two programs share a multiprocessor: H100
-# and H200 have 132, A100 108. Chosen by what the compiler reports, not yet by time on a GPU.
+# of V in flight (three stages), up to 16 KiB each, and two programs share a multiprocessor: H100
+# and H200 have 132, A100 108. Chosen by the reports of the compiler, not yet by time on a GPU.
 TABLE: dict[tuple[int, int], Tuning] = {
     (90, 128): Tuning(64, 4, 3, 264),
     (90, 64): Tuning(128, 4, 3, 264),
@@ -25,7 +25,7 @@ TABLE: dict[tuple[int, int], Tuning] = {
 }
 HEAD_DIMS = (32, 64, 128)
 
-# What `ttcd_kernels.tune` tries beside the table's.
+# Tried by `ttcd_kernels.tune` besides the table's.
 CANDIDATES = tuple(
     Tuning(block_n, num_warps, num_stages, num_programs)
     for block_n in (32, 64, 128)
@@ -37,7 +37,7 @@ CANDIDATES = tuple(
 
 def tuning_for(capability: int, head_dim: int, itemsize: int) -> Tuning:
     """The table's row for the newest listed GPU that is no newer than `capability`; for operands of
-    four bytes with half the tile and twice the warps, whose products have no tensor cores."""
+    four bytes, whose products use no tensor cores, with half the tile and twice the warps."""
     known = max(listed for listed, _ in TABLE if listed <= capability)
     tuning = TABLE[known, head_dim]
     if itemsize < 4:
@@ -46,7 +46,7 @@ def tuning_for(capability: int, head_dim: int, itemsize: int) -> Tuning:
 
 
 class Slices(NamedTuple):
-    """A row's keys as programs share them: slices of one band each, the near ones first."""
+    """A row's keys, divided among programs: slices of one band each, the near ones first."""
 
     keys: int  # per slice
     near: int  # slices of the student's window
@@ -56,8 +56,8 @@ class Slices(NamedTuple):
 def slices_for(
     tuning: Tuning, batch_kv_heads: int, teacher_window: int, student_window: int
 ) -> Slices:
-    """The shortest slices, in whole tiles, of which no more than `num_programs` programs run; one
-    slice a band where those are more already."""
+    """The shortest slices, in whole tiles, that make at most `num_programs` programs; one slice per
+    band where that is more already."""
     far_window = teacher_window - student_window
     keys = tuning.block_n
     while True:

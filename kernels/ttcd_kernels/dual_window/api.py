@@ -1,14 +1,13 @@
-"""Public entry points of dual-window attention: shapes are checked here, before anything is
-launched."""
+"""Public entry points of dual-window attention, which check shapes and windows."""
 
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.dispatch import Candidate, choose
 from ttcd_kernels.dual_window import lse, mosaic_call, reference, triton_call, xla
-from ttcd_kernels.windows import Windows
+from ttcd_kernels.windows import checked
 
 Implementation = Literal["auto", "triton", "mosaic", "lse", "xla", "reference"]
 # "auto" takes the first that can run.
@@ -40,7 +39,7 @@ def dual_window_attention_with_lse(
     the query itself; `None` sees everything. `scale` defaults to H**-0.5. Query head n reads kv
     head n // (N / K). Keys of another segment are invisible. Log-sum-exps are natural, float32
     (float64 for float64 inputs). Differentiable in q, k, v through all four results, at five matrix
-    products per key pair of the teacher's window (seven where Triton makes them: two kernels
+    products per key pair of the teacher's window (seven in Triton: two kernels
     without atomics). `implementation`:
 
         triton     a fused kernel: one sweep, GPUs of compute capability 8.0 and up, head dims 32,
@@ -49,28 +48,30 @@ def dual_window_attention_with_lse(
                    operands, head dims 64, 128, no documents, scale > 0
         lse        two single-window calls (cuDNN's where it can) joined by their log-sum-exps; no
                    documents
-        xla        blocks of queries, O(T * window) memory, everywhere
-        reference  the definition, O(T * S) memory
+        xla        blocks of queries, O(T * window) bytes, everywhere
+        reference  the definition, O(T * S) bytes
         auto       triton where it can run, else xla
 
     Raises:
         ValueError: shapes or windows that do not fit, naming both numbers, or an implementation
         that cannot take them here.
     """
-    check_shapes(q, k, v, segment_ids)
+    _check_shapes(q, k, v, segment_ids)
     S = k.shape[1]
-    teacher_window = check_window("teacher_window", teacher_window, S)
-    student_window = check_window("student_window", student_window, S)
-    if student_window > teacher_window:
-        raise ValueError(
-            f"student_window {student_window} is wider than teacher_window {teacher_window}: "
-            "the student must see no more than the teacher"
-        )
-    windows = Windows(
-        teacher_window, student_window, float(q.shape[-1] ** -0.5) if scale is None else scale
+    teacher, student = (
+        S if window is None else min(window, S) for window in (teacher_window, student_window)
     )
+    windows = checked(teacher, student, scale, q.shape[-1])
     run = choose("dual-window attention", implementation, CANDIDATES, q, k, v, segment_ids)
     return run(q, k, v, segment_ids, windows)
+
+
+class Options(TypedDict, total=False):
+    """Options of every call, as in `dual_window_attention_with_lse`."""
+
+    segment_ids: Int[Array, "B S"] | None
+    scale: float | None
+    implementation: Implementation
 
 
 def dual_window_attention(
@@ -80,22 +81,11 @@ def dual_window_attention(
     *,
     teacher_window: int | None,
     student_window: int | None,
-    segment_ids: Int[Array, "B S"] | None = None,
-    scale: float | None = None,
-    implementation: Implementation = "auto",
+    **options: Unpack[Options],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N H"]]:
     """(teacher, student) outputs of `dual_window_attention_with_lse`."""
-    teacher, student, _, _ = dual_window_attention_with_lse(
-        q,
-        k,
-        v,
-        teacher_window=teacher_window,
-        student_window=student_window,
-        segment_ids=segment_ids,
-        scale=scale,
-        implementation=implementation,
-    )
-    return teacher, student
+    windows = {"teacher_window": teacher_window, "student_window": student_window}
+    return dual_window_attention_with_lse(q, k, v, **windows, **options)[:2]
 
 
 def window_attention(
@@ -104,24 +94,14 @@ def window_attention(
     v: Float[Array, "B S K H"],
     *,
     window: int | None,
-    segment_ids: Int[Array, "B S"] | None = None,
-    scale: float | None = None,
-    implementation: Implementation = "auto",
+    **options: Unpack[Options],
 ) -> Float[Array, "B T N H"]:
     """Causal attention under one sliding window: the dual call with an empty far band."""
-    return dual_window_attention(
-        q,
-        k,
-        v,
-        teacher_window=window,
-        student_window=window,
-        segment_ids=segment_ids,
-        scale=scale,
-        implementation=implementation,
-    )[1]
+    windows = {"teacher_window": window, "student_window": window}
+    return dual_window_attention(q, k, v, **windows, **options)[1]
 
 
-def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> None:
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> None:
     if k.shape != v.shape:
         raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
     if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
@@ -132,11 +112,3 @@ def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Arra
         raise ValueError(f"{q.shape[1]} queries need at least as many keys, got {k.shape[1]}")
     if segment_ids is not None and segment_ids.shape != k.shape[:2]:
         raise ValueError(f"segment_ids {segment_ids.shape} must match the keys, {k.shape[:2]}")
-
-
-def check_window(name: str, window: int | None, length: int) -> int:
-    if window is None:
-        return length
-    if window < 1:
-        raise ValueError(f"{name} is {window}: a window counts the query itself, so at least 1")
-    return min(window, length)

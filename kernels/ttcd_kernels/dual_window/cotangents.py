@@ -38,43 +38,24 @@ type Backward = Callable[[Any, Residuals, Results], QKV]
 
 
 def with_gradients(
-    forward: Forward,
-    backward: Backward,
-    static: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
+    forward: Forward, backward: Backward, static: Any, *operands: jax.Array | None
 ) -> Results:
     """`forward(static, q, k, v, segment_ids)`, which returns the results of
     `reference.dual_window`, made differentiable in q, k, v through all four of them by
     `backward(static, residuals, cotangents)`."""
-    return cast(Results, _call(forward, backward, static, q, k, v, segment_ids))
+    return cast(Results, _call(forward, backward, static, *operands))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _call(
-    forward: Forward,
-    backward: Backward,
-    static: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-) -> Results:
-    return forward(static, q, k, v, segment_ids)
+def _call(forward: Forward, _: Backward, static: Any, *operands: Any) -> Results:
+    return forward(static, *operands)
 
 
 def _forward(
-    forward: Forward,
-    _: Backward,
-    static: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
+    forward: Forward, _: Backward, static: Any, *operands: Any
 ) -> tuple[Results, Residuals]:
-    results = forward(static, q, k, v, segment_ids)
+    results = forward(static, *operands)
+    q, k, v, segment_ids = operands
     return results, Residuals(q, k, v, segment_ids, *results)
 
 
@@ -97,8 +78,7 @@ class BandCotangents(NamedTuple):
 
 
 def by_band(saved: Residuals, cotangents: Results) -> BandCotangents:
-    """From the cotangents of (teacher, student, teacher lse, student lse). The combined one of the
-    near band is rounded to q's dtype once."""
+    """From the cotangents of the four results. The near band's dO is rounded to q's dtype once."""
     d_teacher, d_student, d_teacher_lse, d_student_lse = cotangents
     state = saved.teacher_lse.dtype
 

@@ -1,7 +1,7 @@
 """One sliding window by cuDNN's fused attention, with its log-sum-exp in float32.
 
-`jax.nn.dot_product_attention` rounds the log-sum-exp to the output's dtype, which is an error of 3
-% in a merge; the function behind it does not.
+`jax.nn.dot_product_attention` rounds the log-sum-exp to the output's dtype, an error of 3 % in a
+merge; the function that it calls does not.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any = Non
     """Why cuDNN cannot take these arrays on this machine; None if it can."""
     if segment_ids is not None:
         return "documents (segment_ids) are not supported"
-    reason = launch.unfit_dtypes(("bfloat16", "float16"), q=q, k=k, v=v) or launch.unavailable()
+    reason = launch.unsupported(("bfloat16", "float16"), q=q, k=k, v=v)
     found = launch.capability()
     if reason is not None or found is None:
         return reason
@@ -37,7 +37,7 @@ def attend(
     T, S = q.shape[1], k.shape[1]
     # cuDNN counts queries from the first key, we from the last: padding aligns them.
     q = jnp.pad(q, ((0, 0), (S - T, 0), (0, 0), (0, 0)))
-    attention: Any = dot_product_attention  # what it returns depends on its arguments
+    attention: Any = dot_product_attention  # the type of its result depends on its arguments
     out, lse = attention(
         q,
         k,

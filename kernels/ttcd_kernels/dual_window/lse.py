@@ -7,7 +7,7 @@ w_S positions back. With the student's window it adds up to the teacher's:
     L_T = log(e^L_S + e^L_F),            o_T = e^(L_S - L_T) o_S + e^(L_F - L_T) o_F
 
 so both outputs cost the products of the teacher's window alone. The gradients are the fused ones
-(`gradients.py`): stock backwards would do both windows, and drop the cotangents of log-sum-exps.
+(`triton_call.gradients`): stock ones do both windows and drop the log-sum-exps' cotangents.
 """
 
 import functools
@@ -19,7 +19,6 @@ import jax.numpy as jnp
 
 from ttcd_kernels.dual_window import cudnn, triton_call, xla
 from ttcd_kernels.dual_window.cotangents import with_gradients
-from ttcd_kernels.dual_window.gradients import gradients
 from ttcd_kernels.windows import Results, Windows
 
 # (q [B, T, N, H], k, v [B, S, K, H], window, scale) -> (out [B, T, N, H], lse [B, T, N] float32):
@@ -45,9 +44,8 @@ def best_single_window(q: jax.Array, k: jax.Array, v: jax.Array) -> SingleWindow
     """cuDNN's if it takes these arrays, else this package's own."""
     if cudnn.unsupported(q, k, v) is None:
         return cudnn.attend
-    return of_own(
-        triton_call.dual_window if triton_call.unsupported(q, k, v) is None else xla.dual_window
-    )
+    runs_triton = triton_call.unsupported(q, k, v) is None
+    return of_own(triton_call.dual_window if runs_triton else xla.dual_window)
 
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any = None) -> str | None:
@@ -56,9 +54,9 @@ def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any = Non
 
 
 def merge(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Softmax results over disjoint sets of keys -> (out, lse) over all of them, in float32 or
-    wider: outs [X, ..., H] and lses [X, ...] (natural), an empty set having lse -inf and any finite
-    out. Differentiable where no set is empty."""
+    """Softmax results over disjoint sets of keys, outs [X, ..., H] and lses [X, ...], -> (out, lse)
+    over all, in float32 or wider. An empty set has lse -inf and any finite out. Differentiable
+    where no set is empty."""
     wide = jnp.promote_types(lses.dtype, jnp.float32)
     peak = lses.astype(wide).max(0)
     shift = jnp.where(jnp.isneginf(peak), 0, peak)
@@ -79,7 +77,8 @@ def dual_window(
     """Same contract as `reference.dual_window`, without documents. `attend`, the best one here
     unless given, is called twice and need not be differentiable."""
     forward = functools.partial(_forward, best_single_window(q, k, v) if attend is None else attend)
-    return with_gradients(forward, gradients, windows.within(k.shape[1]), q, k, v, segment_ids)
+    windows = windows.within(k.shape[1])
+    return with_gradients(forward, triton_call.gradients, windows, q, k, v, segment_ids)
 
 
 def _forward(

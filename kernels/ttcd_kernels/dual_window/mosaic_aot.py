@@ -1,10 +1,9 @@
 """Compiles the Mosaic kernel for Hopper ahead of time, down to machine code, without a GPU.
 
-What `ttcd_kernels.aot` does for the Triton kernels. The compiler is the one that runs on a GPU,
-part of JAX's CUDA plugin; `make .venv/hopper` puts it (without NVIDIA's libraries) beside the
-environment, within which it would complain of the missing GPU at every `import jax`. It compiles
-for a GPU that is only described, in a process of its own, and reports through the variables
-MOSAIC_GPU_DUMP_*.
+The counterpart of `ttcd_kernels.aot`. The compiler is part of JAX's CUDA plugin, which `make
+.venv/hopper` installs (without NVIDIA's libraries) outside the environment, where it would warn of
+the missing GPU at every `import jax`. It compiles for a described GPU in a separate process and
+reports through the variables MOSAIC_GPU_DUMP_*.
 """
 
 import functools
@@ -26,35 +25,21 @@ from ttcd_kernels.dual_window import mosaic_call
 from ttcd_kernels.windows import Windows
 
 _COMPILER = Path(sys.prefix) / "hopper"
-# What the compiler asks of a GPU: here an H100's answers.
+# The facts of a GPU that the compiler needs: an H100's.
 _HOPPER = """
 gpu_device_info {
   cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-  core_count: 132
-  fpus_per_core: 128
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  l2_cache_size: 52428800
-  device_memory_size: 84929347584
-  memory_bandwidth: 3352320000000
-  clock_rate_ghz: 1.98
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 l2_cache_size: 52428800
+  device_memory_size: 84929347584 memory_bandwidth: 3352320000000
 }
 platform_name: "CUDA"
 """
-# Windows that cut tiles would compile to the same machine code.
-_LENGTH, _TEACHER_WINDOW, _STUDENT_WINDOW = 65_536, 8192, 4096
 
 
 def unavailable() -> str | None:
@@ -73,16 +58,9 @@ def compile_mosaic(head_dim: int) -> Compiled:
     machine = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": ""}
     paths = [os.environ.get("PYTHONPATH"), str(_COMPILER)]
     machine["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    program = (
-        f"from ttcd_kernels.dual_window import mosaic_aot; mosaic_aot.compile_here({head_dim})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | dumps | machine,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = f"from {__name__} import compile_here; compile_here({head_dim})"
+    command, env = [sys.executable, "-c", program], os.environ | dumps | machine
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"compiling for head dim {head_dim} failed: {done.stderr[-3000:]}")
 
@@ -102,7 +80,7 @@ def compile_mosaic(head_dim: int) -> Compiled:
 
 
 def compile_here(head_dim: int) -> None:
-    """Compiles in this process, for the compiler's dumps."""
+    """Compiles in this process, whose output are the compiler's dumps."""
     from jax.experimental import topologies
 
     facts = {"platform": "cuda", "target_config": _HOPPER, "topology": "1x1x1"}
@@ -110,10 +88,10 @@ def compile_here(head_dim: int) -> None:
     sharding = jax.sharding.SingleDeviceSharding(device)
 
     def operand(num_heads: int) -> jax.ShapeDtypeStruct:
-        shape = (1, _LENGTH, num_heads, head_dim)
+        shape = (1, 65_536, num_heads, head_dim)
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
 
-    windows = Windows(_TEACHER_WINDOW, _STUDENT_WINDOW, head_dim**-0.5)
+    windows = Windows(8192, 4096, head_dim**-0.5)
     attend = jax.jit(functools.partial(mosaic_call.forward, windows=windows))
     with launch.compiling_for(90):
         traced = attend.trace(operand(16), operand(8), operand(8))

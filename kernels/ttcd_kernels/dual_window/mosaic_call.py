@@ -1,5 +1,4 @@
-"""Dual-window attention whose forward is the Mosaic kernel for Hopper: launch, gradients, what it
-supports."""
+"""Dual-window attention by the Mosaic forward for Hopper: launch, gradients, support."""
 
 from typing import Any, NamedTuple, cast
 
@@ -9,11 +8,9 @@ import jax.numpy as jnp
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import triton_call
 from ttcd_kernels.dual_window.cotangents import with_gradients
-from ttcd_kernels.dual_window.gradients import gradients
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile
 from ttcd_kernels.windows import Results, Windows
 
-_LOG2E = 1.4426950408889634
 _DTYPES = ("bfloat16", "float16")
 CAPABILITY = 90  # wgmma exists on Hopper only
 
@@ -34,9 +31,7 @@ def unsupported(
     """Why the kernel cannot take these arrays on this machine; None if it can."""
     if segment_ids is not None:
         return "documents (segment_ids) are not supported"
-    if q.shape[-1] not in MOSAIC_TILES:
-        return f"head dim {q.shape[-1]} is not one of {', '.join(map(str, MOSAIC_TILES))}"
-    reason = launch.unfit_dtypes(_DTYPES, q=q, k=k, v=v) or launch.unavailable()
+    reason = launch.unsupported(_DTYPES, MOSAIC_TILES, q=q, k=k, v=v)
     if reason is not None:
         return reason
     if launch.capability() != CAPABILITY:
@@ -61,13 +56,12 @@ def _toolkit() -> int | None:
 def dual_window(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
 ) -> Results:
-    """Same contract as `reference.dual_window`, for operands that are not `unsupported`;
-    differentiable in q, k, v through all four results.
+    """Same contract as `xla.dual_window`, for operands that are not `unsupported`.
 
     Raises:
         ValueError: scale is not above 0.
     """
-    return with_gradients(_forward, gradients, windows, q, k, v, segment_ids)
+    return with_gradients(_forward, triton_call.gradients, windows, q, k, v, segment_ids)
 
 
 def _forward(
@@ -90,8 +84,7 @@ def forward(
 ) -> Results:
     """One launch: `dual_window` without a gradient. `interpret`, an instance of
     `mosaic_gpu.InterpretGPUParams`, runs it on a CPU (of three threads at least, or it hangs)."""
-    shape = _shape(windows, q, k, tile, interpret)
-    return _launch_forward(shape, q, k, v)
+    return _launch_forward(_shape(windows, q, k, tile, interpret), q, k, v)
 
 
 def _shape(
@@ -102,7 +95,7 @@ def _shape(
     interpret: Any = False,
 ) -> _Shape:
     if windows.scale <= 0:
-        # The largest score is looked for before scaling.
+        # The largest score is found before scaling.
         raise ValueError(
             f"scale is {windows.scale}, the Mosaic kernel needs one above 0; use 'triton'"
         )
@@ -110,8 +103,8 @@ def _shape(
 
 
 def _launch_forward(shape: _Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> Results:
-    """The kernel copies whole tiles only, so that queries and keys are padded to them. Keys after
-    the last are ahead of every query, none of which sees them."""
+    """Queries and keys are padded to the whole tiles that the kernel copies: no query sees the keys
+    after the last."""
     from ttcd_kernels.dual_window.mosaic_kernel import Facts, dual_window_forward
 
     T, S = q.shape[1], k.shape[1]
@@ -120,7 +113,7 @@ def _launch_forward(shape: _Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> 
         bands=(near,) if far[0] == far[1] else (near, far),
         num_keys=S,
         first_position=S - T,
-        scale_log2=shape.scale * _LOG2E,
+        scale_log2=shape.scale * launch.LOG2E,
         tile=shape.tile,
         interpret=shape.interpret,
     )

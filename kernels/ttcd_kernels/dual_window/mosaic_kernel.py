@@ -2,8 +2,8 @@
 specialised warpgroups.
 
 The algorithm is that of `triton_kernels.dual_window_forward`: key tiles from the diagonal outward
-update one softmax state, which behind the near band (distance < w_S) is the student's result and
-behind the far band (w_S <= distance < w_T) the teacher's. Tiles that the student's edge cuts are
+update one softmax state, which after the near band (distance < w_S) is the student's result and
+after the far band (w_S <= distance < w_T) the teacher's. Tiles that the student's edge cuts are
 visited twice, once for each band. A block of three warpgroups makes one query tile of one head:
 
 *two compute warpgroups* own half of its queries each and take turns: while one multiplies, the
@@ -15,10 +15,10 @@ the second of them half a tile late.
 
 *one memory warpgroup* loads key and value tiles ahead of them into a ring of `num_stages` slots.
 `k_ready[slot]` and `v_ready[slot]` say that a tile has arrived, `k_free[slot]` and `v_free[slot]`
-that both compute warpgroups are done with it.
+that both compute warpgroups have read it.
 
 Arrays: q and outputs [B, T, N, H], k and v [B, S, K, H], lse [B, N, T] float32; T is a multiple of
-`block_q`, S of `block_kv`. Query row t stands at position t + `first_position`.
+`block_q`, S of `block_kv`. Query row t has position t + `first_position`.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS, MosaicTile
 
 KERNEL_NAME = "dual_window_forward"  # Mosaic adds _mosaic_gpu
 # Together at most the 512 that a multiprocessor has for one thread of each warpgroup: enough for 64
-# x 128 scores beside a 64 x 128 accumulator, and little for copying.
+# x 128 scores and a 64 x 128 accumulator, and little for copying.
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
 _LN2 = 0.6931471805599453
 
@@ -75,7 +75,7 @@ def dual_window_forward(
     tile, dtype = facts.tile, q.dtype
     assert T % tile.block_q == 0
     assert k.shape[1] % tile.block_kv == 0
-    # What wgmma reads: groups of 8 rows of 64 numbers, their 128 bytes swizzled.
+    # The layout that wgmma reads: groups of 8 rows of 64 numbers, their 128 bytes swizzled.
     transforms: Any = plgpu  # to pyright their classes are abstract
     layout = transforms.TilingTransform((8, 64)), transforms.SwizzleTransform(128)
     rows = (COMPUTE_WARPGROUPS, tile.rows)
@@ -119,7 +119,7 @@ def dual_window_forward(
 
 
 class _Block:
-    """One block: its place, its key tiles, its buffers."""
+    """One block: its position in the grid, its key tiles, its buffers."""
 
     def __init__(
         self, facts: Facts, group: int, refs: Sequence[Any], scratch: dict[str, Any]
@@ -165,8 +165,8 @@ class _Block:
         def load(step: jax.Array, is_first_round: bool) -> None:
             slot, index, before = self._slot(step), jnp.int32(0), jnp.int32(0)
             for tiles in self.bands:  # the last band that has begun
-                place = tiles.stop - 1 - (step - before)
-                index = jnp.where(step >= before, place, index)
+                tile = tiles.stop - 1 - (step - before)
+                index = jnp.where(step >= before, tile, index)
                 before += tiles.count
             rows = pl.ds(index * self.tile.block_kv, self.tile.block_kv)
             for name, source in (("k", self.k), ("v", self.v)):
@@ -186,7 +186,7 @@ class _Block:
             plgpu.barrier_wait(at["k_free"].at[self._slot(step)])
             plgpu.barrier_wait(at["v_free"].at[self._slot(step)])
 
-        _loop(self.num_steps - filled, self.num_steps, drain)  # no arrival is left unseen
+        _loop(self.num_steps - filled, self.num_steps, drain)  # every arrival is awaited
 
     # The compute warpgroups.
 
@@ -292,7 +292,7 @@ class _Block:
     def _add_values(
         self, acc: jax.Array, weight: jax.Array, slot: jax.Array, meanwhile: Callable[[], None]
     ) -> jax.Array:
-        """acc + weight v, with something to do meanwhile."""
+        """acc + weight v, running `meanwhile` during the product."""
         v = self.scratch["v_smem"].at[slot]
         if not self.facts.interpret:
 
@@ -339,7 +339,7 @@ def _by_row(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _distances(rows: int, keys: int) -> jax.Array:
     """Row minus column [rows, keys]."""
 
-    def place(axis: int) -> jax.Array:
+    def index(axis: int) -> jax.Array:
         return plgpu.broadcasted_iota(jnp.int32, (rows, keys), axis, layout=plgpu.Layout.WGMMA)
 
-    return place(0) - place(1)
+    return index(0) - index(1)

@@ -5,7 +5,7 @@ to one segment:
 
     lse_t = log sum_j exp(scale * q_t . k_j),    out_t = sum_j exp(scale * q_t . k_j - lse_t) v_j
 
-Memory is O(T * S). Tests and small experiments only.
+O(T * S) bytes: tests and small experiments only.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Dual-window attention by the Triton kernels: launches, custom VJP, what they support."""
+"""Dual-window attention by the Triton kernels: launches, custom VJP, support."""
 
 import functools
 from collections.abc import Callable
@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttcd_kernels import launch, partitioning
+from ttcd_kernels.dual_window import xla
 from ttcd_kernels.dual_window.cotangents import QKV, Residuals, by_band, with_gradients
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tile, Tuning, tuning_for
 from ttcd_kernels.windows import Results, Windows
-
-_LOG2E = 1.4426950408889634
-_DTYPES = ("bfloat16", "float16", "float32")
 
 
 class _Shape(NamedTuple):
@@ -28,9 +26,7 @@ class _Shape(NamedTuple):
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> str | None:
     """Why the kernels cannot take these arrays on this machine; None if they can."""
-    if q.shape[-1] not in HEAD_DIMS:
-        return f"head dim {q.shape[-1]} is not one of {', '.join(map(str, HEAD_DIMS))}"
-    return launch.unfit_dtypes(_DTYPES, q=q, k=k, v=v) or launch.unavailable()
+    return launch.unsupported(launch.DTYPES, HEAD_DIMS, q=q, k=k, v=v)
 
 
 def dual_window(
@@ -49,15 +45,15 @@ def dual_window(
 
 
 def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
-    """dq, dk, dv from the cotangents of the four results, whoever computed the results."""
-    return _backward(_shape(windows, saved.q, saved.k, None), saved, cotangents)
+    """dq, dk, dv from the cotangents of the four results, whoever computed the results: by the
+    kernels, or in XLA where they cannot run."""
+    if unsupported(saved.q, saved.k, saved.v) is not None:
+        return xla.gradients(windows, saved, cotangents)
+    return _backward(_shape(windows, saved.q, saved.k), saved, cotangents)
 
 
-def _shape(windows: Windows, q: jax.Array, k: jax.Array, tuning: Tuning | None) -> _Shape:
-    if tuning is None:
-        capability = launch.capability()
-        assert capability is not None
-        tuning = tuning_for(capability, q.shape[-1])
+def _shape(windows: Windows, q: jax.Array, k: jax.Array, tuning: Tuning | None = None) -> _Shape:
+    tuning = tuning or tuning_for(launch.known_capability(), q.shape[-1])
     return _Shape(*windows.within(k.shape[1]), tuning)
 
 
@@ -104,9 +100,7 @@ def _launch_forward(
         dual_window_forward,
         *_operands(q, k, v, segment_ids),
         *_sizes(q, k),
-        shape.teacher_window,
-        shape.student_window,
-        np.float32(shape.scale * _LOG2E),
+        *(shape.teacher_window, shape.student_window, np.float32(shape.scale * launch.LOG2E)),
         out_shape=[out, out, lse, lse],
         grid=(-(-T // tile.block_m), N, B),
         **_constants(q, segment_ids, tile),
@@ -114,29 +108,15 @@ def _launch_forward(
     return teacher, student, teacher_lse.swapaxes(1, 2), student_lse.swapaxes(1, 2)
 
 
-class _BackwardOperands(NamedTuple):
-    """Arrays of the backward kernels: dO [B, T, N, H], D and lse [B, T, N] of each band."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    segment_ids: jax.Array | None
-    near_out: jax.Array
-    near_delta: jax.Array
-    near_lse: jax.Array
-    far_out: jax.Array
-    far_delta: jax.Array
-    far_lse: jax.Array
-
-
 def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
+    """`arrays` are q, k, v, ids, and of the near and the far band dO [B, T, N, H], D and lse [B, T,
+    N]."""
     from ttcd_kernels.dual_window.triton_kernels import (
         dual_window_backward_kv,
         dual_window_backward_q,
     )
 
-    x = _BackwardOperands(*arrays)
-    q, k, ids = x.q, x.k, x.segment_ids
+    q, k, v, ids, near_out, near_delta, near_lse, far_out, far_delta, far_lse = arrays
     B, T, N, _ = q.shape
     S, K = k.shape[1:3]
 
@@ -145,15 +125,12 @@ def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
         return jnp.stack([near, far]).swapaxes(2, 3)
 
     arguments = (
-        *_operands(q, k, x.v, ids),
-        jnp.stack([x.near_out, x.far_out]),
-        stacked(x.near_lse, x.far_lse),
-        stacked(x.near_delta, x.far_delta),
-        B,
-        *_sizes(q, k),
-        shape.teacher_window,
-        shape.student_window,
-        np.float32(shape.scale),
+        *_operands(q, k, v, ids),
+        jnp.stack([near_out, far_out]),
+        stacked(near_lse, far_lse),
+        stacked(near_delta, far_delta),
+        *(B, *_sizes(q, k)),
+        *(shape.teacher_window, shape.student_window, np.float32(shape.scale)),
     )
     tile = shape.tuning.backward_q
     (dq,) = launch.launch(
@@ -177,7 +154,7 @@ def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
 def _operands(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """Without documents a pointer that is never read replaces the ids."""
+    """q, k, v and the ids; without documents a pointer that is never read."""
     return q, k, v, q if segment_ids is None else segment_ids.astype(jnp.int32)
 
 

@@ -7,7 +7,7 @@ scale log2(e), a tile of keys updates the softmax state
 
     m' = max(m, max s),  l' = l 2^(m - m') + sum 2^(s - m'),  acc' = acc 2^(m - m') + 2^(s - m') v
 
-*forward* runs it from the diagonal outward. Behind the near band it is the student's result,
+*forward* runs it from the diagonal outward. After the near band it is the student's result,
 acc / l with lse = (m + log2 l) ln 2; carried on through the far band it is the teacher's.
 
 *backward* is the ordinary one in both bands, P = exp(s - lse), with operands that differ by band:
@@ -16,10 +16,10 @@ acc / l with lse = (m + log2 l) ln 2; carried on through the far band it is the 
     near:  lse_S,  dO_S + rho dO_T,  D_S + rho D_T     far:  lse_T,  dO_T,  D_T
 
 (rho = exp(lse_S - lse_T), D = rowsum(dO * O) - d_lse; made in `cotangents.py`). They come stacked,
-near first, so that one loop serves both bands. No atomics: every result is one program's own.
+near first, so that one loop serves both bands. No atomics: every result is made by one program.
 
 Arrays are contiguous: q, outputs and cotangents [B, T, N, H], k and v [B, S, K, H], lse and D [B,
-N, T], ids [B, S]. Query row t stands at position t + S - T. Row offsets are 64 bit: B T N H may
+N, T], ids [B, S]. Query row t has position t + S - T. Row offsets are 64 bit: B T N H may
 pass 2^31.
 """
 
@@ -53,7 +53,7 @@ def _is_visible(distance, min_distance, max_distance):
 
 
 @triton.jit
-def _place(tile, head, batch, T, N, H: tl.constexpr, BLOCK_M: tl.constexpr):
+def _query_rows(tile, head, batch, T, N, H: tl.constexpr, BLOCK_M: tl.constexpr):
     """A tile's query rows, and the offsets of their numbers [BLOCK_M, H] in [B, T, N, H]."""
     row = tl.arange(0, BLOCK_M)
     base = (tl.cast(batch, tl.int64) * T + tile * BLOCK_M) * N * H + head * H
@@ -62,7 +62,7 @@ def _place(tile, head, batch, T, N, H: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _load_rows(base, start, stride, S, BLOCK: tl.constexpr, H: tl.constexpr, CHECKS: tl.constexpr):
-    """Rows start .. start + BLOCK - 1 of one head [BLOCK, H]; zeros behind the last of S."""
+    """Rows start .. start + BLOCK - 1 of one head [BLOCK, H]; zeros after the last of S."""
     row = tl.arange(0, BLOCK)
     pointers = base + tl.cast(start, tl.int64) * stride
     pointers = pointers + row[:, None] * stride + tl.arange(0, H)[None, :]
@@ -73,11 +73,11 @@ def _load_rows(base, start, stride, S, BLOCK: tl.constexpr, H: tl.constexpr, CHE
 
 
 @triton.jit
-def _load_ids(base, place, S, HAS_SEGMENTS: tl.constexpr):
+def _load_ids(base, index, S, HAS_SEGMENTS: tl.constexpr):
     if HAS_SEGMENTS:
-        return tl.load(base + place, mask=place < S, other=0)
+        return tl.load(base + index, mask=index < S, other=0)
     else:
-        return place
+        return index
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def dual_window_forward(
 ):
     """Grid (query tiles, N, B): both outputs and both log-sum-exps of one tile of one head."""
     tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, at = _place(tile, head, batch, T, N, H, BLOCK_M)
+    row, at = _query_rows(tile, head, batch, T, N, H, BLOCK_M)
     is_row, position = row < T, row + (S - T)
     first, last = tile * BLOCK_M + (S - T), tl.minimum(tile * BLOCK_M + BLOCK_M, T) - 1 + (S - T)
     q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
@@ -225,7 +225,7 @@ def dual_window_backward_q(
     """Grid (query tiles, N, B): dq of one tile of one head. d_out, lse and delta: [2, ...], near
     first."""
     tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, at = _place(tile, head, batch, T, N, H, BLOCK_M)
+    row, at = _query_rows(tile, head, batch, T, N, H, BLOCK_M)
     is_row, position = row < T, row + (S - T)
     first, last = tile * BLOCK_M + (S - T), tl.minimum(tile * BLOCK_M + BLOCK_M, T) - 1 + (S - T)
     q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
@@ -319,11 +319,11 @@ def dual_window_backward_kv(
     dv = tl.zeros([BLOCK_N, H], tl.float32)
     for step in range(0, per_head * (N // K)):
         head = kv_head * (N // K) + step // per_head
-        place = step % per_head
-        is_far = place >= num_near
+        index = step % per_head
+        is_far = index >= num_near
         band = tl.where(is_far, 1, 0)
-        tile = tl.where(is_far, far_first + place - num_near, near_first + place)
-        row, at = _place(tile, head, batch, T, N, H, BLOCK_M)
+        tile = tl.where(is_far, far_first + index - num_near, near_first + index)
+        row, at = _query_rows(tile, head, batch, T, N, H, BLOCK_M)
         is_row = row < T
         q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
         plane = tl.cast(band * B, tl.int64) * T * N * H

@@ -22,13 +22,11 @@ class Tuning:
     backward_kv: Tile
 
 
-# By (compute capability, head dim). Chosen by what the compiler reports (`ttcd_kernels.aot`:
+# By (compute capability, head dim). Chosen by the reports of the compiler (`ttcd_kernels.aot`:
 # registers, spills, shared memory), not yet by time on a GPU.
 TABLE: dict[tuple[int, int], Tuning] = {
     (90, 128): Tuning(
-        forward=Tile(128, 64, 8, 3),
-        backward_q=Tile(128, 64, 8, 2),
-        backward_kv=Tile(64, 64, 8, 2),
+        forward=Tile(128, 64, 8, 3), backward_q=Tile(128, 64, 8, 2), backward_kv=Tile(64, 64, 8, 2)
     ),
     (90, 64): Tuning(
         forward=Tile(128, 128, 8, 3),
@@ -41,24 +39,18 @@ TABLE: dict[tuple[int, int], Tuning] = {
         backward_kv=Tile(64, 128, 8, 3),
     ),
     (80, 128): Tuning(
-        forward=Tile(64, 64, 8, 2),
-        backward_q=Tile(64, 64, 8, 2),
-        backward_kv=Tile(32, 64, 4, 2),
+        forward=Tile(64, 64, 8, 2), backward_q=Tile(64, 64, 8, 2), backward_kv=Tile(32, 64, 4, 2)
     ),
     (80, 64): Tuning(
-        forward=Tile(128, 32, 8, 3),
-        backward_q=Tile(128, 32, 8, 2),
-        backward_kv=Tile(32, 64, 4, 2),
+        forward=Tile(128, 32, 8, 3), backward_q=Tile(128, 32, 8, 2), backward_kv=Tile(32, 64, 4, 2)
     ),
     (80, 32): Tuning(
-        forward=Tile(128, 64, 4, 3),
-        backward_q=Tile(128, 64, 8, 2),
-        backward_kv=Tile(64, 64, 4, 2),
+        forward=Tile(128, 64, 4, 3), backward_q=Tile(128, 64, 8, 2), backward_kv=Tile(64, 64, 4, 2)
     ),
 }
 HEAD_DIMS = (32, 64, 128)
 
-# What `ttcd_kernels.tune` tries for each kernel beside the table's.
+# Tried for each kernel by `ttcd_kernels.tune` besides the table's.
 CANDIDATES: dict[str, tuple[Tile, ...]] = dict.fromkeys(
     ("forward", "backward_q", "backward_kv"),
     tuple(
@@ -85,7 +77,7 @@ class MosaicTile(NamedTuple):
         return self.block_q // COMPUTE_WARPGROUPS
 
 
-# By head dim, for Hopper. Chosen by what the assembler reports, not yet by time on a GPU.
+# By head dim, for Hopper. Chosen by the reports of the assembler, not yet by time on a GPU.
 MOSAIC_TILES = {64: MosaicTile(128, 128, 3), 128: MosaicTile(128, 128, 2)}
 
 

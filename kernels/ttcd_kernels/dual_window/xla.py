@@ -1,13 +1,11 @@
-"""Dual-window attention in XLA, block of queries by block: memory O(T * window), forward and
+"""Dual-window attention in XLA, block of queries by block: bytes O(T * window), forward and
 backward.
 
-A scan over blocks of c queries takes from K and V the w_T + c rows its block can see. One score
+A scan over blocks of c queries takes the w_T + c rows of K and V that its block can see. One score
 matrix s [c, w_T + c] serves both windows: softmax over all visible columns gives the teacher, over
 the near band (distance < w_S) the student. The teacher's sums thus have one order whatever w_S is,
-and a plain layer's output is a dual one's to the last bit; carrying the student's state on over the
-far band (w_S <= distance < w_T), as fused kernels do, would save w_S columns of one product. The
-backward (`cotangents.py`) goes by bands, with one product per column. Its dK and dV leave the scan
-through a rolling window of w_T + c rows, so nothing is scattered into full-size arrays.
+and a plain layer's output equals a dual one's to the last bit. The backward goes by bands
+(`cotangents.py`); its dK and dV leave the scan through a rolling window of w_T + c rows.
 
 Inside: B batch, c queries of a block (axis T), E = w_T + c keys (axis S), K kv heads, G = N / K, H
 head dim.
@@ -24,10 +22,10 @@ from ttcd_kernels.dual_window.cotangents import QKV, Residuals, by_band, with_gr
 from ttcd_kernels.windows import Results, Windows
 
 _MAX_SCORE_ELEMENTS = 1 << 24  # one block's scores: 64 MiB in float32
-# Half a window, within these bounds: a block of c rows computes w + c columns for w visible ones,
-# and 256 rows stay in a CPU's cache. Windows 128/64 on two cores: 64 rows 0.20 s, 256 rows 0.55 s.
+# Bounds of a block, else half a window: c rows compute w + c columns for w visible ones, and 256
+# rows stay in a CPU's cache. Windows 128/64 on two cores: 64 rows 0.20 s, 256 rows 0.55 s.
 _MIN_BLOCK, _MAX_BLOCK = 16, 256
-_MIN_CAPPED_BLOCK = 64  # memory alone never asks for fewer rows than this
+_MIN_CAPPED_BLOCK = 64  # the limit on scores never makes fewer rows
 
 
 class _Shape(NamedTuple):
@@ -57,8 +55,7 @@ def block_rows(batch_heads: int, length: int, window: int) -> int:
 def dual_window(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
 ) -> Results:
-    """Same contract as `reference.dual_window`; differentiable in q, k, v through all four
-    results."""
+    """Same contract as `reference.dual_window`; differentiable through all four results."""
     T, S = q.shape[1], k.shape[1]
     if windows.teacher >= S and 8 * _shape(windows, q, k).block <= T:
         return _causal_halves(q, k, v, segment_ids, windows)
@@ -76,7 +73,7 @@ def _causal_halves(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
 ) -> Results:
     """Full attention: the first half of the queries never looks at the second half's keys, so each
-    half is a call of its own (recursively), which saves most of the masked products."""
+    half is a separate call (recursively), which saves most of the masked products."""
     half, S = q.shape[1] // 2, k.shape[1]
     seen = S - q.shape[1] + half
     early_ids = None if segment_ids is None else segment_ids[:, :seen]
@@ -122,11 +119,7 @@ class _Window(NamedTuple):
 
 
 def _window(
-    shape: _Shape,
-    k_pad: jax.Array,
-    v_pad: jax.Array,
-    ids_pad: jax.Array | None,
-    index: jax.Array,
+    shape: _Shape, k_pad: jax.Array, v_pad: jax.Array, ids_pad: jax.Array | None, index: jax.Array
 ) -> _Window:
     """Keys of block `index` and the masks of its two bands. K and V carry w_T rows of front
     padding, so the query in row r of the block is at column r + w_T."""
@@ -142,7 +135,7 @@ def _window(
     is_near = distance < shape.student_window
     near, far = visible & is_near, visible & ~is_near
     if ids_pad is not None:
-        # Fused, they would be made anew for every use: four times the time on a CPU.
+        # Fused, they would be computed for every use: four times the time on a CPU.
         near, far = jax.lax.optimization_barrier((near, far))
     return _Window(rows(k_pad, start), rows(v_pad, start), near, far)
 
@@ -156,13 +149,12 @@ def _padded(
 
 
 def _near_columns(shape: _Shape) -> slice:
-    """Columns of the window that hold every near key: the last w_S + c."""
+    """Columns of all near keys: the last w_S + c."""
     return slice(shape.teacher_window - shape.student_window, None)
 
 
 def _far_columns(shape: _Shape) -> slice:
-    """Columns that hold every far key: the first w_T - w_S + c (none when there is one window
-    only)."""
+    """Columns of all far keys: the first w_T - w_S + c, none of a single window."""
     width = shape.teacher_window - shape.student_window
     return slice(0, width + shape.block if width else 0)
 
@@ -230,7 +222,7 @@ def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
     )
 
     def whole(done: jax.Array, rest: jax.Array, like: jax.Array) -> jax.Array:
-        """Finished rows, then what the last window still holds; without the padding in front."""
+        """Finished rows, then those of the last window; without the padding before the first."""
         total = jnp.concatenate([_from_blocks(done, done.shape[0] * shape.block), rest], axis=1)
         total = _pad_rows(total, shape.halo, 0).astype(like.dtype)
         return total[:, shape.teacher_window : shape.teacher_window + like.shape[1]]

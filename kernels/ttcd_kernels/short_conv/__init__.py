@@ -1,2 +1,1 @@
-"""What a chunk's error and key start from: two depthwise convolutions inside chunks, their
-difference, and the student's one as a key."""
+"""Two depthwise convolutions inside chunks, their difference, and the student's one as a key."""

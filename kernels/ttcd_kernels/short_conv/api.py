@@ -1,13 +1,12 @@
-"""Public entry point of the convolved residual: shapes are checked here, before anything is
-launched."""
+"""Public entry point of the convolved residual, which checks the shapes."""
 
 from typing import Literal
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.dispatch import Candidate, choose
 from ttcd_kernels.short_conv import reference, triton_call, xla
+from ttcd_kernels.short_conv.reference import Facts, Operands
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 # "auto" takes the first that can run.
@@ -30,7 +29,7 @@ def short_conv_residual(
     segment_ids: Int[Array, "B C L"] | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B C L F"], Float[Array, "B C L F"], Float[Array, "B C L F"]]:
-    """What a chunk's error and key start from: (difference, target, key).
+    """The raw error, target and key of a chunk's tokens: (difference, target, key).
 
         target = conv(z_teacher, teacher_taps),  student = conv(z_student, student_taps)
         difference = target - student,  key = student / max(|student|, 1e-6) or student
@@ -39,7 +38,7 @@ def short_conv_residual(
     zero padding at chunk edges. Causal: shift R-1-r, the last tap is the current token. Otherwise
     symmetric: shift R//2 - r. A tap that would reach another segment reads zero. Both convolutions
     are accumulated in float32 (float64 for float64) and rounded to z's dtype once; difference and
-    key are made from the rounded values. Differentiable in z and taps; where |student| <= 1e-6 a
+    key start from the rounded values. Differentiable in z and taps; where |student| <= 1e-6 a
     normalised key has the gradient `zero_slope` times the identity. `implementation`: "triton" is
     one kernel forward and one backward for GPUs of compute capability 8.0 and up; "xla" composes
     them; "reference" is the definition; "auto" is the first of "triton" and "xla" that can run.
@@ -47,34 +46,24 @@ def short_conv_residual(
     Raises:
         ValueError: shapes that do not fit, naming both, or an implementation that cannot run.
     """
-    _check_shapes(z_teacher, z_student, teacher_taps, student_taps, segment_ids)
-    arrays = z_teacher, z_student, teacher_taps, student_taps
-    run = choose("short convolution", implementation, CANDIDATES, *arrays)
-    return run(*arrays, segment_ids, is_causal, normalizes_keys, zero_slope)
+    x = Operands(z_teacher, z_student, teacher_taps, student_taps, segment_ids)
+    _check_shapes(x)
+    run = choose("short convolution", implementation, CANDIDATES, x)
+    return run(x, Facts(is_causal, normalizes_keys, zero_slope))
 
 
-def _check_shapes(
-    z_teacher: jax.Array,
-    z_student: jax.Array,
-    teacher_taps: jax.Array,
-    student_taps: jax.Array,
-    segment_ids: jax.Array | None,
-) -> None:
-    if z_teacher.shape != z_student.shape:
+def _check_shapes(x: Operands) -> None:
+    z, taps = x.z_teacher.shape, x.teacher_taps.shape
+    if z != x.z_student.shape:
         raise ValueError(
-            f"z_teacher has shape {z_teacher.shape} and z_student {z_student.shape}: "
-            "they must be equal"
+            f"z_teacher has shape {z} and z_student {x.z_student.shape}: they must be equal"
         )
-    if teacher_taps.shape != student_taps.shape:
+    if taps != x.student_taps.shape:
         raise ValueError(
-            f"teacher_taps have shape {teacher_taps.shape} and student_taps "
-            f"{student_taps.shape}: they must be equal; pad the shorter ones with zeros"
+            f"teacher_taps have shape {taps} and student_taps {x.student_taps.shape}: "
+            "they must be equal; pad the shorter ones with zeros"
         )
-    if teacher_taps.shape[-1] != z_teacher.shape[-1]:
-        raise ValueError(
-            f"taps {teacher_taps.shape} and z {z_teacher.shape} differ in the number of features"
-        )
-    if segment_ids is not None and segment_ids.shape != z_teacher.shape[:3]:
-        raise ValueError(
-            f"segment_ids {segment_ids.shape} must match the tokens, {z_teacher.shape[:3]}"
-        )
+    if taps[-1] != z[-1]:
+        raise ValueError(f"taps {taps} and z {z} differ in the number of features")
+    if x.segment_ids is not None and x.segment_ids.shape != z[:3]:
+        raise ValueError(f"segment_ids {x.segment_ids.shape} must match the tokens, {z[:3]}")

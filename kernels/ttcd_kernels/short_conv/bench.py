@@ -1,24 +1,71 @@
-"""The convolved residual and what it is measured against: its composition in XLA and, on a GPU, two
-stock convolutions and a subtraction."""
+"""The convolved residual as it is measured and compiled ahead of time: its shapes, its composition
+in XLA and, on a GPU, two stock convolutions and a subtraction."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ttcd_kernels import launch, measure
-from ttcd_kernels.measure import Work
+from ttcd_kernels.aot import Compiled, compile_kernels
+from ttcd_kernels.measure import SetName, Work
 from ttcd_kernels.normalize import l2_normalize
 from ttcd_kernels.short_conv import triton_call
 from ttcd_kernels.short_conv.api import Implementation, short_conv_residual
-from ttcd_kernels.short_conv.shapes import SHAPES as SHAPES
-from ttcd_kernels.short_conv.shapes import Case
+from ttcd_kernels.short_conv.reference import Facts, Operands, Results
 from ttcd_kernels.short_conv.tuning import CANDIDATES, Tuning, tuning_for
 
-BASELINE = "xla"  # ratios are times over this one's
-PEERS = ("lax.conv",)  # names of what is not ours begin so: they may refuse a shape
+PEERS = ("lax.conv",)  # names of foreign implementations begin so: they may refuse a shape
+
+
+class Case(NamedTuple):
+    """One call on `chunks` chunks of `length` tokens each."""
+
+    name: str
+    chunks: int
+    length: int
+    num_features: int
+    num_taps: int = 5
+    is_causal: bool = True
+    normalizes_keys: bool = True
+    has_documents: bool = False  # three in every chunk
+    batch: int = 1
+    dtype: str = "bfloat16"
+    rounds: int = 5
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(self.is_causal, self.normalizes_keys)
+
+
+SHAPES: dict[SetName, tuple[Case, ...]] = {
+    "tiny": (
+        Case("2 x 16 F32", 2, 16, 32, batch=2, dtype="float32", rounds=3),
+        Case("2 x 16 F32 symmetric", 2, 16, 32, is_causal=False, dtype="float32", rounds=3),
+    ),
+    "cpu": (
+        Case("4K chunk 1024 F2816", 4, 1024, 2816, dtype="float32", rounds=3),
+        Case("4K chunk 1024 F2816 bf16", 4, 1024, 2816, rounds=3),
+    ),
+    "paper": (
+        Case("760M: 32K chunk 1024 F4096", 32, 1024, 4096),
+        Case("760M: 32K chunk 1024 F4096, documents", 32, 1024, 4096, has_documents=True),
+        Case("760M: 32K chunk 1024 F4096, plain keys", 32, 1024, 4096, normalizes_keys=False),
+        Case("760M: 4 x 32K chunk 1024 F4096", 32, 1024, 4096, batch=4),
+        Case("340M: 4 x 32K chunk 1024 F2816", 32, 1024, 2816, batch=4),
+        Case("64K chunk 4096 F3072", 16, 4096, 3072),
+    ),
+    "parity": (
+        Case("2 x 2 x 300 F200", 2, 300, 200, batch=2, dtype="float32"),
+        Case("2 x 2 x 300 F200", 2, 300, 200, batch=2),
+        Case("3 x 131 F513 R4 symmetric", 3, 131, 513, 4, is_causal=False, dtype="float16"),
+        Case("3 x 131 F264 documents", 3, 131, 264, has_documents=True),
+        Case("2 x 7 F1000 R3 plain keys", 2, 7, 1000, 3, normalizes_keys=False),
+    ),
+}
 
 
 def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
@@ -53,20 +100,13 @@ def reference_bytes(case: Case) -> int:
 
 def searches(case: Case) -> dict[str, measure.Search]:
     """Per kernel: the tiles to try, and a program with each."""
-    capability = launch.capability()
-    assert capability is not None
 
     def convolve(tuning: Tuning) -> Callable[..., Any]:
-        return functools.partial(
-            triton_call.short_conv_residual,
-            segment_ids=None,
-            is_causal=case.is_causal,
-            normalizes_keys=case.normalizes_keys,
-            zero_slope=1.0,
-            tuning=tuning,
+        return lambda *arrays: triton_call.short_conv_residual(
+            Operands(*arrays), case.facts, tuning=tuning
         )
 
-    return measure.searches(tuning_for(capability), CANDIDATES, convolve, 4)
+    return measure.searches(tuning_for(launch.known_capability()), CANDIDATES, convolve, 4)
 
 
 def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
@@ -77,19 +117,14 @@ def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
         ids = jnp.broadcast_to(ids, (case.batch, case.chunks, case.length))
 
     def call(implementation: Implementation) -> Callable[..., Any]:
-        return functools.partial(
-            short_conv_residual,
-            is_causal=case.is_causal,
-            normalizes_keys=case.normalizes_keys,
-            segment_ids=ids,
-            implementation=implementation,
-        )
+        options: Any = case.facts._asdict() | {"implementation": implementation}
+        return functools.partial(short_conv_residual, segment_ids=ids, **options)
 
     found = {"xla": call("xla"), "reference": call("reference")}
     if jax.default_backend() != "gpu":
         return found
-    z, _, taps = operand_shapes(case)[:3]
-    if triton_call.unsupported(z, z, taps, taps) is None:
+    operands: Any = operand_shapes(case)
+    if triton_call.unsupported(Operands(*operands[:4])) is None:
         found["triton"] = call("triton")
     if not case.has_documents:  # which a stock convolution cannot keep apart
         found["lax.conv"] = _stock(case)
@@ -110,15 +145,43 @@ def _stock(case: Case) -> Callable[..., Any]:
         )
         return moved.reshape(z.shape)
 
-    def convolve(
-        z_teacher: jax.Array,
-        z_student: jax.Array,
-        teacher_taps: jax.Array,
-        student_taps: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        target = depthwise(z_teacher, teacher_taps)
-        student = depthwise(z_student, student_taps)
+    def convolve(*arrays: jax.Array) -> Results:
+        x = Operands(*arrays)
+        target = depthwise(x.z_teacher, x.teacher_taps)
+        student = depthwise(x.z_student, x.student_taps)
         key = l2_normalize(student) if case.normalizes_keys else student
         return target - student, target, key
 
     return convolve
+
+
+def variants(capability: int) -> Iterator[tuple[str, list[Compiled]]]:
+    """(name, forward and backward kernel): with and without documents and normalised keys."""
+    for features, normalizes, has_segments in itertools.product(
+        (4096, 2816), (False, True), (False, True)
+    ):
+        name = f"F{features}" + " unit keys" * normalizes + " documents" * has_segments
+        kinds: Any = {"normalizes_keys": normalizes, "has_segments": has_segments}
+        yield name, compile_gradient(capability, features, **kinds)[0]
+
+
+def compile_gradient(
+    capability: int,
+    num_features: int,
+    *,
+    normalizes_keys: bool,
+    has_segments: bool = False,
+    dtype: str = "bfloat16",
+) -> tuple[list[Compiled], list[str]]:
+    """The kernels of one forward and backward, and the names in launch order."""
+    z = jax.ShapeDtypeStruct((1, 32, 1024, num_features), dtype)
+    taps = jax.ShapeDtypeStruct((5, num_features), jnp.float32)
+    ids = jax.ShapeDtypeStruct((1, 32, 1024), jnp.int32) if has_segments else None
+
+    def gradient(*operands: Any) -> Any:
+        options: Any = Facts(True, normalizes_keys)._asdict() | {"implementation": "triton"}
+        convolve = functools.partial(short_conv_residual, segment_ids=operands[4], **options)
+        results, pull = jax.vjp(convolve, *operands[:4])
+        return results, pull(results)
+
+    return compile_kernels(gradient, z, z, taps, taps, ids, capability=capability)

@@ -1,7 +1,7 @@
 """The convolved residual as Triton kernels: one launch forward, one backward.
 
-With x = z_teacher or z_student, shift(r) = BEFORE - r, and zero outside of the chunk and at tokens
-of another segment:
+With x = z_teacher or z_student, shift(r) = BEFORE - r, and zero outside the chunk and at tokens of
+another segment:
 
     target, student = conv(x),  conv(x)_t = sum_r taps[r] x_{t - shift(r)}
     difference = target - student,  key = student / max(|student|, 1e-6) or student
@@ -174,7 +174,7 @@ def short_conv_residual_forward(
             norm = tl.sqrt(tl.sum(squares[t], 0))
             tl.store(norm_ptr + row_base + first + t, norm, mask=first + t < L)
             scales += (1 / tl.maximum(norm, NORM_EPS),)
-        # Backwards: what was read last is still in the cache.
+        # Backwards: the features read last are still in the cache.
         for step in range(0, F, BLOCK_F):
             column = (F - 1) // BLOCK_F * BLOCK_F - step + tl.arange(0, BLOCK_F)
             taps = _load_taps(student_taps_ptr + taps_base, column, F, R)
@@ -253,12 +253,12 @@ def short_conv_residual_backward(
     NORMALIZES: tl.constexpr,
 ):
     """Grid (feature blocks * spans, C, B): dz of both branches for BLOCK_L tokens of one block of
-    features, and what they add to d_taps [B, C, spans, R, F] float32."""
+    features, and their summands of d_taps [B, C, spans, R, F] float32."""
     AFTER: tl.constexpr = R - 1 - BEFORE
     NUM_BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    place, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    span = place // NUM_BLOCKS
-    column = place % NUM_BLOCKS * BLOCK_F + tl.arange(0, BLOCK_F)
+    block, chunk, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    span = block // NUM_BLOCKS
+    column = block % NUM_BLOCKS * BLOCK_F + tl.arange(0, BLOCK_F)
     row_base = (tl.cast(batch, tl.int64) * C + chunk) * L
     base = row_base * F
     taps_base = tl.cast(batch, tl.int64) * R * F

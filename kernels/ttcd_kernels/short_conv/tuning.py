@@ -14,15 +14,14 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """The two kernels. A program of the forward has all rows of its tokens in registers, one block
-    of features after the other; one of the backward walks along its tokens, so that they may be
-    many, with one block of features."""
+    """The two kernels. A program of the forward keeps all its tokens in registers, one block of
+    features after the other; one of the backward walks along its tokens with one block."""
 
     forward: Tile
     backward: Tile
 
 
-# By compute capability. Chosen by what the compiler reports (`ttcd_kernels.aot`: registers,
+# By compute capability. Chosen by the reports of the compiler (`ttcd_kernels.aot`: registers,
 # spills), not yet by time on a GPU. Blocks of 256 divide 2816 and 4096. Forward: 16 tokens with
 # documents spill everywhere; 8 tokens spill some bytes with 4 warps on Hopper and with 2 before.
 # Backward: 4 features per thread (2 warps) would take 148 to 215 registers, 2 take 80 to 96.
@@ -31,21 +30,15 @@ TABLE: dict[int, Tuning] = {
     80: Tuning(forward=Tile(8, 256, 4), backward=Tile(128, 256, 4)),
 }
 
-
-# What `ttcd_kernels.tune` tries for each kernel beside the table's.
+# Tried for each kernel by `ttcd_kernels.tune` besides the table's.
 CANDIDATES = {
-    "forward": tuple(
+    kernel: tuple(
         Tile(block_l, block_f, num_warps)
-        for block_l in (4, 8, 16)
+        for block_l in lengths
         for block_f in (128, 256, 512)
         for num_warps in (2, 4)
-    ),
-    "backward": tuple(
-        Tile(block_l, block_f, num_warps)
-        for block_l in (64, 128, 256)
-        for block_f in (128, 256, 512)
-        for num_warps in (2, 4)
-    ),
+    )
+    for kernel, lengths in {"forward": (4, 8, 16), "backward": (64, 128, 256)}.items()
 }
 
 

@@ -1,5 +1,5 @@
-"""Depthwise convolution inside a chunk, zero padding at every chunk edge, nothing carried across;
-and a chunk's residual composed of two."""
+"""Depthwise convolution inside a chunk with zero padding at its edges, and a chunk's residual
+composed of two."""
 
 import functools
 
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.normalize import l2_normalize
+from ttcd_kernels.short_conv.reference import Facts, Operands, Results
 
 
 def short_conv(
@@ -24,7 +25,7 @@ def short_conv(
     x's dtype. The backward keeps x, not its R shifted copies.
     """
     convolve = functools.partial(_convolve, is_causal=is_causal)
-    # Shifting x again is free beside the products; where XLA merges both, nothing is lost.
+    # Shifting x again costs nothing next to the products; where XLA merges both, nothing is lost.
     return jax.checkpoint(convolve, prevent_cse=False)(x, taps, segment_ids)
 
 
@@ -48,21 +49,10 @@ def _convolve(
     return total.astype(x.dtype)
 
 
-def short_conv_residual(
-    z_teacher: jax.Array,
-    z_student: jax.Array,
-    teacher_taps: jax.Array,
-    student_taps: jax.Array,
-    segment_ids: jax.Array | None,
-    is_causal: bool,
-    normalizes_keys: bool,
-    zero_slope: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def short_conv_residual(x: Operands, facts: Facts) -> Results:
     """Same contract as `reference.short_conv_residual`; the gradient of a key follows
     `l2_normalize`."""
-    convolve = functools.partial(short_conv, is_causal=is_causal, segment_ids=segment_ids)
-    target = convolve(z_teacher, teacher_taps)
-    student = convolve(z_student, student_taps)
-    difference = target - student
-    key = l2_normalize(student, zero_slope) if normalizes_keys else student
-    return difference, target, key
+    convolve = functools.partial(short_conv, is_causal=facts.is_causal, segment_ids=x.segment_ids)
+    target, student = convolve(x.z_teacher, x.teacher_taps), convolve(x.z_student, x.student_taps)
+    key = l2_normalize(student, facts.zero_slope) if facts.normalizes_keys else student
+    return target - student, target, key
