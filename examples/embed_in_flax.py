@@ -38,7 +38,7 @@ BLOCK = IPTTCDBlockConfig(
 class MyModel(nnx.Module):
     """An NNX model of one's own: embedding, one IP-TTCD block, a head."""
 
-    def __init__(self, *, rngs: nnx.Rngs):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs)
         self.block = IPTTCDBlock(BLOCK, rngs=rngs)
         self.head = nnx.Linear(DIM, VOCAB, rngs=rngs)

@@ -1,27 +1,11 @@
-"""Methods, one module each; importing this package registers all of them."""
+"""Methods, one module each; importing this package imports, and so registers, all of them."""
 
-from ttcd_jax.methods import (
-    delta_net,
-    gated_delta_net,
-    ideal,
-    ip_ttt,
-    ipttcd,
-    lact,
-    plain,
-)
+import importlib
+import pkgutil
+
 from ttcd_jax.methods.registry import METHODS, Method, Settings, method_named, register
 
-__all__ = [
-    "METHODS",
-    "Method",
-    "Settings",
-    "delta_net",
-    "gated_delta_net",
-    "ideal",
-    "ip_ttt",
-    "ipttcd",
-    "lact",
-    "method_named",
-    "plain",
-    "register",
-]
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
+
+__all__ = ["METHODS", "Method", "Settings", "method_named", "register"]

@@ -87,11 +87,6 @@ class DeltaSublayerConfig(Dims, SublayerConfig):
         """X."""
         return round(self.head_dim * self.rule.value_expansion)
 
-    @property
-    def dims(self) -> Dims:
-        """The configuration itself."""
-        return self
-
     def build(self, *, rngs: nnx.Rngs) -> "DeltaSublayer":
         """The layer, its parameters drawn."""
         return DeltaSublayer(self, rngs=rngs)
@@ -140,7 +135,7 @@ class DeltaSublayer(Sublayer):
     """h [B, T, D] -> [B, T, D]: q, k, v linear in h, beta = sigmoid(h W_rate), delta rule,
     output."""
 
-    def __init__(self, config: DeltaSublayerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DeltaSublayerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         D, N, std = config.dim, config.num_heads, config.init_std
         dtype = config.precision.param_dtype
@@ -245,7 +240,7 @@ class DeltaSublayer(Sublayer):
 class DeltaNet(DeltaSublayer):
     """h [B, T, D] -> [B, T, D]: the sub-layer with short convolutions and a norm per head."""
 
-    def __init__(self, config: DeltaNetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DeltaNetConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
         self.query_conv = self._init_conv(rngs, config.head_dim)
         self.key_conv = self._init_conv(rngs, config.head_dim)

@@ -58,7 +58,7 @@ class GatedDeltaNet(DeltaNet):
     (0.001, 0.1).
     """
 
-    def __init__(self, config: GatedDeltaNetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GatedDeltaNetConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
         D, N, std = config.dim, config.num_heads, config.init_std
         dtype = config.precision.param_dtype

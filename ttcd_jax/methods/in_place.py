@@ -131,7 +131,7 @@ class InPlaceMLP(SwiGLU):
     write), `memory`.
     """
 
-    def __init__(self, config: Any, *, rngs: nnx.Rngs):
+    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         super().__init__(config.mlp, rngs=rngs)
         self.settings = config.memory
 

@@ -82,7 +82,7 @@ class IPTTTMLP(InPlaceMLP):
 
     settings: TargetMemoryConfig
 
-    def __init__(self, config: IPTTTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: IPTTTConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
         settings = config.memory
         if settings.has_proj:

@@ -136,7 +136,7 @@ class IPTTCDMLP(InPlaceMLP):
 
     settings: MemoryConfig
 
-    def __init__(self, config: IPTTCDConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: IPTTCDConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
         settings, mlp = config.memory, config.mlp
         if settings.has_proj:
@@ -262,7 +262,7 @@ class IPTTCDBlock(Block):
     mixer: DualWindowAttention
     mlp: InPlaceMLP
 
-    def __init__(self, config: IPTTCDBlockConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: IPTTCDBlockConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
 
 

@@ -174,7 +174,7 @@ class LaCTState(NamedTuple):
 class LaCT(Sublayer):
     """h [B, T, D] -> [B, T, D], any T. In a row of at most one chunk the memory learns nothing."""
 
-    def __init__(self, config: LaCTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LaCTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         attention, memory = config.attention, config.memory
         D, N = attention.dim, memory.num_fast_heads

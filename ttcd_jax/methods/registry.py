@@ -2,8 +2,8 @@
 by name.
 
 A method is one module: its settings, its layer, the block it makes, and what the reference
-implementation calls all of it. Importing the module registers it; `ttcd_jax.methods` imports ours,
-and a module of anybody's can register more.
+implementation calls all of it. Importing the module registers it; `ttcd_jax.methods` imports all of
+its modules, and a module outside the package can register more.
 """
 
 import dataclasses

@@ -65,7 +65,7 @@ def place_of_layer(config: TransformerConfig, layer: int) -> Place:
 class _Unit(nnx.Module):
     """The repeated blocks, as attributes block_0, block_1, ..."""
 
-    def __init__(self, blocks: tuple[BlockConfig, ...], *, rngs: nnx.Rngs):
+    def __init__(self, blocks: tuple[BlockConfig, ...], *, rngs: nnx.Rngs) -> None:
         self.num_blocks = len(blocks)
         for index, config in enumerate(blocks):
             setattr(self, f"block_{index}", Block(config, rngs=rngs))
@@ -91,7 +91,7 @@ def _stacked(run: Run, rngs: nnx.Rngs) -> _Unit:
 class Transformer(nnx.Module):
     """tokens [B, T] -> logits [B, T, V]; `forward` gives hidden states and memory statistics."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         std, dtype = config.init_std, config.precision.param_dtype
         vocab = (config.vocab_size, config.dim)

@@ -83,11 +83,6 @@ class AttentionConfig(Heads, SublayerConfig):
         "k_norm.weight": ("key_norm", "same"),
     }
 
-    @property
-    def dims(self) -> Dims:
-        """The configuration itself."""
-        return self
-
     def build(self, *, rngs: nnx.Rngs) -> "Attention":
         """The layer, its parameters drawn."""
         return Attention(self, rngs=rngs)
@@ -112,7 +107,7 @@ class Attention(Sublayer):
     """h [B, T, D] -> [B, T, D]: projections, optional q/k norm, rotary, window attention,
     output."""
 
-    def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         D, H, wide = config.dim, config.head_size, config.width
         narrow = config.kv_heads * H

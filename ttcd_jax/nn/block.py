@@ -29,6 +29,11 @@ class Dims(Config):
     init_std: float = 0.02
     precision: Precision = Precision()
 
+    @property
+    def dims(self) -> "Dims":
+        """The configuration itself."""
+        return self
+
 
 class SublayerConfig(Config, abc.ABC):
     """A layer on the residual stream: builds itself, and knows its cost and its names."""
@@ -158,7 +163,7 @@ class Block(nnx.Module):
     mixer_norm: nnx.Param
     mlp_norm: nnx.Param
 
-    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         for name, layer in config.sublayers.items():
             ones = jnp.ones((layer.dims.dim,), layer.dims.precision.param_dtype)

@@ -51,7 +51,7 @@ class DualWindowAttention(Attention):
     The first `student_window` tokens of a document are equal in both. Gradient flows through both.
     """
 
-    def __init__(self, config: DualWindowConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DualWindowConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config.attention, rngs=rngs)
         self.student_window = config.student_window
 

@@ -25,11 +25,6 @@ class MLPConfig(Dims, SublayerConfig):
 
     hidden_dim: Positive
 
-    @property
-    def dims(self) -> Dims:
-        """The configuration itself."""
-        return self
-
     def build(self, *, rngs: nnx.Rngs) -> "SwiGLU":
         """The layer, its parameters drawn."""
         return SwiGLU(self, rngs=rngs)
@@ -46,7 +41,7 @@ class MLPConfig(Dims, SublayerConfig):
 class SwiGLU(Sublayer):
     """x [B, T, D] -> [B, T, D]."""
 
-    def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         D, F, std = config.dim, config.hidden_dim, config.init_std
         dtype = config.precision.param_dtype
