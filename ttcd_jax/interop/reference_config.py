@@ -74,18 +74,16 @@ def transformer_config(source: Mapping[str, Any], **changes: Any) -> Transformer
     if source.get("hidden_act", "swish") not in ("swish", "silu"):
         raise DataError(f"hidden_act={source['hidden_act']!r} is not supported, only 'swish'")
     values = Source(source)
-    fields = {key.field: _value(key, values) for key in reference.keys}
+    fields: dict[str, Any] = {"method": method.name}
+    fields |= {key.field: _value(key, values) for key in reference.keys}
     fields |= {"mlp_dim": _mlp_dim(values)} | reference.read(values)
-    name = method.name
-    if method.layers == "none":
-        name = "full" if fields["window"] is None else "swa"
     nested: dict[str, dict[str, Any]] = {"rope": {}, "memory": {}}
     for field in [field for field in fields if "." in field]:
         group, _, own = field.partition(".")
         nested[group][own] = fields.pop(field)
     if method.settings is not None:
         fields["memory"] = method.settings(**nested["memory"])
-    fields |= {"method": name, "qk_norm_eps": 1e-5, "rope": RopeConfig(**nested["rope"])}
+    fields |= {"qk_norm_eps": 1e-5, "rope": RopeConfig(**nested["rope"])}
     return TransformerConfig(**(fields | changes))
 
 

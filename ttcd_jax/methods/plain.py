@@ -1,5 +1,7 @@
 """Transformers without a memory: full attention, and sliding-window attention (SWA)."""
 
+from typing import Any
+
 from ttcd_jax.errors import UserError
 from ttcd_jax.methods.registry import (
     ATTENTION_FIXED,
@@ -7,6 +9,7 @@ from ttcd_jax.methods.registry import (
     Method,
     ModelConfig,
     Reference,
+    Source,
     register,
 )
 from ttcd_jax.nn.block import BlockConfig
@@ -24,6 +27,12 @@ def _swa(config: ModelConfig, settings: None) -> BlockConfig:
     return config.plain_block()
 
 
-_REFERENCE = Reference(("transformer",), ATTENTION_KEYS, ATTENTION_FIXED | {"rope_scaling": None})
+def _read(source: Source) -> dict[str, Any]:
+    return {"method": "full" if source.values.get("window_size") is None else "swa"}
+
+
+_REFERENCE = Reference(
+    ("transformer",), ATTENTION_KEYS, ATTENTION_FIXED | {"rope_scaling": None}, _read
+)
 FULL = register(Method("full", "full attention", _full, "none", reference=_REFERENCE))
 SWA = register(Method("swa", "SWA", _swa, "none", reference=_REFERENCE))

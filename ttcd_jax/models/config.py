@@ -42,7 +42,7 @@ class TransformerConfig(ModelConfig):
         if method.layers == "fast" and not self.fast_layers:
             raise UserError(
                 f"method {self.method!r} has no layer with a memory: set fast_layers, e.g. (0,), "
-                "or take method 'swa' or 'full'"
+                "or take a method without memory"
             )
         if method.layers != "fast" and self.fast_layers:
             where = {"all": "has its memory in all layers", "none": "has no memory"}[method.layers]
