@@ -15,7 +15,9 @@ def fake_devices(count: int) -> str:
 
 def environment(count: int = 1, **variables: str) -> dict[str, str]:
     """The environment of a process with `count` devices that imports the modules of the tests."""
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    # The root as well: tests/experiments must not hide the commands.
+    folder = Path(__file__).parent
+    paths = [str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": fake_devices(count),

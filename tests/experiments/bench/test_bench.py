@@ -180,9 +180,9 @@ def test_the_naive_form_calls_attention_once_per_window_and_only_there(monkeypat
     for name in ("ipttcd", "ipttcd_naive"):
         calls[name] = []
 
-        def recorded(q, k, v, ids, *windows, calls=calls[name]):
-            calls.append(windows[:2])
-            return attend(q, k, v, ids, *windows)
+        def recorded(q, k, v, ids, windows, calls=calls[name]):
+            calls.append((windows.teacher, windows.student))
+            return attend(q, k, v, ids, windows)
 
         monkeypatch.setitem(dual_window.CANDIDATES, "xla", Candidate(recorded))
         model = Models(shape).build(name, window=4)
