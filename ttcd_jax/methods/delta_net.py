@@ -38,7 +38,7 @@ from ttcd_jax.methods.registry import (
     Source,
     register,
 )
-from ttcd_jax.nn.block import BlockConfig, Dims, Names, Sublayer, SublayerConfig
+from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.nn.product import product
@@ -131,7 +131,7 @@ class DeltaState(NamedTuple):
         return {"memory": self.memory, "open chunk": self.tail}
 
 
-class DeltaSublayer(Sublayer):
+class DeltaSublayer(Mixer):
     """h [B, T, D] -> [B, T, D]: q, k, v linear in h, beta = sigmoid(h W_rate), delta rule,
     output."""
 
@@ -145,15 +145,6 @@ class DeltaSublayer(Sublayer):
         self.value = normal_param(rngs, (D, values), ("embed", "heads"), std, dtype)
         self.rate = normal_param(rngs, (D, N), ("embed", "heads"), std, dtype)
         self.out = normal_param(rngs, (values, D), ("heads", "embed"), std, dtype)
-
-    def __call__(
-        self,
-        h: Float[Array, "B T D"],
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        """The output; the delta rule knows order without positions."""
-        return self.forward(h, Row.of(h, positions, segment_ids))[0]
 
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None

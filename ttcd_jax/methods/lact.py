@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ttcd_jax.axes import param
 from ttcd_jax.config import Positive, PositiveFloat
@@ -35,7 +35,7 @@ from ttcd_jax.methods.registry import (
     register,
 )
 from ttcd_jax.nn.attention import AttentionConfig, start_cache
-from ttcd_jax.nn.block import BlockConfig, Dims, Names, Sublayer, SublayerConfig
+from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.nn.product import product
@@ -171,7 +171,7 @@ class LaCTState(NamedTuple):
     chunks: OpenChunk
 
 
-class LaCT(Sublayer):
+class LaCT(Mixer):
     """h [B, T, D] -> [B, T, D], any T. In a row of at most one chunk the memory learns nothing."""
 
     def __init__(self, config: LaCTConfig, *, rngs: nnx.Rngs) -> None:
@@ -218,15 +218,6 @@ class LaCT(Sublayer):
             self.w2_left = start((r, F), "rank", "fast_mlp", 0.5 * r**-0.5)
             self.w2_right = start((H, r), "head_dim", "rank", 0.5 * H**-0.5)
         self.w1 = start((F, H), "fast_mlp", "head_dim", F**-0.5)
-
-    def __call__(
-        self,
-        h: Float[Array, "B T D"],
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        """The output."""
-        return self.forward(h, Row.of(h, positions, segment_ids))[0]
 
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None

@@ -12,7 +12,7 @@ from ttcd_kernels.dual_window.api import Implementation
 from ttcd_jax.axes import param
 from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.nn.block import Dims, Names, Sublayer, SublayerConfig
+from ttcd_jax.nn.block import Dims, Mixer, Names, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.nn.rope import RopeConfig, rotate
@@ -103,7 +103,7 @@ def visible_pairs(length: int, window: int | None) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
-class Attention(Sublayer):
+class Attention(Mixer):
     """h [B, T, D] -> [B, T, D]: projections, optional q/k norm, rotary, window attention,
     output."""
 
@@ -128,16 +128,6 @@ class Attention(Sublayer):
     def windows(self) -> Windows:
         """The windows that the projections are attended under."""
         return (self.config.window,)
-
-    def __call__(
-        self,
-        h: Float[Array, "B T D"],
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Any:
-        """The output; with two windows (teacher, student), equal in the first `student_window`
-        tokens of a document."""
-        return self.forward(h, Row.of(h, positions, segment_ids))[0]
 
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None

@@ -109,6 +109,20 @@ class Sublayer(nnx.Module):
         raise AssertionError(f"{type(self).__name__} defines its own extend")
 
 
+class Mixer(Sublayer):
+    """A sub-layer that mixes the tokens of a row."""
+
+    def __call__(
+        self,
+        h: Float[Array, "B T D"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Any:
+        """The output; under two windows (teacher, student), equal in the first `student_window`
+        tokens of a document."""
+        return self.forward(h, Row.of(h, positions, segment_ids))[0]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig(Config):
     """The sub-layers of a block, run in the order of `order`."""
