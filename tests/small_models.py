@@ -1,5 +1,6 @@
 """A model of two small layers for every method, whose windows and chunks are four tokens."""
 
+from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.delta_net import DeltaRuleConfig
 from ttcd_jax.methods.ideal import IdealMemoryConfig
@@ -37,3 +38,10 @@ def config_of(method: str, **changes) -> TransformerConfig:
         "precision": Precision(param="float64", compute="float64", state="float64"),
     }
     return TransformerConfig(**fields | changes)
+
+
+def byte_model(**changes) -> TransformerConfig:
+    """A model of text for commands: one IP-TTCD layer of bytes, float32."""
+    fields = {"num_layers": 1, "dim": 8, "mlp_dim": 8, "window": 8, "student_window": 4}
+    fields |= {"vocab_size": ByteTokenizer.vocab_size, "precision": Precision()}
+    return config_of("ipttcd", **fields | changes)

@@ -11,28 +11,18 @@ import commands
 import numpy as np
 import pytest
 from flax import nnx
+from small_models import byte_model
 
-from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, train_tokenizer
+from ttcd_jax.data.tokenizer import JsonTokenizer, train_tokenizer
 from ttcd_jax.interop.reference_checkpoint import export_reference
 from ttcd_jax.interop.weight_files import SINGLE, open_weights, write_safetensors
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import load_params, load_run
 
 ROOT = Path(__file__).parents[2]
-MODEL = TransformerConfig(
-    vocab_size=ByteTokenizer.vocab_size,
-    dim=8,
-    num_layers=2,
-    num_heads=2,
-    mlp_dim=8,
-    window=8,
-    student_window=4,
-    method="ipttcd",
-    fast_layers=(1,),
-    memory=MemoryConfig(chunk_size=4, student_conv_init="normal"),
-)
+MEMORY = MemoryConfig(chunk_size=4, student_conv_init="normal")
+MODEL = byte_model(num_layers=2, fast_layers=(1,), memory=MEMORY)
 PARAMS = [
     "TextConfig.seq_len=16",
     "RunConfig.batch_size=2",

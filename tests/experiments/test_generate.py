@@ -13,25 +13,18 @@ import commands
 import numpy as np
 import pytest
 from flax import nnx
+from small_models import byte_model
 
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import IMPORTED, RunDirectory
 from ttcd_jax.train.checkpoint import Checkpoints
 
 ROOT = Path(__file__).parents[2]
-MODEL = TransformerConfig(
-    vocab_size=ByteTokenizer.vocab_size,
-    dim=8,
-    num_layers=1,
-    num_heads=2,
-    mlp_dim=8,
+MODEL = byte_model(
     window=16,
     student_window=8,
-    method="ipttcd",
-    fast_layers=(0,),
     memory=MemoryConfig(chunk_size=16),
     has_tied_head=False,
     init_std=0.5,

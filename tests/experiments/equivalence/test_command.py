@@ -8,28 +8,17 @@ import commands
 import pytest
 from checks import randomize
 from flax import nnx
+from small_models import byte_model
 
 from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.sources import TextConfig
-from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
+from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.train.checkpoint import Checkpoints
 
-MODEL = TransformerConfig(
-    vocab_size=ByteTokenizer.vocab_size,
-    dim=8,
-    num_layers=1,
-    num_heads=2,
-    mlp_dim=8,
-    window=8,
-    student_window=4,
-    method="ipttcd",
-    fast_layers=(0,),
-    memory=MemoryConfig(chunk_size=8),
-)
+MODEL = byte_model(memory=MemoryConfig(chunk_size=8))
 ALL = "--levels=kernel,distribution"
 REFERENCE = "xla,blocked"  # one for all pairs, compiled once
 PAIRS = {
