@@ -183,8 +183,6 @@ def register(method: Method) -> Method:
 def method_named(name: str) -> Method:
     """The method of this name. Raises `UserError` naming the nearest one there is."""
     if name not in METHODS:
-        raise UserError(
-            f"no method is called {name!r}{closest(name, list(METHODS))}; there are "
-            f"{', '.join(METHODS)}"
-        )
+        near = closest(name, list(METHODS)) or f"; there are {', '.join(METHODS)}"
+        raise UserError(f"no method is called {name!r}{near}")
     return METHODS[name]
