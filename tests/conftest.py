@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest and is one test runs first: two workers end together."""
-    items.sort(key=lambda item: item.path.stem != "test_readme")
+    items.sort(key=lambda item: item.path.stem != "test_docs")
 
 
 @pytest.fixture
