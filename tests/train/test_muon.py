@@ -17,6 +17,7 @@ from devices import environment
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from small_models import config_of
 
+from ttcd_jax.errors import UserError
 from ttcd_jax.memory.newton_schulz import NEWTON_SCHULZ
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.fit import by_name
@@ -145,6 +146,21 @@ def test_a_quadratic_comes_down():
     params = {"w": start}
     _, losses = jax.jit(lambda: jax.lax.scan(step, (params, optimizer.init(params)), length=100))()
     assert losses[-1] < 2e-2 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "sgd"}, "kind must be 'adamw' | 'muon', got 'sgd'"),
+        ({"momentum": 1.0}, "momentum 1.0 must be in [0, 1)"),
+        ({"is_nesterov": 1}, "is_nesterov must be bool"),
+        ({"orthogonalization": "float16"}, "orthogonalization must be 'float64'"),
+    ],
+)
+def test_wrong_settings_are_named(change, message):
+    with pytest.raises(UserError) as caught:
+        OptimizerConfig(**{"kind": "muon"} | change)
+    assert message in str(caught.value)
 
 
 ROWS, COLUMNS = 64, 128
