@@ -134,13 +134,13 @@ class DeltaMemory(AssociativeMemory):
         zero = self.start_of(prepared)
         keeps = jnp.zeros((*zero.shape[:-1], zero.shape[-2]), zero.dtype)
 
-        def advance(state: Transition, chunk: _Chunk) -> tuple[Transition, None]:
+        def compose(state: Transition, chunk: _Chunk) -> tuple[Transition, None]:
             homogeneous = chunk._replace(writes=jnp.zeros((), chunk.writes.dtype))
             return Transition(_after(state.keeps, homogeneous), _after(state.adds, chunk)), None
 
         begin = self.neutral(Transition(keeps, zero))
-        step = jax.checkpoint(advance, prevent_cse=False)
-        return jax.lax.scan(step, begin, prepared.chunks)[0]
+        composed = jax.checkpoint(compose, prevent_cse=False)
+        return jax.lax.scan(composed, begin, prepared.chunks)[0]
 
     def combine(self, first: "Transition", then: "Transition") -> "Transition":
         """`first`, then `then`."""

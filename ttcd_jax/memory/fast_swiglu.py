@@ -7,11 +7,11 @@ is only read. Per fast head, with rows q, k, v [L, H], learning rates lr per tok
     read    f(q) = (silu(q w0) * (q w2)) w1
     write   a = k w0,  u = k w2,  g = v w1^T,  all from the weights the chunk was read through
             dw0 = k^T (lr0 g u silu'(a)),  dw1 = (lr1 silu(a) u)^T v,  dw2 = k^T (lr2 g silu(a))
-            dw <- dw + mu dw_previous,  then Newton-Schulz for this step only (both optional)
+            dw <- dw + mu dw_previous,  then Newton-Schulz for this update only (both optional)
             w <- (w + dw) |start| / (|w + dw| + 1e-5),  column by column
 
 dw is minus the gradient of -sum_t lr_t f(k_t) . v_t, summed over the chunk. Gradients flow through
-the whole chain of updates, the column norms and the start. One step per chunk, recomputed in the
+the whole chain of updates, the column norms and the start. One update per chunk, recomputed in the
 backward: it keeps one set of matrices per chunk and the activations of one chunk.
 """
 
@@ -38,11 +38,11 @@ class FastWeights(NamedTuple):
     w2: Float[Array, "*B N H F"]
 
 
-class FastRule(NamedTuple):
+class FastOptions(NamedTuple):
     """Static facts of the memory."""
 
-    orthogonalizes: bool = False  # Newton-Schulz on every step
-    keeps_raw: bool = False  # steps add to weights that are never normalized; only reads are
+    orthogonalizes: bool = False  # Newton-Schulz on every update
+    keeps_raw: bool = False  # updates add to weights that are never normalized; only reads are
     has_momentum: bool = True
     state_dtype: DTypeLike = jnp.float32
 
@@ -61,7 +61,7 @@ class FastState(NamedTuple):
 
     weights: FastWeights  # what chunks use
     raw: FastWeights | None  # the same, never normalized (`keeps_raw`)
-    previous: FastWeights | None  # the last step with its momentum, before Newton-Schulz
+    previous: FastWeights | None  # the last update with its momentum, before Newton-Schulz
 
 
 def length(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
@@ -82,24 +82,24 @@ class FastSwiGLU(ChunkedMemory):
     `FastWrites`. A document begins with `weights`, and with a momentum of zero."""
 
     weights: FastWeights
-    rule: FastRule = dataclasses.field(metadata={"static": True})
+    options: FastOptions = dataclasses.field(metadata={"static": True})
 
     def start(self, batch_size: int) -> FastState:
         """The weights of every row at the start of a document."""
-        dtype = self.rule.state_dtype
+        dtype = self.options.state_dtype
         weights = jax.tree.map(
             lambda w: jnp.broadcast_to(w.astype(dtype), (batch_size, *w.shape)), self.weights
         )
         zeros = jax.tree.map(jnp.zeros_like, weights)
-        has_momentum = self.rule.has_momentum
+        has_momentum = self.options.has_momentum
         return FastState(
-            weights, weights if self.rule.keeps_raw else None, zeros if has_momentum else None
+            weights, weights if self.options.keeps_raw else None, zeros if has_momentum else None
         )
 
     def read(self, state: FastState, reads: Float[Array, "B L N H"]) -> Float[Array, "B L N H"]:
         """f(q) in the dtype of q."""
         w0, w1, w2 = (w.astype(reads.dtype) for w in state.weights)
-        q, dtype = reads.swapaxes(1, 2), self.rule.state_dtype
+        q, dtype = reads.swapaxes(1, 2), self.options.state_dtype
         gate = product("BNLH,BNHF->BNLF", q, w0, dtype)
         up = product("BNLH,BNHF->BNLF", q, w2, dtype)
         hidden = (jax.nn.silu(gate) * up).astype(q.dtype)
@@ -110,25 +110,25 @@ class FastSwiGLU(ChunkedMemory):
         self, state: FastState, writes: FastWrites, mask: Bool[Array, "#B L"] | None = None
     ) -> FastState:
         """The state after a chunk."""
-        step = self._step(state.weights, writes, mask)
+        update = self._update(state.weights, writes, mask)
         previous = None
         if writes.momentum is not None:
-            # Only a chunk of a single document has a step before it: its tokens all have a vote.
+            # Only a chunk of a single document has an update before it: its tokens all have a vote.
             mu = writes.momentum.mean(1)[:, :, None, None]
-            step = jax.tree.map(lambda dw, before: dw + mu * before, step, state.previous)
-            previous = step
-        if self.rule.orthogonalizes:
-            step = jax.tree.map(newton_schulz, step)
-        raw = jax.tree.map(jnp.add, state.weights if state.raw is None else state.raw, step)
-        sizes = jax.tree.map(lambda w: length(w.astype(self.rule.state_dtype), -2), self.weights)
+            update = jax.tree.map(lambda dw, before: dw + mu * before, update, state.previous)
+            previous = update
+        if self.options.orthogonalizes:
+            update = jax.tree.map(newton_schulz, update)
+        raw = jax.tree.map(jnp.add, state.weights if state.raw is None else state.raw, update)
+        sizes = jax.tree.map(lambda w: length(w.astype(self.options.state_dtype), -2), self.weights)
         weights = jax.tree.map(lambda w, size: unit(w, -2) * size, raw, sizes)
-        return FastState(weights, raw if self.rule.keeps_raw else None, previous)
+        return FastState(weights, raw if self.options.keeps_raw else None, previous)
 
-    def _step(
+    def _update(
         self, weights: FastWeights, writes: FastWrites, mask: Bool[Array, "#B L"] | None
     ) -> FastWeights:
         """dw of one chunk, before momentum."""
-        dtype = self.rule.state_dtype
+        dtype = self.options.state_dtype
         k, v, rates = (x.swapaxes(1, 2) for x in (writes.k, writes.v, writes.rates.astype(dtype)))
         w0, w1, w2 = (w.astype(k.dtype) for w in weights)
         gate = product("BNLH,BNHF->BNLF", k, w0, dtype)

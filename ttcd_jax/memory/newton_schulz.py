@@ -5,7 +5,7 @@ from jaxtyping import Array, Float
 
 from ttcd_jax.nn.product import product
 
-# Quintic Newton-Schulz coefficients (a, b, c), one triple per step, as published.
+# Quintic Newton-Schulz coefficients (a, b, c), one triple per iteration, as published.
 NEWTON_SCHULZ = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -16,7 +16,7 @@ NEWTON_SCHULZ = (
 
 
 def newton_schulz(matrix: Float[Array, "... X Z"]) -> Float[Array, "... X Z"]:
-    """The nearest semi-orthogonal matrix, approximately: five quintic steps.
+    """The nearest semi-orthogonal matrix, approximately: five quintic iterations.
 
     X <- a X + (b A + c A A) X with A = X X^T, from X = matrix / (|matrix|_F + 1e-7); tall matrices
     are transposed first. Leading axes are a batch. Operands of products are in the dtype of
@@ -33,6 +33,6 @@ def newton_schulz(matrix: Float[Array, "... X Z"]) -> Float[Array, "... X Z"]:
     for a, b, c in NEWTON_SCHULZ:
         gram = product("...XZ,...YZ->...XY", x, x, wide)
         gram_squared = product("...XY,...YW->...XW", gram.astype(narrow), gram.astype(narrow), wide)
-        step = (b * gram + c * gram_squared).astype(narrow)
-        x = (a * x.astype(wide) + product("...XY,...YZ->...XZ", step, x, wide)).astype(narrow)
+        polynomial = (b * gram + c * gram_squared).astype(narrow)
+        x = (a * x.astype(wide) + product("...XY,...YZ->...XZ", polynomial, x, wide)).astype(narrow)
     return x.mT if is_tall else x

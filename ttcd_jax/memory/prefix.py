@@ -33,7 +33,7 @@ Element = tuple[jax.Array, jax.Array]  # of `segmented_sum`
 Form = Literal["auto", "blocked", "associative", "attention"]
 
 
-class MemoryRule(NamedTuple):
+class PrefixOptions(NamedTuple):
     """Static facts of a memory that is a prefix sum; `PrefixMemory` wants the form chosen
     (`at_length`)."""
 
@@ -44,8 +44,8 @@ class MemoryRule(NamedTuple):
     block_chunks: int = 4  # chunks whose states exist at once in the blocked form
     state_dtype: DTypeLike = jnp.float32
 
-    def at_length(self, length: int, hidden_dim: int, dim: int) -> "MemoryRule":
-        """The rule with the form that rows of T = `length` are read in."""
+    def at_length(self, length: int, hidden_dim: int, dim: int) -> "PrefixOptions":
+        """The options with the form that rows of T = `length` are read in."""
         return self._replace(form=chosen_form(self, length, hidden_dim, dim))
 
 
@@ -56,22 +56,22 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
     read by features z [B, C, L, F] and written by (keys, errors)."""
 
     w_base: Float[Array, "F D"]
-    rule: MemoryRule = dataclasses.field(metadata={"static": True})
+    options: PrefixOptions = dataclasses.field(metadata={"static": True})
 
     def axes(self) -> Axes:
         """F is sharded where no product sums over it and no norm runs over it."""
-        if self.rule.form == "attention" or self.rule.orthogonalizes:
+        if self.options.form == "attention" or self.options.orthogonalizes:
             return Axes()
         features = (*ROWS, None, "mlp")
         return Axes(("mlp",), features, (features, ROWS), ROWS, ("tensor",))
 
     def start(self, batch_size: int) -> Float[Array, "B F D"]:
         """Nothing written."""
-        return jnp.zeros((batch_size, *self.w_base.shape), self.rule.state_dtype)
+        return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
 
     def read(self, state: Float[Array, "B F D"], reads: Float[Array, "B L F"]) -> jax.Array:
         """z W_base + eta z S."""
-        return _read(self.rule, self.w_base, state[None], reads[None], None)[0]
+        return _read(self.options, self.w_base, state[None], reads[None], None)[0]
 
     def write(
         self, state: Float[Array, "B F D"], writes: Any, mask: jax.Array | None = None
@@ -79,15 +79,15 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
         """S + delta_w of the chunk."""
         keys, errors = writes
         errors = masked(errors, mask)
-        return state + _delta(self.rule, errors[:, None], keys[:, None])[:, 0]
+        return state + _delta(self.options, errors[:, None], keys[:, None])[:, 0]
 
     def row(
         self, prepared: Chunks, state: jax.Array | None = None, *, needs_end: bool = True
     ) -> tuple[jax.Array, jax.Array]:
-        """`read_prefix` in the form of the rule."""
+        """`read_prefix` in the form of the options."""
         keys, errors = prepared.writes
         return read_prefix(
-            self.rule, prepared.reads, keys, errors, self.w_base, prepared.mask, state
+            self.options, prepared.reads, keys, errors, self.w_base, prepared.mask, state
         )
 
     def summary(self, prepared: Chunks) -> tuple[Bool[Array, " B"], Float[Array, "B F D"]]:
@@ -102,9 +102,9 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
             was_reset = resets.any(1)
             later = jax.lax.cumsum(resets.astype(jnp.int32), axis=1, reverse=True) - resets
             errors = masked(errors, jnp.broadcast_to((later == 0)[..., None], errors.shape[:3]))
-        if self.rule.orthogonalizes:
-            return was_reset, _delta(self.rule, errors, keys).sum(1)
-        return was_reset, _product(self.rule, "BCLF,BCLD->BFD", keys, errors)
+        if self.options.orthogonalizes:
+            return was_reset, _delta(self.options, errors, keys).sum(1)
+        return was_reset, _product(self.options, "BCLF,BCLD->BFD", keys, errors)
 
     def combine(self, first: Any, then: Any) -> Any:
         """`segmented_sum`."""
@@ -120,7 +120,7 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
 
 
 def read_prefix(
-    rule: MemoryRule,
+    options: PrefixOptions,
     z: Float[Array, "B C L F"],
     keys: Float[Array, "B C L F"],
     errors: Float[Array, "B C L D"],
@@ -138,29 +138,29 @@ def read_prefix(
         ValueError: the attention form asked for orthogonalised updates, or documents with
         `folds_state`.
     """
-    if rule.folds_state and mask.reads is not None:
+    if options.folds_state and mask.reads is not None:
         raise ValueError("folds_state reproduces code without documents: segment_ids must be None")
     errors = masked(errors, mask.writes)
     if initial_state is None:
-        initial_state = jnp.zeros((z.shape[0], z.shape[-1], w_base.shape[-1]), rule.state_dtype)
-    form = chosen_form(rule, z.shape[1] * z.shape[2], *w_base.shape)
+        initial_state = jnp.zeros((z.shape[0], z.shape[-1], w_base.shape[-1]), options.state_dtype)
+    form = chosen_form(options, z.shape[1] * z.shape[2], *w_base.shape)
     if form == "attention":
-        return _attention_form(rule, z, keys, errors, w_base, mask, initial_state)
+        return _attention_form(options, z, keys, errors, w_base, mask, initial_state)
     operands = _Operands(z, keys, errors, mask.reads, mask.resets)
     if form == "associative":
-        rule = rule._replace(block_chunks=z.shape[1])
-        y, state = _read_block(rule, w_base, initial_state, _chunks_first(operands))
+        options = options._replace(block_chunks=z.shape[1])
+        y, state = _read_block(options, w_base, initial_state, _chunks_first(operands))
         return jnp.moveaxis(y, 0, 1), state
-    return _blocked(rule, operands, w_base, initial_state)
+    return _blocked(options, operands, w_base, initial_state)
 
 
-def chosen_form(rule: MemoryRule, length: int, hidden_dim: int, dim: int) -> Form:
+def chosen_form(options: PrefixOptions, length: int, hidden_dim: int, dim: int) -> Form:
     """The form that a row of T = `length` is read in."""
-    return cheapest_form(rule, length, hidden_dim, dim) if rule.form == "auto" else rule.form
+    return cheapest_form(options, length, hidden_dim, dim) if options.form == "auto" else options.form
 
 
 def cheapest_form(
-    rule: MemoryRule, length: int, hidden_dim: int, dim: int
+    options: PrefixOptions, length: int, hidden_dim: int, dim: int
 ) -> Literal["blocked", "attention"]:
     """Which form "auto" takes for T = `length`: the one that multiplies less, forward and backward.
 
@@ -168,7 +168,7 @@ def cheapest_form(
     scores 3 T (F + D), and F D for the state after the row.
     """
     is_short = length * (hidden_dim + dim) < 2 * hidden_dim * dim
-    return "attention" if is_short and not (rule.folds_state or rule.orthogonalizes) else "blocked"
+    return "attention" if is_short and not (options.folds_state or options.orthogonalizes) else "blocked"
 
 
 class _Operands(NamedTuple):
@@ -230,25 +230,25 @@ def _states(
     return jnp.concatenate([carry[None], after[:-1]]), after[-1]
 
 
-def _delta(rule: MemoryRule, errors: jax.Array, keys: jax.Array) -> jax.Array:
-    return chunk_delta(errors, keys, orthogonalizes=rule.orthogonalizes, dtype=rule.state_dtype)
+def _delta(options: PrefixOptions, errors: jax.Array, keys: jax.Array) -> jax.Array:
+    return chunk_delta(errors, keys, orthogonalizes=options.orthogonalizes, dtype=options.state_dtype)
 
 
-def _product(rule: MemoryRule, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def _product(options: PrefixOptions, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """A matrix product accumulated in the state dtype; operands stay narrow."""
-    return product(equation, a, b, rule.state_dtype)
+    return product(equation, a, b, options.state_dtype)
 
 
 def _read_block(
-    rule: MemoryRule, w_base: jax.Array, carry: jax.Array, block: _Operands
+    options: PrefixOptions, w_base: jax.Array, carry: jax.Array, block: _Operands
 ) -> tuple[jax.Array, jax.Array]:
     """y [G, B, L, D] of G chunks and the state after them."""
-    before, after = _states(_delta(rule, block.errors, block.keys), block.resets, carry)
-    return _read(rule, w_base, before, block.z, block.reads), after
+    before, after = _states(_delta(options, block.errors, block.keys), block.resets, carry)
+    return _read(options, w_base, before, block.z, block.reads), after
 
 
 def _read(
-    rule: MemoryRule,
+    options: PrefixOptions,
     w_base: jax.Array,
     state: jax.Array,
     z: jax.Array,
@@ -256,36 +256,36 @@ def _read(
 ) -> jax.Array:
     """y [G, B, L, D] of chunks that read `state` [G, B, F, D]."""
     narrow = z.dtype
-    if rule.folds_state:
-        folded = (w_base.astype(rule.state_dtype) + rule.eta * state).astype(narrow)
-        return _product(rule, "GBLF,GBFD->GBLD", z, folded).astype(narrow)
-    fast = _product(rule, "GBLF,GBFD->GBLD", masked(z, reads), state.astype(narrow))
-    y = _product(rule, "GBLF,FD->GBLD", z, w_base) + rule.eta * fast
+    if options.folds_state:
+        folded = (w_base.astype(options.state_dtype) + options.eta * state).astype(narrow)
+        return _product(options, "GBLF,GBFD->GBLD", z, folded).astype(narrow)
+    fast = _product(options, "GBLF,GBFD->GBLD", masked(z, reads), state.astype(narrow))
+    y = _product(options, "GBLF,FD->GBLD", z, w_base) + options.eta * fast
     return y.astype(narrow)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocked(
-    rule: MemoryRule, operands: _Operands, w_base: jax.Array, initial_state: jax.Array
+    options: PrefixOptions, operands: _Operands, w_base: jax.Array, initial_state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return _blocked_forward(rule, operands, w_base, initial_state)[0]
+    return _blocked_forward(options, operands, w_base, initial_state)[0]
 
 
 def _blocked_forward(
-    rule: MemoryRule, operands: _Operands, w_base: jax.Array, initial_state: jax.Array
+    options: PrefixOptions, operands: _Operands, w_base: jax.Array, initial_state: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[_Operands, jax.Array, jax.Array]]:
     def body(carry: jax.Array, block: _Operands) -> tuple[jax.Array, jax.Array]:
-        y, carry = _read_block(rule, w_base, carry, block)
+        y, carry = _read_block(options, w_base, carry, block)
         return carry, y
 
-    size = min(rule.block_chunks, operands.z.shape[1])
+    size = min(options.block_chunks, operands.z.shape[1])
     state, y = jax.lax.scan(body, initial_state, _in_blocks(operands, size))
     y = _from_blocks(y, operands.z.shape[1])
     return (y, state), (operands, w_base, initial_state)
 
 
 def _blocked_backward(
-    rule: MemoryRule, saved: Any, cotangents: tuple[jax.Array, jax.Array]
+    options: PrefixOptions, saved: Any, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[_Operands, jax.Array, jax.Array]:
     """Two scans: forward once more over the states for dz, backward over their cotangents for the
     rest.
@@ -297,51 +297,51 @@ def _blocked_backward(
     operands, w_base, initial_state = saved
     dy, d_state = cotangents
     num_chunks = operands.z.shape[1]
-    size = min(rule.block_chunks, num_chunks)
+    size = min(options.block_chunks, num_chunks)
     blocks = _in_blocks((operands, dy), size)
 
     def features(carry: jax.Array, block: Any) -> tuple[jax.Array, jax.Array]:
         block, dy = block
-        dz, carry = _feature_cotangent(rule, w_base, carry, block, dy)
+        dz, carry = _feature_cotangent(options, w_base, carry, block, dy)
         return carry, dz
 
     def writes(carry: Any, block: Any) -> tuple[Any, Any]:
         block, dy = block
-        carry, d_errors, d_keys = _write_cotangent(rule, carry, block, dy)
+        carry, d_errors, d_keys = _write_cotangent(options, carry, block, dy)
         return carry, (d_errors, d_keys)
 
     _, dz = jax.lax.scan(features, initial_state, blocks)
-    start = (d_state.astype(rule.state_dtype), jnp.zeros(w_base.shape, rule.state_dtype))
+    start = (d_state.astype(options.state_dtype), jnp.zeros(w_base.shape, options.state_dtype))
     (d_initial, d_base), (d_errors, d_keys) = jax.lax.scan(writes, start, blocks, reverse=True)
     dz, d_keys, d_errors = (_from_blocks(x, num_chunks) for x in (dz, d_keys, d_errors))
     return _Operands(dz, d_keys, d_errors, None, None), d_base.astype(w_base.dtype), d_initial
 
 
 def _feature_cotangent(
-    rule: MemoryRule, w_base: jax.Array, carry: jax.Array, block: _Operands, dy: jax.Array
+    options: PrefixOptions, w_base: jax.Array, carry: jax.Array, block: _Operands, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """dz [G, B, L, F] = dy W_base^T + eta dy S^T, and the state after the block."""
-    before, after = _states(_delta(rule, block.errors, block.keys), block.resets, carry)
-    if rule.folds_state:
-        folded = (w_base.astype(rule.state_dtype) + rule.eta * before).astype(dy.dtype)
-        return _product(rule, "GBLD,GBFD->GBLF", dy, folded).astype(dy.dtype), after
-    fast = _product(rule, "GBLD,GBFD->GBLF", dy, before.astype(dy.dtype))
-    dz = _product(rule, "GBLD,FD->GBLF", dy, w_base) + rule.eta * masked(fast, block.reads)
+    before, after = _states(_delta(options, block.errors, block.keys), block.resets, carry)
+    if options.folds_state:
+        folded = (w_base.astype(options.state_dtype) + options.eta * before).astype(dy.dtype)
+        return _product(options, "GBLD,GBFD->GBLF", dy, folded).astype(dy.dtype), after
+    fast = _product(options, "GBLD,GBFD->GBLF", dy, before.astype(dy.dtype))
+    dz = _product(options, "GBLD,FD->GBLF", dy, w_base) + options.eta * masked(fast, block.reads)
     return dz.astype(dy.dtype), after
 
 
 def _write_cotangent(
-    rule: MemoryRule, carry: tuple[jax.Array, jax.Array], block: _Operands, dy: jax.Array
+    options: PrefixOptions, carry: tuple[jax.Array, jax.Array], block: _Operands, dy: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """((cot(S) before the block, sum of dW_base), d_errors, d_keys) from the same after
     it."""
     d_after, d_base = carry
-    outer = _product(rule, "GBLF,GBLD->GBFD", masked(block.z, block.reads), dy)
+    outer = _product(options, "GBLF,GBLD->GBFD", masked(block.z, block.reads), dy)
     if block.reads is None:
         d_base = d_base + outer.sum((0, 1))
     else:
-        d_base = d_base + _product(rule, "GBLF,GBLD->FD", block.z, dy)
-    outer = rule.eta * outer
+        d_base = d_base + _product(options, "GBLF,GBLD->FD", block.z, dy)
+    outer = options.eta * outer
     # In reverse, chunk i adds to cot(S_i) and hands it on; a reset at i cuts it off from
     # cot(S_{i+1}).
     if block.resets is None:
@@ -350,7 +350,7 @@ def _write_cotangent(
         was_reset, total = _segmented_sums((block.resets, outer), reverse=True)
         d_before = total + jnp.where(was_reset[..., None, None], 0, d_after)
     d_delta = jnp.concatenate([d_before[1:], d_after[None]])
-    _, pull = jax.vjp(functools.partial(_delta, rule), block.errors, block.keys)
+    _, pull = jax.vjp(functools.partial(_delta, options), block.errors, block.keys)
     d_errors, d_keys = pull(d_delta)
     return (d_before[0], d_base), d_errors, d_keys
 
@@ -359,7 +359,7 @@ _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
 def _attention_form(
-    rule: MemoryRule,
+    options: PrefixOptions,
     z: jax.Array,
     keys: jax.Array,
     errors: jax.Array,
@@ -367,7 +367,7 @@ def _attention_form(
     mask: MemoryMask,
     initial_state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    if rule.orthogonalizes:
+    if options.orthogonalizes:
         raise ValueError(
             "orthogonalised updates have no attention form: use blocked or associative"
         )
@@ -381,14 +381,14 @@ def _attention_form(
     count = jnp.cumsum(resets, axis=1)
     before = count - resets
     visible = visible & (before[:, :, None] == count[:, None, :])
-    score = _product(rule, "BCLF,BJMF->BCLJM", z, keys)
+    score = _product(options, "BCLF,BJMF->BCLJM", z, keys)
     score = jnp.where((visible[:, :, None, :] & reads[..., None])[..., None], score, 0)
-    fast = _product(rule, "BCLJM,BJMD->BCLD", score.astype(z.dtype), errors)
-    carried = masked(_product(rule, "BCLF,BFD->BCLD", z, initial_state.astype(z.dtype)), reads)
+    fast = _product(options, "BCLJM,BJMD->BCLD", score.astype(z.dtype), errors)
+    carried = masked(_product(options, "BCLF,BFD->BCLD", z, initial_state.astype(z.dtype)), reads)
     fast = fast + jnp.where((before == 0)[..., None, None], carried, 0)
-    y = _product(rule, "BCLF,FD->BCLD", z, w_base) + rule.eta * fast
+    y = _product(options, "BCLF,FD->BCLD", z, w_base) + options.eta * fast
     # The row's state holds what was written since the last reset.
     is_kept = jnp.broadcast_to((count == count[:, -1:])[..., None], (B, C, L))
-    state = _product(rule, "BCLF,BCLD->BFD", keys, masked(errors, is_kept))
+    state = _product(options, "BCLF,BCLD->BFD", keys, masked(errors, is_kept))
     state = state + jnp.where((count[:, -1] == 0)[:, None, None], initial_state, 0)
     return y.astype(z.dtype), state

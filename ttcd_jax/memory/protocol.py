@@ -151,8 +151,8 @@ class ChunkedMemory(Memory):
 
         chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), prepared)
         written = chunks if needs_end else jax.tree.map(lambda x: x[:-1], chunks)
-        step = jax.checkpoint(one_chunk, prevent_cse=False)
-        end, y = jax.lax.scan(step, begin if state is None else state, written)
+        advance = jax.checkpoint(one_chunk, prevent_cse=False)
+        end, y = jax.lax.scan(advance, begin if state is None else state, written)
         if not needs_end:
             last = read(end, jax.tree.map(lambda x: x[-1], chunks))
             y = jnp.concatenate([y, last[None]])

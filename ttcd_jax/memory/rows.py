@@ -59,17 +59,17 @@ def _along(
 ) -> tuple[Any, jax.Array | None]:
     """(y, sum of squares of what was written) of this device's part of the row."""
 
-    def step(state: Any, needs_end: bool = True) -> tuple[Any, Any]:
+    def advance(state: Any, needs_end: bool = True) -> tuple[Any, Any]:
         y, end = memory.row(prepared, state, needs_end=needs_end)
         return end, (y, _observed(memory, end) if reports_size else None)
 
     if shard.size(sequence.SEQ) == 1:
-        return step(None, needs_end=reports_size)[1]
+        return advance(None, needs_end=reports_size)[1]
     if isinstance(memory, AssociativeMemory):
         own = memory.summary(prepared)
         before = sequence.exclusive_prefix(shard, own, memory.combine, memory.neutral(own))
-        return step(memory.state_after(before), needs_end=reports_size)[1]
-    return sequence.passed_along(shard, step, memory.start_of(prepared))[1]
+        return advance(memory.state_after(before), needs_end=reports_size)[1]
+    return sequence.passed_along(shard, advance, memory.start_of(prepared))[1]
 
 
 def _observed(memory: Memory, end: Any) -> jax.Array:

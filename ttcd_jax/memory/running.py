@@ -12,7 +12,7 @@ from ttcd_kernels.normalize import NORM_EPS
 
 from ttcd_jax.memory.chunks import masked
 from ttcd_jax.memory.delta import chunk_delta
-from ttcd_jax.memory.prefix import MemoryRule
+from ttcd_jax.memory.prefix import PrefixOptions
 from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.nn.product import product
 
@@ -20,7 +20,7 @@ from ttcd_jax.nn.product import product
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IdealMemory(ChunkedMemory):
-    """Gradient descent on the distillation loss, one step per chunk: the paper's eq.
+    """Gradient descent on the distillation loss, one update per chunk: the paper's eq.
     inplace_update_sw, in [F, D] layout. With L_CD(W), the mean over a chunk of
     |stopgrad(z_teacher W_i) - z_student W|^2 / 2, chunk i is read through W_i and writes
 
@@ -81,14 +81,14 @@ class RenormalizedMemory(ChunkedMemory):
     """
 
     w_base: Float[Array, "F D"]
-    rule: MemoryRule = dataclasses.field(metadata={"static": True})
+    options: PrefixOptions = dataclasses.field(metadata={"static": True})
     group_chunks: int = dataclasses.field(metadata={"static": True})
 
     def start(
         self, batch_size: int
     ) -> tuple[Float[Array, "B F D"], Float[Array, "B F D"], Int[Array, " B"]]:
         """(B_g, the sum of delta_w in the group, chunks written)."""
-        base = self.w_base.astype(self.rule.state_dtype)
+        base = self.w_base.astype(self.options.state_dtype)
         group_start = jnp.broadcast_to(base, (batch_size, *base.shape))
         return group_start, jnp.zeros_like(group_start), jnp.zeros(batch_size, jnp.int32)
 
@@ -103,8 +103,8 @@ class RenormalizedMemory(ChunkedMemory):
         delta = chunk_delta(
             masked(errors, mask)[:, None],
             keys[:, None],
-            orthogonalizes=self.rule.orthogonalizes,
-            dtype=self.rule.state_dtype,
+            orthogonalizes=self.options.orthogonalizes,
+            dtype=self.options.state_dtype,
         )
         total, count = total + delta[:, 0], count + 1
         is_group_end = (count % self.group_chunks == 0)[:, None, None]
@@ -114,12 +114,12 @@ class RenormalizedMemory(ChunkedMemory):
 
     def squared_size(self, state: Any) -> Float[Array, " B"]:
         """|W - W_base|_F^2 / eta^2."""
-        return _squared_change(self._weight(state), self.w_base, self.rule.eta)
+        return _squared_change(self._weight(state), self.w_base, self.options.eta)
 
     def _weight(self, state: Any) -> Float[Array, "B F D"]:
         group_start, total, _ = state
-        norm = jnp.linalg.norm(self.w_base.astype(self.rule.state_dtype))
-        matrix = group_start + self.rule.eta * total
+        norm = jnp.linalg.norm(self.w_base.astype(self.options.state_dtype))
+        matrix = group_start + self.options.eta * total
         size = jnp.linalg.norm(matrix, axis=(-2, -1), keepdims=True)
         return matrix * (norm / jnp.maximum(size, NORM_EPS))
 

@@ -70,10 +70,10 @@ class GatedDeltaNet(DeltaNet):
             rngs.params(), (N,), minval=np.finfo(np.float32).tiny, maxval=16.0
         )
         self.decay_log = param(jnp.log(speed).astype(dtype), ("heads",))
-        step = jnp.exp(
+        dt = jnp.exp(
             jax.random.uniform(rngs.params(), (N,), minval=np.log(0.001), maxval=np.log(0.1))
         )
-        softplus_inverse = step + jnp.log(-jnp.expm1(-step))
+        softplus_inverse = dt + jnp.log(-jnp.expm1(-dt))
         self.decay_bias = param(softplus_inverse.astype(dtype), ("heads",))
 
     def project_out(

@@ -14,7 +14,7 @@ from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
 from ttcd_jax.memory.pieces import OpenChunk, inside_open_chunk, over_piece, start_pieces
-from ttcd_jax.memory.prefix import Form, MemoryRule
+from ttcd_jax.memory.prefix import Form, PrefixOptions
 from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.memory.rows import check_parts, over_rows
 from ttcd_jax.methods.registry import Settings
@@ -64,9 +64,9 @@ class PrefixSettings(InPlaceSettings):
         if self.form == "attention" and self.folds_state:
             raise UserError("form 'attention' does not know folds_state")
 
-    def rule(self, precision: Precision, *, orthogonalizes: bool = False) -> MemoryRule:
+    def options(self, precision: Precision, *, orthogonalizes: bool = False) -> PrefixOptions:
         """The static facts of the memory."""
-        return MemoryRule(
+        return PrefixOptions(
             eta=self.eta,
             orthogonalizes=orthogonalizes,
             folds_state=self.folds_state,

@@ -132,8 +132,8 @@ class IPTTTMLP(InPlaceMLP):
 
     def memory(self, length: int) -> PrefixMemory:
         """A prefix sum."""
-        w_base, rule = self.w_base(), self.settings.rule(self.config.precision)
-        return PrefixMemory(w_base, rule.at_length(length, *w_base.shape))
+        w_base, options = self.w_base(), self.settings.options(self.config.precision)
+        return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
 
     @property
     def look_back(self) -> int:

@@ -186,10 +186,10 @@ class IPTTCDMLP(InPlaceMLP):
     def memory(self, length: int) -> ChunkedMemory:
         """A prefix sum, or its renormalized form."""
         settings, w_base = self.settings, self.w_base()
-        rule = settings.rule(self.config.precision, orthogonalizes=settings.orthogonalizes_updates)
+        options = settings.options(self.config.precision, orthogonalizes=settings.orthogonalizes_updates)
         if settings.renorm_chunks is not None:
-            return RenormalizedMemory(w_base, rule, settings.renorm_chunks)
-        return PrefixMemory(w_base, rule.at_length(length, *w_base.shape))
+            return RenormalizedMemory(w_base, options, settings.renorm_chunks)
+        return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
 
     def token_rate(self, tokens: Features) -> Float[Array, "B T"] | None:
         """beta."""

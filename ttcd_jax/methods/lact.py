@@ -21,7 +21,7 @@ from ttcd_jax.axes import param
 from ttcd_jax.config import Positive, PositiveFloat
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
-from ttcd_jax.memory.fast_swiglu import FastRule, FastSwiGLU, FastWeights, FastWrites, unit
+from ttcd_jax.memory.fast_swiglu import FastOptions, FastSwiGLU, FastWeights, FastWrites, unit
 from ttcd_jax.memory.pieces import OpenChunk, over_piece, start_pieces
 from ttcd_jax.memory.rows import check_parts, over_rows
 from ttcd_jax.methods.registry import (
@@ -57,7 +57,7 @@ class LaCTMemoryConfig(Settings):
     chunk_size: Positive = 2048
     low_rank: Positive | None = 32  # w0, w2 start as such a product plus 0.5 I; None: full matrices
     has_momentum: bool = True
-    orthogonalizes_updates: bool = False  # Newton-Schulz on every step, in precision.state
+    orthogonalizes_updates: bool = False  # Newton-Schulz on every update, in precision.state
     keeps_raw_state: bool = False  # steps add to weights that are normalised for reading only
     has_qk_silu: bool = True
     has_value_silu: bool = True  # only together with has_qk_silu
@@ -303,13 +303,13 @@ class LaCT(Mixer):
 
     def _memory(self) -> FastSwiGLU:
         memory = self.config.memory
-        rule = FastRule(
+        options = FastOptions(
             orthogonalizes=memory.orthogonalizes_updates,
             keeps_raw=memory.keeps_raw_state,
             has_momentum=memory.has_momentum,
             state_dtype=self.config.attention.precision.state_dtype,
         )
-        return FastSwiGLU(self._start(), rule)
+        return FastSwiGLU(self._start(), options)
 
     def _joined(self, h: jax.Array, seen: jax.Array, fast: jax.Array) -> Float[Array, "B T D"]:
         """The output, from the attention's heads and what the memory gives, normed and scaled."""
