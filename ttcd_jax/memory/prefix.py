@@ -7,7 +7,7 @@ Three forms of one function, equal in values and gradients:
     associative  `jax.lax.associative_scan` over all chunks; every W_i exists at once
     attention    y_i = z_i W_base + eta * sum_{j<i} (z_i k_j^T) e_j, O(T^2): the oracle of the tests
 
-"auto", the default, takes attention where it multiplies less (`cheapest_form`: below 2,234 tokens
+"auto", the default, takes attention where it multiplies less (`at_length`: below 2,234 tokens
 at 1536 by 4096), else blocked.
 
 The read is two products, z W_base + eta * (z S): folding S into W_base first and rounding to
@@ -45,8 +45,17 @@ class PrefixOptions(NamedTuple):
     state_dtype: DTypeLike = jnp.float32
 
     def at_length(self, length: int, hidden_dim: int, dim: int) -> "PrefixOptions":
-        """The options with the form that rows of T = `length` are read in."""
-        return self._replace(form=chosen_form(self, length, hidden_dim, dim))
+        """The options with the form that rows of T = `length` are read in; "auto" takes the one
+        that multiplies less, forward and backward.
+
+        Per token, states take 7 F D (written and read, written again in the backward, four
+        gradients), scores 3 T (F + D), and F D for the state after the row.
+        """
+        if self.form != "auto":
+            return self
+        is_short = length * (hidden_dim + dim) < 2 * hidden_dim * dim
+        has_scores = is_short and not (self.folds_state or self.orthogonalizes)
+        return self._replace(form="attention" if has_scores else "blocked")
 
 
 @jax.tree_util.register_dataclass
@@ -143,7 +152,7 @@ def read_prefix(
     errors = masked(errors, mask.writes)
     if initial_state is None:
         initial_state = jnp.zeros((z.shape[0], z.shape[-1], w_base.shape[-1]), options.state_dtype)
-    form = chosen_form(options, z.shape[1] * z.shape[2], *w_base.shape)
+    form = options.at_length(z.shape[1] * z.shape[2], *w_base.shape).form
     if form == "attention":
         return _attention_form(options, z, keys, errors, w_base, mask, initial_state)
     operands = _Operands(z, keys, errors, mask.reads, mask.resets)
@@ -152,23 +161,6 @@ def read_prefix(
         y, state = _read_block(options, w_base, initial_state, _chunks_first(operands))
         return jnp.moveaxis(y, 0, 1), state
     return _blocked(options, operands, w_base, initial_state)
-
-
-def chosen_form(options: PrefixOptions, length: int, hidden_dim: int, dim: int) -> Form:
-    """The form that a row of T = `length` is read in."""
-    return cheapest_form(options, length, hidden_dim, dim) if options.form == "auto" else options.form
-
-
-def cheapest_form(
-    options: PrefixOptions, length: int, hidden_dim: int, dim: int
-) -> Literal["blocked", "attention"]:
-    """Which form "auto" takes for T = `length`: the one that multiplies less, forward and backward.
-
-    Per token, states take 7 F D (written and read, written again in the backward, four gradients),
-    scores 3 T (F + D), and F D for the state after the row.
-    """
-    is_short = length * (hidden_dim + dim) < 2 * hidden_dim * dim
-    return "attention" if is_short and not (options.folds_state or options.orthogonalizes) else "blocked"
 
 
 class _Operands(NamedTuple):
@@ -231,7 +223,8 @@ def _states(
 
 
 def _delta(options: PrefixOptions, errors: jax.Array, keys: jax.Array) -> jax.Array:
-    return chunk_delta(errors, keys, orthogonalizes=options.orthogonalizes, dtype=options.state_dtype)
+    is_orthogonal, dtype = options.orthogonalizes, options.state_dtype
+    return chunk_delta(errors, keys, orthogonalizes=is_orthogonal, dtype=dtype)
 
 
 def _product(options: PrefixOptions, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -186,7 +186,8 @@ class IPTTCDMLP(InPlaceMLP):
     def memory(self, length: int) -> ChunkedMemory:
         """A prefix sum, or its renormalized form."""
         settings, w_base = self.settings, self.w_base()
-        options = settings.options(self.config.precision, orthogonalizes=settings.orthogonalizes_updates)
+        orthogonalizes = settings.orthogonalizes_updates
+        options = settings.options(self.config.precision, orthogonalizes=orthogonalizes)
         if settings.renorm_chunks is not None:
             return RenormalizedMemory(w_base, options, settings.renorm_chunks)
         return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
