@@ -1,4 +1,4 @@
-"""What one chunk writes: error, key and delta_w. To change the update rule, change this file.
+"""The update of one chunk: error, key and delta_w. To change the update rule, change this file.
 
 With teacher features z_target and student features z_student [B, C, L, F] and W_base [F, D] (the
 transpose of the paper's [D, F], as everywhere in this project):

@@ -69,7 +69,7 @@ def delta_rule(
 
 
 class DeltaWrites(NamedTuple):
-    """What tokens write."""
+    """Operands of the write, per token."""
 
     k: Float[Array, "B T N H"]
     v: Float[Array, "B T N X"]
@@ -155,12 +155,12 @@ class DeltaMemory(AssociativeMemory):
         )
 
     def state_after(self, summary: "Transition") -> Float[Array, "B N H X"]:
-        """What the map makes of zero."""
+        """The map of zero."""
         return summary.adds
 
 
 class Transition(NamedTuple):
-    """What a stretch of a row does to the state before it: S -> keeps S + adds."""
+    """The map of a stretch of a row from the state before it: S -> keeps S + adds."""
 
     keeps: Float[Array, "B N H H"]
     adds: Float[Array, "B N H X"]

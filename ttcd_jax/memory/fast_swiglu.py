@@ -48,7 +48,7 @@ class FastOptions(NamedTuple):
 
 
 class FastWrites(NamedTuple):
-    """What tokens write, in chunks."""
+    """Operands of the write, per token of a chunk."""
 
     k: Float[Array, "*B L N H"]
     v: Float[Array, "*B L N H"]

@@ -1,4 +1,4 @@
-"""What a memory is: a state that the tokens of a row read and write, from left to right.
+"""The interface of a memory: a state that the tokens of a row read and write, left to right.
 
 A memory is one object, a pytree whose arrays are parameters. Three drivers run it: over a row
 (`Memory.row`), over rows that several devices share (`rows.over_rows`), over a row that arrives in
@@ -49,7 +49,7 @@ class Memory(abc.ABC):
         length: int,
         previous_segment: Int[Array, " B"] | None,
     ) -> Any:
-        """What `row` goes along: operands of reads and writes with their documents.
+        """The input of `row`: operands of reads and writes with their documents.
         `previous_segment`: the document that the state before the row belongs to."""
 
     @abc.abstractmethod

@@ -127,7 +127,7 @@ class DeltaState(NamedTuple):
     tail: Channels | None  # raw q, k, v that the convolutions look back at [B, R - 1, ...]
 
     def kinds(self) -> dict[str, Any]:
-        """What the arrays hold."""
+        """The arrays by kind."""
         return {"memory": self.memory, "open chunk": self.tail}
 
 
@@ -189,7 +189,7 @@ class DeltaSublayer(Mixer):
     look_back = 0  # tokens before its own that a convolution reads
 
     def channels(self, channels: Channels, segment_ids: Int[Array, "B T"] | None) -> Channels:
-        """What becomes of the projected q, k, v [B, T, ...]."""
+        """The projected q, k, v [B, T, ...] after convolution and activation."""
         return channels
 
     def log_decay(self, h: Float[Array, "B T D"]) -> Float[Array, "B T N"] | None:

@@ -1,4 +1,4 @@
-"""What every MLP that writes into its own down projection shares: settings, rows, pieces."""
+"""Base of the MLPs that write into their own down projection: settings, rows, pieces."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -119,7 +119,7 @@ class InPlaceState(NamedTuple):
     tail: Any | None
 
     def kinds(self) -> dict[str, Any]:
-        """What the arrays hold."""
+        """The arrays by kind."""
         return {"memory": self.chunks.memory, "open chunk": (self.chunks.open, self.tail)}
 
 
@@ -250,7 +250,7 @@ class InPlaceMLP(SwiGLU):
         return student
 
     def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Any:
-        """What each token brings by itself, a tree of [B, T, ...]."""
+        """Features of each token alone, a tree of [B, T, ...]."""
         raise AssertionError(f"{type(self).__name__} defines its own tokens")
 
     def convolved(self, tokens: Any, segments: Int[Array, "B C L"] | None) -> Any:

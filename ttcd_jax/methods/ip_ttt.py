@@ -44,7 +44,7 @@ from ttcd_jax.nn.row import Piece, Row
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetMemoryConfig(PrefixSettings):
-    """What IP-TTT writes. The defaults are the published ones."""
+    """The settings of IP-TTT. The defaults are the published ones."""
 
     target: Literal["embedding", "hidden"] = "hidden"
     has_target_conv: bool = True

@@ -38,7 +38,7 @@ class Settings(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Heads):
-    """What a method makes blocks of: the sizes that all layers share, and its own settings.
+    """The sizes that all layers of a model share, and the settings of its method.
 
     `window` is the attention window of every layer that has attention (the teacher's in layers that
     have a student), None full attention. `memory`: the settings of the method, None its defaults.

@@ -136,7 +136,7 @@ class Transformer(nnx.Module):
         return self.normed(h), stats
 
     def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """What the head reads of h."""
+        """The input of the head."""
         return rms_norm(h, self._gathered(self.final_norm), self.config.norm_eps)
 
     def residual(

@@ -22,7 +22,7 @@ Names = dict[str, tuple[str, str]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dims(Config):
-    """What all layers of a model share."""
+    """The sizes and dtypes that all layers of a model share."""
 
     dim: Positive
     norm_eps: float = 1e-6
@@ -46,7 +46,7 @@ class SublayerConfig(Config, abc.ABC):
     @property
     @abc.abstractmethod
     def dims(self) -> Dims:
-        """What the layer shares with its neighbors."""
+        """The sizes that the layer shares with its neighbors."""
 
     @property
     def chunk_size(self) -> int | None:
@@ -210,7 +210,7 @@ class Block(nnx.Module):
     def inputs(
         self, name: str, h: Float[Array, "B T D"], row: Row
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None]:
-        """What sub-layer `name` gets in `forward`: (normed hidden states, those of a student)."""
+        """The inputs of sub-layer `name`: (normed hidden states, those of a student)."""
         student = None
         for before in itertools.takewhile(lambda other: other != name, self.config.order):
             x, t = self._normed(before, h, student)

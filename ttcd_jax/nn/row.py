@@ -1,4 +1,4 @@
-"""What layers know of the tokens of rows besides hidden states: a whole row, or a piece of one."""
+"""Positions, documents and embeddings of the tokens of whole rows, or of pieces of rows."""
 
 from typing import Any, Literal, NamedTuple
 

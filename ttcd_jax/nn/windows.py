@@ -80,7 +80,7 @@ class KVCache(NamedTuple):
         return KVCache(names, names)  # pyright: ignore[reportArgumentType]
 
     def kinds(self) -> dict[str, "KVCache"]:
-        """What the arrays hold."""
+        """The arrays by kind."""
         return {"attention": self}
 
 
