@@ -1,4 +1,4 @@
-"""The dry run: the cost of a configuration before anything is allocated, and the change that makes
+"""The dry run: the cost of a configuration before anything is allocated, and the changes that make
 a step fit."""
 
 import math
@@ -11,11 +11,13 @@ from jax.sharding import Mesh
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.state import state_bytes
+from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.sharding.mesh import build_mesh
+from ttcd_jax.run.layout import num_parts, run_mesh
+from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.flops import training_flops_per_token
-from ttcd_jax.train.hardware import DEVICES_PER_NODE, Hardware, data_sheet, parse_topology
+from ttcd_jax.train.hardware import Hardware, data_sheet, parse_topology
 from ttcd_jax.train.state import abstract_model
 from ttcd_jax.units import size as size_text
 
@@ -94,17 +96,25 @@ def _num_bytes(arrays: Any, shardings: Any) -> int:
 
 def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
     """Prints parameters, bytes on a device by use, FLOPs and, with a data sheet, whether the step
-    fits and the time of its FLOPs at a share of the peak. Compiles the real step for this process's
-    devices. Raises `UserError` for a mesh that does not fit them or the batch."""
-    mesh = build_mesh(config.mesh)
+    fits, the changes that make it fit, and the time of its FLOPs at a share of the peak. Compiles
+    the real step for this process's devices. Raises `UserError` for a mesh that does not fit them
+    or the batch."""
+    mesh = run_mesh(config)
     build.placement(config, mesh)
     plan = make_plan(config, mesh)
     hardware = data_sheet(jax.devices()[0].device_kind) if hardware is None else hardware
     rows = _size_rows(config) + _memory_rows(plan.memory) + _state_rows(config)
+    rows += [("layout", _layout(config, mesh))]
     if hardware is not None:
         rows += _fit_rows(config, plan, hardware)
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+
+
+def _layout(config: RunConfig, mesh: Mesh) -> str:
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    parts = num_parts(config, mesh)
+    return f"mesh {axes}; the batch in {parts} parts; remat {config.model.remat!r}"
 
 
 def _size_rows(config: RunConfig) -> Rows:
@@ -141,19 +151,23 @@ def _state_rows(config: RunConfig) -> Rows:
 
 
 def _fit_rows(config: RunConfig, plan: Plan, hardware: Hardware) -> Rows:
-    change = remedy(config, plan.mesh, plan.memory, hardware)
-    num_devices = math.prod(plan.mesh.values())
-    axes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
+    changes = changes_to_fit(config, plan, hardware)
+    num_devices, memory = math.prod(plan.mesh.values()), hardware.memory_bytes
+    # A CPU's compiler computes some bfloat16 products in float32 and has attention in XLA.
+    fits = "yes" if plan.memory.total <= memory else "DOES NOT FIT"
+    lines = [f"{x.param}  ({size_text(x.total)} per device; {x.cost})" for x in changes]
+    if fits != "yes" and (not changes or changes[-1].total > memory):
+        lines.append(
+            f"more devices than {num_devices}, or rows shorter than {config.data.seq_len:,} tokens"
+        )
     length = config.data.seq_len
     flops = config.batch_size * length * training_flops_per_token(config.model, length)
     seconds = flops / (num_devices * PEAK_SHARE * hardware.peak_flops)
     step = f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
     return [
-        ("devices", f"{num_devices} x {hardware.name}: {axes}"),
-        ("memory: there is", _per_device(hardware.memory_bytes)),
-        # A CPU's compiler computes some bfloat16 products in float32 and has attention in XLA.
-        ("fits", "yes" if change is None else "DOES NOT FIT"),
-        *([] if change is None else [("change", change)]),
+        ("devices", f"{num_devices} x {hardware.name} of {size_text(memory)}"),
+        ("fits", fits),
+        *(("change" if n == 0 else "  and", line) for n, line in enumerate(lines)),
         (
             f"FLOPs at {PEAK_SHARE:.0%} of peak",
             f"{step} per step, {seconds * config.steps / 3600:,.1f} hours in all "
@@ -166,57 +180,75 @@ def _per_device(size: float) -> str:
     return f"{size_text(size)} per device"
 
 
-def remedy(
-    config: RunConfig, mesh: Mapping[str, int], memory: Memory, hardware: Hardware
-) -> str | None:
-    """The change that makes a step fit; None if it fits. Parameters, gradients and optimizer are
-    sharded along fsdp, seq and tensor; the rest is proportional to the tokens that a device
-    computes at once."""
-    if memory.total <= hardware.memory_bytes:
+class Change(NamedTuple):
+    """Bindings that make a step smaller, its bytes on a device with them and those before, and
+    their cost."""
+
+    param: str
+    total: int
+    cost: str
+
+
+def changes_to_fit(config: RunConfig, plan: Plan, hardware: Hardware) -> list[Change]:
+    """The changes that make a step fit, the cheapest first, each on top of those before it and
+    compiled; empty if it fits. If the last one still does not fit, no layout of these devices
+    does."""
+    changes: list[Change] = []
+    devices = jax.devices()[: math.prod(plan.mesh.values())]
+    kinds = [_shard_parameters, _shrink_parts, _recompute, *[_shard_rows] * len(devices)]
+    for kind in kinds:
+        if plan.memory.total <= hardware.memory_bytes:
+            break
+        proposal = kind(config, plan, hardware)
+        if proposal is None:
+            continue
+        param, cost, changed = proposal
+        smaller = make_plan(changed, run_mesh(changed, devices))
+        if smaller.memory.total < plan.memory.total:
+            config, plan = changed, smaller
+            changes.append(Change(param, plan.memory.total, cost))
+    return changes
+
+
+type _Proposal = tuple[str, str, RunConfig] | None
+
+
+def _shard_parameters(config: RunConfig, plan: Plan, hardware: Hardware) -> _Proposal:
+    mesh = plan.mesh
+    if plan.memory.lasting <= hardware.memory_bytes or mesh["data"] == 1:
         return None
-    if memory.lasting > hardware.memory_bytes:
-        return _shard_parameters(mesh, memory, hardware)
-    return _shrink_activations(config, mesh, memory.rest / (hardware.memory_bytes - memory.lasting))
+    changed = mesh | {"data": 1, "fsdp": mesh["fsdp"] * mesh["data"]}
+    param, config = _on_mesh(config, changed)
+    return param, "parameters are gathered from more devices", config
 
 
-def _shard_parameters(mesh: Mapping[str, int], memory: Memory, hardware: Hardware) -> str:
-    copies = mesh["data"]
-    for factor in _divisors(copies):
-        if memory.lasting / factor + memory.rest <= hardware.memory_bytes:
-            return (
-                f"parameters, gradients and optimizer: raise MeshConfig.fsdp from {mesh['fsdp']} "
-                f"to {mesh['fsdp'] * factor} (data from {copies} to {copies // factor})"
-            )
-    whole = memory.lasting * math.prod(mesh.values()) / copies
-    room = max(hardware.memory_bytes - memory.rest, hardware.memory_bytes / 2)
-    devices = math.ceil(whole / room / DEVICES_PER_NODE) * DEVICES_PER_NODE
-    return (
-        f"parameters, gradients and optimizer, even in {math.prod(mesh.values())} parts: take at "
-        f"least {devices} devices, all of them along fsdp or tensor"
-    )
+def _shrink_parts(config: RunConfig, plan: Plan, hardware: Hardware) -> _Proposal:
+    parts = config.batch_size // (plan.mesh["data"] * plan.mesh["fsdp"])
+    changed = config.replace(accumulation_steps=parts)
+    return f"RunConfig.accumulation_steps={parts}", "smaller products, the same FLOPs", changed
 
 
-def _shrink_activations(config: RunConfig, mesh: Mapping[str, int], factor: float) -> str:
-    """A layout whose activations are smaller by `factor`."""
-    parts = config.accumulation_steps
-    rows = config.batch_size // (mesh["data"] * mesh["fsdp"] * parts)
-    for share in _divisors(rows):
-        if share >= factor:
-            return (
-                f"activations: raise RunConfig.accumulation_steps from {parts} to {parts * share}"
-            )
-    if config.model.remat in ("none", "dots"):
-        return f"activations: set TransformerConfig.remat = 'block' (now {config.model.remat!r})"
-    for axis in ("fsdp", "data"):
-        for share in _divisors(mesh[axis]):
-            if share * rows >= factor:
-                return (
-                    f"activations: raise MeshConfig.seq from {mesh['seq']} to "
-                    f"{mesh['seq'] * share} ({axis} from {mesh[axis]} to {mesh[axis] // share}) "
-                    f"and RunConfig.accumulation_steps from {parts} to {parts * share * rows}"
-                )
-    return f"activations: shorten the rows or take {math.ceil(factor)} times the devices along seq"
+def _recompute(config: RunConfig, plan: Plan, hardware: Hardware) -> _Proposal:
+    if config.model.remat not in ("none", "dots"):
+        return None
+    changed = config.replace(model=config.model.replace(remat="block"))
+    return "TransformerConfig.remat='block'", "blocks run forward twice: 4/3 of the FLOPs", changed
 
 
-def _divisors(n: int) -> list[int]:
-    return [factor for factor in range(2, n + 1) if n % factor == 0]
+def _shard_rows(config: RunConfig, plan: Plan, hardware: Hardware) -> _Proposal:
+    mesh = plan.mesh
+    axis = next((name for name in ("fsdp", "data") if mesh[name] % 2 == 0), None)
+    chunk = memory_chunk(config.model) or 1
+    if axis is None or config.data.seq_len % (2 * mesh["seq"] * chunk):
+        return None
+    changed = mesh | {axis: mesh[axis] // 2, "seq": 2 * mesh["seq"]}
+    parts = config.batch_size // (changed["data"] * changed["fsdp"])
+    param, config = _on_mesh(config.replace(accumulation_steps=parts), changed)
+    param = f"RunConfig.accumulation_steps={parts} {param}"
+    return param, "neighbors exchange keys and states; more, smaller parts", config
+
+
+def _on_mesh(config: RunConfig, mesh: Mapping[str, int]) -> tuple[str, RunConfig]:
+    sizes = " ".join(f"MeshConfig.{name}={size}" for name, size in mesh.items())
+    changed = (config.mesh or MeshConfig()).replace(**mesh)
+    return f"RunConfig.mesh=@MeshConfig() {sizes}", config.replace(mesh=changed)

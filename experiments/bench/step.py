@@ -22,7 +22,7 @@ from ttcd_jax.config import Config, NonNegative, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.sharding.mesh import build_mesh
+from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.flops import peak_flops, training_flops_per_token
 
@@ -93,7 +93,7 @@ class _Run:
     """A compiled step, its state and a batch."""
 
     def __init__(self, config: RunConfig) -> None:
-        mesh = build_mesh(config.mesh)
+        mesh = run_mesh(config)
         place, batch = build.placement(config, mesh), build.abstract_batch(config, mesh)
         with jax.set_mesh(mesh):
             step = build.build_step(config, mesh).lower(build.abstract_state(config, mesh), batch)

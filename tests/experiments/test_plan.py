@@ -3,52 +3,67 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jax.sharding import AbstractMesh
+
+from experiments import plan
 from experiments.gin_loading import load_config
-from experiments.plan import Memory, remedy
+from ttcd_jax.run import layout
 from ttcd_jax.run.config import RunConfig
+from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.hardware import Hardware
 
 ROOT = Path(__file__).parents[2]
-CONFIG = load_config(
-    RunConfig,
-    "quickstart.gin",
-    ["RunConfig.batch_size=64", "RunConfig.accumulation_steps=2"],
-    config_dir=ROOT / "experiments" / "configs",
-)
-DEVICE = Hardware("T1", peak_flops=1e12, memory_bytes=100)
+CONFIGS = ROOT / "experiments" / "configs"
+QUICK = load_config(RunConfig, "quickstart.gin", ["RunConfig.batch_size=64"], config_dir=CONFIGS)
 
 
-def _change(config=CONFIG, data=4, fsdp=2, seq=2, **memory):
-    mesh = {"data": data, "fsdp": fsdp, "seq": seq, "tensor": 1}
-    sizes = {"params": 10, "gradients": 10, "optimizer": 20, "rest": 30} | memory
-    return remedy(config, mesh, Memory(**sizes), DEVICE)
+def _changes(monkeypatch, room, config=QUICK, rest=6400, lasting=640, **mesh):
+    """The parameters of the changes that bring a step to `room` bytes per device, the last one's
+    bytes, on 16 devices with a compiler that knows 100 bytes per row at once."""
+
+    def make_plan(config, sizes):
+        parts = layout.num_parts(config, AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+        shards = sizes["fsdp"] * sizes["seq"]
+        at_once = rest // (sizes["data"] * shards * parts)
+        at_once //= 5 if config.model.remat == "block" else 1
+        return plan.Plan(sizes, plan.Memory(lasting // shards, 0, 0, at_once), None)
+
+    monkeypatch.setattr(plan, "make_plan", make_plan)
+    monkeypatch.setattr(
+        plan, "run_mesh", lambda config, _: layout.mesh_config(config, 16).sizes(16)
+    )
+    monkeypatch.setattr(plan.jax, "devices", lambda: range(16))
+    config = config.replace(mesh=MeshConfig(**mesh), accumulation_steps=1)
+    first = make_plan(config, config.mesh.sizes(16))
+    changes = plan.changes_to_fit(config, first, Hardware("T1", 1e12, memory_bytes=room))
+    return [change.param for change in changes], changes[-1].total if changes else None
 
 
-def test_what_fits_needs_no_change():
-    assert _change() is None
-    assert _change(rest=60) is None
+def test_what_fits_needs_no_change(monkeypatch):
+    assert _changes(monkeypatch, 440) == ([], None)
 
 
-def test_parameters_that_do_not_fit_are_cut_along_fsdp_as_far_as_there_are_copies():
-    # 120 + 30 of 100: in halves still 90.
-    assert "fsdp from 2 to 4 (data from 4 to 2)" in _change(optimizer=100)
-    assert "fsdp from 2 to 8 (data from 4 to 1)" in _change(optimizer=220)
-    # 1020 on each of 4 parts, 70 of room: 59 devices, whole nodes.
-    assert "at least 64 devices" in _change(optimizer=1000)
+def test_all_changes_are_proposed_at_once_the_cheapest_first(monkeypatch):
+    parts, remat = "RunConfig.accumulation_steps=4", "TransformerConfig.remat='block'"
+    assert _changes(monkeypatch, 150) == ([parts], 140)
+    assert _changes(monkeypatch, 70) == ([parts, remat], 60)
+    params, total = _changes(monkeypatch, 50)
+    assert (params[:2], total) == ([parts, remat], 50)
+    assert params[2].startswith("RunConfig.accumulation_steps=8 RunConfig.mesh=@MeshConfig()")
+    assert "MeshConfig.fsdp=8" in params[2]
+    assert "MeshConfig.seq=2" in params[2]
 
 
-def test_activations_that_do_not_fit_are_cut_into_more_parts_then_along_the_row():
-    # 64 rows on 8 devices in 2 parts: 4 at once. 60 of room.
-    assert "accumulation_steps from 2 to 4" in _change(rest=100)
-    assert "accumulation_steps from 2 to 8" in _change(rest=200)
-    assert "remat = 'block' (now 'none')" in _change(rest=300)
-    block = CONFIG.replace(model=CONFIG.model.replace(remat="block"))
-    change = _change(block, rest=300)
-    assert "seq from 2 to 4 (fsdp from 2 to 1)" in change
-    assert "accumulation_steps from 2 to 16" in change
-    change = _change(block, rest=900)
-    assert "seq from 2 to 8 (data from 4 to 1)" in change
-    assert "take 100 times the devices" in _change(block, rest=6000)
+def test_parameters_that_do_not_fit_are_sharded_over_all_copies(monkeypatch):
+    params, total = _changes(monkeypatch, 300, lasting=1600, data=4, fsdp=4)
+    assert "MeshConfig.data=1 MeshConfig.fsdp=16" in params[0]
+    assert (params[1:], total) == (["RunConfig.accumulation_steps=4"], 200)
+
+
+def test_a_model_that_no_layout_fits_ends_with_the_last_change(monkeypatch):
+    params, total = _changes(monkeypatch, 5)
+    assert total > 5
+    assert "MeshConfig.seq=16" in params[-1]  # 512 tokens: a chunk on each device
 
 
 # The plan of a step, then that step: what the process holds more than before it had a state.
@@ -65,7 +80,7 @@ from ttcd_jax.run import build
 from experiments import plan
 from experiments.gin_loading import load_config
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.sharding.mesh import build_mesh
+from ttcd_jax.run.layout import run_mesh
 
 def resident(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -77,7 +92,7 @@ def zeros(tree):
 config = load_config(
     RunConfig, "quickstart.gin", sys.argv[1:], config_dir=Path("experiments/configs")
 )
-mesh = build_mesh(config.mesh)
+mesh = run_mesh(config)
 planned = plan.make_plan(config, mesh)
 state = build.abstract_state(config, mesh)
 init = jax.jit(lambda: zeros(state)).lower().compile()

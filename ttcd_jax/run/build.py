@@ -13,6 +13,7 @@ from ttcd_jax.data.pipeline import Batches, CallerBatches, MakeBatches, StepBatc
 from ttcd_jax.data.sources import BatchesConfig, build_source, is_shuffled, vocab_size
 from ttcd_jax.errors import UserError
 from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.layout import num_parts
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.rules import BATCH, spec
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
@@ -44,10 +45,11 @@ def placement(config: RunConfig, mesh: Mesh) -> Placement:
     """The sharding of the run's batches. Raises `UserError` when they, or the parts in which they
     are computed, do not divide among the devices."""
     devices = math.prod(mesh.shape[axis] for axis in BATCH)
-    rows = config.batch_size // config.accumulation_steps
+    parts = num_parts(config, mesh)
+    rows = config.batch_size // parts
     if rows % devices:
         raise UserError(
-            f"batch_size {config.batch_size} in accumulation_steps {config.accumulation_steps} "
+            f"batch_size {config.batch_size} in accumulation_steps {parts} "
             f"makes parts of {rows} rows, which do not divide among the {devices} devices of mesh "
             f"axes {' x '.join(BATCH)}: lower accumulation_steps or change MeshConfig"
         )
@@ -94,7 +96,7 @@ def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         config.model,
         optimizer,
         learning_rate(resolved.schedule),
-        accumulation_steps=config.accumulation_steps,
+        accumulation_steps=num_parts(config, mesh),
         loss_rows=config.loss_rows,
     )
     return jax.jit(

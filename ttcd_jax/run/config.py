@@ -17,7 +17,8 @@ LAYOUT = ("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
-    """`batch_size` rows per step, computed in `accumulation_steps` parts one after another.
+    """`batch_size` rows per step, computed in `accumulation_steps` parts one after another on the
+    devices of `mesh`; None: as `ttcd_jax.run.layout` chooses for the devices there are.
     `loss_rows`: rows of logits that exist at once. `start_from`: a run directory whose newest
     parameters this run starts from, with a fresh optimizer; missing ones are drawn from `seed`.
     `start_drops`: patterns (`layers/*/mlp/proj`) of parameters that are not taken from it.
@@ -30,7 +31,7 @@ class RunConfig(Config):
     optimizer: OptimizerConfig
     steps: Positive
     batch_size: Positive
-    accumulation_steps: Positive = 1
+    accumulation_steps: Positive | None = None
     seed: int = 0
     log_every: Positive = 10
     checkpoint_every: Positive = 200
@@ -40,7 +41,7 @@ class RunConfig(Config):
     tasks: tuple[str, ...] = ("ppl",)
     start_from: str | None = None
     start_drops: tuple[str, ...] = ()
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    mesh: MeshConfig | None = None
 
     def validate(self) -> None:
         for name in self.tasks:
@@ -50,7 +51,7 @@ class RunConfig(Config):
                 f"RunConfig.start_drops {self.start_drops} without RunConfig.start_from: set the "
                 "run whose parameters it names"
             )
-        if self.batch_size % self.accumulation_steps:
+        if self.accumulation_steps and self.batch_size % self.accumulation_steps:
             raise UserError(
                 f"accumulation_steps {self.accumulation_steps} does not divide batch_size "
                 f"{self.batch_size}"

@@ -11,15 +11,18 @@ from ttcd_jax.train.state import TrainState, abstract_model, with_params
 
 
 def evaluation_callbacks(
-    config: RunConfig, run_dir: RunDirectory, write: Callable[[int, dict[str, float]], None]
+    config: RunConfig,
+    run_dir: RunDirectory,
+    write: Callable[[int, dict[str, float]], None],
+    batch_size: int,
 ) -> list[StateCallback]:
     """A callback that gives `write` (steps done, metrics TASK/VARIANT/BUCKET) every
-    `evaluate_every` steps and after the last; none without `evaluate_every`. Rows are made here, so
-    that a task that does not fit the data raises its `UserError` before the first step."""
+    `evaluate_every` steps and after the last, `batch_size` rows at once; none without
+    `evaluate_every`. Rows are made here: a task that does not fit the data raises its `UserError`
+    before the first step."""
     every = config.evaluate_every
     if every is None:
         return []
-    batch_size = config.batch_size // config.accumulation_steps
     tasks = [TASKS[name](batch_size=batch_size) for name in config.tasks]
     data, tokenizer = config.data.to_dict(), run_tokenizer(run_dir)
     subject = Subject(abstract_model(config.model), tokenizer, data, run_dir.path)

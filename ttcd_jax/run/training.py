@@ -16,10 +16,10 @@ from ttcd_jax.run import build
 from ttcd_jax.run.config import LAYOUT, RunConfig
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.evaluation import evaluation_callbacks
+from ttcd_jax.run.layout import num_parts, run_mesh
 from ttcd_jax.run.reporting import reporter, say
 from ttcd_jax.run.start import plan_start, started_state
 from ttcd_jax.sharding.batch import Placement
-from ttcd_jax.sharding.mesh import build_mesh
 from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.compilation import compiled_once
 from ttcd_jax.train.loop import MetricCallback, StateCallback, train
@@ -59,7 +59,7 @@ def train_run(
     directory = RunDirectory(run_dir)
     with Watchdog(jax.process_count(), minimum_seconds=hang_seconds) as watchdog:
         check(config, directory)
-        mesh = build_mesh(config.mesh)
+        mesh = run_mesh(config)
         is_first = jax.process_index() == 0
         with directory.lock() if is_first else contextlib.nullcontext(), jax.set_mesh(mesh):
             place = build.placement(config, mesh)
@@ -99,6 +99,7 @@ def _train(
             return TrainedRun(start)
         say(f"run directory {directory.path}")
         beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
+        rows_at_once = config.batch_size // num_parts(config, mesh)
         with (
             reporter(config, directory.path, start) as (callbacks, write),
             compiled_once(build.build_step(config, mesh), start) as step,
@@ -106,7 +107,7 @@ def _train(
         ):
             on_state = [
                 StateCallback(config.checkpoint_every, save),
-                *evaluation_callbacks(config, directory, write),
+                *evaluation_callbacks(config, directory, write, rows_at_once),
             ]
             _, done = train(
                 state,

@@ -1,0 +1,55 @@
+from pathlib import Path
+
+import pytest
+from jax.sharding import AbstractMesh
+
+from experiments.gin_loading import load_config
+from ttcd_jax.errors import UserError
+from ttcd_jax.run import build, layout
+from ttcd_jax.run.config import RunConfig
+from ttcd_jax.sharding.mesh import AXES, MeshConfig
+
+CONFIG_DIR = Path(__file__).parents[2] / "experiments" / "configs"
+RECIPES = sorted(
+    str(path.relative_to(CONFIG_DIR))
+    for path in (*CONFIG_DIR.glob("*_[37][46]0m.gin"), *CONFIG_DIR.glob("ablation/*.gin"))
+)
+
+
+def _loaded(name: str, **changes) -> RunConfig:
+    return load_config(RunConfig, name, [], config_dir=CONFIG_DIR).replace(**changes)
+
+
+def _laid_out(config: RunConfig, num_devices: int) -> tuple[dict[str, int], int]:
+    sizes = layout.mesh_config(config, num_devices).sizes(num_devices)
+    mesh = AbstractMesh(tuple(sizes.values()), AXES)
+    return sizes, layout.num_parts(config, mesh)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8, 64, 128])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_divides_among_devices_a_row_of_32768_tokens_at_a_time(name, num_devices):
+    config = _loaded(name)
+    sizes, parts = _laid_out(config, num_devices)
+    by_rows = min(num_devices, config.batch_size)
+    assert sizes == {"data": 1, "fsdp": by_rows, "seq": num_devices // by_rows, "tensor": 1}
+    assert parts == config.batch_size // by_rows
+
+
+def test_short_rows_are_computed_together():
+    config = _loaded("quickstart.gin", batch_size=256)
+    length = config.data.seq_len
+    assert _laid_out(config, 1)[1] == 256 * length // layout.PART_TOKENS
+    assert _laid_out(config, 8)[1] == 1
+
+
+def test_bound_fields_stay():
+    config = _loaded("ipttcd_340m.gin", mesh=MeshConfig(seq=2), accumulation_steps=16)
+    assert _laid_out(config, 8) == ({"data": 1, "fsdp": 4, "seq": 2, "tensor": 1}, 16)
+
+
+def test_rows_that_do_not_divide_among_a_bound_mesh_are_refused():
+    config = _loaded("ipttcd_340m.gin", mesh=MeshConfig(), accumulation_steps=16)
+    sizes = layout.mesh_config(config, 8).sizes(8)
+    with pytest.raises(UserError, match="parts of 1 rows, which do not divide among the 8 devices"):
+        build.placement(config, AbstractMesh(tuple(sizes.values()), AXES))
