@@ -70,28 +70,24 @@ def make_plan(config: RunConfig, mesh: Mesh) -> Plan:
     state, batch = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
     with jax.set_mesh(mesh):
         compiled = build.build_step(config, mesh).lower(state, batch).compile()
-    (on_state, on_batch), _ = compiled.input_shardings
-    params = _num_bytes(state["params"], on_state["params"])
+    params = _num_bytes(state["params"])
     # Gradients are as large as the parameters, and part of the temporary arrays.
     sizes = compiled.memory_analysis()
     assert sizes is not None, "the compiler reports the bytes of its program"
-    temporary = sizes.temp_size_in_bytes + _num_bytes(batch, on_batch)
+    temporary = sizes.temp_size_in_bytes + _num_bytes(batch)
     memory = Memory(
         params=params,
         gradients=params,
-        optimizer=_num_bytes(state["opt_state"], on_state["opt_state"]),
+        optimizer=_num_bytes(state["opt_state"]),
         rest=max(temporary - params, 0),
     )
     return Plan(dict(mesh.shape), memory, compiled)
 
 
-def _num_bytes(arrays: Any, shardings: Any) -> int:
+def _num_bytes(arrays: Any) -> int:
     """Bytes of one device's shards."""
-
-    def size(array: Any, sharding: Any) -> int:
-        return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
-
-    return sum(jax.tree.leaves(jax.tree.map(size, arrays, shardings)))
+    leaves = jax.tree.leaves(arrays)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
@@ -146,7 +142,8 @@ def _state_rows(config: RunConfig) -> Rows:
     except UserError as error:
         return [("decoding state", f"none: {error}")]
     kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in sizes.items() if size)
-    extent = f", for {length:,} tokens" if config.model.window is None else ", for any length"
+    grows = config.model.window is None and sizes.get("attention")
+    extent = f", for {length:,} tokens" if grows else ", for any length"
     return [("decoding state", f"per row: {kinds}{extent}")]
 
 
