@@ -26,9 +26,6 @@ class ToyConfig(InPlaceConfig):
     mlp: MLPConfig
     memory: ToySettings
 
-    def build(self, *, rngs):
-        return ToyMLP(self, rngs=rngs)
-
     def flops(self, length):
         return (3 + 2) * self.mlp.unit_flops(length)
 
@@ -50,7 +47,7 @@ class ToyMemory(ChunkedMemory):
         return state / 2 + jnp.tanh(z).mT @ masked(x, mask)
 
 
-class ToyMLP(InPlaceMLP):
+class ToyMLP(InPlaceMLP, config=ToyConfig):
     def source(self, x, row, student):
         return x
 

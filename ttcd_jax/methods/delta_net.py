@@ -87,10 +87,6 @@ class DeltaSublayerConfig(Dims, SublayerConfig):
         """X."""
         return round(self.head_dim * self.rule.value_expansion)
 
-    def build(self, *, rngs: nnx.Rngs) -> "DeltaSublayer":
-        """The layer, its parameters drawn."""
-        return DeltaSublayer(self, rngs=rngs)
-
     def flops(self, length: int) -> int | float:
         """Projections, the inside of chunks, and the state."""
         N, H, X = self.num_heads, self.head_dim, self.value_head_dim
@@ -115,10 +111,6 @@ class DeltaNetConfig(DeltaSublayerConfig):
         "o_norm.weight": ("head_norm", "same"),
     }
 
-    def build(self, *, rngs: nnx.Rngs) -> "DeltaNet":
-        """The layer, its parameters drawn."""
-        return DeltaNet(self, rngs=rngs)
-
 
 class DeltaState(NamedTuple):
     """A delta rule in the middle of a row."""
@@ -131,7 +123,7 @@ class DeltaState(NamedTuple):
         return {"memory": self.memory, "open chunk": self.tail}
 
 
-class DeltaSublayer(Mixer):
+class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
     """h [B, T, D] -> [B, T, D]: q, k, v linear in h, beta = sigmoid(h W_rate), delta rule,
     output."""
 
@@ -228,7 +220,7 @@ class DeltaSublayer(Mixer):
         return product("BTD,DN->BTN", h.astype(narrow), weight[...].astype(narrow), wide)
 
 
-class DeltaNet(DeltaSublayer):
+class DeltaNet(DeltaSublayer, config=DeltaNetConfig):
     """h [B, T, D] -> [B, T, D]: the sub-layer with short convolutions and a norm per head."""
 
     def __init__(self, config: DeltaNetConfig, *, rngs: nnx.Rngs) -> None:

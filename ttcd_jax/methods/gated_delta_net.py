@@ -40,10 +40,6 @@ class GatedDeltaNetConfig(DeltaNetConfig):
         "g_proj.weight": ("gate", "linear"),
     }
 
-    def build(self, *, rngs: nnx.Rngs) -> "GatedDeltaNet":
-        """The layer, its parameters drawn."""
-        return GatedDeltaNet(self, rngs=rngs)
-
     def flops(self, length: int) -> int | float:
         """Besides DeltaNet: the output gate, and sums of log decays as a product with ones."""
         chunk, N = min(self.rule.chunk_size, length), self.num_heads
@@ -51,7 +47,7 @@ class GatedDeltaNetConfig(DeltaNetConfig):
         return super().flops(length) + gate + 2 * length * N * chunk**2
 
 
-class GatedDeltaNet(DeltaNet):
+class GatedDeltaNet(DeltaNet, config=GatedDeltaNetConfig):
     """h [B, T, D] -> [B, T, D]. Parameters of DeltaNet plus two gates.
 
     The start is Mamba2's: exp(decay_log) uniform in (0, 16), softplus(decay_bias) log-uniform in

@@ -8,7 +8,6 @@ chunks that no prefix sum replaces. Proposition 1 is about this layer.
 import dataclasses
 
 import jax
-from flax import nnx
 from jaxtyping import Array, Float
 
 from ttcd_jax.memory.running import IdealMemory
@@ -32,17 +31,13 @@ class IdealConfig(InPlaceConfig):
     mlp: MLPConfig
     memory: IdealMemoryConfig = IdealMemoryConfig()
 
-    def build(self, *, rngs: nnx.Rngs) -> "IdealMLP":
-        """The layer, its parameters drawn."""
-        return IdealMLP(self, rngs=rngs)
-
     def flops(self, length: int) -> int | float:
         """Besides a SwiGLU: student gate and up, both sides of the error, delta_w; W is read
         instead of W_base."""
         return (3 + 5) * self.mlp.unit_flops(length)
 
 
-class IdealMLP(InPlaceMLP):
+class IdealMLP(InPlaceMLP, config=IdealConfig):
     """(x, t) [B, T, D] -> y [B, T, D], any T: teacher and student. y is the teacher's features read
     through the running weight. The parameters of SwiGLU and no others."""
 

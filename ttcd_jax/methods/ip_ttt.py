@@ -66,17 +66,13 @@ class IPTTTConfig(InPlaceConfig):
     mlp: MLPConfig
     memory: TargetMemoryConfig = TargetMemoryConfig()
 
-    def build(self, *, rngs: nnx.Rngs) -> "IPTTTMLP":
-        """The layer, its parameters drawn."""
-        return IPTTTMLP(self, rngs=rngs)
-
     def flops(self, length: int) -> int | float:
         """Besides a SwiGLU: delta_w, the read of the memory; and the projection."""
         proj = 2 * length * self.mlp.dim**2
         return (3 + 2) * self.mlp.unit_flops(length) + self.memory.has_proj * proj
 
 
-class IPTTTMLP(InPlaceMLP):
+class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
     """(x, targets) [B, T, D] -> y [B, T, D], any T. Parameters of SwiGLU plus P and the
     convolutions; gradient flows into the targets."""
 

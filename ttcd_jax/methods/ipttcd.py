@@ -102,10 +102,6 @@ class IPTTCDConfig(InPlaceConfig):
     mlp: MLPConfig
     memory: MemoryConfig = MemoryConfig()
 
-    def build(self, *, rngs: nnx.Rngs) -> "IPTTCDMLP":
-        """The layer, its parameters drawn."""
-        return IPTTCDMLP(self, rngs=rngs)
-
     def flops(self, length: int) -> int | float:
         """Besides a SwiGLU: student gate and up, error, delta_w, the read of the memory (that of
         W_base is the SwiGLU's); and the projection."""
@@ -130,7 +126,7 @@ class ChunkInputs(NamedTuple):
     beta: jax.Array | None
 
 
-class IPTTCDMLP(InPlaceMLP):
+class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
     """(x, t) [B, T, D] -> y [B, T, D], any T: teacher and student. Parameters of SwiGLU plus P, b
     and the two convolutions."""
 

@@ -149,10 +149,6 @@ class LaCTConfig(SublayerConfig):
         """That of the memory."""
         return self.memory.chunk_size
 
-    def build(self, *, rngs: nnx.Rngs) -> "LaCT":
-        """The layer, its parameters drawn."""
-        return LaCT(self, rngs=rngs)
-
     def flops(self, length: int) -> int | float:
         """Projections and scores of the attention, reads and writes of the memory."""
         attention, unit = self.attention, 2 * self.attention.dim * self.fast_hidden
@@ -171,7 +167,7 @@ class LaCTState(NamedTuple):
     chunks: OpenChunk
 
 
-class LaCT(Mixer):
+class LaCT(Mixer, config=LaCTConfig):
     """h [B, T, D] -> [B, T, D], any T. In a row of at most one chunk the memory learns nothing."""
 
     def __init__(self, config: LaCTConfig, *, rngs: nnx.Rngs) -> None:

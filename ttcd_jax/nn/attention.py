@@ -83,10 +83,6 @@ class AttentionConfig(Heads, SublayerConfig):
         "k_norm.weight": ("key_norm", "same"),
     }
 
-    def build(self, *, rngs: nnx.Rngs) -> "Attention":
-        """The layer, its parameters drawn."""
-        return Attention(self, rngs=rngs)
-
     def flops(self, length: int) -> int | float:
         """Projections and scores."""
         narrow = self.kv_heads * self.head_size
@@ -103,7 +99,7 @@ def visible_pairs(length: int, window: int | None) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
-class Attention(Mixer):
+class Attention(Mixer, config=AttentionConfig):
     """h [B, T, D] -> [B, T, D]: projections, optional q/k norm, rotary, window attention,
     output."""
 

@@ -38,6 +38,7 @@ class Dims(Config):
 class SublayerConfig(Config, abc.ABC):
     """A layer on the residual stream: builds itself, and knows its cost and its names."""
 
+    layer: ClassVar[type["Sublayer"]]  # set where the layer's class is defined
     # Names of the parameters in the reference implementation's checkpoints.
     reference_names: ClassVar[Names] = {}
     # Whether the layer is a plain one plus a memory that rows can bypass.
@@ -53,9 +54,9 @@ class SublayerConfig(Config, abc.ABC):
         """Tokens per chunk of the layer's memory; None where nothing is written chunk by chunk."""
         return None
 
-    @abc.abstractmethod
     def build(self, *, rngs: nnx.Rngs) -> "Sublayer":
         """The layer, its parameters drawn."""
+        return self.layer(self, rngs=rngs)
 
     @abc.abstractmethod
     def flops(self, length: int) -> int | float:
@@ -85,7 +86,16 @@ class Sublayer(nnx.Module):
     """Normed hidden states [B, T, D] -> what is added to the residual stream.
 
     `student`: the normed hidden states that a student would see, after a layer that gave `Views`.
+    A subclass names its configuration: `class Attention(Mixer, config=AttentionConfig)`.
     """
+
+    def __init_subclass__(cls, config: type[SublayerConfig] | None = None, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if config is not None:
+            config.layer = cls
+
+    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
+        raise AssertionError(f"{type(self).__name__} defines its own parameters")
 
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None

@@ -34,10 +34,6 @@ class DualWindowConfig(SublayerConfig):
         """Those of the attention."""
         return self.attention
 
-    def build(self, *, rngs: nnx.Rngs) -> "DualWindowAttention":
-        """The layer, its parameters drawn."""
-        return DualWindowAttention(self, rngs=rngs)
-
     def flops(self, length: int) -> int | float:
         """The teacher's and one more output projection: the student's scores are among the
         teacher's."""
@@ -45,7 +41,7 @@ class DualWindowConfig(SublayerConfig):
         return attention.flops(length) + 2 * length * attention.dim * attention.width
 
 
-class DualWindowAttention(Attention):
+class DualWindowAttention(Attention, config=DualWindowConfig):
     """h [B, T, D] -> (teacher, student), both [B, T, D] after the same output projection.
 
     The first `student_window` tokens of a document are equal in both. Gradient flows through both.

@@ -25,10 +25,6 @@ class MLPConfig(Dims, SublayerConfig):
 
     hidden_dim: Positive
 
-    def build(self, *, rngs: nnx.Rngs) -> "SwiGLU":
-        """The layer, its parameters drawn."""
-        return SwiGLU(self, rngs=rngs)
-
     def unit_flops(self, length: int) -> int | float:
         """One product of a row with a D by F matrix."""
         return 2 * length * self.dim * self.hidden_dim
@@ -38,7 +34,7 @@ class MLPConfig(Dims, SublayerConfig):
         return 3 * self.unit_flops(length)
 
 
-class SwiGLU(Sublayer):
+class SwiGLU(Sublayer, config=MLPConfig):
     """x [B, T, D] -> [B, T, D]."""
 
     def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs) -> None:
