@@ -4,23 +4,19 @@ import numpy as np
 import pytest
 from checks import TWO_ROWS, assert_close, draw, influence, may_see, randomize
 from flax import nnx
+from small_models import small_attention
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.nn.attention import Attention, AttentionConfig
+from ttcd_jax.nn.attention import Attention
 from ttcd_jax.nn.dual_window import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.row import Row
-from ttcd_jax.precision import Precision
 
 T, D = 10, 6
-FLOAT64 = Precision(param="float64", compute="float64", state="float64")
 IDS = jnp.asarray(np.repeat([[5, 2, 9]], [4, 1, 5], axis=1))
 
 
 def _config(teacher, student) -> DualWindowConfig:
-    attention = AttentionConfig(
-        dim=D, num_heads=4, num_kv_heads=2, head_dim=4, window=teacher, precision=FLOAT64
-    )
-    return DualWindowConfig(attention=attention, student_window=student)
+    return DualWindowConfig(attention=small_attention(window=teacher), student_window=student)
 
 
 def _module(teacher=5, student=2):
