@@ -1,6 +1,8 @@
 """A model of two small layers for every method, whose windows and chunks are four tokens, and the
 attention of small layers."""
 
+from toy_method import ToySettings
+
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.delta_net import DeltaRuleConfig
@@ -20,6 +22,7 @@ SETTINGS = {
     "ipttt": TargetMemoryConfig(chunk_size=CHUNK, num_taps=3, form="blocked", target="embedding"),
     "lact": LaCTMemoryConfig(chunk_size=CHUNK, num_fast_heads=2, low_rank=3),
 }
+SETTINGS["toy"] = ToySettings(chunk_size=CHUNK)
 DELTA = DeltaRuleConfig(chunk_size=CHUNK, num_taps=3, value_expansion=1.5)
 SETTINGS |= dict.fromkeys(("deltanet", "gated_deltanet", "deltanet_hybrid"), DELTA)
 
