@@ -139,21 +139,6 @@ def test_any_length_equals_the_padded_row(length, float64):
     assert_close(ours, value_and_gradients(module, padded, *args))
 
 
-@pytest.mark.parametrize("name", ["raw teacher output, symmetric", "renormalised"])
-def test_documents_on_the_chunk_grid_equal_rows_of_their_own(name, float64):
-    """Renormalisation counts its groups of two chunks from the row's start."""
-    module = _module(**VARIANTS[name])
-    ids = jnp.asarray(np.repeat([[3, 8]], [8, 7], axis=1))
-    x, t = draw(1, (1, 15, D), (1, 15, D))
-
-    @jax.jit
-    def both(x, t):
-        alone = [module(x[:, part], t[:, part]) for part in (slice(0, 8), slice(8, 15))]
-        return module(x, t, ids), jnp.concatenate(alone, axis=1)
-
-    assert_close(*both(x, t))
-
-
 def test_the_published_memory_leaks_from_document_to_document(float64):
     """So do its convolutions: document boundaries do not exist."""
     module = _module(resets_at_document=False)

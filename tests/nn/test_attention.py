@@ -79,13 +79,6 @@ def test_both_implementations_agree_with_all_gradients(float64):
     assert_close(*results)
 
 
-def test_positions_matter_by_their_differences(float64):
-    attention = _module(window=None)
-    (h,) = draw(1, (1, T, D))
-    run = jax.jit(attention)
-    assert_close(run(h, Row.of(h).positions + 77), run(h), 1e-5)
-
-
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
     assert_narrow(lambda p: _module(precision=p), lambda m, h: m(h), (2, T, D), bound=0.05)
 
