@@ -13,11 +13,11 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ttcd_jax.data.tokenizer import check_tokens
 from ttcd_jax.errors import UserError
-from ttcd_jax.inference.advance import advance, head_logits, newest
+from ttcd_jax.inference.advance import advance, head_logits
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState, cache_slots, fresh_memories
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memory_chunk
@@ -27,11 +27,11 @@ from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memor
 MemoryMode = Literal["kept", "published"]
 PIECE_SIZE = 4096
 LEAST_SIZE = 16  # shorter pieces are padded to it, except a single token
-# The tokens read of each row [B], their final hidden states, padded, and the state after them.
+# Of every piece: the tokens read of each row [B], their final hidden states, padded, and the state
+# after them.
 Pieces = Iterator[tuple[np.ndarray, Float[Array, "B T D"], InferenceState]]
 
 read_piece = jax.jit(advance, static_argnames=("halo", "has_gap"), donate_argnums=1)
-newest_hidden = jax.jit(newest)
 _with_fresh_memories = jax.jit(fresh_memories, donate_argnums=1)
 _logits = jax.jit(head_logits)
 
@@ -107,6 +107,16 @@ def _pieces(
         )
         yield counts, hidden, state
         done = done + counts
+
+
+@jax.jit
+def newest_hidden(
+    hidden: Float[Array, "B T D"], counts: Int[Array, " B"], before: Float[Array, "B D"]
+) -> Float[Array, "B D"]:
+    """The hidden state of every row's last token; `before` for a row without one."""
+    last = jnp.maximum(counts - 1, 0)[:, None, None]
+    newest = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+    return jnp.where(counts[:, None] > 0, newest, before)
 
 
 def _next_piece(
