@@ -9,6 +9,8 @@ from beartype import beartype
 from flax import nnx
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from ttcd_jax.precision import Precision
+
 
 def typechecked(function: Callable) -> Callable:
     """beartype, except on constructors: a configuration checks its own fields."""
@@ -79,6 +81,12 @@ def may_see(ids: np.ndarray, window: int | None = None) -> np.ndarray:
     return visible
 
 
+def after_chunk(length: int, size: int) -> np.ndarray:
+    """[T, 1, T]: whether a token's chunk comes after another's, of chunks of `size` tokens."""
+    chunk = np.arange(length) // size
+    return chunk[:, None, None] > chunk
+
+
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """All equations of a jaxpr, those of scans, branches and custom rules included."""
     for eqn in jaxpr.eqns:
@@ -139,3 +147,23 @@ def dot_operand_types(eqns: list[JaxprEqn]) -> set[str]:
     products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
     assert products
     return {str(x.aval.dtype) for eqn in products for x in eqn.invars}
+
+
+def assert_narrow(
+    build: Callable[[Precision], nnx.Module], run: Callable, *shapes: tuple[int, ...], bound: float
+) -> None:
+    """`run(module, *inputs)` in bfloat16, with inputs of these shapes: all matrix products of value
+    and gradients have bfloat16 operands, and the results are those of float32 within `bound`."""
+    narrow, wide = (build(Precision(compute=compute)) for compute in ("bfloat16", "float32"))
+    inputs = draw(1, *shapes, dtype=jnp.bfloat16)
+    graph, params = nnx.split(narrow)
+
+    def loss(params, *inputs):
+        return run(nnx.merge(graph, params), *inputs).astype(jnp.float32).sum()
+
+    gradient = jax.grad(loss, argnums=range(1 + len(inputs)))
+    assert dot_operand_types(traced(gradient, params, *inputs)) == {"bfloat16"}
+    ours = value_and_gradients(narrow, run, *inputs)
+    assert ours[0].dtype == jnp.bfloat16
+    wide_inputs = (x.astype(jnp.float32) for x in inputs)
+    assert_close(ours, value_and_gradients(wide, run, *wide_inputs), bound)

@@ -34,7 +34,6 @@ def printed(script: str, *arguments: str, count: int = 4, **variables: str) -> s
     return commands.script(script, *arguments, env=environment(count, **variables))
 
 
-def run_on_devices(script: Path, case: str, output: Path, *meshes: str) -> Any:
-    """The JSON that `script` writes about `case` into `output`."""
-    commands.script(script, case, output, *meshes, env=environment(8))
-    return json.loads(output.read_text())
+def run_on_devices(script: Path, *arguments: str) -> Any:
+    """The JSON that `script` prints on eight devices."""
+    return json.loads(printed(str(script), *arguments, count=8))

@@ -1,4 +1,7 @@
-"""A model of two small layers for every method, whose windows and chunks are four tokens."""
+"""A model of two small layers for every method, whose windows and chunks are four tokens, and the
+attention of small layers."""
+
+from toy_method import ToySettings
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.methods import METHODS
@@ -8,15 +11,18 @@ from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.nn.attention import AttentionConfig
 from ttcd_jax.precision import Precision
 
 CHUNK, WINDOW, D = 4, 4, 8
+FLOAT64 = Precision(param="float64", compute="float64", state="float64")
 SETTINGS = {
     "ipttcd": MemoryConfig(chunk_size=CHUNK, num_taps=3, form="blocked"),
     "ipttcd_ideal": IdealMemoryConfig(chunk_size=CHUNK),
     "ipttt": TargetMemoryConfig(chunk_size=CHUNK, num_taps=3, form="blocked", target="embedding"),
     "lact": LaCTMemoryConfig(chunk_size=CHUNK, num_fast_heads=2, low_rank=3),
 }
+SETTINGS["toy"] = ToySettings(chunk_size=CHUNK)
 DELTA = DeltaRuleConfig(chunk_size=CHUNK, num_taps=3, value_expansion=1.5)
 SETTINGS |= dict.fromkeys(("deltanet", "gated_deltanet", "deltanet_hybrid"), DELTA)
 
@@ -35,7 +41,7 @@ def config_of(method: str, **changes) -> TransformerConfig:
         "student_window": 2,
         "fast_layers": layers if METHODS[method].layers == "fast" else (),
         "memory": SETTINGS.get(method),
-        "precision": Precision(param="float64", compute="float64", state="float64"),
+        "precision": FLOAT64,
     }
     return TransformerConfig(**fields | changes)
 
@@ -45,3 +51,9 @@ def byte_model(**changes) -> TransformerConfig:
     fields = {"num_layers": 1, "dim": 8, "mlp_dim": 8, "window": 8, "student_window": 4}
     fields |= {"vocab_size": ByteTokenizer.vocab_size, "precision": Precision()}
     return config_of("ipttcd", **fields | changes)
+
+
+def small_attention(**changes) -> AttentionConfig:
+    """Two pairs of heads that share keys and values."""
+    fields = {"dim": 6, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "window": WINDOW}
+    return AttentionConfig(**fields | {"precision": FLOAT64} | changes)

@@ -20,7 +20,7 @@ from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.prefill import PIECE_SIZE, prefill, read_last
+from ttcd_jax.inference.prefill import PIECE_SIZE, prefill, read_piece
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memory_chunk
 from ttcd_jax.train.flops import forward_flops
@@ -156,13 +156,12 @@ class _Reading:
         return prefill(self.model, state, self._tokens, piece_size=self._piece_size)
 
     def _program_bytes(self, state: InferenceState) -> int:
-        config, B = self.model.config, len(self._tokens)
-        assert config.window is not None
-        hidden = jax.ShapeDtypeStruct((B, config.dim), config.precision.compute_dtype)
+        window, B = self.model.config.window, len(self._tokens)
+        assert window is not None
         tokens = jax.ShapeDtypeStruct((B, self._piece_size), jnp.int32)
         lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
-        seen: Any = {"halo": config.window - 1, "has_gap": False}
-        lowered = read_last.lower(self.model, state, hidden, tokens, lengths, None, **seen)
+        seen: Any = {"halo": window - 1, "has_gap": False}
+        lowered = read_piece.lower(self.model, state, tokens, lengths, **seen)
         return measure.needed_bytes(lowered.compile())
 
 

@@ -1,40 +1,42 @@
 """Prompts read and continued on a mesh of eight fake devices and on one. A script:
-`python reading_on_devices.py METHODS FILE MESH`, methods as ipttcd,lact, a mesh as 2x2x1x2 (data x
-fsdp x seq x tensor); writes, of each method, the largest relative difference of logits and states,
-and the share of the state that one device holds."""
+`python reading_on_devices.py METHODS MESH`, methods as ipttcd,lact, a mesh as 2x2x1x2 (data x fsdp
+x seq x tensor); prints, of each method, the largest relative difference of logits and states, and
+the share of the state that one device holds."""
 
 import json
-import math
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+from small_models import CHUNK
 
 sys.path.append(str(Path(__file__).parents[1] / "sharding"))
-from equal_on_devices import B, L, V, config, difference, start
+from equal_on_devices import ONE_DEVICE, B, V, config, mesh_of, placed_params, worst_distance
 
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill
 from ttcd_jax.inference.state import start_state
-from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh
-from ttcd_jax.train.state import params_shardings, with_params
+from ttcd_jax.train.state import with_params
 
 LENGTHS = np.array([3, 9, 11, 8, 5, 12, 4, 7])
-STEPS = L + 1
+STEPS = CHUNK + 1
 
 
-def read(model_config, params):
+def read(method: str, mesh_name: str):
     """(logits of the prompts and of every step after them, the state)."""
+    model_config, mesh = config(method, num_layers=2, fast_layers=(0,)), mesh_of(mesh_name)
     tokens = np.random.default_rng(0).integers(0, V, (B, LENGTHS.max() + STEPS))
-    model = inference_model(with_params(model_config, params))
-    state = start_state(model, B, max_length=tokens.shape[1])
-    logits, state = prefill(model, state, tokens, LENGTHS)
-    found = [logits]
-    for time in range(STEPS):
-        logits, state = decode(model, state, tokens[np.arange(B), LENGTHS + time])
-        found.append(logits)
+    params = placed_params(model_config, mesh)
+    with jax.set_mesh(mesh):
+        model = inference_model(with_params(model_config, params))
+        state = start_state(model, B, max_length=tokens.shape[1])
+        logits, state = prefill(model, state, tokens, LENGTHS)
+        found = [logits]
+        for time in range(STEPS):
+            logits, state = decode(model, state, tokens[np.arange(B), LENGTHS + time])
+            found.append(logits)
     return found, state
 
 
@@ -43,24 +45,12 @@ def share_of_a_device(state) -> float:
     return sum(x.addressable_shards[0].data.nbytes for x in leaves) / sum(x.nbytes for x in leaves)
 
 
-def main(methods: str, output: str, name: str) -> None:
-    sizes = [int(size) for size in name.split("x")]
-    devices = jax.devices()[: math.prod(sizes)]
-    mesh = build_mesh(MeshConfig(**dict(zip(AXES, sizes, strict=True))), devices)
-    results = {}
-    for method in methods.split(","):
-        model_config = config(method)
-        params = start(model_config)
-        expected = jax.tree.leaves(jax.device_get(read(model_config, params)))
-        params = jax.device_put(params, params_shardings(model_config, mesh))
-        with jax.set_mesh(mesh):
-            found, state = read(model_config, params)
-        both = zip(expected, jax.tree.leaves(jax.device_get((found, state))), strict=True)
-        worst = max(difference(a, b) for a, b in both)
-        results[method] = {"worst": worst, "share": share_of_a_device(state)}
-    Path(output).write_text(json.dumps(results))
+def compared(method: str, mesh_name: str) -> dict[str, float]:
+    expected, found = read(method, ONE_DEVICE), read(method, mesh_name)
+    return {"worst": worst_distance(found, expected), "share": share_of_a_device(found[1])}
 
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    main(*sys.argv[1:])
+    methods, mesh = sys.argv[1:]
+    print(json.dumps({method: compared(method, mesh) for method in methods.split(",")}))

@@ -3,31 +3,31 @@
 import jax
 import jax.numpy as jnp
 import optax
+from small_models import config_of
 
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows, needles
 from ttcd_jax.eval.tasks.recall import while_decoding
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.precision import Precision
 from ttcd_jax.train.state import init_state, with_params
 from ttcd_jax.train.step import make_train_step
 
 DATA = RecallConfig(num_slots=32, num_keys=8, num_values=8)
-MODEL = TransformerConfig(
+MODEL = config_of(
+    "ipttcd",
     vocab_size=16,
     dim=32,
-    num_layers=2,
-    num_heads=2,
     mlp_dim=64,
     window=8,
     student_window=4,
     init_std=0.1,
-    method="ipttcd",
     fast_layers=(0, 1),
     memory=MemoryConfig(
         chunk_size=4, block_chunks=1, teacher_conv_init="identity", student_conv_init="normal"
     ),
+    precision=Precision(),
 )
 NUM_STEPS, BATCH_SIZE = 110, 16
 # Far beyond what two windows of 8 can carry (14), and beyond the rows of training (63 tokens).

@@ -19,7 +19,6 @@ from ttcd_jax.inference.prefill import stream
 from ttcd_jax.inference.state import start_state, state_axes, state_bytes
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 
@@ -82,20 +81,16 @@ def test_a_million_tokens_take_the_memory_of_sixteen_thousand():
 
 
 def _read_short_and_long() -> list[dict[str, int]]:
-    config = TransformerConfig(
-        vocab_size=256,
-        dim=16,
+    config = config_of(
+        "ipttcd",
         num_layers=1,
-        num_heads=2,
-        mlp_dim=32,
-        method="ipttcd",
         window=256,
         student_window=128,
-        fast_layers=(0,),
         memory=MemoryConfig(chunk_size=1024),
+        precision=Precision(),
     )
     model = inference_model(Transformer(config, rngs=nnx.Rngs(0)))
-    tokens = np.random.default_rng(0).integers(0, 256, (1, 1 << 20)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 11, (1, 1 << 20)).astype(np.int32)
     for _ in range(12):  # until nothing more is compiled or kept
         short = _read(model, tokens[:, : 1 << 14])
     return [short, _read(model, tokens)]

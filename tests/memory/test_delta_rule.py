@@ -1,4 +1,3 @@
-import itertools
 from functools import partial
 
 import jax
@@ -6,13 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import (
-    TWO_ROWS,
     assert_close,
     dot_operand_types,
     draw,
-    influence,
     largest_array,
-    may_see,
     traced,
 )
 
@@ -113,54 +109,6 @@ def test_float32_holds_its_digits_where_every_key_is_the_same():
     inputs["beta"] = jnp.ones_like(inputs["beta"])
     ours = _evaluate(_chunked(64), inputs)
     assert_close(ours, _evaluate(delta_rule_recurrent, inputs), 3e-5)  # sums of 128 gradients
-
-
-def test_a_document_is_a_row_of_its_own(float64):
-    inputs, cuts = _inputs(), (0, 8, 9, 11, T)
-    state = inputs.pop("initial_state")
-    together = partial(
-        delta_rule, chunk_size=8, segment_ids=jnp.asarray(IDS), state_dtype=jnp.float64
-    )
-    o, last_state = jax.jit(together)(**inputs, initial_state=state)
-    for i, (start, end) in enumerate(itertools.pairwise(cuts)):
-        alone = {name: x[:1, start:end] for name, x in inputs.items()}
-        in_front = state[:1] if i == 0 else None
-        expected, alone_state = delta_rule_recurrent(
-            **alone, initial_state=in_front, state_dtype=jnp.float64
-        )
-        assert_close(o[:1, start:end], expected)
-    assert_close(last_state[:1], alone_state)
-
-
-def test_a_row_goes_on_from_the_state_of_its_front(float64):
-    inputs = _inputs()
-    run = partial(delta_rule, chunk_size=8, state_dtype=jnp.float64)
-    state = inputs.pop("initial_state")
-    o, expected = jax.jit(run)(**inputs, initial_state=state)
-    for start, end in ((0, 1), (1, T)):
-        part = {name: x[:, start:end] for name, x in inputs.items()}
-        o_part, state = jax.jit(run)(**part, initial_state=state)
-        assert_close(o_part, o[:, start:end])
-    assert_close(state, expected)
-
-
-def test_a_token_depends_on_all_before_it_in_its_document_and_nothing_else(float64):
-    (x,) = draw(1, (*TWO_ROWS.shape, 2 * H + X + 2))
-
-    def run(x):
-        q, k, v, beta, g = jnp.split(x[:, :, None], np.cumsum([H, H, X, 1]), axis=-1)
-        return delta_rule(
-            q,
-            k,
-            v,
-            jax.nn.sigmoid(beta[..., 0]),
-            log_decay=-jax.nn.softplus(g[..., 0]),
-            segment_ids=jnp.asarray(TWO_ROWS),
-            chunk_size=4,
-            state_dtype=x.dtype,
-        )[0][:, :, 0]
-
-    np.testing.assert_array_equal(influence(run, x) > 0, may_see(TWO_ROWS))
 
 
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():

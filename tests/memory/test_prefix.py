@@ -19,18 +19,10 @@ FORMS = ("blocked", "associative", "attention")
 B, L, F, D = 2, 3, 6, 5
 
 
-def _operands(num_chunks, batch=B, size=L, dtype=None):
+def _operands(num_chunks, batch=B, dtype=None):
     """(z, keys, errors, w_base, initial state)."""
-    z, keys, errors, w_base, initial = draw(
-        0,
-        (batch, num_chunks, size, F),
-        (batch, num_chunks, size, F),
-        (batch, num_chunks, size, D),
-        (F, D),
-        (batch, F, D),
-        dtype=dtype,
-    )
-    return z, keys, errors, w_base, initial
+    features, errors = (batch, num_chunks, L, F), (batch, num_chunks, L, D)
+    return draw(0, features, features, errors, (F, D), (batch, F, D), dtype=dtype)
 
 
 def _rule(**changes) -> MemoryRule:
@@ -82,33 +74,32 @@ CASES = {
 def test_three_forms_equal_the_definition(name, float64):
     """Values, state, and the gradients of everything through both."""
     length, documents, eta, block_chunks = CASES[name]
-    num_chunks = -(-length // L)
     ids = None if documents is None else _documents(*documents)
-    operands = _operands(num_chunks)
-    cotangents = tuple(draw(1, (B, num_chunks, L, D), (B, F, D)))
+    mask = memory_mask(chunk_segments(ids, L), length, L)
     rule = _rule(eta=eta, block_chunks=block_chunks)
+    known = jnp.zeros((B, length), int) if ids is None else ids
+    _check_forms(rule, FORMS, mask, partial(_definition, rule, known, length), -(-length // L))
 
+
+def _check_forms(rule, forms, mask, definition, num_chunks, tolerance=None) -> None:
     def form(form):
         def run(z, keys, errors, w_base, initial):
-            mask = memory_mask(chunk_segments(ids, L), length, L)
             return read_prefix(rule._replace(form=form), z, keys, errors, w_base, mask, initial)
 
         return run
 
-    known = jnp.zeros((B, length), int) if ids is None else ids
-    runs = [partial(_definition, rule, known, length), *map(form, FORMS)]
-
     @jax.jit
     def compare(operands, cotangents):
         results = []
-        for run in runs:
+        for run in (definition, *map(form, forms)):
             value, pull = jax.vjp(run, *operands)
             results.append((value, pull(cotangents)))
         return results
 
-    expected, *others = compare(operands, cotangents)
+    cotangents = tuple(draw(1, (B, num_chunks, L, D), (B, F, D)))
+    expected, *others = compare(_operands(num_chunks), cotangents)
     for ours in others:
-        assert_close(ours, expected)
+        assert_close(ours, expected, tolerance)
 
 
 def test_no_initial_state_is_an_empty_one(float64):
@@ -116,24 +107,6 @@ def test_no_initial_state_is_an_empty_one(float64):
     mask = memory_mask(None, 12, L)
     run = jax.jit(partial(read_prefix, _rule(), z, keys, errors, w_base, mask))
     assert_same(run(), run(jnp.zeros_like(initial)))
-
-
-def test_a_row_in_two_halves_equals_the_whole_row(float64):
-    z, keys, errors, w_base, initial = _operands(8)
-
-    @jax.jit
-    def both(z, keys, errors):
-        mask = memory_mask(None, 12, L)
-        whole = read_prefix(_rule(), z, keys, errors, w_base, memory_mask(None, 24, L), initial)
-        halves, state = [], initial
-        for part in (slice(0, 4), slice(4, 8)):
-            y, state = read_prefix(
-                _rule(), z[:, part], keys[:, part], errors[:, part], w_base, mask, state
-            )
-            halves.append(y)
-        return whole, (jnp.concatenate(halves, axis=1), state)
-
-    assert_close(*both(z, keys, errors))
 
 
 def test_segmented_sum_is_associative(float64):
@@ -150,35 +123,7 @@ def test_segmented_sum_is_associative(float64):
         assert bool(left[0]) == bool(right[0]) == any(flags)
 
 
-def test_documents_of_a_row_equal_rows_of_their_own(float64):
-    """When each starts on the chunk grid: values, and nothing of one in another's gradient."""
-    z, keys, errors, w_base, _ = _operands(7, batch=1)
-    ids = jnp.asarray(np.repeat([[4, 2, 9]], [6, 3, 12], axis=1))
-    ends = np.cumsum([2, 1, 4])
-
-    @jax.jit
-    def both(z, keys, errors):
-        packed, _ = read_prefix(
-            _rule(), z, keys, errors, w_base, memory_mask(chunk_segments(ids, L), 21, L)
-        )
-        alone = [
-            read_prefix(
-                _rule(),
-                *(x[:, end - n : end] for x in (z, keys, errors)),
-                w_base,
-                memory_mask(None, int(n) * L, L),
-            )[0]
-            for n, end in zip((2, 1, 4), ends, strict=True)
-        ]
-        return packed, jnp.concatenate(alone, axis=1)
-
-    assert_close(*both(z, keys, errors))
-
-
 def test_orthogonalised_updates_are_orthogonalised_chunk_by_chunk(float64):
-    z, keys, errors, w_base, initial = _operands(7)
-    cotangents = tuple(draw(1, (B, 7, L, D), (B, F, D)))
-    mask = memory_mask(None, 20, L)
     rule = _rule(orthogonalizes=True)
 
     def definition(z, keys, errors, w_base, initial):
@@ -189,23 +134,8 @@ def test_orthogonalised_updates_are_orthogonalised_chunk_by_chunk(float64):
             state = state + newton_schulz(jnp.einsum("BLF,BLD->BFD", keys[:, chunk], written))
         return jnp.stack(y, axis=1), state
 
-    def form(form):
-        def run(z, keys, errors, w_base, initial):
-            return read_prefix(rule._replace(form=form), z, keys, errors, w_base, mask, initial)
-
-        return run
-
-    @jax.jit
-    def compare(operands, cotangents):
-        results = []
-        for run in (definition, form("blocked"), form("associative")):
-            value, pull = jax.vjp(run, *operands)
-            results.append((value, pull(cotangents)))
-        return results
-
-    expected, *others = compare((z, keys, errors, w_base, initial), cotangents)
-    for ours in others:
-        assert_close(ours, expected, 1e-11)
+    mask = memory_mask(None, 20, L)
+    _check_forms(rule, ("blocked", "associative"), mask, definition, 7, tolerance=1e-11)
 
 
 def test_folding_the_state_changes_rounding_only(float64):

@@ -90,11 +90,11 @@ def test_renormalised_memory_that_learns_nothing_is_the_base(float64):
     assert_close(state, jnp.zeros_like(state), 1e-12)
 
 
-def _ideal(z_teacher, z_student, w_base, length, ids=None, eta=0.3):
+def _ideal(z_teacher, z_student, w_base, length, ids=None):
     """(y, what was written over eta)."""
-    memory = IdealMemory(w_base, eta, jnp.float64)
+    memory = IdealMemory(w_base, 0.3, jnp.float64)
     y, end = _row(memory, z_teacher, (z_teacher, z_student), ids, length)
-    return y, (end - w_base) / (eta or 1.0)
+    return y, (end - w_base) / 0.3
 
 
 def _distillation_loss(weight, running, z_teacher, z_student):
@@ -148,10 +148,3 @@ def test_ideal_documents_of_a_row_equal_rows_of_their_own(float64):
     second, _ = _ideal(z_teacher[:, 2:], z_student[:, 2:], w_base, 12, ids)
     assert_close(whole[0, 2, 1:], second[0, 0, 1:])
     assert_close(whole[:, 3:], second[:, 1:])
-
-
-def test_an_ideal_memory_without_rate_is_the_base(float64):
-    z_teacher, z_student, _, w_base = _operands(3)
-    y, state = _ideal(z_teacher, z_student, w_base, 9, eta=0.0)
-    assert_close(y, z_teacher @ w_base)
-    assert_same(state, jnp.zeros_like(state))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from checks import assert_close, draw, randomize
 from flax import nnx
+from small_models import FLOAT64
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.delta_rule import delta_rule, l2_normalize_inside
@@ -19,7 +20,6 @@ from ttcd_jax.precision import Precision
 
 D, N, H = 6, 2, 4
 X = 6
-FLOAT64 = Precision(param="float64", compute="float64", state="float64")
 CONFIGS = {
     DeltaSublayer: DeltaSublayerConfig,
     DeltaNet: DeltaNetConfig,
@@ -27,18 +27,14 @@ CONFIGS = {
 }
 
 
-def _config(layer, precision=FLOAT64, **changes):
+def _config(layer, **changes):
     rule = DeltaRuleConfig(value_expansion=1.5, chunk_size=4)
-    fields = {"dim": D, "num_heads": N, "head_dim": H, "rule": rule} | changes
-    return CONFIGS[layer](precision=precision, **fields)
-
-
-def _module(layer, precision=FLOAT64):
-    return randomize(layer, _config(layer, precision))
+    fields = {"dim": D, "num_heads": N, "head_dim": H, "rule": rule, "precision": FLOAT64}
+    return CONFIGS[layer](**fields | changes)
 
 
 def test_the_sublayer_is_the_delta_rule_between_projections(float64):
-    module = _module(DeltaSublayer)
+    module = randomize(DeltaSublayer, _config(DeltaSublayer))
     (h,) = draw(1, (2, 9, D))
     q, k, v = ((h @ w[...]).reshape(2, 9, N, -1) for w in (module.query, module.key, module.value))
     beta = jax.nn.sigmoid(h @ module.rate[...])
@@ -48,7 +44,7 @@ def test_the_sublayer_is_the_delta_rule_between_projections(float64):
 
 
 def test_parameters_start_as_published():
-    config = _config(GatedDeltaNet, Precision(), dim=64, num_heads=512)
+    config = _config(GatedDeltaNet, precision=Precision(), dim=64, num_heads=512)
     params = nnx.to_pure_dict(nnx.state(GatedDeltaNet(config, rngs=nnx.Rngs(0)), nnx.Param))
     shapes = {name: x.shape for name, x in params.items()}
     assert shapes == {
@@ -74,19 +70,12 @@ def test_parameters_start_as_published():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_heads": 0}, "DeltaNetConfig.num_heads 0 must be at least 1"),
-        ({"rule": {"chunk_size": 0}}, "DeltaRuleConfig.chunk_size 0 must be at least 1"),
-        ({"rule": {"num_taps": 0}}, "DeltaRuleConfig.num_taps 0 must be at least 1"),
-        ({"rule": {"value_expansion": 1.3}}, "head_dim 4 times value_expansion 1.3 is 5.2"),
-        ({"rule": {"value_expansion": 0}}, "head_dim 4 times value_expansion 0 is 0"),
+        ({"chunk_size": 0}, "DeltaRuleConfig.chunk_size 0 must be at least 1"),
+        ({"num_taps": 0}, "DeltaRuleConfig.num_taps 0 must be at least 1"),
+        ({"value_expansion": 1.3}, "head_dim 4 times value_expansion 1.3 is 5.2"),
+        ({"value_expansion": 0}, "head_dim 4 times value_expansion 0 is 0"),
     ],
 )
 def test_configurations_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
-        _config(
-            DeltaNet,
-            **{
-                name: DeltaRuleConfig(**value) if name == "rule" else value
-                for name, value in changes.items()
-            },
-        )
+        _config(DeltaNet, rule=DeltaRuleConfig(**changes))

@@ -1,38 +1,32 @@
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import (
     TWO_ROWS,
+    after_chunk,
     assert_close,
-    dot_operand_types,
+    assert_narrow,
     draw,
     influence,
     may_see,
     randomize,
-    traced,
     value_and_gradients,
 )
 from flax import nnx
+from small_models import FLOAT64, small_attention
 
-from ttcd_jax.axes import LOGICAL_AXES
 from ttcd_jax.errors import UserError
 from ttcd_jax.methods.lact import LaCT, LaCTConfig, LaCTMemoryConfig
 from ttcd_jax.nn.attention import AttentionConfig
-from ttcd_jax.nn.row import Row
 from ttcd_jax.precision import Precision
 
 D, T, L = 8, 14, 4
-FLOAT64 = Precision(param="float64", compute="float64", state="float64")
 
 
-def _config(precision=FLOAT64, window: int | None = 3, **memory) -> LaCTConfig:
+def _config(precision=FLOAT64, **memory) -> LaCTConfig:
     return LaCTConfig(
-        attention=AttentionConfig(
-            dim=D, num_heads=2, num_kv_heads=2, head_dim=4, window=window, precision=precision
-        ),
+        attention=small_attention(dim=D, num_heads=2, window=3, precision=precision),
         memory=LaCTMemoryConfig(**({"num_fast_heads": 2, "chunk_size": L, "low_rank": 2} | memory)),
     )
 
@@ -58,29 +52,21 @@ VARIANTS = {
 }
 
 
+def _reach(module) -> np.ndarray:
+    (h,) = draw(1, (*TWO_ROWS.shape, D))
+    return influence(lambda h: module(h, segment_ids=jnp.asarray(TWO_ROWS)), h) > 0
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_token_depends_on_the_past_of_its_document_and_nothing_else(name, float64):
     """And the memory reaches beyond the window, to every earlier chunk of the document."""
-    module = _module(**VARIANTS[name])
-    (h,) = draw(1, (*TWO_ROWS.shape, D))
-    ids = jnp.asarray(TWO_ROWS)
-    reach = influence(lambda h: module(h, Row.of(h).positions, ids), h) > 0
-    visible = may_see(TWO_ROWS)
-    assert not reach[~visible].any()
-    chunk = np.arange(T) // L
-    is_earlier = (chunk[:, None] > chunk[None, :])[None, :, None]
-    np.testing.assert_array_equal(reach, visible & is_earlier | may_see(TWO_ROWS, 3))
+    expected = may_see(TWO_ROWS) & after_chunk(T, L) | may_see(TWO_ROWS, 3)
+    np.testing.assert_array_equal(_reach(_module(**VARIANTS[name])), expected)
 
 
 def test_the_published_memory_leaks_from_document_to_document(float64):
-    module = _module(resets_at_document=False)
-    (h,) = draw(1, (*TWO_ROWS.shape, D))
-    ids = jnp.asarray(TWO_ROWS)
-    reach = influence(lambda h: module(h, Row.of(h).positions, ids), h) > 0
-    chunk = np.arange(T) // L
-    same_row = np.eye(2, dtype=bool)[:, None, :, None]
-    is_earlier = (chunk[:, None] > chunk[None, :])[None, :, None] & same_row
-    np.testing.assert_array_equal(reach, is_earlier | may_see(TWO_ROWS, 3))
+    expected = may_see(np.zeros_like(TWO_ROWS)) & after_chunk(T, L) | may_see(TWO_ROWS, 3)
+    np.testing.assert_array_equal(_reach(_module(resets_at_document=False)), expected)
 
 
 @pytest.mark.parametrize("length", [L, L + 1])
@@ -95,23 +81,13 @@ def test_rates_and_momentum_matter_as_soon_as_there_is_a_second_chunk(length, fl
 
 
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
-    narrow, wide = (
-        _module(Precision(compute=compute), low_rank=None) for compute in ("bfloat16", "float32")
-    )
-    (h,) = draw(1, (2, T, D), dtype=jnp.bfloat16)
     ids = jnp.asarray(np.repeat([[3, 8], [4, 4]], [6, 8], axis=1))
-    graph, params = nnx.split(narrow)
-
-    def run(module, h):
-        return module(h, Row.of(h).positions, ids)
-
-    def loss(params, h):
-        return run(nnx.merge(graph, params), h).astype(jnp.float32).sum()
-
-    assert dot_operand_types(traced(jax.grad(loss, argnums=(0, 1)), params, h)) == {"bfloat16"}
-    ours = value_and_gradients(narrow, run, h)
-    assert ours[0].dtype == jnp.bfloat16
-    assert_close(ours, value_and_gradients(wide, run, h.astype(jnp.float32)), 0.1)
+    assert_narrow(
+        lambda precision: _module(precision, low_rank=None),
+        lambda module, h: module(h, segment_ids=ids),
+        (2, T, D),
+        bound=0.1,
+    )
 
 
 def test_rates_keep_their_digits_in_bfloat16():
@@ -156,20 +132,6 @@ def test_start_is_as_published():
 def test_rates_start_at_a_thousandth(float64):
     module = LaCT(_config(), rngs=nnx.Rngs(0))
     assert_close(module._rates(jnp.zeros((1, 3, D))), jnp.full((1, 3, 2, 3), 0.001), 1e-9)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_parameters_name_their_axes(name):
-    state = nnx.state(_module(Precision(), **VARIANTS[name]), nnx.Param)
-    for value in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Param)):
-        axes = value.get_metadata()["axes"]
-        assert set(axes) <= set(LOGICAL_AXES)
-        assert len(axes) == value[...].ndim
-
-
-def test_configurations_survive_json():
-    config = _config(low_rank=None, hidden_expansion=1.5)
-    assert LaCTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize(

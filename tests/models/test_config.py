@@ -1,15 +1,16 @@
+import dataclasses
 import re
 
 import pytest
+from small_models import SETTINGS
 
+from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.methods import METHODS
-from ttcd_jax.methods.delta_net import DeltaNetConfig, DeltaRuleConfig, HybridBlockConfig
+from ttcd_jax.methods.delta_net import DeltaNetConfig, DeltaRuleConfig
 from ttcd_jax.methods.gated_delta_net import GatedDeltaNetConfig
-from ttcd_jax.methods.ideal import IdealMemoryConfig
-from ttcd_jax.methods.ip_ttt import IPTTTConfig, TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import IPTTCDBlockConfig, MemoryConfig
-from ttcd_jax.methods.lact import LaCTConfig, LaCTMemoryConfig
+from ttcd_jax.methods.lact import LaCTConfig
 from ttcd_jax.models.config import TransformerConfig, block_configs, switched_off
 from ttcd_jax.nn.attention import AttentionConfig
 from ttcd_jax.precision import Precision
@@ -47,36 +48,22 @@ def test_methods_of_all_layers_replace_the_attention(method, mixer):
     assert [type(block.mixer) for block in block_configs(_config(method=method))] == [mixer] * 4
 
 
-SETTINGS = {
-    "ipttcd": MemoryConfig(chunk_size=4),
-    "ipttcd_ideal": IdealMemoryConfig(chunk_size=2),
-    "ipttt": TargetMemoryConfig(chunk_size=3),
-    "deltanet": DeltaRuleConfig(num_taps=2),
-    "gated_deltanet": DeltaRuleConfig(num_taps=2),
-    "deltanet_hybrid": DeltaRuleConfig(num_taps=2),
-    "lact": LaCTMemoryConfig(chunk_size=5),
-}
+def _holds(config, settings) -> bool:
+    parts = (getattr(config, field.name) for field in dataclasses.fields(config))
+    return any(x == settings or (isinstance(x, Config) and _holds(x, settings)) for x in parts)
 
 
-@pytest.mark.parametrize("method", SETTINGS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name in SETTINGS])
 def test_the_settings_of_a_method_reach_its_layer(method):
     block = block_configs(_of(method, memory=SETTINGS[method]))[0]
-    layers = {
-        DeltaNetConfig: lambda: block.mixer.rule,
-        GatedDeltaNetConfig: lambda: block.mixer.rule,
-        LaCTConfig: lambda: block.mixer.memory,
-    }
-    if isinstance(block, HybridBlockConfig):
-        assert block.delta.rule == SETTINGS[method]
-    else:
-        found = layers.get(type(block.mixer), lambda: block.mlp.memory)()
-        assert found == SETTINGS[method]
-    if method == "ipttcd_ideal":
-        assert block.mixer.student_window == 4
-    if method == "deltanet":
-        assert (block.mixer.num_heads, block.mixer.head_dim) == (2, 4)
-    if method == "ipttt":
-        assert isinstance(block.mlp, IPTTTConfig)
+    assert _holds(block, SETTINGS[method])
+    assert SETTINGS[method] != METHODS[method].settings()
+
+
+def test_windows_and_heads_reach_the_layers_of_a_method():
+    assert block_configs(_of("ipttcd_ideal"))[0].mixer.student_window == 4
+    mixer = block_configs(_of("deltanet"))[0].mixer
+    assert (mixer.num_heads, mixer.head_dim) == (2, 4)
 
 
 def test_a_method_without_bound_settings_has_its_defaults():

@@ -6,22 +6,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from launched import launched_kernels
+from small_models import config_of
 
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.precision import Precision
 
-CONFIG = TransformerConfig(
+CONFIG = config_of(
+    "ipttcd",
     vocab_size=64,
     dim=64,
     num_layers=4,
-    num_heads=2,
     mlp_dim=96,
     window=64,
     student_window=32,
-    method="ipttcd",
     fast_layers=(0, 2),  # scanned as two equal units
     memory=MemoryConfig(chunk_size=32),
+    precision=Precision(),
 )
 ATTENTION = {"dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"}
 CONVOLUTION = {"short_conv_residual_forward", "short_conv_residual_backward"}

@@ -11,15 +11,13 @@ from checks import (
     TWO_ROWS,
     assert_close,
     assert_same,
-    distance,
     draw,
     influence,
     may_see,
     randomize,
-    value_and_gradients,
 )
 from flax import nnx
-from small_models import CHUNK, SETTINGS, WINDOW, D, config_of
+from small_models import CHUNK, WINDOW, D, config_of
 from ttcd_kernels.short_conv.xla import short_conv
 
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
@@ -32,6 +30,7 @@ from ttcd_jax.models.config import (
 )
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import Block
+from ttcd_jax.nn.row import Row
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.loss import next_token_loss
 
@@ -91,7 +90,7 @@ def test_a_prefix_does_not_change_with_what_follows(method):
 
 def test_a_ragged_row_equals_its_padded_twin(method):
     run, h = _runner(config_of(method)), _hidden(1, T)
-    for length in (CHUNK - 1, T - 1):
+    for length in (CHUNK - 1, T - 2 * CHUNK):
         assert_close(run(h[:, :length]), run(h)[:, :length])
 
 
@@ -104,10 +103,11 @@ def test_rows_of_a_batch_are_independent(method):
 def test_documents_of_a_row_do_not_see_each_other(method):
     run, h = _runner(config_of(method)), _hidden(1, T)
     ids = jnp.asarray(np.repeat([[4, 1, 9, 2]], [3, 6, 1, 4], axis=1))
-    y = run(h, ids)
+    positions = Row.of(h).positions
+    y = run(h, ids, positions)
     for document in (4, 1, 9, 2):
         changed = jnp.where((ids == document)[..., None], -h, h)
-        assert_same(run(changed, ids)[ids != document], y[ids != document])
+        assert_same(run(changed, ids, positions)[ids != document], y[ids != document])
 
 
 def test_documents_on_the_chunk_grid_equal_rows_of_their_own(method):
@@ -121,44 +121,22 @@ def test_documents_on_the_chunk_grid_equal_rows_of_their_own(method):
     assert_close(y, jnp.concatenate(alone, axis=1))
 
 
-def _frozen(method: str, block):
-    """The MLP of a fast block read through W_base, by hand."""
-    mlp = block.mlp
-
-    def read(x, t_or_targets):
-        if method == "ipttcd":
-            z = to_chunks(mlp.features(x), CHUNK)
-            z = short_conv(z, mlp.teacher_conv[...], is_causal=True)
-            return from_chunks(z, x.shape[1]) @ mlp.down[...]
-        return mlp.plain(x)
-
-    return read
-
-
 @pytest.mark.parametrize("method", WITH_RATE)
-def test_without_a_rate_the_layer_is_the_frozen_one(method):
-    config = config_of(method)
-    block = _block(switched_off(config, T))
+def test_without_a_rate_and_in_a_single_chunk_the_layer_is_the_frozen_one(method):
+    """By hand, and to the last bit."""
+    mlp, frozen = (_block(c).mlp for c in (config_of(method), switched_off(config_of(method), T)))
     x, t = _hidden(2, T), draw(4, (2, T, D))[0]
-    assert_close(jax.jit(block.mlp)(x, t), jax.jit(_frozen(method, block))(x, t))
 
+    def by_hand(x):
+        if method != "ipttcd":
+            return frozen.plain(x)
+        z = to_chunks(frozen.features(x), CHUNK)
+        z = short_conv(z, frozen.teacher_conv[...], is_causal=True)
+        return from_chunks(z, T) @ frozen.down[...]
 
-@pytest.mark.parametrize("method", WITH_RATE)
-def test_a_single_chunk_is_the_frozen_layer_to_the_last_bit(method):
-    config = config_of(method)
-    x, t = _hidden(2, CHUNK), draw(4, (2, CHUNK, D))[0]
-    frozen = _block(switched_off(config, T)).mlp
-    assert_same(jax.jit(_block(config).mlp)(x, t), jax.jit(frozen)(x, t))
-
-
-def test_a_single_chunk_of_lact_is_read_through_the_start():
-    h, longer = _hidden(1, CHUNK), _hidden(1, CHUNK + 1)
-    quiet, loud = _block(config_of("lact")), _block(config_of("lact"))
-    for block, bias in ((quiet, -50.0), (loud, 5.0)):
-        block.mixer.rate_bias[...] = jnp.full_like(block.mixer.rate_bias[...], bias)
-    quiet, loud = jax.jit(quiet), jax.jit(loud)
-    assert_same(quiet(h), loud(h))
-    assert distance(quiet(longer), loud(longer)) > 1e-3
+    assert_close(jax.jit(frozen)(x, t), jax.jit(by_hand)(x))
+    chunk = x[:, :CHUNK], t[:, :CHUNK]
+    assert_same(jax.jit(mlp)(*chunk), jax.jit(frozen)(*chunk))
 
 
 def test_bfloat16_stays_near_float32(method):
@@ -172,43 +150,24 @@ def test_bfloat16_stays_near_float32(method):
     assert error < 0.03
 
 
-FORMS = [{"form": form} for form in ("associative", "attention")]
-SIZES = [{"chunk_size": size} for size in (1, 64)]
-OTHER_FORMS = {"ipttcd": FORMS, "ipttt": FORMS, "deltanet": SIZES, "gated_deltanet": SIZES}
-OTHER_FORMS["deltanet_hybrid"] = SIZES
-
-
-@pytest.mark.parametrize("method", sorted(OTHER_FORMS))
-def test_all_forms_of_a_memory_are_one_function(method):
-    h, ids = _hidden(*TWO_ROWS.shape), jnp.asarray(TWO_ROWS)
-
-    def evaluate(config):
-        return value_and_gradients(_block(config), lambda m, h: m(h, None, ids, h), h)
-
-    expected = evaluate(config_of(method))
-    for changes in OTHER_FORMS[method]:
-        memory = SETTINGS[method].replace(**changes)
-        assert_close(evaluate(config_of(method, memory=memory)), expected, 1e-10)
-
-
-def _model(method: str, *, scans_layers: bool) -> Transformer:
+def _model(method: str, *, scans_layers: bool) -> tuple:
+    """(graph, parameters) of two layers with a memory."""
     config = config_of(method, scans_layers=scans_layers, fast_layers=(0, 1))
-    return randomize(Transformer, config, std=0.3)
+    return nnx.split(randomize(Transformer, config, std=0.3))
 
 
-def test_every_parameter_of_a_model_is_trained(method):
-    graph, params = nnx.split(_model(method, scans_layers=True))
-    gradient = jax.jit(jax.grad(lambda p: next_token_loss(nnx.merge(graph, p), TOKENS)))(params)
+def test_scanned_layers_are_the_unrolled_ones_and_every_parameter_is_trained(method):
+    def loss(graph, params):
+        model = nnx.merge(graph, params)
+        return next_token_loss(model, TOKENS), model(TOKENS)
+
+    graph, params = _model(method, scans_layers=True)
+    run = jax.jit(jax.grad(functools.partial(loss, graph), has_aux=True))
+    gradient, scanned = run(params)
     for path, x in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(gradient))[0]:
         rows = np.abs(np.asarray(x)).reshape(len(x), -1).max(-1)
         assert np.isfinite(rows).all(), jax.tree_util.keystr(path)
         assert (rows > 0).any(), jax.tree_util.keystr(path)
-
-
-def test_scanned_layers_are_the_unrolled_ones(method):
-    def logits(model):
-        graph, params = nnx.split(model)
-        return jax.jit(lambda params: nnx.merge(graph, params)(TOKENS))(params)
-
-    scanned, unrolled = (logits(_model(method, scans_layers=scans)) for scans in (True, False))
+    graph, params = _model(method, scans_layers=False)
+    unrolled = jax.jit(lambda params: nnx.merge(graph, params)(TOKENS))(params)
     assert_close(scanned, unrolled, 1e-9)

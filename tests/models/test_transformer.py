@@ -15,26 +15,21 @@ from checks import (
     value_and_gradients,
 )
 from flax import nnx
+from small_models import config_of
 
 from ttcd_jax.axes import LOGICAL_AXES
-from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Place, Run, Transformer, place_of_layer, scan_plan
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.loss import next_token_loss
 
-FLOAT64 = Precision(param="float64", compute="float64", state="float64")
 V = 11
 TOKENS = np.random.default_rng(0).integers(0, V, TWO_ROWS.shape)
 
 
 def _config(**changes) -> TransformerConfig:
-    fields = {"vocab_size": V, "dim": 8, "num_layers": 4, "num_heads": 2, "mlp_dim": 12}
-    fields |= {"window": 6, "student_window": 3, "fast_layers": (0, 2), "precision": FLOAT64}
-    fields |= {"memory": MemoryConfig(chunk_size=4, num_taps=3, form="blocked"), "method": "ipttcd"}
-    if not (fields | changes)["fast_layers"]:
-        fields |= {"memory": None, "method": "swa"}
-    return TransformerConfig(**(fields | changes))
+    fields = {"num_layers": 4, "window": 6, "student_window": 3, "fast_layers": (0, 2)} | changes
+    return config_of("ipttcd" if fields["fast_layers"] else "swa", **fields)
 
 
 def _model(**changes) -> Transformer:
@@ -242,12 +237,6 @@ def test_any_length_has_finite_logits_and_gradients(length):
     result = value_and_gradients(model, lambda m, x: m(x), jnp.asarray(TOKENS[:1, :length]))
     assert result[0].shape == (1, length, V)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(result[:2]))
-
-
-def test_positions_matter_by_their_differences(float64):
-    run = jax.jit(lambda positions: _model().forward(jnp.asarray(TOKENS), None, positions)[0])
-    positions = jnp.broadcast_to(jnp.arange(14, dtype=jnp.int32), TOKENS.shape)
-    assert_close(run(positions + 100), run(positions), 1e-4)
 
 
 def test_models_without_a_memory_have_no_statistics():

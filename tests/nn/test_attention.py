@@ -5,30 +5,24 @@ import pytest
 from checks import (
     TWO_ROWS,
     assert_close,
-    dot_operand_types,
+    assert_narrow,
     draw,
     influence,
     may_see,
     randomize,
-    traced,
-    value_and_gradients,
 )
-from flax import nnx
+from small_models import small_attention
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.nn.attention import Attention, AttentionConfig
+from ttcd_jax.nn.attention import Attention
 from ttcd_jax.nn.rope import RopeConfig
 from ttcd_jax.nn.row import Row
-from ttcd_jax.precision import Precision
 
 T, D = 10, 6
-FLOAT64 = Precision(param="float64", compute="float64", state="float64")
 
 
-def _module(precision=FLOAT64, **changes):
-    fields = {"dim": D, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "window": 3} | changes
-    config = AttentionConfig(precision=precision, **fields)
-    return randomize(Attention, config)
+def _module(**changes):
+    return randomize(Attention, small_attention(**{"window": 3} | changes))
 
 
 @pytest.mark.parametrize("window", [1, 3, None])
@@ -75,41 +69,8 @@ def test_output_follows_its_formula(float64):
     assert_close(ours[0], _by_formula(attention, np.asarray(h[0])), 1e-6)  # float32 angles
 
 
-def test_both_implementations_agree_with_all_gradients(float64):
-    (h,) = draw(1, (2, T, D))
-    results = [
-        value_and_gradients(_module(attention_implementation=form), lambda m, h: m(h), h)
-        for form in ("xla", "reference")
-    ]
-    assert_close(*results)
-
-
-def test_positions_matter_by_their_differences(float64):
-    attention = _module(window=None)
-    (h,) = draw(1, (1, T, D))
-    run = jax.jit(attention)
-    assert_close(run(h, Row.of(h).positions + 77), run(h), 1e-5)
-
-
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
-    narrow, wide = (
-        _module(Precision(compute=compute), window=4) for compute in ("bfloat16", "float32")
-    )
-    (h,) = draw(1, (2, T, D), dtype=jnp.bfloat16)
-
-    def run(module, h):
-        return module(h)
-
-    graph, params = nnx.split(narrow)
-
-    def loss(params, h):
-        return run(nnx.merge(graph, params), h).astype(jnp.float32).sum()
-
-    eqns = traced(jax.grad(loss, argnums=(0, 1)), params, h)
-    assert dot_operand_types(eqns) == {"bfloat16"}
-    ours = value_and_gradients(narrow, run, h)
-    assert ours[0].dtype == jnp.bfloat16
-    assert_close(ours, value_and_gradients(wide, run, h.astype(jnp.float32)), 0.05)
+    assert_narrow(lambda p: _module(precision=p), lambda m, h: m(h), (2, T, D), bound=0.05)
 
 
 @pytest.mark.parametrize(
@@ -124,4 +85,4 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
 )
 def test_configurations_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
-        _module(Precision(), **changes)
+        small_attention(**changes)

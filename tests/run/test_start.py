@@ -9,12 +9,14 @@ import pytest
 from checks import assert_same
 from flax.traverse_util import flatten_dict
 from orbax.checkpoint import StandardCheckpointer
+from small_models import config_of
 
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.precision import Precision
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, load_params
@@ -25,16 +27,16 @@ from ttcd_jax.train.layers_on_disk import stored_params
 from ttcd_jax.train.optimizer import OptimizerConfig
 from ttcd_jax.train.state import with_params
 
-PLAIN = TransformerConfig(
+PLAIN = config_of(
+    "swa",
     vocab_size=8,
     dim=16,
     num_layers=6,
-    num_heads=2,
     mlp_dim=24,
-    method="swa",
     window=8,
     student_window=4,
     init_std=0.3,
+    precision=Precision(),
 )
 # As configs/method/ipttcd_continued.gin.
 IDENTITY = MemoryConfig(

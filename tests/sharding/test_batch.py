@@ -7,6 +7,7 @@ import pytest
 
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
+from ttcd_jax.errors import UserError
 from ttcd_jax.sharding.batch import Placement
 from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
 
@@ -43,3 +44,16 @@ def test_processes_make_the_rows_of_their_devices(sizes, expected):
         batches = Batches(source, batch_size=B, seed=0, rows=rows, is_shuffled=False)
         expected_rows = [source[B + row]["tokens"] for row in own]
         np.testing.assert_array_equal(batches.at(1)["tokens"], expected_rows)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"fsdp": 8}, r"\[batch_size, seq_len\] \(4, 12\): its axis 'batch' of 4 .* 8 devices"),
+        ({"seq": 8, "fsdp": 1}, "its axis 'length' of 12 does not divide among 8 devices"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused_with_both_numbers(sizes, message):
+    mesh = build_mesh(MeshConfig(**sizes), [_Device(number, 0) for number in range(8)])
+    with pytest.raises(UserError, match=message):
+        Placement(mesh, batch_size=4, length=12)

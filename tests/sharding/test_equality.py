@@ -18,20 +18,16 @@ TOLERANCE = 1e-6
 
 
 @pytest.mark.parametrize("methods", list(itertools.batched(METHODS, 3)), ids="-".join)
-def test_a_mesh_changes_neither_loss_nor_gradients(methods, tmp_path):
+def test_a_mesh_changes_neither_loss_nor_gradients(methods):
     """Several methods to a process, which takes long to start."""
     meshes = {method: MESHES.get(method, [EVERYWHERE]) for method in methods}
-    found = run_on_devices(
-        FOLDER / "equal_on_devices.py", json.dumps(meshes), tmp_path / "worst.json"
-    )
+    found = run_on_devices(FOLDER / "equal_on_devices.py", json.dumps(meshes))
     assert {method: list(worst) for method, worst in found.items()} == meshes
     for method, worst in found.items():
         assert {mesh: value for mesh, value in worst.items() if not value < TOLERANCE} == {}, method
 
 
-def test_steps_of_muon_in_parts_on_a_mesh_equal_whole_ones_on_a_device(tmp_path):
-    found = run_on_devices(
-        FOLDER / "steps_on_devices.py", "ipttcd", tmp_path / "found.json", "1x2x2x2"
-    )
+def test_steps_of_muon_in_parts_on_a_mesh_equal_whole_ones_on_a_device():
+    found = run_on_devices(FOLDER / "steps_on_devices.py", "ipttcd", "1x2x2x2")
     assert found["worst"] < 1e-10
     assert found["programs"] == 1

@@ -1,20 +1,18 @@
 """Bytes a training step on eight fake devices sends along `seq`, at two lengths. A script:
-`python traffic_of_a_step.py METHOD FILE` writes [{kind: bytes per step}, ...] as JSON."""
+`python traffic_of_a_step.py METHOD` prints [{kind: bytes per step}, ...] as JSON."""
 
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import optax
-from equal_on_devices import B, config
+from equal_on_devices import B, config, mesh_of
 from jax.sharding import NamedSharding
 from sent_bytes import sent_bytes
 
 from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.batch import replicated
-from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
 from ttcd_jax.sharding.rules import spec
 from ttcd_jax.train.state import init_state, placed_as, state_shardings
 from ttcd_jax.train.step import make_train_step
@@ -23,8 +21,8 @@ LENGTHS = (256, 512)
 
 
 def traffic(method: str, length: int) -> dict[str, int]:
-    model = config(method).replace(precision=Precision())
-    mesh = build_mesh(MeshConfig(fsdp=1, seq=8))
+    model = config(method, precision=Precision())
+    mesh = mesh_of("1x1x8x1")
     optimizer = optax.adam(1e-3)
     places = state_shardings(model, optimizer, mesh)
     state = placed_as(jax.eval_shape(lambda: init_state(model, optimizer, 0)), places)
@@ -41,5 +39,4 @@ def traffic(method: str, length: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    method, output = sys.argv[1:]
-    Path(output).write_text(json.dumps([traffic(method, length) for length in LENGTHS]))
+    print(json.dumps([traffic(sys.argv[1], length) for length in LENGTHS]))

@@ -61,13 +61,3 @@ def head_logits(
 
 def _whole(model: InferenceModel, weight: nnx.Variable) -> jax.Array:
     return gathered(weight, model.config.precision.compute_dtype)
-
-
-def newest(
-    x: Float[Array, "B T D"], lengths: Int[Array, " B"], before: Float[Array, "B D"]
-) -> Float[Array, "B D"]:
-    """x at the last token of every row; `before` for a row without one."""
-    last = jax.vmap(lambda row, i: jax.lax.dynamic_index_in_dim(row, i, keepdims=False))(
-        x, jnp.maximum(lengths - 1, 0)
-    )
-    return jnp.where(lengths[:, None] > 0, last, before)

@@ -16,10 +16,16 @@ import numpy as np
 
 from ttcd_jax.data.tokenizer import Tokenizer, check_tokens
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.inference.advance import head_logits, newest
+from ttcd_jax.inference.advance import head_logits
 from ttcd_jax.inference.decode import one_token
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.prefill import PIECE_SIZE, MemoryMode, check_capacity, check_memory, stream
+from ttcd_jax.inference.prefill import (
+    PIECE_SIZE,
+    MemoryMode,
+    check_capacity,
+    newest_hidden,
+    stream,
+)
 from ttcd_jax.inference.sampling import Sampler, SamplingConfig, batch_sampler, sample
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.inference.text import TextStream
@@ -77,7 +83,6 @@ class Generation(Iterator[Event]):
     ) -> None:
         if not requests:
             raise UserError("nothing to generate: there is no request")
-        check_memory(model.config, memory)
         prompts = _prompts(model, tokenizer, requests, state)
         lengths = np.array([len(prompt) for prompt in prompts])
         whole = lengths + [request.max_new_tokens for request in requests]
@@ -109,7 +114,7 @@ class Generation(Iterator[Event]):
         num_read = 0
         for counts, hidden, state in self._pieces:
             self.state = state
-            self._hidden = _newest(hidden, jnp.asarray(counts), self._hidden)
+            self._hidden = newest_hidden(hidden, counts, self._hidden)
             self._hidden.block_until_ready()  # bounds the pieces in flight
             num_read += int(counts.sum())
             yield num_read
@@ -218,9 +223,6 @@ def _prompts(
             )
         prompts.append(prompt)
     return prompts
-
-
-_newest = jax.jit(newest)
 
 
 @functools.partial(jax.jit, donate_argnames="seen")

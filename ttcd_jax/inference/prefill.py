@@ -7,18 +7,17 @@
 Pieces have few shapes, so that few programs are compiled.
 """
 
-import functools
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ttcd_jax.data.tokenizer import check_tokens
 from ttcd_jax.errors import UserError
-from ttcd_jax.inference.advance import advance, head_logits, newest
+from ttcd_jax.inference.advance import advance, head_logits
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState, cache_slots, fresh_memories
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memory_chunk
@@ -28,6 +27,13 @@ from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memor
 MemoryMode = Literal["kept", "published"]
 PIECE_SIZE = 4096
 LEAST_SIZE = 16  # shorter pieces are padded to it, except a single token
+# Of every piece: the tokens read of each row [B], their final hidden states, padded, and the state
+# after them.
+Pieces = Iterator[tuple[np.ndarray, Float[Array, "B T D"], InferenceState]]
+
+read_piece = jax.jit(advance, static_argnames=("halo", "has_gap"), donate_argnums=1)
+_with_fresh_memories = jax.jit(fresh_memories, donate_argnums=1)
+_logits = jax.jit(head_logits)
 
 
 def prefill(
@@ -52,11 +58,10 @@ def prefill(
         raise UserError(
             f"row {int(lengths.argmin())} has no token: logits need at least one, a bos for example"
         )
-    state, pieces = _plan(model, state, lengths, piece_size, memory)
-    hidden = jnp.zeros((len(tokens), model.config.dim), model.config.precision.compute_dtype)
-    for piece, counts, seen in pieces.of(tokens):
-        hidden, state = read_last(model, state, hidden, piece, counts, pieces.is_plain, **seen)
-    return _logits(model, hidden), state
+    last = jnp.zeros((len(tokens), model.config.dim), model.config.precision.compute_dtype)
+    for counts, hidden, after in _pieces(model, state, tokens, lengths, piece_size, memory):
+        last, state = newest_hidden(hidden, counts, last), after
+    return _logits(model, last), state
 
 
 def stream(
@@ -67,85 +72,83 @@ def stream(
     *,
     piece_size: int = PIECE_SIZE,
     memory: MemoryMode = "kept",
-) -> Iterator[tuple[np.ndarray, Float[Array, "B T D"], InferenceState]]:
-    """`prefill` piece by piece: (tokens read of each row [B], their final hidden states [B, T, D],
-    padded, state after them). The next piece donates the state."""
+) -> Pieces:
+    """`prefill` piece by piece, of rows that may have no tokens. The next piece donates the
+    state."""
     tokens, lengths = _check(model.config, state, tokens, lengths, piece_size, memory)
-    state, pieces = _plan(model, state, lengths, piece_size, memory)
-    for piece, counts, seen in pieces.of(tokens):
-        hidden, state = _read(model, state, piece, counts, is_plain=pieces.is_plain, **seen)
+    return _pieces(model, state, tokens, lengths, piece_size, memory)
+
+
+def _pieces(
+    model: InferenceModel,
+    state: InferenceState,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    piece_size: int,
+    memory: MemoryMode,
+) -> Pieces:
+    chunk_size, is_plain = memory_chunk(model.config), None
+    if memory == "published":
+        assert chunk_size is not None
+        state = _with_fresh_memories(model, state)
+        is_plain = jnp.asarray(lengths < chunk_size)
+    position, slots = np.asarray(state.position), cache_slots(state)
+    phase = (position - np.asarray(state.chunk_start)) % (chunk_size or 1)
+    done = np.zeros_like(lengths)
+    while (done < lengths).any():
+        size, counts = _next_piece(lengths - done, phase + done, chunk_size, piece_size)
+        index = np.minimum(done[:, None] + np.arange(size), tokens.shape[1] - 1)
+        piece = np.take_along_axis(tokens, index, axis=1)
+        before = (position + done)[counts > 0]
+        halo = 0 if counts.max() == 1 else _halo(before, model.config.window, slots)
+        has_gap = bool(before.min() < halo)
+        hidden, state = read_piece(
+            model, state, piece, counts, halo=halo, has_gap=has_gap, is_plain=is_plain
+        )
         yield counts, hidden, state
+        done = done + counts
 
 
-class _Pieces(NamedTuple):
-    """The pieces of rows, planned on the host."""
+@jax.jit
+def newest_hidden(
+    hidden: Float[Array, "B T D"], counts: Int[Array, " B"], before: Float[Array, "B D"]
+) -> Float[Array, "B D"]:
+    """The hidden state of every row's last token; `before` for a row without one."""
+    last = jnp.maximum(counts - 1, 0)[:, None, None]
+    newest = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+    return jnp.where(counts[:, None] > 0, newest, before)
 
-    position: np.ndarray  # [B], before the first piece
-    phase: np.ndarray  # [B], tokens in the open chunks there
-    lengths: np.ndarray  # [B], tokens to read
-    chunk_size: int | None
-    piece_size: int
-    window: int | None  # of attention; None: full
-    num_slots: int | None  # positions that rings hold; None: no attention
-    is_plain: jax.Array | None
 
-    def of(self, tokens: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, dict[str, int]]]:
-        """(tokens [B, T], their number without padding [B], halo and has_gap) of every piece."""
-        done = np.zeros_like(self.lengths)
-        while (done < self.lengths).any():
-            size, counts = self._next(done)
-            index = done[:, None] + np.arange(size)
-            piece = np.take_along_axis(tokens, np.minimum(index, tokens.shape[1] - 1), axis=1)
-            yield piece, counts.astype(np.int32), self._seen(done, counts)
-            done = done + counts
+def _next_piece(
+    left: np.ndarray, phase: np.ndarray, chunk_size: int | None, piece_size: int
+) -> tuple[int, np.ndarray]:
+    """(T, tokens of each row) of a piece, where rows have `left` tokens to read, `phase` tokens
+    after the start of a chunk."""
+    if chunk_size is None:
+        counts = np.minimum(left, piece_size)
+        return _round_up(int(counts.max()), piece_size), counts
+    room = chunk_size - phase % chunk_size
+    is_at_start = (room == chunk_size) | (left == 0)
+    chunks = min(piece_size, left.max()) // chunk_size
+    if is_at_start.all() and chunks > 1:
+        size = chunk_size * (1 << int(chunks).bit_length() - 1)
+        return size, np.minimum(left, size)
+    most = min(piece_size, chunk_size)
+    counts = np.minimum(np.minimum(left, room), most)
+    return _round_up(int(counts.max()), most), counts
 
-    def _next(self, done: np.ndarray) -> tuple[int, np.ndarray]:
-        """(T, tokens of each row) of the piece after `done`."""
-        left = self.lengths - done
-        if self.chunk_size is None:
-            counts = np.minimum(left, self.piece_size)
-            return _round_up(int(counts.max()), self.piece_size), counts
-        room = self.chunk_size - (self.phase + done) % self.chunk_size
-        is_at_start = (room == self.chunk_size) | (left == 0)
-        chunks = min(self.piece_size, left.max()) // self.chunk_size
-        if is_at_start.all() and chunks > 1:
-            size = self.chunk_size * (1 << int(chunks).bit_length() - 1)
-            return size, np.minimum(left, size)
-        most = min(self.piece_size, self.chunk_size)
-        counts = np.minimum(np.minimum(left, room), most)
-        return _round_up(int(counts.max()), most), counts
 
-    def _seen(self, done: np.ndarray, counts: np.ndarray) -> dict[str, int]:
-        start = (self.position + done)[counts > 0]
-        if counts.max() == 1 or not start.max():
-            return {"halo": 0, "has_gap": False}
-        whole = _round_up(int(start.max()), self.num_slots)
-        halo = whole if self.window is None else self.window - 1
-        return {"halo": halo, "has_gap": bool(start.min() < halo)}
+def _halo(before: np.ndarray, window: int | None, slots: int | None) -> int:
+    """Earlier positions that attention reads, of rows with `before` tokens."""
+    if not before.max():
+        return 0
+    return _round_up(int(before.max()), slots) if window is None else window - 1
 
 
 def _round_up(count: int, most: int | None) -> int:
     """The next power of two, at least `LEAST_SIZE` (but 1 for 1), at most `most`."""
     power = 1 if count == 1 else max(1 << (count - 1).bit_length(), LEAST_SIZE)
     return power if most is None else min(power, most)
-
-
-def _plan(
-    model: InferenceModel,
-    state: InferenceState,
-    lengths: np.ndarray,
-    piece_size: int,
-    memory: MemoryMode,
-) -> tuple[InferenceState, _Pieces]:
-    chunk_size, is_plain = memory_chunk(model.config), None
-    if memory == "published":
-        assert chunk_size is not None
-        state = _with_fresh_memories(model, state)
-        is_plain = jnp.asarray(lengths < chunk_size)
-    position, chunk_start = np.asarray(state.position), np.asarray(state.chunk_start)
-    phase, slots = (position - chunk_start) % (chunk_size or 1), cache_slots(state)
-    window = model.config.window
-    return state, _Pieces(position, phase, lengths, chunk_size, piece_size, window, slots, is_plain)
 
 
 def check_capacity(config: TransformerConfig, state: InferenceState, lengths: np.ndarray) -> None:
@@ -201,25 +204,3 @@ def _check(
     check_capacity(config, state, lengths)
     check_memory(config, memory)
     return tokens.astype(np.int32, copy=False), lengths.astype(np.int32)
-
-
-@functools.partial(jax.jit, static_argnames=("halo", "has_gap"), donate_argnums=(1, 2))
-def read_last(
-    model: InferenceModel,
-    state: InferenceState,
-    hidden: jax.Array,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    is_plain: jax.Array | None,
-    *,
-    halo: int,
-    has_gap: bool,
-) -> tuple[Float[Array, "B D"], InferenceState]:
-    """(hidden states at every row's last token, `hidden` for a row without one; state)."""
-    h, state = advance(model, state, tokens, lengths, halo=halo, has_gap=has_gap, is_plain=is_plain)
-    return newest(h, lengths, hidden), state
-
-
-_read = jax.jit(advance, static_argnames=("halo", "has_gap"), donate_argnums=1)
-_with_fresh_memories = jax.jit(fresh_memories, donate_argnums=1)
-_logits = jax.jit(head_logits)

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ttcd_jax.errors import UserError
-from ttcd_jax.sharding.rules import BATCH, LENGTH, spec
+from ttcd_jax.sharding.rules import shardings
 
 
 class Placement:
@@ -18,15 +17,10 @@ class Placement:
     """
 
     def __init__(self, mesh: Mesh, *, batch_size: int, length: int) -> None:
-        for name, size, axes in (("batch_size", batch_size, BATCH), ("seq_len", length, LENGTH)):
-            parts = int(np.prod([mesh.shape[axis] for axis in axes]))
-            if size % parts:
-                raise UserError(
-                    f"{name} {size} does not divide among the {parts} devices of mesh axes "
-                    f"{' x '.join(axes)}: change {name} or MeshConfig"
-                )
         self._shape = (batch_size, length)
-        self._sharding = NamedSharding(mesh, spec(("batch", "length"), mesh))
+        fields = {"fields [batch_size, seq_len]": jax.ShapeDtypeStruct(self._shape, np.int32)}
+        axes = dict.fromkeys(fields, ("batch", "length"))
+        (self._sharding,) = shardings(mesh, axes, fields).values()
         own = self._sharding.addressable_devices_indices_map(self._shape).values()
         indices = (range(batch_size)[index[0]] for index in own if index is not None)
         self.rows = tuple(sorted({row for rows in indices for row in rows}))

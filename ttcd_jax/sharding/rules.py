@@ -124,8 +124,7 @@ def sharded(
     mesh = jax.sharding.get_abstract_mesh()
 
     def specs(tree: Any) -> Any:
-        is_names = isinstance(tree, tuple) and all(isinstance(x, str | None) for x in tree)
-        return spec(tree, mesh) if is_names else tuple(map(specs, tree))
+        return spec(tree, mesh) if _is_names(tree) else tuple(map(specs, tree))
 
     return jax.shard_map(
         functools.partial(function, Shard(frozenset(_free_axes(mesh)))),
@@ -133,6 +132,10 @@ def sharded(
         out_specs=specs(outputs),
         check_vma=False,
     )
+
+
+def _is_names(node: Any) -> bool:
+    return type(node) is tuple and all(isinstance(name, str | None) for name in node)
 
 
 # The name of arrays that remat never keeps: they are exchanged again.
@@ -193,7 +196,4 @@ def shardings(mesh: Mesh, axes: Any, arrays: Any) -> Any:
                 )
         return NamedSharding(mesh, spec(names, mesh))
 
-    def is_names(node: Any) -> bool:
-        return type(node) is tuple and all(isinstance(name, str | None) for name in node)
-
-    return jax.tree_util.tree_map_with_path(place, axes, arrays, is_leaf=is_names)
+    return jax.tree_util.tree_map_with_path(place, axes, arrays, is_leaf=_is_names)

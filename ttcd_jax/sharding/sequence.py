@@ -33,33 +33,30 @@ def from_left(shard: Shard, tree: Any, distance: int = 1) -> Any:
     return jax.tree.map(lambda x: jax.lax.ppermute(x, SEQ, pairs), tree)
 
 
-def with_halo(shard: Shard, x: Array, size: int) -> Array:
-    """x with the `size` positions before it, [B, size + T, ...]: zeros before the start of the row,
-    and no more positions than the other devices hold. Takes as many neighbors as needed."""
-    length = x.shape[1]
-    parts = [x]
-    for distance in range(1, shard.size(SEQ)):
-        take = min(length, size - (distance - 1) * length)
-        if take <= 0:
-            break
-        parts.insert(0, from_left(shard, x[:, length - take :], distance))
-    return jnp.concatenate(parts, axis=1) if len(parts) > 1 else x
-
-
 def halo(
     shard: Shard, tree: Any, segment_ids: Int[Array, "B T"] | None, reach: int | None
 ) -> tuple[Any, Int[Array, "B S"] | None]:
     """(every array with up to `reach` positions before it, None: the whole row; their segment ids).
-    Segments are `NOWHERE` before the start of the row; without a halo they are unchanged."""
+
+    Takes as many neighbors as needed. Before the start of the row, arrays are zero and segments
+    `NOWHERE`; without a halo both are unchanged.
+    """
     batch, length = jax.tree.leaves(tree)[0].shape[:2]
     available = (shard.size(SEQ) - 1) * length
     size = available if reach is None else min(reach, available)
     if not size:
         return tree, segment_ids
+
+    def extended(x: jax.Array) -> jax.Array:
+        parts = [x]
+        for distance in range(1, -(-size // length) + 1):
+            first = max(distance * length - size, 0)
+            parts.insert(0, from_left(shard, x[:, first:], distance))
+        return jnp.concatenate(parts, axis=1)
+
     ids = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
-    ids = with_halo(shard, ids, size)
-    position = shard.index(SEQ) * length + jnp.arange(length - ids.shape[1], length)
-    tree = jax.tree.map(lambda x: with_halo(shard, x, size), tree)
+    tree, ids = jax.tree.map(extended, (tree, ids))
+    position = shard.index(SEQ) * length + jnp.arange(-size, length)
     return tree, jnp.where(position >= 0, ids, NOWHERE)
 
 

@@ -10,6 +10,7 @@ import pytest
 from checks import randomize
 from flax import nnx
 from scipy import special
+from small_models import config_of
 
 from experiments.equivalence import compare as equivalence
 from experiments.equivalence.compare import (
@@ -22,23 +23,11 @@ from experiments.equivalence.compare import (
 )
 from experiments.equivalence.ways import Computed, Way, parse_way
 from ttcd_jax.errors import NonFiniteError, UserError
-from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.precision import Precision
 from ttcd_jax.train.state import with_params
 
-CONFIG = TransformerConfig(
-    vocab_size=11,
-    dim=8,
-    num_layers=2,
-    num_heads=2,
-    mlp_dim=12,
-    window=6,
-    student_window=3,
-    method="ipttcd",
-    fast_layers=(0,),
-    memory=MemoryConfig(chunk_size=4, num_taps=3),
-)
+CONFIG = config_of("ipttcd", window=6, student_window=3, precision=Precision())
 SHALLOW = CONFIG.replace(num_layers=1)
 ROWS = {
     name: np.random.default_rng(seed).integers(0, 11, (3, 14))
