@@ -28,24 +28,6 @@ IMPORTED = (
     "ttcd_jax.eval.report",
     "ttcd_jax.inference.generate",
 )
-# A run that takes no time: a file of its own adds data, steps, batch and vocabulary.
-TINY = """
-RunConfig.optimizer = @OptimizerConfig()
-RunConfig.log_every = 1
-TransformerConfig.dim = 8
-TransformerConfig.num_layers = 1
-TransformerConfig.num_heads = 2
-TransformerConfig.mlp_dim = 8
-TransformerConfig.window = 8
-TransformerConfig.student_window = 4
-TransformerConfig.method = 'ipttcd'
-TransformerConfig.fast_layers = (0,)
-TransformerConfig.memory = @MemoryConfig()
-MemoryConfig.chunk_size = 4
-OptimizerConfig.schedule = @ScheduleConfig()
-ScheduleConfig.peak = 1e-2
-ScheduleConfig.warmup = 2
-"""
 PR_SET_CHILD_SUBREAPER = 36
 
 

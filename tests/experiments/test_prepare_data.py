@@ -3,23 +3,16 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import commands
 import numpy as np
 import pytest
+import tiny_run
 
 from ttcd_jax.data.records import open_records, read_manifest
 from ttcd_jax.data.tokenizer import JsonTokenizer
 from ttcd_jax.run.directory import load_run
-
-TINY = f"""{commands.TINY}RunConfig.batch_size = 2
-RunConfig.data = @RecordsConfig()
-RunConfig.steps = 3
-RecordsConfig.seq_len = 16
-TransformerConfig.vocab_size = 300
-"""
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +80,11 @@ def test_records_are_the_text(text, tokenizer, records):
 
 
 def test_a_run_trains_is_pinned_and_evaluated(text, tokenizer, records, tmp_path):
-    gin = tmp_path / "tiny.gin"
-    gin.write_text(TINY)
     here = tmp_path / "here"
     here.symlink_to(records)
-    launch = ("launch", f"--gin={gin}", f"--param=RecordsConfig.paths=('{here}',)")
+    bindings = ["include 'data/records.gin'", f"RECORDS=('{here}',)", "RecordsConfig.seq_len=16"]
+    bindings += ["TransformerConfig.vocab_size=300", "STEPS=3"]
+    launch = ("launch", *tiny_run.flags("quickstart.gin", *bindings))
     run_dir = tmp_path / "run"
     assert "trained 3 steps" in commands.output(*launch, f"--run_dir={run_dir}")
     manifest = json.loads((run_dir / "data.json").read_text())
@@ -129,24 +122,17 @@ def test_a_killed_command_leaves_nothing_that_looks_complete(tmp_path):
         for _ in range(1200):
             pipe.write(json.dumps({"text": "x" * 10_000}) + "\n")
         pipe.flush()
-        _wait(lambda: list(tmp_path.glob(".records.*/train.*.tokens.bin")))
+        tiny_run.wait_until(lambda: list(tmp_path.glob(".records.*/train.*.tokens.bin")))
         children = _children(process.pid)
         assert len(children) >= 2
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert not output.exists()
-    _wait(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in children))
+    tiny_run.wait_until(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in children))
     source.unlink()
     source.write_text("".join(json.dumps({"text": "y" * i}) + "\n" for i in range(90)))
     assert "train: " in commands.output("prepare_data", *arguments)
     assert "train: " in commands.output("prepare_data", f"--verify={output}")
-
-
-def _wait(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def _children(pid):
@@ -159,7 +145,7 @@ def test_a_stopped_command_clears_up(tmp_path):
     arguments = (f"--input={source}", "--tokenizer=byte", f"--output={tmp_path / 'records'}")
     process = commands.start("prepare_data", *arguments)
     with source.open("w"):
-        _wait(lambda: list(tmp_path.glob(".records.*")))
+        tiny_run.wait_until(lambda: list(tmp_path.glob(".records.*")))
         process.terminate()
         assert process.wait(60) == 143
     assert os.listdir(tmp_path) == ["corpus.jsonl"]
