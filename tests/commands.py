@@ -12,7 +12,9 @@ import gc
 import importlib
 import json
 import os
+import re
 import runpy
+import shlex
 import socket
 import subprocess
 import sys
@@ -72,6 +74,19 @@ def output(module: str, *arguments, **options) -> str:
     result = run(module, *arguments, **options)
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def line(text: str, **options) -> subprocess.CompletedProcess:
+    """A command as a page writes it: `.venv/bin/python -m experiments.NAME ...`."""
+    python, dash, module, *arguments = shlex.split(text)
+    assert (python, dash) == (".venv/bin/python", "-m")
+    return run(module.removeprefix("experiments."), *arguments, **options)
+
+
+def lines_of(page: str) -> list[str]:
+    """The lines of the first block of commands in a page of docs/."""
+    block = re.search(r"```sh\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[1]
+    return [line for line in block.splitlines() if not line.startswith("#")]
 
 
 def refused(module: str, *arguments, status: int = 2, **options) -> str:
