@@ -22,7 +22,11 @@ RECALL = (
 
 def flags(gin: str, *bindings: str) -> list[str]:
     """The flags of `experiments.launch` for a file of experiments/configs, at tiny sizes."""
-    return [f"--gin={gin}", *(f"--param={binding}" for binding in (*BINDINGS, *bindings))]
+    return [f"--gin={gin}", *params(*BINDINGS, *bindings)]
+
+
+def params(*bindings: str) -> list[str]:
+    return [f"--param={binding}" for binding in bindings]
 
 
 def losses(run_dir: Path) -> list[tuple[int, float, float]]:
