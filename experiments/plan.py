@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from ttcd_jax.errors import UserError
@@ -16,15 +15,13 @@ from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.mesh import build_mesh
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import DEVICES_PER_NODE, Hardware, data_sheet, parse_topology
-from ttcd_jax.train.state import abstract_model
+from ttcd_jax.train.state import abstract_params
 from ttcd_jax.units import size as size_text
-
-type Rows = list[tuple[str, str]]
 
 PEAK_SHARE = 0.4  # of the data sheet's peak FLOP/s, for the time of the FLOPs
 
 
-class Memory(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Bytes on one device. `rest`: activations and everything else that exists during a step."""
 
     params: int
@@ -42,17 +39,8 @@ class Memory(NamedTuple):
         return self.lasting + self.rest
 
 
-class Plan(NamedTuple):
-    """Cost of a step per device. `mesh`: devices along each axis; `compiled`: the step itself."""
-
-    mesh: dict[str, int]
-    memory: Memory
-    compiled: jax.stages.Compiled
-
-
 def num_params(config: RunConfig) -> int:
-    params = nnx.state(abstract_model(config.model), nnx.Param)
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config.model)))
 
 
 def use_topology(topology: str) -> Hardware:
@@ -63,8 +51,8 @@ def use_topology(topology: str) -> Hardware:
     return hardware
 
 
-def make_plan(config: RunConfig, mesh: Mesh) -> Plan:
-    """Compiles the real step for the devices of `mesh`."""
+def make_plan(config: RunConfig, mesh: Mesh) -> tuple[DeviceMemory, jax.stages.Compiled]:
+    """(bytes of a step on one device of `mesh`, the real step, compiled)."""
     state, batch = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
     with jax.set_mesh(mesh):
         compiled = build.build_step(config, mesh).lower(state, batch).compile()
@@ -74,13 +62,8 @@ def make_plan(config: RunConfig, mesh: Mesh) -> Plan:
     sizes = compiled.memory_analysis()
     assert sizes is not None, "the compiler reports the bytes of its program"
     temporary = sizes.temp_size_in_bytes + _num_bytes(batch, on_batch)
-    memory = Memory(
-        params=params,
-        gradients=params,
-        optimizer=_num_bytes(state["opt_state"], on_state["opt_state"]),
-        rest=max(temporary - params, 0),
-    )
-    return Plan(dict(mesh.shape), memory, compiled)
+    optimizer = _num_bytes(state["opt_state"], on_state["opt_state"])
+    return DeviceMemory(params, params, optimizer, rest=max(temporary - params, 0)), compiled
 
 
 def _num_bytes(arrays: Any, shardings: Any) -> int:
@@ -98,68 +81,59 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
     devices. Raises `UserError` for a mesh that does not fit them or the batch."""
     mesh = build_mesh(config.mesh)
     build.placement(config, mesh)
-    plan = make_plan(config, mesh)
+    used, _ = make_plan(config, mesh)
     hardware = data_sheet(jax.devices()[0].device_kind) if hardware is None else hardware
-    rows = _size_rows(config) + _memory_rows(plan.memory) + _state_rows(config)
-    if hardware is not None:
-        rows += _fit_rows(config, plan, hardware)
-    width = max(len(name) for name, _ in rows)
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
-
-
-def _size_rows(config: RunConfig) -> Rows:
     length = config.data.seq_len
     tokens, flops = config.batch_size * length, training_flops_per_token(config.model, length)
-    return [
-        ("parameters", f"{num_params(config):,}"),
-        ("tokens per step", f"{tokens:,} ({config.batch_size} rows of {length:,})"),
-        ("tokens in all", f"{tokens * config.steps:,} in {config.steps:,} steps"),
-        ("training FLOPs per token", f"{flops:.4g}"),
-        ("training FLOPs per step", f"{flops * tokens:.4g}"),
-    ]
+    facts = {
+        "parameters": f"{num_params(config):,}",
+        "tokens per step": f"{tokens:,} ({config.batch_size} rows of {length:,})",
+        "tokens in all": f"{tokens * config.steps:,} in {config.steps:,} steps",
+        "training FLOPs per token": f"{flops:.4g}",
+        "training FLOPs per step": f"{flops * tokens:.4g}",
+        "memory: parameters": _per_device(used.params),
+        "memory: gradients": _per_device(used.gradients),
+        "memory: optimizer": _per_device(used.optimizer),
+        "memory: activations and all else": f"{_per_device(used.rest)}, as compiled here",
+        "memory: in all": _per_device(used.total),
+        "decoding state": _decoding_state(config),
+    }
+    if hardware is not None:
+        facts |= _fit(config, mesh.shape, used, hardware, flops * tokens)
+    width = max(map(len, facts))
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
 
 
-def _memory_rows(memory: Memory) -> Rows:
-    return [
-        ("memory: parameters", _per_device(memory.params)),
-        ("memory: gradients", _per_device(memory.gradients)),
-        ("memory: optimizer", _per_device(memory.optimizer)),
-        ("memory: activations and all else", f"{_per_device(memory.rest)}, as compiled here"),
-        ("memory: in all", _per_device(memory.total)),
-    ]
-
-
-def _state_rows(config: RunConfig) -> Rows:
+def _decoding_state(config: RunConfig) -> str:
     length = config.data.seq_len
     try:
         sizes = state_bytes(config.model, 1, max_length=length)
     except UserError as error:
-        return [("decoding state", f"none: {error}")]
+        return f"none: {error}"
     kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in sizes.items() if size)
-    extent = f", for {length:,} tokens" if config.model.window is None else ", for any length"
-    return [("decoding state", f"per row: {kinds}{extent}")]
+    extent = "any length" if config.model.window is not None else f"{length:,} tokens"
+    return f"per row: {kinds}, for {extent}"
 
 
-def _fit_rows(config: RunConfig, plan: Plan, hardware: Hardware) -> Rows:
-    change = remedy(config, plan.mesh, plan.memory, hardware)
-    num_devices = math.prod(plan.mesh.values())
-    axes = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
-    length = config.data.seq_len
-    flops = config.batch_size * length * training_flops_per_token(config.model, length)
+def _fit(
+    config: RunConfig, mesh: Mapping[str, int], used: DeviceMemory, hardware: Hardware, flops: float
+) -> dict[str, str]:
+    change = remedy(config, mesh, used, hardware)
+    num_devices = math.prod(mesh.values())
     seconds = flops / (num_devices * PEAK_SHARE * hardware.peak_flops)
     step = f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
-    return [
-        ("devices", f"{num_devices} x {hardware.name}: {axes}"),
-        ("memory: there is", _per_device(hardware.memory_bytes)),
-        # A CPU's compiler computes some bfloat16 products in float32 and has attention in XLA.
-        ("fits", "yes" if change is None else "DOES NOT FIT"),
-        *([] if change is None else [("change", change)]),
-        (
-            f"FLOPs at {PEAK_SHARE:.0%} of peak",
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.items())
+    # A CPU's compiler computes some bfloat16 products in float32 and has attention in XLA.
+    fits = {"fits": "yes"} if change is None else {"fits": "DOES NOT FIT", "change": change}
+    return {
+        "devices": f"{num_devices} x {hardware.name}: {axes}",
+        "memory: there is": _per_device(hardware.memory_bytes),
+        **fits,
+        f"FLOPs at {PEAK_SHARE:.0%} of peak": (
             f"{step} per step, {seconds * config.steps / 3600:,.1f} hours in all "
-            f"(arithmetic, no prediction; peak {hardware.peak_flops / 1e12:,.0f} TFLOP/s)",
+            f"(arithmetic, no prediction; peak {hardware.peak_flops / 1e12:,.0f} TFLOP/s)"
         ),
-    ]
+    }
 
 
 def _per_device(size: float) -> str:
@@ -167,28 +141,28 @@ def _per_device(size: float) -> str:
 
 
 def remedy(
-    config: RunConfig, mesh: Mapping[str, int], memory: Memory, hardware: Hardware
+    config: RunConfig, mesh: Mapping[str, int], used: DeviceMemory, hardware: Hardware
 ) -> str | None:
     """The change that makes a step fit; None if it fits. Parameters, gradients and optimizer are
     sharded along fsdp, seq and tensor; the rest is proportional to the tokens that a device
     computes at once."""
-    if memory.total <= hardware.memory_bytes:
+    if used.total <= hardware.memory_bytes:
         return None
-    if memory.lasting > hardware.memory_bytes:
-        return _shard_parameters(mesh, memory, hardware)
-    return _shrink_activations(config, mesh, memory.rest / (hardware.memory_bytes - memory.lasting))
+    if used.lasting > hardware.memory_bytes:
+        return _shard_parameters(mesh, used, hardware)
+    return _shrink_activations(config, mesh, used.rest / (hardware.memory_bytes - used.lasting))
 
 
-def _shard_parameters(mesh: Mapping[str, int], memory: Memory, hardware: Hardware) -> str:
+def _shard_parameters(mesh: Mapping[str, int], used: DeviceMemory, hardware: Hardware) -> str:
     copies = mesh["data"]
     for factor in _divisors(copies):
-        if memory.lasting / factor + memory.rest <= hardware.memory_bytes:
+        if used.lasting / factor + used.rest <= hardware.memory_bytes:
             return (
                 f"parameters, gradients and optimizer: raise MeshConfig.fsdp from {mesh['fsdp']} "
                 f"to {mesh['fsdp'] * factor} (data from {copies} to {copies // factor})"
             )
-    whole = memory.lasting * math.prod(mesh.values()) / copies
-    room = max(hardware.memory_bytes - memory.rest, hardware.memory_bytes / 2)
+    whole = used.lasting * math.prod(mesh.values()) / copies
+    room = max(hardware.memory_bytes - used.rest, hardware.memory_bytes / 2)
     devices = math.ceil(whole / room / DEVICES_PER_NODE) * DEVICES_PER_NODE
     return (
         f"parameters, gradients and optimizer, even in {math.prod(mesh.values())} parts: take at "

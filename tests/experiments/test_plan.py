@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from experiments.gin_loading import load_config
-from experiments.plan import Memory, remedy
+from experiments.plan import DeviceMemory, remedy
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.hardware import Hardware
 
@@ -21,7 +21,7 @@ DEVICE = Hardware("T1", peak_flops=1e12, memory_bytes=100)
 def _change(config=CONFIG, data=4, fsdp=2, seq=2, **memory):
     mesh = {"data": data, "fsdp": fsdp, "seq": seq, "tensor": 1}
     sizes = {"params": 10, "gradients": 10, "optimizer": 20, "rest": 30} | memory
-    return remedy(config, mesh, Memory(**sizes), DEVICE)
+    return remedy(config, mesh, DeviceMemory(**sizes), DEVICE)
 
 
 def test_what_fits_needs_no_change():
@@ -78,7 +78,7 @@ config = load_config(
     RunConfig, "quickstart.gin", sys.argv[1:], config_dir=Path("experiments/configs")
 )
 mesh = build_mesh(config.mesh)
-planned = plan.make_plan(config, mesh)
+memory, step = plan.make_plan(config, mesh)
 state = build.abstract_state(config, mesh)
 init = jax.jit(lambda: zeros(state)).lower().compile()
 batch = build.abstract_batch(config, mesh)
@@ -88,8 +88,8 @@ Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
 state = jax.device_put(init(), jax.tree.map(lambda x: x.sharding, state))
 batch = {name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for name, x in batch.items()}
 for _ in range(2):
-    state, _ = jax.block_until_ready(planned.compiled(state, batch))
-print(planned.memory.total, resident("VmHWM") - before)
+    state, _ = jax.block_until_ready(step(state, batch))
+print(memory.total, resident("VmHWM") - before)
 """
 
 
