@@ -33,34 +33,21 @@ IMPORTED = (
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def start(module: str, *arguments, is_forked: bool = True, **options) -> subprocess.Popen:
-    """A command in the repository's folder; `options` are those of `subprocess.Popen`."""
-    return _started("-m", f"experiments.{module}", *arguments, is_forked=is_forked, **options)
-
-
-def _started(*arguments, is_forked: bool = True, **options) -> subprocess.Popen:
+def start(program: str | Path, *arguments, is_forked: bool = True, **options) -> subprocess.Popen:
+    """A command by its name, or a program among the tests by its path, in the repository's folder;
+    `options` are those of `subprocess.Popen`."""
     options = {"cwd": ROOT, "env": cpu_environment(), "text": True} | options
-    line = [sys.executable, *map(str, arguments)]
+    named = (program,) if isinstance(program, Path) else ("-m", f"experiments.{program}")
+    line = [sys.executable, *map(str, (*named, *arguments))]
     return (_Fork if is_forked else subprocess.Popen)(line, **options)
 
 
 def run(
-    module: str, *arguments, input: str | None = None, timeout: float = 240, **options
+    program: str | Path, *arguments, input: str | None = None, timeout: float = 280, **options
 ) -> subprocess.CompletedProcess:
-    """A command to its end, `input` on its standard input."""
-    return _ended(functools.partial(start, module, *arguments), input, timeout, options)
-
-
-def script(path: Path | str, *arguments, timeout: float = 280, **options) -> str:
-    """The output of a program among the tests, which imports their modules."""
-    done = _ended(functools.partial(_started, path, *arguments), None, timeout, options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def _ended(start, input: str | None, timeout: float, options) -> subprocess.CompletedProcess:
+    """A command or program to its end, `input` on its standard input."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with start(**pipes | options) as process:
+    with start(program, *arguments, **pipes | options) as process:
         try:
             output, errors = process.communicate(input, timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -69,9 +56,9 @@ def _ended(start, input: str | None, timeout: float, options) -> subprocess.Comp
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-def output(module: str, *arguments, **options) -> str:
-    """The standard output of a command that succeeds."""
-    result = run(module, *arguments, **options)
+def output(program: str | Path, *arguments, **options) -> str:
+    """The standard output of a command or program that succeeds."""
+    result = run(program, *arguments, **options)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

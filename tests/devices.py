@@ -31,10 +31,10 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
 def printed(script: str, *arguments: str, count: int = 4, **variables: str) -> str:
     """Standard output of a test file run as a program with `count` devices."""
-    return commands.script(script, *arguments, env=environment(count, **variables))
+    return commands.output(Path(script), *arguments, env=environment(count, **variables))
 
 
 def run_on_devices(script: Path, case: str, output: Path, *meshes: str) -> Any:
     """The JSON that `script` writes about `case` into `output`."""
-    commands.script(script, case, output, *meshes, env=environment(8))
+    commands.output(script, case, output, *meshes, env=environment(8))
     return json.loads(output.read_text())

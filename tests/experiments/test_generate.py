@@ -190,4 +190,4 @@ def test_the_commands_of_the_page_run(run_dir, tmp_path):
     page = (commands.ROOT / "docs/generation.md").read_text()
     program = tmp_path / "program.py"
     program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
-    assert commands.script(program, cwd=tmp_path).strip()
+    assert commands.output(program, cwd=tmp_path).strip()

@@ -36,14 +36,9 @@ class Memory(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Vocab(Config):
-    size: int = 256
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall(Config):
     num_pairs: int = 4
-    vocab: Vocab
+    plain: Plain
 
     def validate(self) -> None:
         if self.num_pairs < 1:
@@ -109,7 +104,7 @@ def test_values_references_and_containers_are_bound(load):
         steps=500,
         taps=(3, 4),
         attention=Attention(rope=Rope()),
-        data=Recall(vocab=Vocab()),
+        data=Recall(plain=Plain()),
         blocks=(Plain(), Memory(eta=0.3, mode="fold")),
     )
 
@@ -160,7 +155,7 @@ def test_a_fragment_may_be_included_twice_and_conflicts_settled(load):
 def test_a_parameter_may_swap_a_class_the_file_configured(load):
     text = (
         "PAIRS = 3\nDATA = @Recall()\nTree.data = %DATA\n"
-        "Recall.num_pairs = %PAIRS\nVocab.size = 7\n"
+        "Recall.num_pairs = %PAIRS\nPlain.mlp_dim = 7\n"
     )
     for swap in ("Tree.data=@Copy()", "DATA=@Copy()"):
         assert load(text, swap, "Copy.length=5").data == Copy(length=5)
@@ -204,10 +199,7 @@ def test_scopes_and_macros_mean_what_gin_means(load):
         ("Tre.steps = 1", "run.gin:1: no configuration class 'Tre'; did you mean 'Tree"),
         ("\nTree.stepz = 1", "run.gin:2: Tree has no field 'stepz'; did you mean 'ste"),
         ("Tree:\n  stepz = 1", "run.gin:2: Tree has no field 'stepz'"),
-        (
-            "Zebra.x = 1",
-            "'Zebra'; known are Attention, Copy, Memory, Plain, Recall, Rope, Tree, Vocab",
-        ),
+        ("Zebra.x = 1", "'Zebra'; known are Attention, Copy, Memory, Plain, Recall, Rope, Tree"),
         ("Tree.data = @Coppy()", "run.gin:1: no configuration class 'Coppy'; did you mean 'Copy'"),
         ("Tree.data = @Copy", "run.gin:1: write @Copy(), with parentheses"),
         ("STEPS = 1\nTree.steps = %STEP", "run.gin:2: no macro %STEP is defined; did you mean"),
