@@ -1,20 +1,25 @@
-import os
-import subprocess
+"""The plan of a step: the change that makes it fit, and its bytes as a process measures them."""
+
+import ctypes
+import re
 import sys
 from pathlib import Path
 
+import commands
+import jax
+import jax.numpy as jnp
+from devices import environment
+
+from experiments.cli import CONFIG_DIR
 from experiments.gin_loading import load_config
-from experiments.plan import DeviceMemory, remedy
+from experiments.plan import DeviceMemory, make_plan, remedy
+from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
+from ttcd_jax.sharding.mesh import build_mesh
 from ttcd_jax.train.hardware import Hardware
 
-ROOT = Path(__file__).parents[2]
-CONFIG = load_config(
-    RunConfig,
-    "quickstart.gin",
-    ["RunConfig.batch_size=64", "RunConfig.accumulation_steps=2"],
-    config_dir=ROOT / "experiments" / "configs",
-)
+BATCH = ("RunConfig.batch_size=64", "RunConfig.accumulation_steps=2")
+CONFIG = load_config(RunConfig, "quickstart.gin", BATCH, config_dir=CONFIG_DIR)
 DEVICE = Hardware("T1", peak_flops=1e12, memory_bytes=100)
 
 
@@ -51,62 +56,43 @@ def test_activations_that_do_not_fit_are_cut_into_more_parts_then_along_the_row(
     assert "take 100 times the devices" in _change(block, rest=6000)
 
 
-# The plan of a step, then that step: what the process holds more than before it had a state.
-MEASURE = """
-import ctypes
-import sys
-from pathlib import Path
+def _resident(key):
+    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 
-from ttcd_jax.run import build
-from experiments import plan
-from experiments.gin_loading import load_config
-from ttcd_jax.run.config import RunConfig
-from ttcd_jax.sharding.mesh import build_mesh
+def _measure(*params):
+    """Prints the bytes of a plan, and what the process then holds more than before it had a state,
+    during the step that was planned."""
+    config = load_config(RunConfig, "quickstart.gin", params, config_dir=CONFIG_DIR)
+    mesh = build_mesh(config.mesh)
+    planned, step = make_plan(config, mesh)
+    abstract = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
 
-def resident(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+    def zeros():
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
 
-def zeros(tree):
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
-
-config = load_config(
-    RunConfig, "quickstart.gin", sys.argv[1:], config_dir=Path("experiments/configs")
-)
-mesh = build_mesh(config.mesh)
-memory, step = plan.make_plan(config, mesh)
-state = build.abstract_state(config, mesh)
-init = jax.jit(lambda: zeros(state)).lower().compile()
-batch = build.abstract_batch(config, mesh)
-ctypes.CDLL("libc.so.6").malloc_trim(0)
-before = resident("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-state = jax.device_put(init(), jax.tree.map(lambda x: x.sharding, state))
-batch = {name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for name, x in batch.items()}
-for _ in range(2):
-    state, _ = jax.block_until_ready(step(state, batch))
-print(memory.total, resident("VmHWM") - before)
-"""
+    make = jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
+    make = make.lower().compile()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    state, batch = make()
+    for _ in range(2):
+        state, _ = jax.block_until_ready(step(state, batch))
+    print(planned.total, _resident("VmHWM") - before)
 
 
 def test_a_step_takes_the_bytes_of_its_plan():
-    sizes = ("RunConfig.batch_size=8", "TextConfig.seq_len=1024", "RunConfig.accumulation_steps=1")
+    sizes = ("RunConfig.batch_size=8", "TextConfig.seq_len=1024")
     small = ("TransformerConfig.num_layers=2", "TransformerConfig.fast_layers=(0,)")
     # Every large array in its own mapping: freed memory of the compiler is not used again.
     allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", MEASURE, *small, *sizes],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"} | allocator,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    planned, measured = map(int, result.stdout.split())
+    options = {"env": environment(**allocator), "is_forked": False}
+    planned, measured = map(int, commands.output(Path(__file__), *small, *sizes, **options).split())
     assert planned > 100e6
     assert abs(measured / planned - 1) < 0.15
+
+
+if __name__ == "__main__":
+    _measure(*sys.argv[1:])
