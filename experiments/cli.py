@@ -7,7 +7,6 @@ the unfinished files removed. Any other exception keeps its traceback.
 
 import ast
 import contextlib
-import dataclasses
 import functools
 import os
 import select
@@ -82,18 +81,15 @@ def use_every_core() -> None:
 def parse_options[C: Config](config: type[C], owner: str, options: Iterable[str]) -> C:
     """A configuration from `name=value` or `--name=value`, every other field its default. Raises
     `UserError` for an option that `owner` does not take."""
-    hints = typing.get_type_hints(config)
-    names, values = [field.name for field in dataclasses.fields(config)], {}
+    hints, values = typing.get_type_hints(config), {}
     for option in options:
         name, equals, text = option.removeprefix("--").partition("=")
-        if name not in names or not equals:
-            takes = ", ".join(f"{name}=VALUE" for name in names)
+        if name not in hints or not equals:
+            takes = ", ".join(f"{name}=VALUE" for name in hints)
             raise UserError(f"{owner} has no option {option!r}: it takes {takes}")
         values[name] = text
         if str not in (hints[name], *typing.get_args(hints[name])):
-            with contextlib.suppress(
-                SyntaxError, ValueError
-            ):  # otherwise the field refuses the text
+            with contextlib.suppress(SyntaxError, ValueError):  # the field refuses other text
                 values[name] = ast.literal_eval(text)
     return config(**values)
 

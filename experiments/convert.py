@@ -65,18 +65,17 @@ def _import(source: Path, run_dir: Path) -> None:
     from ttcd_jax.train.checkpoint import Checkpoints
 
     check_unused(run_dir)
-    tokenizer = _chosen_tokenizer(source)
     params, config, facts = import_reference(source)
+    tokenizer = _tokenizer(source, config.vocab_size)
     length = json.loads(facts["config_json"]).get("max_position_embeddings")
     is_length = type(length) is int and 2 <= length < 2**31
     data: dict[str, Any] = {"type": IMPORTED, "seq_len": length if is_length else _SEQ_LEN}
-    if tokenizer is not None:
-        _check_vocabulary(tokenizer, config.vocab_size)
-        copied = {} if tokenizer.path is None else {"path": TOKENIZER}
-        data["tokenizer"] = tokenizer.replace(**copied).to_dict()
     with whole_folder(run_dir) as unfinished:
-        if tokenizer is not None and tokenizer.path is not None:
-            shutil.copyfile(tokenizer.path, unfinished / TOKENIZER)
+        if tokenizer is not None:
+            if tokenizer.path is not None:
+                shutil.copyfile(tokenizer.path, unfinished / TOKENIZER)
+                tokenizer = tokenizer.replace(path=TOKENIZER)
+            data["tokenizer"] = tokenizer.to_dict()
         directory = RunDirectory(unfinished)
         with contextlib.closing(Checkpoints(directory.checkpoints, model=config)) as checkpoints:
             checkpoints.save(0, {"params": params})
@@ -85,21 +84,16 @@ def _import(source: Path, run_dir: Path) -> None:
     print(f"run directory {run_dir.absolute()}")
 
 
-def _chosen_tokenizer(source: Path) -> "TokenizerConfig | None":
-    """The tokenizer to import, if any."""
-    from ttcd_jax.data.tokenizer import TokenizerConfig
+def _tokenizer(source: Path, vocab_size: int) -> "TokenizerConfig | None":
+    """The tokenizer to import, if any, whose tokens the model has."""
+    from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
 
     found = (source if source.is_dir() else source.parent) / "tokenizer.json"
     chosen = FLAGS.tokenizer or (str(found) if found.is_file() else "none")
     if chosen == "none":
         return None
     is_byte = chosen == "byte"
-    return TokenizerConfig() if is_byte else TokenizerConfig(kind="json", path=chosen)
-
-
-def _check_vocabulary(config: "TokenizerConfig", vocab_size: int) -> None:
-    from ttcd_jax.data.tokenizer import build_tokenizer
-
+    config = TokenizerConfig() if is_byte else TokenizerConfig(kind="json", path=chosen)
     try:
         needed = build_tokenizer(config).vocab_size
     except DataError as error:
@@ -109,6 +103,7 @@ def _check_vocabulary(config: "TokenizerConfig", vocab_size: int) -> None:
             f"the tokenizer has {needed} tokens, the model {vocab_size}: pass another --tokenizer, "
             "or --tokenizer=none"
         )
+    return config
 
 
 def _print_import(facts: dict[str, Any]) -> None:

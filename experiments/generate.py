@@ -35,7 +35,9 @@ from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, write_json
 
 if TYPE_CHECKING:
-    from ttcd_jax.inference.generate import Generation, Request
+    import numpy as np
+
+    from ttcd_jax.inference.generate import Generation
     from ttcd_jax.inference.state import InferenceState
 
 FLAGS = flags.FLAGS
@@ -72,8 +74,7 @@ def main(argv: list[str]) -> None:
     prompts = [_prompt(file) for file in FLAGS.prompt_file]
     session = _Session()
     if prompts:
-        changes = {"max_new_tokens": 0} if FLAGS.interactive else {}
-        texts = session.run([session.request(prompt, **changes) for prompt in prompts])
+        texts = session.read_files(prompts)
         if FLAGS.save_state is not None:
             session.save(Path(FLAGS.save_state))
         if FLAGS.json is not None:
@@ -148,48 +149,17 @@ class _Session:
             return start_state(self._model, num_rows, max_length=FLAGS.max_length)
         return None
 
-    def request(self, prompt: bytes, **changes: Any) -> "Request":
-        from ttcd_jax.inference.generate import Request
-        from ttcd_jax.inference.sampling import SamplingConfig
-
-        return Request(
-            tokens=self._tokenizer.encode(prompt),
-            sampling=SamplingConfig(**_given(*_SAMPLING)),
-            stop=tuple(FLAGS.stop),
-            **_given("max_new_tokens") | changes,
-        )
-
-    def _generation(
-        self, requests: "list[Request]", state: "InferenceState | None"
-    ) -> "Generation":
-        from ttcd_jax.inference.generate import generate
-
-        options = _given("piece_size", "memory")
-        return generate(self._model, self._tokenizer, requests, state=state, **options)
-
-    def run(self, requests: "list[Request]") -> list[dict[str, Any]]:
+    def read_files(self, prompts: list[bytes]) -> list[dict[str, Any]]:
         """The facts of each text, after all prompts are read and continued."""
-        texts = [
-            {"prompt_file": file, "prompt_tokens": len(request.tokens), "text": "", "tokens": []}
-            for file, request in zip(FLAGS.prompt_file, requests, strict=True)
-        ]
-        is_single = len(texts) == 1
-        generation = self._generation(requests, self._state)
-        meter = _Meter(generation)
-        for event in meter.events():
-            text = texts[event.row]
-            text["text"] += event.text
-            text["tokens"] += [] if event.token is None else [event.token]
-            text["finish_reason"] = event.finish_reason
-            if is_single:
-                print(event.text, end="", flush=True)
-            elif event.finish_reason is not None and text["tokens"]:
-                print(f"--- {cli.printable(text['prompt_file'])}\n{text['text']}", flush=True)
-        if is_single and texts[0]["tokens"]:
-            print(flush=True)
-        meter.report()
+        changes = {"max_new_tokens": 0} if FLAGS.interactive else {}
+        rows = [self._tokenizer.encode(prompt) for prompt in prompts]
+        generation = self._generation(rows, self._state, **changes)
+        texts = _texts(generation)
         self._state = generation.state
-        return texts
+        return [
+            {"prompt_file": file, "prompt_tokens": len(row)} | text
+            for file, row, text in zip(FLAGS.prompt_file, rows, texts, strict=True)
+        ]
 
     def answer_lines(self) -> None:
         """Continues from the same state after every line, until an empty one."""
@@ -197,14 +167,21 @@ class _Session:
 
         while line := _line():
             state = jax.tree.map(lambda x: x.copy(), self._state)
-            meter = _Meter(self._generation([self.request(line)], state))
+            generation = self._generation([self._tokenizer.encode(line)], state)
             with _interruptible() as is_interrupted:
-                for event in meter.events():
-                    print(event.text, end="", flush=True)
-                    if is_interrupted():
-                        break
-            print(flush=True)
-            meter.report()
+                _texts(generation, is_interrupted)
+
+    def _generation(
+        self, rows: "list[np.ndarray]", state: "InferenceState | None", **changes: Any
+    ) -> "Generation":
+        from ttcd_jax.inference.generate import Request, generate
+        from ttcd_jax.inference.sampling import SamplingConfig
+
+        settings = {"sampling": SamplingConfig(**_given(*_SAMPLING)), "stop": tuple(FLAGS.stop)}
+        settings |= _given("max_new_tokens") | changes
+        requests = [Request(tokens=row, **settings) for row in rows]
+        options = _given("piece_size", "memory")
+        return generate(self._model, self._tokenizer, requests, state=state, **options)
 
     def save(self, folder: Path) -> None:
         from ttcd_jax.inference.saved_state import save_state
@@ -214,43 +191,51 @@ class _Session:
         _say(f"saved in {folder.absolute()}: {_tokens_read(self._state)}")
 
 
-class _Meter:
-    """The events of a generation, timed, with a progress line every few seconds of reading."""
+def _texts(
+    generation: "Generation", is_interrupted: Callable[[], bool] = lambda: False
+) -> list[dict[str, Any]]:
+    """The facts of each text. Prints a single one as it comes, several when they are finished; then
+    the tokens read and generated, their rates, and the state's size."""
+    import jax
 
-    def __init__(self, generation: "Generation") -> None:
-        self._generation = generation
-        self._num_read = self._num_generated = 0
-        self._seconds_read = self._seconds_generated = 0.0
+    facts = [_read(generation)]
+    texts = [{"text": "", "tokens": []} for _ in generation.state.position]
+    first, is_stopped = 0.0, False
+    for event in generation:
+        # The first tokens include compilation, so the rate starts after them.
+        first = first or time.monotonic()
+        text, is_stopped = texts[event.row], is_interrupted()
+        text["text"] += event.text
+        text["tokens"] += [] if event.token is None else [event.token]
+        text["finish_reason"] = event.finish_reason
+        is_over = bool(text["tokens"]) and (event.finish_reason is not None or is_stopped)
+        if len(texts) == 1:
+            print(event.text, end="\n" * is_over, flush=True)
+        elif is_over:
+            name = cli.printable(FLAGS.prompt_file[event.row])
+            print(f"--- {name}\n{text['text']}", flush=True)
+        if is_stopped:
+            break
+    later = sum(len(text["tokens"]) for text in texts) - len(texts)
+    if later > 0:
+        rate = later / (time.monotonic() - first)
+        facts.append(f"generated {later + len(texts):,} ({rate:,.0f}/s)")
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(generation.state))
+    _say(", ".join([*facts, f"state {units.size(size)}"]))
+    return texts
 
-    def events(self) -> Iterator[Any]:
-        begin = reported = time.monotonic()
-        for num_read in self._generation.read():
-            self._num_read, self._seconds_read = num_read, time.monotonic() - begin
-            total = self._generation.num_prompt_tokens
-            if time.monotonic() - reported > _PROGRESS_SECONDS and num_read < total:
-                reported = time.monotonic()
-                _say(f"{num_read:,} of {total:,} tokens read")
-        first = None
-        for event in self._generation:
-            # The first tokens include compilation, so the rate starts after them.
-            first = time.monotonic() if first is None else first
-            self._num_generated += event.token is not None
-            self._seconds_generated = time.monotonic() - first
-            yield event
 
-    def report(self) -> None:
-        """Prints the tokens read and generated, their rates, and the state's size."""
-        import jax
-
-        state = self._generation.state
-        rate = self._num_read / self._seconds_read
-        facts = [f"read {self._num_read:,} tokens ({rate:,.0f}/s with compilation)"]
-        later = self._num_generated - len(state.position)
-        if later > 0:
-            rate = later / self._seconds_generated
-            facts.append(f"generated {self._num_generated:,} ({rate:,.0f}/s)")
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        _say(", ".join([*facts, f"state {units.size(size)}"]))
+def _read(generation: "Generation") -> str:
+    """The number and rate of the prompts' tokens, once read, with a progress line every few
+    seconds."""
+    begin = reported = time.monotonic()
+    num_read, total = 0, generation.num_prompt_tokens
+    for num_read in generation.read():
+        if time.monotonic() - reported > _PROGRESS_SECONDS and num_read < total:
+            reported = time.monotonic()
+            _say(f"{num_read:,} of {total:,} tokens read")
+    rate = num_read / (time.monotonic() - begin)
+    return f"read {num_read:,} tokens ({rate:,.0f}/s with compilation)"
 
 
 def _given(*names: str) -> dict[str, Any]:

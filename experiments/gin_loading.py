@@ -34,8 +34,8 @@ from ttcd_jax.config import Config, closest, config_classes
 from ttcd_jax.errors import UserError
 
 Classes = dict[str, type[Config]]
-# (required field of the root without a binding, the root's bound values) -> a configuration that it
-# inherits, in which single bindings replace fields; None to build it from the class's defaults.
+# (required field without a binding, the bound values beside it) -> a configuration to inherit, in
+# which single bindings replace fields; None to build one from the class's defaults.
 Inherit = Callable[[str, dict[str, Any]], Config | None]
 
 
@@ -60,10 +60,10 @@ def load_config[C: Config](
     bindings = from_file | from_params
     replaced = [from_file[key] for key in from_params if key in from_file]
     _check_names([*replaced, *bindings.values()], classes)
-    builder = _Builder(classes, bindings)
-    config = builder.build(root, "", inherit)
+    builder = _Builder(classes, bindings, inherit)
+    config = builder.build(root, scope="")
     _check_use(bindings, builder.used, replaced, classes)
-    return typing.cast(C, config)
+    return config
 
 
 def reachable_classes(root: type[Config]) -> Classes:
@@ -83,18 +83,12 @@ def reachable_classes(root: type[Config]) -> Classes:
 class _Builder:
     """Constructs configurations; `used` collects the keys that applied to one."""
 
-    def __init__(self, classes: Classes, bindings: dict[Key, Binding]) -> None:
-        self.classes, self.bindings = classes, bindings
+    def __init__(self, classes: Classes, bindings: dict[Key, Binding], inherit: Inherit) -> None:
+        self.classes, self.bindings, self.inherit = classes, bindings, inherit
         self.used: set[Key] = set()
         self._open: list[str] = []
 
-    def build(
-        self,
-        cls: type[Config],
-        scope: str,
-        inherit: Inherit = lambda field, values: None,
-        base: Config | None = None,
-    ) -> Config:
+    def build[C: Config](self, cls: type[C], scope: str, base: Config | None = None) -> C:
         """An instance of `cls` with the bindings of `scope` and the scopes around it, otherwise the
         fields of `base`, whose nested configurations take bindings too."""
         self._enter("/".join(filter(None, (scope, cls.__name__))))
@@ -108,16 +102,15 @@ class _Builder:
             elif base is not None:
                 value = getattr(base, field.name)
                 is_nested = isinstance(value, Config)
-                values[field.name] = (
-                    self.build(type(value), scope, base=value) if is_nested else value
-                )
-            elif _is_required(field):
+                value = self.build(type(value), scope, base=value) if is_nested else value
+                values[field.name] = value
+            elif field.default is field.default_factory is dataclasses.MISSING:
                 if config_classes(hints[field.name]) == [hints[field.name]]:
                     open_fields.append(field.name)
                 else:
                     missing.append(f"{cls.__name__}.{field.name} = {_example(hints[field.name])}")
         for name in open_fields:
-            values[name] = self.build(hints[name], scope, base=inherit(name, values))
+            values[name] = self.build(hints[name], scope, base=self.inherit(name, values))
         if missing:
             raise UserError(f"{cls.__name__} lacks a value; bind {', '.join(missing)}")
         self._open.pop()
@@ -153,7 +146,7 @@ class _Builder:
         self._open.append(name)
 
 
-def _construct(cls: type[Config], values: dict[str, Any], locations: dict[str, str]) -> Config:
+def _construct[C: Config](cls: type[C], values: dict[str, Any], locations: dict[str, str]) -> C:
     """`cls(**values)`; an error that names a bound field gains the location of its binding."""
     try:
         return cls(**values)
@@ -162,10 +155,6 @@ def _construct(cls: type[Config], values: dict[str, Any], locations: dict[str, s
             if str(error).startswith(f"{cls.__name__}.{field} "):
                 raise type(error)(f"{where}: {error}") from None
         raise
-
-
-def _is_required(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _example(hint: Any) -> str:
@@ -186,14 +175,13 @@ def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
                     f"{binding.where}: {binding.owner} has no field {binding.field!r}{near}"
                 )
         for mention in mentions(binding.value):
-            if isinstance(mention, Macro):
-                if mention.name not in macros:
-                    near = closest(mention.name, macros)
-                    raise UserError(f"{binding.where}: no macro %{mention.name} is defined{near}")
-                continue
-            _check_class(mention.name, binding.where, classes)
-            if not mention.is_called:
-                raise UserError(f"{binding.where}: write @{mention.name}(), with parentheses")
+            if isinstance(mention, Reference):
+                _check_class(mention.name, binding.where, classes)
+                if not mention.is_called:
+                    raise UserError(f"{binding.where}: write @{mention.name}(), with parentheses")
+            elif mention.name not in macros:
+                near = closest(mention.name, macros)
+                raise UserError(f"{binding.where}: no macro %{mention.name} is defined{near}")
 
 
 def _check_class(name: str, where: str, classes: Classes) -> None:
@@ -224,15 +212,12 @@ def _replaced_classes(
     """Names of the classes, nested ones included, that the replaced bindings would have built."""
     pending = [mention for binding in replaced for mention in mentions(binding.value)]
     names: set[str] = set()
-    while pending:
-        mention = pending.pop()
-        if mention.name in names:
-            continue
-        names.add(mention.name)
-        if isinstance(mention, Macro):
-            pending += mentions(bindings["", mention.name, ""].value)
-        else:
+    for mention in pending:  # grows
+        if isinstance(mention, Reference):
             names |= reachable_classes(classes[mention.name]).keys()
+        elif mention.name not in names:
+            names.add(mention.name)
+            pending += mentions(bindings["", mention.name, ""].value)
     return names
 
 

@@ -97,8 +97,9 @@ def read_params(params: Sequence[str], config_dir: Path) -> dict[Key, Binding]:
         for statement, _ in _parse(param, lambda _, where=where: where):
             if isinstance(statement, config_parser.IncludeStatement):
                 bindings |= read_file(_fragment(statement.filename, config_dir, where), config_dir)
-                continue
-            bindings |= {binding.key: binding for binding in _bindings(statement, where)}
+            else:
+                binding = _binding(statement, where)
+                bindings[binding.key] = binding
     return bindings
 
 
@@ -106,46 +107,42 @@ def _read(path: Path, config_dir: Path, parents: tuple[Path, ...]) -> dict[Key, 
     shown = path.relative_to(config_dir) if path.is_relative_to(config_dir) else path
     if path in parents:
         raise UserError(f"{shown} includes itself through {parents[-1].name}")
-    included: dict[Key, list[Binding]] = {}
+    included: dict[Key, Binding] = {}
     own: dict[Key, Binding] = {}
+    conflicts: dict[Key, str] = {}
     for statement, where in _parse(_text(path), lambda line: f"{shown}:{line}"):
         if isinstance(statement, config_parser.IncludeStatement):
             if own:
                 raise UserError(f"{where}: includes come before the bindings that override them")
             fragment = _fragment(statement.filename, config_dir, where)
             for key, binding in _read(fragment, config_dir, (*parents, path)).items():
-                included.setdefault(key, []).append(binding)
+                first = included.setdefault(key, binding).where
+                if binding.where != first:
+                    conflicts.setdefault(key, _bound_twice(binding, first))
             continue
-        for binding in _bindings(statement, where):
-            if binding.key in own:
-                first = own[binding.key].where
-                raise UserError(f"{where}: {binding.name} is already bound at {first}; keep one")
-            own[binding.key] = binding
-    return _merge(included, own)
+        binding = _binding(statement, where)
+        if binding.key in own:
+            raise UserError(_bound_twice(binding, own[binding.key].where))
+        own[binding.key] = binding
+    for key, message in conflicts.items():
+        if key not in own:
+            raise UserError(f"{message}, or bind it in the including file")
+    return included | own
 
 
-def _merge(included: dict[Key, list[Binding]], own: dict[Key, Binding]) -> dict[Key, Binding]:
-    for key, found in included.items():
-        lines = list(dict.fromkeys(binding.where for binding in found))
-        if len(lines) > 1 and key not in own:
-            raise UserError(
-                f"{lines[1]}: {found[0].name} is already bound at {lines[0]}; keep one, "
-                "or bind it in the including file"
-            )
-    return {key: found[0] for key, found in included.items()} | own
+def _bound_twice(binding: Binding, first: str) -> str:
+    return f"{binding.where}: {binding.name} is already bound at {first}; keep one"
 
 
-def _bindings(statement: Any, where: str) -> list[Binding]:
-    if isinstance(statement, config_parser.BlockDeclaration):
-        return []
+def _binding(statement: config_parser.BindingStatement, where: str) -> Binding:
     scope, owner, field, value, _ = statement
     if not field:
         scope, owner = "", "/".join(filter(None, (scope, owner)))
-    return [Binding(scope, owner, field, value, where)]
+    return Binding(scope, owner, field, value, where)
 
 
 def _parse(text: str, locate: Callable[[int], str]) -> list[tuple[Any, str]]:
-    """gin's statements, each with its location. Raises `UserError` for an import."""
+    """gin's includes and bindings, each with its location. Raises `UserError` for an import."""
     try:
         statements = list(config_parser.ConfigParser(text, _Delegate()))
     except SyntaxError as error:
@@ -153,7 +150,11 @@ def _parse(text: str, locate: Callable[[int], str]) -> list[tuple[Any, str]]:
     except tokenize.TokenError as error:
         message, (line, _) = error.args
     else:
-        located = [(statement, locate(statement.location.line_num)) for statement in statements]
+        located = [
+            (statement, locate(statement.location.line_num))
+            for statement in statements
+            if not isinstance(statement, config_parser.BlockDeclaration)
+        ]
         for statement, where in located:
             if isinstance(statement, config_parser.ImportStatement):
                 raise UserError(

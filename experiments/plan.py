@@ -2,11 +2,10 @@
 a step fit."""
 
 import math
-from collections.abc import Mapping
+import shlex
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from ttcd_jax.errors import UserError
@@ -18,15 +17,13 @@ from ttcd_jax.run.layout import num_parts, run_mesh
 from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import Hardware, data_sheet, parse_topology
-from ttcd_jax.train.state import abstract_model
+from ttcd_jax.train.state import abstract_params
 from ttcd_jax.units import size as size_text
-
-type Rows = list[tuple[str, str]]
 
 PEAK_SHARE = 0.4  # of the data sheet's peak FLOP/s, for the time of the FLOPs
 
 
-class Memory(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Bytes on one device. `rest`: activations and everything else that exists during a step."""
 
     params: int
@@ -44,17 +41,8 @@ class Memory(NamedTuple):
         return self.lasting + self.rest
 
 
-class Plan(NamedTuple):
-    """Cost of a step per device. `mesh`: devices along each axis; `compiled`: the step itself."""
-
-    mesh: dict[str, int]
-    memory: Memory
-    compiled: jax.stages.Compiled
-
-
 def num_params(config: RunConfig) -> int:
-    params = nnx.state(abstract_model(config.model), nnx.Param)
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config.model)))
 
 
 def use_topology(topology: str) -> Hardware:
@@ -65,8 +53,8 @@ def use_topology(topology: str) -> Hardware:
     return hardware
 
 
-def make_plan(config: RunConfig, mesh: Mesh) -> Plan:
-    """Compiles the real step for the devices of `mesh`."""
+def make_plan(config: RunConfig, mesh: Mesh) -> tuple[DeviceMemory, jax.stages.Compiled]:
+    """(bytes of a step on one device of `mesh`, the real step, compiled)."""
     state, batch = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
     with jax.set_mesh(mesh):
         compiled = build.build_step(config, mesh).lower(state, batch).compile()
@@ -75,13 +63,8 @@ def make_plan(config: RunConfig, mesh: Mesh) -> Plan:
     sizes = compiled.memory_analysis()
     assert sizes is not None, "the compiler reports the bytes of its program"
     temporary = sizes.temp_size_in_bytes + _num_bytes(batch)
-    memory = Memory(
-        params=params,
-        gradients=params,
-        optimizer=_num_bytes(state["opt_state"]),
-        rest=max(temporary - params, 0),
-    )
-    return Plan(dict(mesh.shape), memory, compiled)
+    optimizer, rest = _num_bytes(state["opt_state"]), max(temporary - params, 0)
+    return DeviceMemory(params, params, optimizer, rest), compiled
 
 
 def _num_bytes(arrays: Any) -> int:
@@ -97,80 +80,71 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
     or the batch."""
     mesh = run_mesh(config)
     build.placement(config, mesh)
-    plan = make_plan(config, mesh)
+    used, _ = make_plan(config, mesh)
     hardware = data_sheet(jax.devices()[0].device_kind) if hardware is None else hardware
-    rows = _size_rows(config) + _memory_rows(plan.memory) + _state_rows(config)
-    rows += [("layout", _layout(config, mesh))]
-    if hardware is not None:
-        rows += _fit_rows(config, plan, hardware)
-    width = max(len(name) for name, _ in rows)
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
-
-
-def _layout(config: RunConfig, mesh: Mesh) -> str:
-    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    parts = num_parts(config, mesh)
-    return f"mesh {axes}; the batch in {parts} parts; remat {config.model.remat!r}"
-
-
-def _size_rows(config: RunConfig) -> Rows:
     length = config.data.seq_len
     tokens, flops = config.batch_size * length, training_flops_per_token(config.model, length)
-    return [
-        ("parameters", f"{num_params(config):,}"),
-        ("tokens per step", f"{tokens:,} ({config.batch_size} rows of {length:,})"),
-        ("tokens in all", f"{tokens * config.steps:,} in {config.steps:,} steps"),
-        ("training FLOPs per token", f"{flops:.4g}"),
-        ("training FLOPs per step", f"{flops * tokens:.4g}"),
-    ]
+    facts = {
+        "parameters": f"{num_params(config):,}",
+        "tokens per step": f"{tokens:,} ({config.batch_size} rows of {length:,})",
+        "tokens in all": f"{tokens * config.steps:,} in {config.steps:,} steps",
+        "training FLOPs per token": f"{flops:.4g}",
+        "training FLOPs per step": f"{flops * tokens:.4g}",
+        "memory: parameters": _per_device(used.params),
+        "memory: gradients": _per_device(used.gradients),
+        "memory: optimizer": _per_device(used.optimizer),
+        "memory: activations and all else": f"{_per_device(used.rest)}, as compiled here",
+        "memory: in all": _per_device(used.total),
+        "decoding state": _decoding_state(config),
+        "layout": f"{_axes(mesh)}; parts {num_parts(config, mesh)}; remat {config.model.remat}",
+    }
+    if hardware is not None:
+        facts |= _fit(config, mesh, used, hardware, flops * tokens)
+    width = max(map(len, facts))
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
 
 
-def _memory_rows(memory: Memory) -> Rows:
-    return [
-        ("memory: parameters", _per_device(memory.params)),
-        ("memory: gradients", _per_device(memory.gradients)),
-        ("memory: optimizer", _per_device(memory.optimizer)),
-        ("memory: activations and all else", f"{_per_device(memory.rest)}, as compiled here"),
-        ("memory: in all", _per_device(memory.total)),
-    ]
-
-
-def _state_rows(config: RunConfig) -> Rows:
+def _decoding_state(config: RunConfig) -> str:
     length = config.data.seq_len
     try:
         sizes = state_bytes(config.model, 1, max_length=length)
     except UserError as error:
-        return [("decoding state", f"none: {error}")]
+        return f"none: {error}"
     kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in sizes.items() if size)
-    grows = config.model.window is None and sizes.get("attention")
-    extent = f", for {length:,} tokens" if grows else ", for any length"
-    return [("decoding state", f"per row: {kinds}{extent}")]
+    is_bounded = config.model.window is not None or not sizes.get("attention")
+    extent = "any length" if is_bounded else f"{length:,} tokens"
+    return f"per row: {kinds}, for {extent}"
 
 
-def _fit_rows(config: RunConfig, plan: Plan, hardware: Hardware) -> Rows:
-    changes = changes_to_fit(config, plan, hardware)
-    num_devices, memory = math.prod(plan.mesh.values()), hardware.memory_bytes
-    # A CPU's compiler computes some bfloat16 products in float32 and has attention in XLA.
-    fits = "yes" if plan.memory.total <= memory else "DOES NOT FIT"
-    lines = [f"{x.param}  ({size_text(x.total)} per device; {x.cost})" for x in changes]
-    if fits != "yes" and (not changes or changes[-1].total > memory):
-        lines.append(
-            f"more devices than {num_devices}, or rows shorter than {config.data.seq_len:,} tokens"
-        )
-    length = config.data.seq_len
-    flops = config.batch_size * length * training_flops_per_token(config.model, length)
-    seconds = flops / (num_devices * PEAK_SHARE * hardware.peak_flops)
+def _axes(mesh: Mesh) -> str:
+    return " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+
+
+def _fit(
+    config: RunConfig, mesh: Mesh, used: DeviceMemory, hardware: Hardware, flops: float
+) -> dict[str, str]:
+    changes = changes_to_fit(config, mesh, used, hardware)
+    seconds = flops / (mesh.size * PEAK_SHARE * hardware.peak_flops)
     step = f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
-    return [
-        ("devices", f"{num_devices} x {hardware.name} of {size_text(memory)}"),
-        ("fits", fits),
-        *(("change" if n == 0 else "  and", line) for n, line in enumerate(lines)),
-        (
-            f"FLOPs at {PEAK_SHARE:.0%} of peak",
+    least = changes[-1].total if changes else used.total
+    # A CPU's compiler computes some bfloat16 products in float32 and has attention in XLA.
+    facts = {
+        "devices": f"{mesh.size} x {hardware.name}",
+        "memory: there is": _per_device(hardware.memory_bytes),
+        "fits": "yes" if used.total <= hardware.memory_bytes else "DOES NOT FIT",
+    }
+    for number, change in enumerate(changes, 1):
+        facts[f"change {number}"] = (
+            f"--param={shlex.quote(change.param)}: {_per_device(change.total)}; {change.cost}"
+        )
+    if least > hardware.memory_bytes:
+        facts["and"] = f"more devices than {mesh.size}, or shorter rows"
+    return facts | {
+        f"FLOPs at {PEAK_SHARE:.0%} of peak": (
             f"{step} per step, {seconds * config.steps / 3600:,.1f} hours in all "
-            f"(arithmetic, no prediction; peak {hardware.peak_flops / 1e12:,.0f} TFLOP/s)",
+            f"(arithmetic, no prediction; peak {hardware.peak_flops / 1e12:,.0f} TFLOP/s)"
         ),
-    ]
+    }
 
 
 def _per_device(size: float) -> str:
@@ -186,66 +160,66 @@ class Change(NamedTuple):
     cost: str
 
 
-def changes_to_fit(config: RunConfig, plan: Plan, hardware: Hardware) -> list[Change]:
+def changes_to_fit(
+    config: RunConfig, mesh: Mesh, used: DeviceMemory, hardware: Hardware
+) -> list[Change]:
     """The changes that make a step fit, the cheapest first, each on top of those before it and
     compiled; empty if it fits. If the last one still does not fit, no layout of these devices
     does."""
     changes: list[Change] = []
-    devices = jax.devices()[: math.prod(plan.mesh.values())]
-    kinds = [_shard_parameters, _shrink_parts, _recompute, *[_shard_rows] * len(devices)]
-    for kind in kinds:
-        if plan.memory.total <= hardware.memory_bytes:
+    devices = mesh.devices.flatten().tolist()
+    for propose in (_shard_parameters, _shrink_parts, _recompute, *[_shard_rows] * mesh.size):
+        if used.total <= hardware.memory_bytes:
             break
-        proposal = kind(config, plan, hardware)
-        if proposal is None:
+        params = propose(config, mesh, used.lasting > hardware.memory_bytes)
+        if params is None:
             continue
-        param, cost, changed = proposal
-        smaller = make_plan(changed, run_mesh(changed, devices))
-        if smaller.memory.total < plan.memory.total:
-            config, plan = changed, smaller
-            changes.append(Change(param, plan.memory.total, cost))
+        param, cost, changed = params
+        smaller_mesh = run_mesh(changed, devices)
+        smaller, _ = make_plan(changed, smaller_mesh)
+        if smaller.total < used.total:
+            config, mesh, used = changed, smaller_mesh, smaller
+            changes.append(Change(param, used.total, cost))
     return changes
 
 
 type _Proposal = tuple[str, str, RunConfig] | None
 
 
-def _shard_parameters(config: RunConfig, plan: Plan, hardware: Hardware) -> _Proposal:
-    mesh = plan.mesh
-    if plan.memory.lasting <= hardware.memory_bytes or mesh["data"] == 1:
+def _shard_parameters(config: RunConfig, mesh: Mesh, is_state_large: bool) -> _Proposal:
+    sizes = mesh.shape
+    if not is_state_large or sizes["data"] == 1:
         return None
-    changed = mesh | {"data": 1, "fsdp": mesh["fsdp"] * mesh["data"]}
-    param, config = _on_mesh(config, changed)
+    param, config = _on_mesh(config, data=1, fsdp=sizes["fsdp"] * sizes["data"])
     return param, "parameters are gathered from more devices", config
 
 
-def _shrink_parts(config: RunConfig, plan: Plan, hardware: Hardware) -> _Proposal:
-    parts = config.batch_size // (plan.mesh["data"] * plan.mesh["fsdp"])
+def _shrink_parts(config: RunConfig, mesh: Mesh, is_state_large: bool) -> _Proposal:
+    parts = config.batch_size // (mesh.shape["data"] * mesh.shape["fsdp"])
     changed = config.replace(accumulation_steps=parts)
     return f"RunConfig.accumulation_steps={parts}", "smaller products, the same FLOPs", changed
 
 
-def _recompute(config: RunConfig, plan: Plan, hardware: Hardware) -> _Proposal:
+def _recompute(config: RunConfig, mesh: Mesh, is_state_large: bool) -> _Proposal:
     if config.model.remat not in ("none", "dots"):
         return None
     changed = config.replace(model=config.model.replace(remat="block"))
     return "TransformerConfig.remat='block'", "blocks run forward twice: 4/3 of the FLOPs", changed
 
 
-def _shard_rows(config: RunConfig, plan: Plan, hardware: Hardware) -> _Proposal:
-    mesh = plan.mesh
-    axis = next((name for name in ("fsdp", "data") if mesh[name] % 2 == 0), None)
-    chunk = memory_chunk(config.model) or 1
-    if axis is None or config.data.seq_len % (2 * mesh["seq"] * chunk):
+def _shard_rows(config: RunConfig, mesh: Mesh, is_state_large: bool) -> _Proposal:
+    sizes = mesh.shape
+    axis = next((name for name in ("fsdp", "data") if sizes[name] % 2 == 0), None)
+    if axis is None or config.data.seq_len % (2 * sizes["seq"] * (memory_chunk(config.model) or 1)):
         return None
-    changed = mesh | {axis: mesh[axis] // 2, "seq": 2 * mesh["seq"]}
-    parts = config.batch_size // (changed["data"] * changed["fsdp"])
-    param, config = _on_mesh(config.replace(accumulation_steps=parts), changed)
-    param = f"RunConfig.accumulation_steps={parts} {param}"
-    return param, "neighbors exchange keys and states; more, smaller parts", config
+    mesh_param, config = _on_mesh(config, **{axis: sizes[axis] // 2, "seq": 2 * sizes["seq"]})
+    parts = 2 * config.batch_size // (sizes["data"] * sizes["fsdp"])
+    param = f"RunConfig.accumulation_steps={parts}\n{mesh_param}"
+    cost = "neighbors exchange keys and states; more, smaller parts"
+    return param, cost, config.replace(accumulation_steps=parts)
 
 
-def _on_mesh(config: RunConfig, mesh: Mapping[str, int]) -> tuple[str, RunConfig]:
-    sizes = " ".join(f"MeshConfig.{name}={size}" for name, size in mesh.items())
-    changed = (config.mesh or MeshConfig()).replace(**mesh)
-    return f"RunConfig.mesh=@MeshConfig() {sizes}", config.replace(mesh=changed)
+def _on_mesh(config: RunConfig, **sizes: int) -> tuple[str, RunConfig]:
+    changed = (config.mesh or MeshConfig()).replace(**sizes)
+    bound = "\n".join(f"MeshConfig.{name}={size}" for name, size in sizes.items())
+    return f"RunConfig.mesh=@MeshConfig()\n{bound}", config.replace(mesh=changed)

@@ -12,7 +12,9 @@ import gc
 import importlib
 import json
 import os
+import re
 import runpy
+import shlex
 import socket
 import subprocess
 import sys
@@ -28,55 +30,24 @@ IMPORTED = (
     "ttcd_jax.eval.report",
     "ttcd_jax.inference.generate",
 )
-# A run that takes no time: a file of its own adds data, steps, batch and vocabulary.
-TINY = """
-RunConfig.optimizer = @OptimizerConfig()
-RunConfig.log_every = 1
-TransformerConfig.dim = 8
-TransformerConfig.num_layers = 1
-TransformerConfig.num_heads = 2
-TransformerConfig.mlp_dim = 8
-TransformerConfig.window = 8
-TransformerConfig.student_window = 4
-TransformerConfig.method = 'ipttcd'
-TransformerConfig.fast_layers = (0,)
-TransformerConfig.memory = @MemoryConfig()
-MemoryConfig.chunk_size = 4
-OptimizerConfig.schedule = @ScheduleConfig()
-ScheduleConfig.peak = 1e-2
-ScheduleConfig.warmup = 2
-"""
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def start(module: str, *arguments, is_forked: bool = True, **options) -> subprocess.Popen:
-    """A command in the repository's folder; `options` are those of `subprocess.Popen`."""
-    return _started("-m", f"experiments.{module}", *arguments, is_forked=is_forked, **options)
-
-
-def _started(*arguments, is_forked: bool = True, **options) -> subprocess.Popen:
+def start(program: str | Path, *arguments, is_forked: bool = True, **options) -> subprocess.Popen:
+    """A command by its name, or a program among the tests by its path, in the repository's folder;
+    `options` are those of `subprocess.Popen`."""
     options = {"cwd": ROOT, "env": cpu_environment(), "text": True} | options
-    line = [sys.executable, *map(str, arguments)]
+    named = (program,) if isinstance(program, Path) else ("-m", f"experiments.{program}")
+    line = [sys.executable, *map(str, (*named, *arguments))]
     return (_Fork if is_forked else subprocess.Popen)(line, **options)
 
 
 def run(
-    module: str, *arguments, input: str | None = None, timeout: float = 240, **options
+    program: str | Path, *arguments, input: str | None = None, timeout: float = 280, **options
 ) -> subprocess.CompletedProcess:
-    """A command to its end, `input` on its standard input."""
-    return _ended(functools.partial(start, module, *arguments), input, timeout, options)
-
-
-def script(path: Path | str, *arguments, timeout: float = 280, **options) -> str:
-    """The output of a program among the tests, which imports their modules."""
-    done = _ended(functools.partial(_started, path, *arguments), None, timeout, options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def _ended(start, input: str | None, timeout: float, options) -> subprocess.CompletedProcess:
+    """A command or program to its end, `input` on its standard input."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with start(**pipes | options) as process:
+    with start(program, *arguments, **pipes | options) as process:
         try:
             output, errors = process.communicate(input, timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -85,11 +56,24 @@ def _ended(start, input: str | None, timeout: float, options) -> subprocess.Comp
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-def output(module: str, *arguments, **options) -> str:
-    """The standard output of a command that succeeds."""
-    result = run(module, *arguments, **options)
+def output(program: str | Path, *arguments, **options) -> str:
+    """The standard output of a command or program that succeeds."""
+    result = run(program, *arguments, **options)
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def line(text: str, **options) -> subprocess.CompletedProcess:
+    """A command as a page writes it: `.venv/bin/python -m experiments.NAME ...`."""
+    python, dash, module, *arguments = shlex.split(text)
+    assert (python, dash) == (".venv/bin/python", "-m")
+    return run(module.removeprefix("experiments."), *arguments, **options)
+
+
+def lines_of(page: str) -> list[str]:
+    """The lines of the first block of commands in a page of docs/."""
+    block = re.search(r"```sh\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[1]
+    return [line for line in block.splitlines() if not line.startswith("#")]
 
 
 def refused(module: str, *arguments, status: int = 2, **options) -> str:

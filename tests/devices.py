@@ -31,7 +31,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
 def printed(script: str, *arguments: str, count: int = 4, **variables: str) -> str:
     """Standard output of a test file run as a program with `count` devices."""
-    return commands.script(script, *arguments, env=environment(count, **variables))
+    return commands.output(Path(script), *arguments, env=environment(count, **variables))
 
 
 def run_on_devices(script: Path, *arguments: str) -> Any:

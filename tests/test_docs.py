@@ -6,27 +6,26 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
+import commands
 import pytest
+from commands import ROOT
 from devices import fake_devices
 
-ROOT = Path(__file__).parents[1]
+from ttcd_jax.run.reporting import read_metrics
+
 PAGES = [ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES.append(ROOT / "experiments/RESULTS.md")
 SMALL_MODEL = [
-    "RunConfig.steps=1000000",
-    "RunConfig.log_every=1",
-    "RecordsConfig.seq_len=64",
-    "TransformerConfig.vocab_size=512",
-    "TransformerConfig.dim=64",
-    "TransformerConfig.num_layers=2",
-    "TransformerConfig.num_heads=2",
-    "TransformerConfig.mlp_dim=64",
-    "TransformerConfig.fast_layers=(0,)",
-    "TransformerConfig.window=24",
-    "TransformerConfig.student_window=8",
-    "MemoryConfig.chunk_size=16",
+    *("RunConfig.steps=1000000", "RunConfig.log_every=1", "RecordsConfig.seq_len=64"),
+    *(
+        "TransformerConfig.vocab_size=512",
+        "TransformerConfig.dim=64",
+        "TransformerConfig.mlp_dim=64",
+    ),
+    *("TransformerConfig.num_layers=2", "TransformerConfig.num_heads=2"),
+    *("TransformerConfig.window=24", "TransformerConfig.student_window=8"),
+    *("TransformerConfig.fast_layers=(0,)", "MemoryConfig.chunk_size=16"),
 ]
 # Runs the script as SLURM does, one process for four nodes; the srun below starts the processes and
 # stops one of them after two more steps.
@@ -75,46 +74,30 @@ def place(tmp_path):
     return tmp_path
 
 
-def _commands():
-    page = (ROOT / "docs/pods.md").read_text()
-    lines = re.search(r"```sh\n(.*?)```", page, re.DOTALL)[1].splitlines()
-    return [line for line in lines if not line.startswith("#")]
-
-
-def _small(command):
-    command = command.replace("--train_tokenizer=32000", "--train_tokenizer=512")
-    if "--gin=" in command:
-        command += "".join(f' --param="{binding}"' for binding in SMALL_MODEL)
-    return command
-
-
-def _run(command, place):
-    environment = os.environ | {
-        "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
-        "JAX_PLATFORMS": "cpu",
-        "XDG_CACHE_HOME": str(place / "cache"),
-        "SLURM_CPUS_PER_TASK": "1",
-        "SLURM_JOB_ID": str(os.getpid()),
-    }
-    if "--topology" not in command:  # which makes its own devices
-        environment["XLA_FLAGS"] = fake_devices(2)
-    return subprocess.run(
-        _small(command),
-        shell=True,
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
+def _run(line, place):
+    environment = commands.cpu_environment(
+        PATH=f"{place / 'bin'}:{os.environ['PATH']}",
+        PYTHONPATH=f"{ROOT}:{ROOT / 'kernels'}",
+        XDG_CACHE_HOME=str(place / "cache"),
+        SLURM_CPUS_PER_TASK="1",
+        SLURM_JOB_ID=str(os.getpid()),
     )
+    if "--topology" not in line:  # which makes its own devices
+        environment["XLA_FLAGS"] = fake_devices(2)
+    line = line.replace("--train_tokenizer=32000", "--train_tokenizer=512")
+    if "--gin=" in line:
+        line += "".join(f' --param="{binding}"' for binding in SMALL_MODEL)
+    if not line.startswith("sbatch"):
+        return commands.line(line, cwd=place, env=environment)
+    options = {"shell": True, "capture_output": True, "text": True, "timeout": 200}
+    return subprocess.run(line, cwd=place, env=environment, **options)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_modules_configurations_and_links_that_a_page_names_exist(page):
     text = page.read_text()
-    commands = set(re.findall(r"-m (experiments(?:\.\w+)+|ttcd_kernels(?:\.\w+)+)", text))
-    assert [name for name in commands if find_spec(name) is None] == []
+    modules = set(re.findall(r"-m (experiments(?:\.\w+)+|ttcd_kernels(?:\.\w+)+)", text))
+    assert [name for name in modules if find_spec(name) is None] == []
     gin = {ROOT / "experiments/configs" / name for name in re.findall(r"--gin=([\w/.]+)", text)}
     links = {page.parent / name for name in re.findall(r"\]\((?!http)([^)#]+)\)", text)}
     assert [path for path in gin | links if not path.exists()] == []
@@ -137,18 +120,18 @@ def _alternatives(name):
 
 @pytest.mark.timeout(600)
 def test_the_way_from_raw_text_to_a_pod(place):
-    commands = _commands()
-    assert len(commands) == 6
-    for command in commands:
-        result = _run(command, place)
-        expected = 75 if command.startswith("sbatch") else 0
-        assert result.returncode == expected, (command, result.stdout, result.stderr)
-        if "--dry_run" in command:
+    lines = commands.lines_of("pods.md")
+    assert len(lines) == 6
+    for line in lines:
+        result = _run(line, place)
+        expected = 75 if line.startswith("sbatch") else 0
+        assert result.returncode == expected, (line, result.stdout, result.stderr)
+        if "--dry_run" in line:
             assert "64 x H100: data 1 x fsdp 32 x seq 2 x tensor 1" in result.stdout
             for name in ("memory: gradients", "decoding state", "fits", "FLOPs at 40% of peak"):
                 assert f"\n{name}" in result.stdout
-        if "--nodes=4" in command:
+        if "--nodes=4" in line:
             assert re.search(r"resumed at step [1-9]", result.stdout)
-    metrics = (place / "runs/pod/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+    steps = [record["step"] for record in read_metrics(place / "runs/pod/metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
     assert json.loads(next((place / "runs/pod/eval/ppl").glob("*.json")).read_text())["step"]

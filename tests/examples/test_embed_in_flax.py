@@ -1,4 +1,4 @@
-import importlib.util
+import runpy
 from pathlib import Path
 
 import pytest
@@ -8,13 +8,10 @@ PATH = Path(__file__).parents[2] / "examples" / "embed_in_flax.py"
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("embed_in_flax", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return runpy.run_path(str(PATH), run_name="embed_in_flax")
 
 
 @pytest.mark.parametrize("train", ["train_nnx", "train_linen"])
 def test_the_block_learns_inside_a_foreign_model(example, train):
-    losses = getattr(example, train)()
+    losses = example[train]()
     assert losses[-1] < 0.5 * losses[0]

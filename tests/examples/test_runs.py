@@ -74,13 +74,8 @@ def test_a_run_that_is_resumed_asks_for_the_batches_that_are_left(counting, tmp_
     assert train_run(config, tmp_path, make, on_metrics=[note]) == (5, None)
     assert asked == [0, 3]
     assert before == {step: losses[step] for step in before}
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
+    steps = [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert steps == [*range(1, 6)]
 
 
 @pytest.mark.parametrize(

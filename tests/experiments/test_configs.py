@@ -23,13 +23,18 @@ RUNS = sorted(
 
 # The published from-scratch recipes and their ablations: they want the user's tokenizer.
 RECIPES = [name for name in RUNS if name.endswith(("_340m.gin", "_760m.gin")) or "ablation" in name]
+WITHOUT_FILES = ("TokenizerConfig.kind='byte'", "TokenizerConfig.path=None")
+POD_WITHOUT_FILES = ("include 'data/stdlib_bytes.gin'", "TextConfig.seq_len=32768")
 
 
-def without_files(name):
-    """Parameters with which a recipe needs no text of the user's."""
-    if name.startswith("pod/"):
-        return ["include 'data/stdlib_bytes.gin'", "TextConfig.seq_len=32768"]
-    return ["TokenizerConfig.kind='byte'", "TokenizerConfig.path=None"]
+def load(name, *params, **options):
+    return load_config(RunConfig, name, params, config_dir=CONFIG_DIR, **options)
+
+
+def load_recipe(name):
+    """A recipe, changed so that it needs no file of the user's."""
+    params = POD_WITHOUT_FILES if name.startswith("pod/") else WITHOUT_FILES
+    return load(name, *params)
 
 
 # As published, or derived from what is: dim, heads, mlp_dim, rows of a batch, billions of tokens.
@@ -56,22 +61,23 @@ PUBLISHED_PARAMS = {
 def other_run(tmp_path_factory):
     """A run directory for configurations that start from one: text.gin's, not yet trained."""
     directory = RunDirectory(tmp_path_factory.mktemp("other"))
-    config = load_config(RunConfig, "text.gin", [], config_dir=CONFIG_DIR)
-    directory.claim(config.to_dict(), "", {})
+    directory.claim(load("text.gin").to_dict(), "", {})
     return directory.path
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_config_builds_and_has_the_parameters_its_header_states(name, other_run, tmp_path):
-    params = [f"START='{other_run}'"] if "%START" in (CONFIG_DIR / name).read_text() else []
-    params += without_files(name) if name in (*RECIPES, "ipttcd_8b.gin") else []
-    inherit = start.inherited_model(RunDirectory(tmp_path))
-    config = load_config(RunConfig, name, params, config_dir=CONFIG_DIR, inherit=inherit)
-    build.check(config)
-    if config.start_from is not None:
-        start.plan_start(config)
-    assert RunConfig.from_dict(config.to_dict()) == config
     header = (CONFIG_DIR / name).read_text()
+    if name in (*RECIPES, "ipttcd_8b.gin"):
+        config = load_recipe(name)
+    elif "%START" in header:
+        inherit = start.inherited_model(RunDirectory(tmp_path))
+        config = load(name, f"START='{other_run}'", inherit=inherit)
+        start.plan_start(config)
+    else:
+        config = load(name)
+    build.check(config)
+    assert RunConfig.from_dict(config.to_dict()) == config
     assert f"--gin={name}" in header
     stated = re.search(r"parameters: ([\d.]+)([KMB])", header)
     assert stated, "the header states the number of parameters"
@@ -81,7 +87,7 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_divides_among_devices(name):
-    config = load_config(RunConfig, name, without_files(name), config_dir=CONFIG_DIR)
+    config = load_recipe(name)
     mesh = AbstractMesh((1, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
     state = build.abstract_state(config, mesh)
     stored = sum(
@@ -94,7 +100,7 @@ def test_every_recipe_divides_among_devices(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_published_size_and_budget(name):
-    config = load_config(RunConfig, name, without_files(name), config_dir=CONFIG_DIR)
+    config = load_recipe(name)
     size = "760m" if "760m" in name else "340m"
     dim, num_heads, mlp_dim, rows, billions = PUBLISHED_SIZES[size]
     model = config.model
@@ -116,13 +122,13 @@ def test_a_recipe_has_the_published_size_and_budget(name):
 
 def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
     assert {f"{name}.gin" for name in PUBLISHED_PARAMS} <= set(RUNS)
-    base = load_config(RunConfig, "ipttcd_340m.gin", without_files(""), config_dir=CONFIG_DIR)
+    base = load_recipe("ipttcd_340m.gin")
     assert (base.model.window, base.model.student_window) == (2048, 1024)
     assert base.model.fast_layers == (0, 6, 12, 18)
     assert (base.model.memory.chunk_size, base.model.memory.eta) == (1024, 0.3)
     changes = {}
     for name in (name for name in RECIPES if "ablation" in name):
-        config = load_config(RunConfig, name, without_files(name), config_dir=CONFIG_DIR)
+        config = load_recipe(name)
         assert config.replace(model=base.model) == base
         memory, model = config.model.memory, config.model
         convs = memory.has_teacher_conv, memory.has_student_conv, memory.has_proj
@@ -141,7 +147,7 @@ def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
 
 
 def test_the_8b_model_is_the_base_model_and_its_memories():
-    config = load_config(RunConfig, "ipttcd_8b.gin", without_files(""), config_dir=CONFIG_DIR)
+    config = load_recipe("ipttcd_8b.gin")
     model = config.model
     # Of a fast layer: P, the rate's vector, two convolutions.
     memory = model.dim**2 + model.dim + 2 * model.memory.num_taps * model.mlp_dim
@@ -149,16 +155,15 @@ def test_the_8b_model_is_the_base_model_and_its_memories():
 
 
 def test_the_recipe_of_a_pod_is_the_paper_s_in_another_layout():
-    records = ["include 'data/records.gin'"]
-    paper = load_config(RunConfig, "ipttcd_760m.gin", records, config_dir=CONFIG_DIR).to_dict()
-    pod = load_config(RunConfig, "pod/ipttcd_760m.gin", [], config_dir=CONFIG_DIR).to_dict()
+    paper = load("ipttcd_760m.gin", "include 'data/records.gin'").to_dict()
+    pod = load("pod/ipttcd_760m.gin").to_dict()
     assert {name for name in pod if pod[name] != paper[name]} == {"mesh", "accumulation_steps"}
     assert MeshConfig.from_dict(pod["mesh"]).sizes(64)["fsdp"] == 32
 
 
 def test_a_recipe_takes_token_records():
-    params = ["include 'data/records.gin'", "RECORDS=('a', 'b')", "RecordsConfig.weights=(8, 2)"]
-    config = load_config(RunConfig, "ipttcd_760m.gin", params, config_dir=CONFIG_DIR)
+    params = ("include 'data/records.gin'", "RECORDS=('a', 'b')", "RecordsConfig.weights=(8, 2)")
+    config = load("ipttcd_760m.gin", *params)
     assert config.data == RecordsConfig(paths=("a", "b"), weights=(8, 2), seq_len=32_768)
 
 

@@ -5,11 +5,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import commands
 import numpy as np
 import pytest
+import tiny_run
 from flax import nnx
 from small_models import byte_model
 
@@ -20,15 +20,11 @@ from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import load_params, load_run
 
-ROOT = Path(__file__).parents[2]
 MEMORY = MemoryConfig(chunk_size=4, student_conv_init="normal")
 MODEL = byte_model(num_layers=2, fast_layers=(1,), memory=MEMORY)
-PARAMS = [
-    "TextConfig.seq_len=16",
-    "RunConfig.batch_size=2",
-    "RunConfig.log_every=1",
-    "ScheduleConfig.warmup=1",
-]
+SMALL = ("TextConfig.seq_len=16", "RunConfig.batch_size=2", "ScheduleConfig.warmup=1")
+IMPORT = ("convert", "import", "--format=reference")
+EXPORT = ("convert", "export", "--format=reference")
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +48,13 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def imported(checkpoint, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "imported"
-    arguments = ("import", "--format=reference", checkpoint, run_dir, "--tokenizer=byte")
-    output = commands.output("convert", *arguments, is_forked=False)
-    return run_dir, output
+    line = (*IMPORT, checkpoint, run_dir, "--tokenizer=byte")
+    return run_dir, commands.output(*line, is_forked=False)
+
+
+def _launch(run_dir, *bindings):
+    flags = tiny_run.params(*SMALL, *bindings)
+    return commands.output("launch", "--gin=continue.gin", f"--run_dir={run_dir}", *flags)
 
 
 def test_import_reports_and_fills_a_run_directory(imported, checkpoint):
@@ -80,7 +80,7 @@ def test_an_imported_run_is_evaluated(imported, text):
 
 def test_export_gives_the_imported_files_again(imported, checkpoint, tmp_path):
     folder = tmp_path / "out"
-    commands.output("convert", "export", imported[0], folder, "--format=reference")
+    commands.output(*EXPORT, imported[0], folder)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", SINGLE]
     assert (folder / "config.json").read_bytes() == (checkpoint / "config.json").read_bytes()
     theirs = dict(open_weights(checkpoint))
@@ -88,21 +88,14 @@ def test_export_gives_the_imported_files_again(imported, checkpoint, tmp_path):
         assert value.dtype == theirs[name].dtype
         assert value.tobytes() == theirs.pop(name).tobytes()
     assert not theirs
-    message = commands.refused("convert", "export", "--format=reference", imported[0], folder)
-    assert "not an empty folder" in message
+    assert "not an empty folder" in commands.refused(*EXPORT, imported[0], folder)
 
 
 def test_training_continues_from_an_imported_run_and_is_exported(imported, text, tmp_path):
     start, run_dir = tmp_path / "start", tmp_path / "run"
     shutil.copytree(imported[0], start)
-    params = [*PARAMS, f"START='{start}'", f"TEXT='{text}'", "STEPS=2"]
-    launch = (
-        "launch",
-        "--gin=continue.gin",
-        f"--run_dir={run_dir}",
-        *(f"--param={param}" for param in [*params, "TransformerConfig.remat='block'"]),
-    )
-    assert f"starts from step 0 of {start}" in commands.output(*launch)
+    bindings = (f"START='{start}'", f"TEXT='{text}'", "STEPS=2", "TransformerConfig.remat='block'")
+    assert f"starts from step 0 of {start}" in _launch(run_dir, *bindings)
     model = json.loads((run_dir / "config.json").read_text())["model"]
     theirs = json.loads((start / "config.json").read_text())["model"]
     assert model == theirs | {"remat": "block"}
@@ -111,20 +104,18 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
     assert trained.step == 2
     assert np.abs(trained.params["embedding"] - first.params["embedding"]).max() > 0
     start.rename(tmp_path / "gone")  # the run no longer needs it
-    assert "complete at step 2" in commands.output(*launch)
-    commands.output(
-        "convert", "export", "--format=reference", run_dir, tmp_path / "out", "--dtype=float16"
-    )
+    assert "complete at step 2" in _launch(run_dir, *bindings)
+    commands.output(*EXPORT, run_dir, tmp_path / "out", "--dtype=float16")
     head = open_weights(tmp_path / "out")["model.embeddings.weight"]
     np.testing.assert_array_equal(head, np.asarray(trained.params["embedding"], np.float16))
 
 
 def test_training_continues_with_another_method_and_lists_what_it_draws(imported, text, tmp_path):
-    params = [*PARAMS, f"START='{imported[0]}'", f"TEXT='{text}'", "STEPS=1"]
-    params += ["TransformerConfig.method='ipttt'", "TransformerConfig.fast_layers=(0, 1)"]
-    params += ["RunConfig.start_drops=('layers/1/mlp/rate', 'layers/1/mlp/*_conv')"]
-    arguments = ("launch", "--gin=continue.gin", f"--run_dir={tmp_path / 'run'}")
-    output = commands.output(*arguments, *(f"--param={param}" for param in params))
+    output = _launch(
+        *(tmp_path / "run", f"START='{imported[0]}'", f"TEXT='{text}'", "STEPS=1"),
+        *("TransformerConfig.method='ipttt'", "TransformerConfig.fast_layers=(0, 1)"),
+        "RunConfig.start_drops=('layers/1/mlp/rate', 'layers/1/mlp/*_conv')",
+    )
     assert "\n  initialised: layers/0/mlp/proj\n" in output
     assert "\n  dropped: layers/1/mlp/rate\n" in output
     assert "trained 1 steps" in output
@@ -145,7 +136,7 @@ def test_a_tokenizer_is_copied(checkpoint, tmp_path):
     shutil.copytree(checkpoint, folder)
     (folder / "tokenizer.json").write_text(train_tokenizer([b"the dog"], MODEL.vocab_size))
     expected = JsonTokenizer(str(folder / "tokenizer.json")).encode("the dog")
-    commands.output("convert", "import", "--format=reference", folder, run_dir)
+    commands.output(*IMPORT, folder, run_dir)
     (folder / "tokenizer.json").unlink()
     run_dir.rename(tmp_path / "moved")
     tokenizer = load_run(tmp_path / "moved").tokenizer
@@ -168,29 +159,25 @@ def test_a_refused_import_leaves_nothing(checkpoint, tmp_path):
     shutil.copytree(checkpoint, broken)
     with (broken / SINGLE).open("r+b") as stream:
         stream.truncate(5000)
-    arguments = ("convert", "import", "--format=reference")
-    assert SINGLE in commands.refused(*arguments, broken, tmp_path / "run", status=3)
+    assert SINGLE in commands.refused(*IMPORT, broken, tmp_path / "run", status=3)
     full = tmp_path / "full"
     full.mkdir()
-    (full / "mine").write_text("")
-    assert "not an empty folder" in commands.refused(*arguments, checkpoint, full)
-    message = commands.refused(*arguments, checkpoint, tmp_path / "run", "--dtype=float16")
+    (full / "mine").touch()
+    assert "not an empty folder" in commands.refused(*IMPORT, checkpoint, full)
+    message = commands.refused(*IMPORT, checkpoint, tmp_path / "run", "--dtype=float16")
     assert "--dtype is no option of import" in message
-    assert "FROM is missing" in commands.refused("convert", "import", "--format=reference")
+    assert "FROM is missing" in commands.refused(*IMPORT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "full"]
 
 
 def test_a_stopped_import_leaves_nothing(checkpoint, tmp_path):
     pause = (
-        "import time, sys; from ttcd_jax.train import digest; "
+        "import time; from ttcd_jax.train import digest; "
         "digest.seal = lambda path: (print('sealing', flush=True), time.sleep(1)); "
         "from experiments import cli, convert; cli.run(convert.main, ('a', 'b', 'c'))"
     )
-    arguments = ["import", "--format=reference", str(checkpoint), str(tmp_path / "run")]
-    process = subprocess.Popen(
-        [sys.executable, "-c", pause, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
+    line = [sys.executable, "-c", pause, *IMPORT[1:], checkpoint, tmp_path / "run"]
+    process = subprocess.Popen(line, cwd=commands.ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "sealing\n"
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)

@@ -6,8 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import commands
 import numpy as np
@@ -21,7 +19,6 @@ from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.directory import IMPORTED, RunDirectory
 from ttcd_jax.train.checkpoint import Checkpoints
 
-ROOT = Path(__file__).parents[2]
 MODEL = byte_model(
     window=16,
     student_window=8,
@@ -181,33 +178,16 @@ def test_mistakes_are_one_line(run, arguments, status, words):
 
 
 def test_the_commands_of_the_page_run(run_dir, tmp_path):
-    page = (ROOT / "docs/generation.md").read_text()
     (tmp_path / "runs/quickstart").mkdir(parents=True)
     (tmp_path / "runs/quickstart/text").symlink_to(run_dir)
-    for name in (".venv", "experiments", "README.md"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    environment = commands.cpu_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'kernels'}")
-    shell, python = (
-        re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("sh", "python")
-    )
-    lines = [line for line in shell.splitlines() if not line.startswith("#")]
-    texts = [
-        subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=environment,
-            input=text,
-            capture_output=True,
-            check=True,
-            text=True,
-            timeout=120,
-            **kind,
-        ).stdout
-        for command, text, kind in (
-            *((command, "", {"shell": True}) for command in lines[:2]),
-            (lines[2], "What is it?\n", {"shell": True}),
-            ([sys.executable, "-c", python], "", {}),
-        )
-    ]
-    assert len(lines) == 3
-    assert [bool(text.strip()) for text in texts] == [True, False, True, True]
+    (tmp_path / "README.md").symlink_to(commands.ROOT / "README.md")
+    for line, text, prints in zip(
+        *(commands.lines_of("generation.md"), ("", "", "What is it?\n"), (True, False, True)),
+        strict=True,
+    ):
+        result = commands.line(line, input=text, cwd=tmp_path)
+        assert (result.returncode, bool(result.stdout.strip())) == (0, prints), result.stderr
+    page = (commands.ROOT / "docs/generation.md").read_text()
+    program = tmp_path / "program.py"
+    program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    assert commands.output(program, cwd=tmp_path).strip()

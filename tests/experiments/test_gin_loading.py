@@ -6,75 +6,73 @@ from typing import Literal
 
 import pytest
 
-from experiments.gin_loading import load_config, reachable_classes
+from experiments.gin_loading import load_config
 from experiments.gin_reading import find_gin_file
 from ttcd_jax.config import Config, Positive
 from ttcd_jax.errors import DataError, UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeConfig(Config):
+class Rope(Config):
     theta: float = 10_000.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig(Config):
+class Attention(Config):
     window: int | None = None
-    rope: RopeConfig
+    rope: Rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlainConfig(Config):
+class Plain(Config):
     mlp_dim: int = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryConfig(Config):
+class Memory(Config):
     eta: float
     mode: Literal["fold", "add"] = "add"
-    rope: RopeConfig = RopeConfig()
+    rope: Rope = Rope()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VocabConfig(Config):
-    size: int = 256
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecallConfig(Config):
+class Recall(Config):
     num_pairs: int = 4
-    vocab: VocabConfig
+    plain: Plain
 
     def validate(self) -> None:
         if self.num_pairs < 1:
-            raise DataError(f"RecallConfig.num_pairs is {self.num_pairs}; it must be positive")
+            raise DataError(f"Recall.num_pairs is {self.num_pairs}; it must be positive")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CopyConfig(Config):
+class Copy(Config):
     length: int = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TreeConfig(Config):
+class Tree(Config):
     steps: Positive = 10
     name: str = "run"
     taps: tuple[int, ...] = (1, 2)
-    attention: AttentionConfig
-    teacher: AttentionConfig | None = None
-    blocks: tuple[PlainConfig | MemoryConfig, ...] = ()
-    data: RecallConfig | CopyConfig = CopyConfig()
+    attention: Attention
+    teacher: Attention | None = None
+    blocks: tuple[Plain | Memory, ...] = ()
+    data: Recall | Copy = Copy()
 
 
 @pytest.fixture
 def load(tmp_path: Path):
-    """Writes `text` as run.gin beside the given fragments and loads it."""
+    """Loads `text`, written as run.gin beside the given fragments."""
+    folder = tmp_path / "configs"
+    folder.mkdir()
 
-    def load_text(text: str, *params: str, **fragments: str) -> TreeConfig:
-        (tmp_path / "run.gin").write_text(text)
-        for name, fragment in fragments.items():
-            (tmp_path / f"{name}.gin").write_text(fragment)
-        return load_config(TreeConfig, "run.gin", params, config_dir=tmp_path)
+    def load_text(
+        text: str, *params: str, root: type[Config] = Tree, inherit=lambda *_: None, **fragments
+    ):
+        for name, content in ({"run": text} | fragments).items():
+            (folder / f"{name}.gin").write_bytes(content.encode(errors="surrogateescape"))
+        return load_config(root, "run.gin", params, config_dir=folder, inherit=inherit)
 
     return load_text
 
@@ -83,9 +81,9 @@ def load(tmp_path: Path):
 def refusal(load):
     """The one line that a text is refused with."""
 
-    def message(text: str, *params: str, **fragments: str) -> str:
+    def message(*texts: str, **options) -> str:
         with pytest.raises(UserError) as caught:
-            load(text, *params, **fragments)
+            load(*texts, **options)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -94,101 +92,100 @@ def refusal(load):
 
 def test_values_references_and_containers_are_bound(load):
     config = load(
-        "TreeConfig.steps = 500\n"
-        "TreeConfig.taps = [3, 4]\n"
-        "TreeConfig.data = @RecallConfig()\n"
-        "TreeConfig.blocks = (@PlainConfig(), @MemoryConfig())\n"
-        "MemoryConfig:\n"
+        "Tree.steps = 500\n"
+        "Tree.taps = [3, 4]\n"
+        "Tree.data = @Recall()\n"
+        "Tree.blocks = (@Plain(), @Memory())\n"
+        "Memory:\n"
         "  eta = 0.3\n"
         "  mode = 'fold'\n"
     )
-    assert config == TreeConfig(
+    assert config == Tree(
         steps=500,
         taps=(3, 4),
-        attention=AttentionConfig(rope=RopeConfig()),
-        data=RecallConfig(vocab=VocabConfig()),
-        blocks=(PlainConfig(), MemoryConfig(eta=0.3, mode="fold")),
+        attention=Attention(rope=Rope()),
+        data=Recall(plain=Plain()),
+        blocks=(Plain(), Memory(eta=0.3, mode="fold")),
     )
 
 
 def test_required_fields_of_one_class_are_built_unbound(load):
-    config = load("RopeConfig.theta = 5.0")
-    assert config.attention == AttentionConfig(rope=RopeConfig(theta=5.0))
+    config = load("Rope.theta = 5.0")
+    assert config.attention == Attention(rope=Rope(theta=5.0))
 
 
 def test_inner_scopes_override_outer_ones(load):
     config = load(
-        "AttentionConfig.window = 64\n"
-        "teacher/AttentionConfig.window = 128\n"
-        "teacher/RopeConfig.theta = 7.0\n"
-        "TreeConfig.teacher = @teacher/AttentionConfig()\n"
+        "Attention.window = 64\n"
+        "teacher/Attention.window = 128\n"
+        "teacher/Rope.theta = 7.0\n"
+        "Tree.teacher = @teacher/Attention()\n"
     )
-    assert config.attention == AttentionConfig(window=64, rope=RopeConfig())
-    assert config.teacher == AttentionConfig(window=128, rope=RopeConfig(theta=7.0))
+    assert config.attention == Attention(window=64, rope=Rope())
+    assert config.teacher == Attention(window=128, rope=Rope(theta=7.0))
 
 
 def test_macros_stand_for_values_and_references(load):
     config = load(
-        "STEPS = 5\nLENGTH = %STEPS\nDATA = @CopyConfig()\n"
-        "CopyConfig.length = %LENGTH\nTreeConfig.data = %DATA\nTreeConfig.taps = [%STEPS, 1]"
+        "STEPS = 5\nLENGTH = %STEPS\nDATA = @Copy()\n"
+        "Copy.length = %LENGTH\nTree.data = %DATA\nTree.taps = [%STEPS, 1]"
     )
-    assert config.data == CopyConfig(length=5)
+    assert config.data == Copy(length=5)
     assert config.taps == (5, 1)
 
 
 def test_a_file_overrides_its_includes_and_a_parameter_overrides_both(load):
-    text = "include 'base.gin'\nTreeConfig.steps = 2"
-    base = "TreeConfig.steps = 1\nTreeConfig.name = 'base'\nLENGTH = 3\nRopeConfig.theta = %LENGTH"
+    text = "include 'base.gin'\nTree.steps = 2"
+    base = "Tree.steps = 1\nTree.name = 'base'\nLENGTH = 3\nRope.theta = %LENGTH"
     assert load(text, base=base).steps == 2
-    config = load(text, "TreeConfig.steps=3", "TreeConfig.steps=4", "LENGTH=9", base=base)
+    config = load(text, "Tree.steps=3", "Tree.steps=4", "LENGTH=9", base=base)
     assert (config.steps, config.name, config.attention.rope.theta) == (4, "base", 9)
 
 
 def test_a_fragment_may_be_included_twice_and_conflicts_settled(load):
     fragments = {
-        "base": "TreeConfig.name = 'base'",
-        "first": "include 'base.gin'\nTreeConfig.steps = 1",
-        "second": "include 'base.gin'\nTreeConfig.steps = 2",
+        "base": "Tree.name = 'base'",
+        "first": "include 'base.gin'\nTree.steps = 1",
+        "second": "include 'base.gin'\nTree.steps = 2",
     }
     text = "include 'first.gin'\ninclude 'second.gin'\n"
-    assert load(text + "TreeConfig.steps = 3", **fragments).steps == 3
+    assert load(text + "Tree.steps = 3", **fragments).steps == 3
 
 
 def test_a_parameter_may_swap_a_class_the_file_configured(load):
     text = (
-        "PAIRS = 3\nDATA = @RecallConfig()\nTreeConfig.data = %DATA\n"
-        "RecallConfig.num_pairs = %PAIRS\nVocabConfig.size = 7\n"
+        "PAIRS = 3\nDATA = @Recall()\nTree.data = %DATA\n"
+        "Recall.num_pairs = %PAIRS\nPlain.mlp_dim = 7\n"
     )
-    for swap in ("TreeConfig.data=@CopyConfig()", "DATA=@CopyConfig()"):
-        assert load(text, swap, "CopyConfig.length=5").data == CopyConfig(length=5)
+    for swap in ("Tree.data=@Copy()", "DATA=@Copy()"):
+        assert load(text, swap, "Copy.length=5").data == Copy(length=5)
 
 
-def test_loading_twice_with_other_classes_leaves_nothing_behind(load, tmp_path):
+def test_loading_twice_with_other_classes_leaves_nothing_behind(load):
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class TreeConfig(Config):
+    class Rope(Config):
         width: int = 1
 
-    load("TreeConfig.steps = 3")
-    (tmp_path / "other.gin").write_text("TreeConfig.width = 2")
-    assert load_config(TreeConfig, "other.gin", config_dir=tmp_path).width == 2
-    assert load("").steps == 10
+    assert load("Rope.theta = 3.0").attention.rope.theta == 3
+    assert load("Rope.width = 2", root=Rope).width == 2
+    assert load("").attention.rope.theta == 10_000
 
 
 def test_scopes_and_macros_mean_what_gin_means(load):
     import gin
 
     text = (
-        "WINDOW = 32\nAttentionConfig.window = %WINDOW\nRopeConfig.theta = 1.0\n"
-        "AttentionConfig.rope = @RopeConfig()\nTreeConfig.attention = @AttentionConfig()\n"
-        "TreeConfig.teacher = @outer/inner/AttentionConfig()\n"
-        "outer/AttentionConfig.window = 64\nouter/RopeConfig.theta = 2.0\n"
-        "outer/inner/RopeConfig.theta = 3.0\n"
+        "WINDOW = 32\nAttention.window = %WINDOW\nRope.theta = 1.0\n"
+        "Attention.rope = @Rope()\nTree.attention = @Attention()\n"
+        "Tree.teacher = @outer/inner/Attention()\n"
+        "outer/Attention.window = 64\nouter/Rope.theta = 2.0\n"
+        "outer/inner/Rope.theta = 3.0\n"
     )
     gin.clear_config()
     with gin.config.interactive_mode():
         builders = [
             gin.external_configurable(cls, name=cls.__name__, module="parity")
-            for cls in (TreeConfig, AttentionConfig, RopeConfig)
+            for cls in (Tree, Attention, Rope)
         ]
     gin.parse_config(text)
     expected = builders[0]().to_dict()
@@ -199,82 +196,37 @@ def test_scopes_and_macros_mean_what_gin_means(load):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            "TreConfig.steps = 1",
-            "run.gin:1: no configuration class 'TreConfig'; did you mean 'Tree",
-        ),
-        ("\nTreeConfig.stepz = 1", "run.gin:2: TreeConfig has no field 'stepz'; did you mean 'ste"),
-        ("TreeConfig:\n  stepz = 1", "run.gin:2: TreeConfig has no field 'stepz'"),
-        ("Zebra.x = 1", "'Zebra'; known are AttentionConfig, CopyConfig"),
-        (
-            "TreeConfig.data = @CopyConfg()",
-            "run.gin:1: no configuration class 'CopyConfg'; did you",
-        ),
-        ("TreeConfig.data = @CopyConfig", "run.gin:1: write @CopyConfig(), with parentheses"),
-        (
-            "STEPS = 1\nTreeConfig.steps = %STEP",
-            "run.gin:2: no macro %STEP is defined; did you mean",
-        ),
+        ("Tre.steps = 1", "run.gin:1: no configuration class 'Tre'; did you mean 'Tree"),
+        ("\nTree.stepz = 1", "run.gin:2: Tree has no field 'stepz'; did you mean 'ste"),
+        ("Tree:\n  stepz = 1", "run.gin:2: Tree has no field 'stepz'"),
+        ("Zebra.x = 1", "'Zebra'; known are Attention, Copy, Memory, Plain, Recall, Rope, Tree"),
+        ("Tree.data = @Coppy()", "run.gin:1: no configuration class 'Coppy'; did you mean 'Copy'"),
+        ("Tree.data = @Copy", "run.gin:1: write @Copy(), with parentheses"),
+        ("STEPS = 1\nTree.steps = %STEP", "run.gin:2: no macro %STEP is defined; did you mean"),
         ("STEPS = 1", "run.gin:1: macro STEPS is never used"),
-        ("TreeConfig = 1", "run.gin:1: macro TreeConfig is never used; did you mean 'TreeConfig'"),
-        ("A = %B\nB = %A\nTreeConfig.steps = %A", "contains itself: TreeConfig -> %A -> %B -> %A"),
+        ("Tree = 1", "run.gin:1: macro Tree is never used; did you mean 'Tree'"),
+        ("A = %B\nB = %A\nTree.steps = %A", "contains itself: Tree -> %A -> %B -> %A"),
+        ("Tree.steps = 1\nTree.steps = 1", "run.gin:2: Tree.steps is already bound"),
+        ("Tree.steps = 'x'", "run.gin:1: Tree.steps must be int, got 'x' (str)"),
+        ("\nTree.steps = 0", "run.gin:2: Tree.steps 0 must be at least 1"),
+        ("Tree.blocks = (@Copy(),)", "run.gin:1: Tree.blocks must be tuple["),
+        ("Tree.data = @Memory()", "Memory lacks a value; bind Memory.eta = <"),
         (
-            "TreeConfig.steps = 1\nTreeConfig.steps = 1",
-            "run.gin:2: TreeConfig.steps is already bound",
-        ),
-        ("TreeConfig.steps = 'x'", "run.gin:1: TreeConfig.steps must be int, got 'x' (str)"),
-        ("\nTreeConfig.steps = 0", "run.gin:2: TreeConfig.steps 0 must be at least 1"),
-        ("TreeConfig.blocks = (@CopyConfig(),)", "run.gin:1: TreeConfig.blocks must be tuple["),
-        (
-            "TreeConfig.data = @MemoryConfig()",
-            "MemoryConfig lacks a value; bind MemoryConfig.eta = <",
-        ),
-        (
-            "RecallConfig.num_pairs = 2",
-            "run.gin:1: RecallConfig.num_pairs has no effect, no RecallConfig is built; "
-            "remove it or bind TreeConfig.data = @RecallConfig()",
+            "Recall.num_pairs = 2",
+            "run.gin:1: Recall.num_pairs has no effect, no Recall is built; "
+            "remove it or bind Tree.data = @Recall()",
         ),
         (
-            "big/RopeConfig.theta = 2.0",
-            "no RopeConfig is built in scope 'big'; remove it or bind "
-            "AttentionConfig.rope = @big/RopeConfig() or MemoryConfig.rope = @big/RopeConfig()",
+            "big/Rope.theta = 2.0",
+            "no Rope is built in scope 'big'; remove it or bind "
+            "Attention.rope = @big/Rope() or Memory.rope = @big/Rope()",
         ),
-    ],
-)
-def test_names_and_values_are_checked(refusal, text, expected):
-    assert expected in refusal(text)
-
-
-def test_a_missing_choice_names_the_classes(tmp_path):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class ChoiceConfig(Config):
-        data: RecallConfig | CopyConfig
-        steps: Positive
-
-    (tmp_path / "run.gin").touch()
-    with pytest.raises(UserError, match="ChoiceConfig lacks a value") as caught:
-        load_config(ChoiceConfig, "run.gin", config_dir=tmp_path)
-    assert "ChoiceConfig.data = @RecallConfig() or @CopyConfig()" in str(caught.value)
-    assert "ChoiceConfig.steps = <int>" in str(caught.value)
-
-
-def test_an_error_of_validate_keeps_its_class_and_gains_its_place(load):
-    with pytest.raises(DataError, match=r"^run\.gin:2: RecallConfig\.num_pairs is 0; it must"):
-        load("TreeConfig.data = @RecallConfig()\nRecallConfig.num_pairs = 0")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("TreeConfig.steps = 1 + 1", "run.gin:1: Expected newline."),
-        ("\nTreeConfig.steps 3", "run.gin:2: Couldn't parse statement, expected ':' or '='."),
-        (
-            "TreeConfig.name = small",
-            "run.gin:1: cannot read the value 'small'; a string needs quotes",
-        ),
-        ("TreeConfig.taps = [1,\n", "run.gin:1: unexpected EOF in multi-line statement"),
-        ("TreeConfig.name = 'open\n", "run.gin:1: unterminated string literal"),
-        ("TreeConfig.name = __import__('os')", "cannot read the value '__import__'"),
+        ("Tree.steps = 1 + 1", "run.gin:1: Expected newline."),
+        ("\nTree.steps 3", "run.gin:2: Couldn't parse statement, expected ':' or '='."),
+        ("Tree.name = small", "run.gin:1: cannot read the value 'small'; a string needs quotes"),
+        ("Tree.taps = [1,\n", "run.gin:1: unexpected EOF in multi-line statement"),
+        ("Tree.name = 'open\n", "run.gin:1: unterminated string literal"),
+        ("Tree.name = __import__('os')", "cannot read the value '__import__'"),
         ("import os", "run.gin:1: a configuration may not import 'os', only bind values"),
         ("\nfrom __gin__ import dynamic_registration", "run.gin:2: a configuration may not import"),
         ("include '/etc/hostname'", "run.gin:1: include '/etc/hostname' leaves"),
@@ -283,42 +235,46 @@ def test_an_error_of_validate_keeps_its_class_and_gains_its_place(load):
         ("include 'ran.gin'", "run.gin:1: no file 'ran.gin' to include; did you mean run.gin"),
         ("include '\\0'", "run.gin:1: no file '\\x00' to include"),
         ("include 'run.gin'", "run.gin includes itself through run.gin"),
-        ("TreeConfig.steps = 1\ninclude 'x.gin'", "run.gin:2: includes come before the bindings"),
-        ("TreeConfig.name = '\udcff'", "cannot read"),
+        ("Tree.steps = 1\ninclude 'x.gin'", "run.gin:2: includes come before the bindings"),
+        ("Tree.name = '\udcff'", "cannot read"),
     ],
 )
-def test_syntax_imports_and_includes_are_checked(tmp_path, text, expected):
+def test_a_mistake_is_one_line_with_its_place(refusal, tmp_path, text, expected):
     outside = tmp_path / "outside.gin"
-    outside.write_text("TreeConfig.steps = 1")
-    config_dir = tmp_path / "configs"
-    config_dir.mkdir()
-    (config_dir / "link.gin").symlink_to(outside)
-    (config_dir / "run.gin").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UserError) as caught:
-        load_config(TreeConfig, "run.gin", config_dir=config_dir)
-    assert expected in str(caught.value)
-    assert "\n" not in str(caught.value)
+    outside.write_text("Tree.steps = 1")
+    (tmp_path / "configs/link.gin").symlink_to(outside)
+    assert expected in refusal(text)
 
 
-def test_two_fragments_that_bind_one_key_are_refused(refusal):
-    message = refusal(
-        "include 'a.gin'\ninclude 'b.gin'", a="TreeConfig.steps = 1", b="TreeConfig.steps = 2"
-    )
-    assert message.startswith("b.gin:1: TreeConfig.steps is already bound at a.gin:1; keep one, or")
+def test_a_missing_choice_names_the_classes(refusal):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Choice(Config):
+        data: Recall | Copy
+        steps: Positive
+
+    bindings = "Choice.data = @Recall() or @Copy(), Choice.steps = <int>"
+    assert refusal("", root=Choice) == f"Choice lacks a value; bind {bindings}"
 
 
-def test_a_mistake_inside_a_fragment_names_the_fragment(refusal):
-    assert refusal("include 'a.gin'", a="\nTreeConfig.stepz = 1").startswith("a.gin:2: TreeConfig")
+def test_an_error_of_validate_keeps_its_class_and_gains_its_place(load):
+    with pytest.raises(DataError, match=r"^run\.gin:2: Recall\.num_pairs is 0; it must"):
+        load("Tree.data = @Recall()\nRecall.num_pairs = 0")
+
+
+def test_a_mistake_in_a_fragment_names_the_fragment(refusal):
+    assert refusal("include 'a.gin'", a="\nTree.stepz = 1").startswith("a.gin:2: Tree")
+    message = refusal("include 'a.gin'\ninclude 'b.gin'", a="Tree.steps = 1", b="Tree.steps = 2")
+    assert message.startswith("b.gin:1: Tree.steps is already bound at a.gin:1; keep one, or")
 
 
 @pytest.mark.parametrize(
     ("param", "expected"),
     [
-        ("TreeConfig.stepz=1", "--param TreeConfig.stepz=1: TreeConfig has no field 'stepz'; did"),
-        ("TreeConfig.steps='x'", "--param TreeConfig.steps='x': TreeConfig.steps must be int"),
-        ("TreeConfig.name=small", "cannot read the value 'small'; a string needs quotes"),
-        ("RecallConfig.num_pairs=2", "RecallConfig.num_pairs has no effect"),
-        ("TreeConfig.steps", "--param TreeConfig.steps: Couldn't parse statement"),
+        ("Tree.stepz=1", "--param Tree.stepz=1: Tree has no field 'stepz'; did"),
+        ("Tree.steps='x'", "--param Tree.steps='x': Tree.steps must be int"),
+        ("Tree.name=small", "cannot read the value 'small'; a string needs quotes"),
+        ("Recall.num_pairs=2", "Recall.num_pairs has no effect"),
+        ("Tree.steps", "--param Tree.steps: Couldn't parse statement"),
         ("import os", "--param import os: a configuration may not import 'os', only bind"),
         ("include 'absent.gin'", "--param include 'absent.gin': no file 'absent.gin' to include"),
     ],
@@ -330,41 +286,27 @@ def test_parameters_are_checked(refusal, param, expected):
 def test_a_file_is_found_by_name_or_path(tmp_path, monkeypatch):
     config_dir = tmp_path / "configs"
     (config_dir / "mad").mkdir(parents=True)
-    (config_dir / "quickstart.gin").touch()
-    (config_dir / "mad" / "recall.gin").touch()
-    (tmp_path / "mine.gin").touch()
+    for name in ("configs/quickstart.gin", "configs/mad/recall.gin", "mine.gin"):
+        (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     assert find_gin_file("quickstart.gin", config_dir) == config_dir / "quickstart.gin"
-    assert find_gin_file("mine.gin", config_dir) == Path("mine.gin")
-    assert find_gin_file(str(tmp_path / "mine.gin"), config_dir) == tmp_path / "mine.gin"
-    with pytest.raises(UserError, match=r"'quickstrt\.gin'.*did you mean quickstart\.gin\?"):
-        find_gin_file("quickstrt.gin", config_dir)
-    with pytest.raises(UserError, match=r"'recall\.gin'.*did you mean mad/recall"):
-        find_gin_file("recall.gin", config_dir)
+    for mine in (Path("mine.gin"), tmp_path / "mine.gin"):
+        assert find_gin_file(str(mine), config_dir) == mine
+    for name, nearest in (("quickstrt.gin", "quickstart.gin"), ("recall.gin", "mad/recall.gin")):
+        with pytest.raises(UserError, match=f"'{name}' in .*; did you mean {nearest}"):
+            find_gin_file(name, config_dir)
 
 
-def test_classes_are_reached_through_unions_tuples_and_optionals():
-    assert set(reachable_classes(TreeConfig)) == {
-        "TreeConfig", "AttentionConfig", "RopeConfig", "PlainConfig", "MemoryConfig",
-        "RecallConfig", "CopyConfig", "VocabConfig",
-    }  # fmt: skip
-
-
-def test_an_inherited_configuration_takes_single_overrides(tmp_path):
-    base = AttentionConfig(window=9, rope=RopeConfig(theta=5.0))
+def test_an_inherited_configuration_takes_single_overrides(load):
+    base = Attention(window=9, rope=Rope(theta=5.0))
 
     def attention(text):
-        (tmp_path / "run.gin").write_text(text)
-        inherit = {"attention": base}.get
-        return load_config(
-            TreeConfig, "run.gin", config_dir=tmp_path, inherit=lambda field, _: inherit(field)
-        ).attention
+        return load(text, inherit=lambda field, _: {"attention": base}.get(field)).attention
 
-    assert attention("TreeConfig.steps = 1") == base
-    assert attention("AttentionConfig.window = 3") == base.replace(window=3)
-    assert attention("RopeConfig.theta = 7.0") == base.replace(rope=RopeConfig(theta=7.0))
-    assert attention("AttentionConfig.rope = @RopeConfig()") == base.replace(rope=RopeConfig())
-    own = "TreeConfig.attention = @AttentionConfig()"
-    assert attention(own) == AttentionConfig(rope=RopeConfig())
+    assert attention("Tree.steps = 1") == base
+    assert attention("Attention.window = 3") == base.replace(window=3)
+    assert attention("Rope.theta = 7.0") == base.replace(rope=Rope(theta=7.0))
+    assert attention("Attention.rope = @Rope()") == base.replace(rope=Rope())
+    assert attention("Tree.attention = @Attention()") == Attention(rope=Rope())
     with pytest.raises(UserError, match="has no effect"):
-        attention("PlainConfig.mlp_dim = 3")
+        attention("Plain.mlp_dim = 3")

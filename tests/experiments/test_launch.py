@@ -1,12 +1,15 @@
+"""The launch end to end: files, interruptions, evaluation, mistakes."""
+
+import fcntl
 import json
 import re
 import shutil
 import signal
 import subprocess
-import time
 
 import commands
 import pytest
+import tiny_run
 
 from ttcd_jax.eval.results import evaluate
 from ttcd_jax.eval.task import Subject
@@ -14,96 +17,61 @@ from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.run.reporting import read_metrics
 
-TINY = f"""{commands.TINY}RunConfig.batch_size = 2
-RunConfig.data = @RecallConfig()
-RunConfig.steps = 24
-RunConfig.checkpoint_every = 4
-RecallConfig.num_slots = 8
-RecallConfig.num_keys = 4
-RecallConfig.num_values = 4
-TransformerConfig.vocab_size = 8
-"""
+LAUNCH = ("launch", *tiny_run.flags("recall.gin", *tiny_run.RECALL))
 
 
 @pytest.fixture(scope="module")
-def gin_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("gin") / "tiny.gin"
-    path.write_text(TINY)
-    return path
-
-
-@pytest.fixture(scope="module")
-def finished(gin_file, tmp_path_factory):
+def finished(tmp_path_factory):
     """An uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    result = commands.run("launch", f"--gin={gin_file}", f"--run_dir={run_dir}", is_forked=False)
-    assert result.returncode == 0, result.stderr
-    return run_dir, result
-
-
-def _losses(run_dir):
-    return [(r["step"], r["loss"], r["grad_norm"]) for r in read_metrics(run_dir / "metrics.jsonl")]
+    return run_dir, commands.output(*LAUNCH, f"--run_dir={run_dir}", is_forked=False)
 
 
 def test_a_run_directory_holds_all_that_evaluation_needs(finished):
-    run_dir, result = finished
+    run_dir, output = finished
     names = {path.name for path in run_dir.iterdir()}
     files = {"config.json", "config.gin", "data.json", "environment.json", "metrics.jsonl"}
     assert files | {"checkpoints", "tensorboard"} <= names
     assert not [name for name in names if name.startswith(".")]
     assert json.loads((run_dir / "config.json").read_text())["model"]["dim"] == 8
-    assert [step for step, *_ in _losses(run_dir)] == list(range(1, 25))
-    assert re.search(r"step 24/24  loss \d", result.stdout)
+    assert [step for step, *_ in tiny_run.losses(run_dir)] == list(range(1, 25))
+    assert re.search(r"step 24/24  loss \d", output)
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["16", "20", "24"]
 
 
-def test_after_kill_9_the_same_command_repeats_the_losses_bit_for_bit(finished, gin_file, tmp_path):
-    arguments = (f"--gin={gin_file}", f"--run_dir={tmp_path / 'run'}")
-    process = commands.start("launch", *arguments, stdout=subprocess.DEVNULL)
-    _wait_for_step(tmp_path / "run", 10, process)
+def test_after_kill_9_the_same_command_repeats_the_losses_bit_for_bit(finished, tmp_path):
+    line = (*LAUNCH, f"--run_dir={tmp_path}")
+    process = commands.start(*line, stdout=subprocess.DEVNULL)
+    tiny_run.wait_for_step(tmp_path, 10, process)
     process.kill()
     process.wait()
-    assert len(_losses(tmp_path / "run")) < 24
-    result = commands.run("launch", *arguments)
-    assert result.returncode == 0, result.stderr
-    assert re.search(r"resumed at step (4|8|12|16|20)\n", result.stdout)
-    assert _losses(tmp_path / "run") == _losses(finished[0])
+    assert len(tiny_run.losses(tmp_path)) < 24
+    assert re.search(r"resumed at step (4|8|12|16|20)\n", commands.output(*line))
+    assert tiny_run.losses(tmp_path) == tiny_run.losses(finished[0])
 
 
-def test_sigterm_saves_and_asks_to_be_resumed(finished, gin_file, tmp_path):
-    arguments = (f"--gin={gin_file}", f"--run_dir={tmp_path / 'run'}")
-    process = commands.start("launch", *arguments, stdout=subprocess.PIPE)
-    _wait_for_step(tmp_path / "run", 5, process)
+def test_sigterm_saves_and_asks_to_be_resumed(finished, tmp_path):
+    line = (*LAUNCH, f"--run_dir={tmp_path}")
+    process = commands.start(*line, stdout=subprocess.PIPE)
+    tiny_run.wait_for_step(tmp_path, 5, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
-    if process.returncode == 0:
-        pytest.fail("the run was over before the signal came: make it longer")
-    assert process.returncode == 75
+    assert process.returncode == 75, "0: the run was over before the signal came, make it longer"
     stopped = int(re.search(r"stopped by SIGTERM at step (\d+), checkpoint saved", output)[1])
-    result = commands.run("launch", *arguments)
-    assert f"resumed at step {stopped}\n" in result.stdout
-    assert _losses(tmp_path / "run") == _losses(finished[0])
+    assert f"resumed at step {stopped}\n" in commands.output(*line)
+    assert tiny_run.losses(tmp_path) == tiny_run.losses(finished[0])
 
 
-def _wait_for_step(run_dir, step, process):
-    deadline = time.monotonic() + 200
-    while not any(record[0] >= step for record in _losses(run_dir)):
-        assert process.poll() is None, "the run ended too early"
-        assert time.monotonic() < deadline, f"step {step} was never reported"
-        time.sleep(0.005)
-
-
-def test_the_same_command_on_a_finished_run_trains_nothing(finished, gin_file):
+def test_the_same_command_on_a_finished_run_trains_nothing(finished):
     run_dir, _ = finished
     before = (run_dir / "metrics.jsonl").read_bytes()
-    output = commands.output("launch", f"--gin={gin_file}", f"--run_dir={run_dir}")
-    assert "complete at step 24" in output
+    assert "complete at step 24" in commands.output(*LAUNCH, f"--run_dir={run_dir}")
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_directory_of_another_config_is_refused(finished, gin_file):
-    places = f"--gin={gin_file}", f"--run_dir={finished[0]}"
-    message = commands.refused("launch", *places, "--param=OptimizerConfig.beta1=0.8")
+def test_a_run_directory_of_another_config_is_refused(finished):
+    line = (*LAUNCH, f"--run_dir={finished[0]}")
+    message = commands.refused(*line, "--param=OptimizerConfig.beta1=0.8")
     assert "optimizer.beta1: 0.9 -> 0.8" in message
     assert "--run_dir" in message
 
@@ -127,16 +95,14 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(finished, tmp_p
     assert "step=20" in message
 
 
-def test_training_evaluates_as_the_command_does(gin_file, tmp_path):
-    run_dir = tmp_path / "run"
+def test_training_evaluates_as_the_command_does(tmp_path):
     parameters = ["--param=RunConfig.evaluate_every=16", "--param=RunConfig.tasks=('recall',)"]
-    result = commands.run("launch", f"--gin={gin_file}", *parameters, f"--run_dir={run_dir}")
-    assert result.returncode == 0, result.stderr
-    records = read_metrics(run_dir / "metrics.jsonl")
+    commands.output(*LAUNCH, *parameters, f"--run_dir={tmp_path}")
+    records = read_metrics(tmp_path / "metrics.jsonl")
     assert [r.pop("step") for r in records] == [*range(1, 17), 16, *range(17, 25), 24]
-    run = load_run(run_dir)
-    data = RunDirectory(run_dir).read_config()["data"]
-    expected = evaluate(TASKS["recall"](), Subject(run.model, None, data, run_dir), run.step)
+    run = load_run(tmp_path)
+    data = RunDirectory(tmp_path).read_config()["data"]
+    expected = evaluate(TASKS["recall"](), Subject(run.model, None, data, tmp_path), run.step)
     assert records[-1] == {
         f"recall/{variant}/{row['distance']}": row["accuracy"]
         for variant, rows in expected["series"].items()
@@ -184,28 +150,21 @@ def test_evaluation_writes_json_csv_and_a_picture(finished):
         (["--prams=x"], ["prams", "param"]),
     ],
 )
-def test_bad_input_is_one_line_that_names_values_and_remedy(gin_file, tmp_path, parameters, words):
-    base = [] if parameters[0].startswith("--gin") else [f"--gin={gin_file}"]
-    message = commands.refused("launch", *base, *parameters, f"--run_dir={tmp_path / 'run'}")
+def test_bad_input_is_one_line_that_names_values_and_remedy(tmp_path, parameters, words):
+    message = commands.refused(*LAUNCH, *parameters, f"--run_dir={tmp_path / 'run'}")
     assert all(word in message for word in words), message
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("*.*"))
 
 
-def test_bad_data_is_one_line(gin_file, tmp_path):
+def test_bad_data_is_one_line(tmp_path):
     text = tmp_path / "empty"
     text.mkdir()
-    parameters = [
-        "--param=RunConfig.data=@TextConfig()",
-        "--param=TextConfig.corpus=@CorpusConfig()",
-        "--param=TextConfig.tokenizer=@TokenizerConfig()",
-        "--param=TextConfig.seq_len=16",
-        "--param=TransformerConfig.vocab_size=258",
-        "--param=CorpusConfig.kind='text'",
-        f"--param=CorpusConfig.path='{text}'",
-    ]
-    run_dir = tmp_path / "run"
-    arguments = f"--gin={gin_file}", *parameters, f"--run_dir={run_dir}"
-    assert str(text) in commands.refused("launch", *arguments, status=3)
+    line = (
+        "launch",
+        *tiny_run.flags("text.gin", f"TEXT='{text}'"),
+        f"--run_dir={tmp_path / 'run'}",
+    )
+    assert str(text) in commands.refused(*line, status=3)
 
 
 def test_evaluating_what_is_no_run_is_one_line(tmp_path):
@@ -214,22 +173,17 @@ def test_evaluating_what_is_no_run_is_one_line(tmp_path):
     assert "config.json" in message
 
 
-def test_dry_run_prints_the_plan_and_writes_nothing(gin_file, tmp_path):
-    run_dir = tmp_path / "run"
-    output = commands.output("launch", f"--gin={gin_file}", "--dry_run", f"--run_dir={run_dir}")
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
+    output = commands.output(*LAUNCH, "--dry_run", f"--run_dir={tmp_path / 'run'}")
     for name in ("parameters", "memory: optimizer", "training FLOPs per token"):
         assert name in output
-    assert not run_dir.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_locked_run_directory_names_its_owner(gin_file, tmp_path):
-    import fcntl
-
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    with (run_dir / "lock").open("w") as handle:
+def test_a_locked_run_directory_names_its_owner(tmp_path):
+    with (tmp_path / "lock").open("w") as handle:
         handle.write("process 1 on elsewhere\n")
         handle.flush()
         fcntl.flock(handle, fcntl.LOCK_EX)
-        message = commands.refused("launch", f"--gin={gin_file}", f"--run_dir={run_dir}")
+        message = commands.refused(*LAUNCH, f"--run_dir={tmp_path}")
     assert "process 1 on elsewhere" in message

@@ -1,33 +1,28 @@
 """The command end to end: text in, records out, a run trained and evaluated on them."""
 
+import argparse
 import json
 import os
+import shutil
 import signal
-import time
+import string
 from pathlib import Path
 
 import commands
 import numpy as np
 import pytest
+import tiny_run
 
 from ttcd_jax.data.records import open_records, read_manifest
 from ttcd_jax.data.tokenizer import JsonTokenizer
 from ttcd_jax.run.directory import load_run
 
-TINY = f"""{commands.TINY}RunConfig.batch_size = 2
-RunConfig.data = @RecordsConfig()
-RunConfig.steps = 3
-RecordsConfig.seq_len = 16
-TransformerConfig.vocab_size = 300
-"""
-
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    for name, source in (("a", "argparse"), ("b", "json.decoder"), ("c", "string")):
-        path = Path(__import__(source, fromlist=["x"]).__file__)
-        (folder / f"{name}.txt").write_bytes(path.read_bytes())
+    for module in (argparse, json.decoder, string):
+        shutil.copyfile(module.__file__, folder / f"{module.__name__}.txt")
     for i in range(20):
         (folder / f"{i:02}.txt").write_text(f"größe {i} 日本\n" * i)
     return folder
@@ -36,10 +31,8 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer(text):
     path = text.parent / f"{text.name}.json"
-    out = commands.output(
-        "prepare_data", f"--input={text}", "--train_tokenizer=300", f"--output={path}"
-    )
-    assert f"300 tokens in {path}" in out
+    arguments = (f"--input={text}", "--train_tokenizer=300", f"--output={path}")
+    assert f"300 tokens in {path}" in commands.output("prepare_data", *arguments)
     return path
 
 
@@ -51,14 +44,9 @@ def records(text, tokenizer):
 
 
 def _prepare(text, tokenizer, folder, processes):
-    return commands.output(
-        "prepare_data",
-        f"--input={text}",
-        f"--tokenizer={tokenizer}",
-        f"--output={folder}",
-        "--validation_percent=20",
-        f"--processes={processes}",
-    )
+    places = (f"--input={text}", f"--tokenizer={tokenizer}", f"--output={folder}")
+    options = ("--validation_percent=20", f"--processes={processes}")
+    return commands.output("prepare_data", *places, *options)
 
 
 @pytest.mark.parametrize("processes", [1, 4])
@@ -75,23 +63,22 @@ def test_files_are_the_same_for_every_number_of_processes(
 
 
 def test_records_are_the_text(text, tokenizer, records):
-    found = []
     encoder = JsonTokenizer(str(tokenizer))
-    for split in ("train", "validation"):
-        documents = open_records(records, split)
-        found += [
-            encoder.decode(documents.read(d, 0, size)) for d, size in enumerate(documents.sizes)
-        ]
+    found = [
+        encoder.decode(documents.read(index, 0, size))
+        for documents in (open_records(records, split) for split in ("train", "validation"))
+        for index, size in enumerate(documents.sizes)
+    ]
     texts = [path.read_text() for path in text.iterdir()]
     assert sorted(found) == sorted(text for text in texts if text)
 
 
 def test_a_run_trains_is_pinned_and_evaluated(text, tokenizer, records, tmp_path):
-    gin = tmp_path / "tiny.gin"
-    gin.write_text(TINY)
     here = tmp_path / "here"
     here.symlink_to(records)
-    launch = ("launch", f"--gin={gin}", f"--param=RecordsConfig.paths=('{here}',)")
+    bindings = ["include 'data/records.gin'", f"RECORDS=('{here}',)", "RecordsConfig.seq_len=16"]
+    bindings += ["TransformerConfig.vocab_size=300", "STEPS=3"]
+    launch = ("launch", *tiny_run.flags("quickstart.gin", *bindings))
     run_dir = tmp_path / "run"
     assert "trained 3 steps" in commands.output(*launch, f"--run_dir={run_dir}")
     manifest = json.loads((run_dir / "data.json").read_text())
@@ -99,12 +86,10 @@ def test_a_run_trains_is_pinned_and_evaluated(text, tokenizer, records, tmp_path
     out = commands.output("evaluate", f"--run_dir={run_dir}", "--task=ppl", "--max_rows=8")
     assert "bits per byte" in out
     assert load_run(run_dir).tokenizer.vocab_size == 300
-    other = tmp_path / "other"
-    commands.output(
-        "prepare_data", f"--input={text}", f"--tokenizer={tokenizer}", f"--output={other}"
-    )
+    places = (f"--input={text}", f"--tokenizer={tokenizer}", f"--output={tmp_path / 'other'}")
+    commands.output("prepare_data", *places)
     here.unlink()
-    here.symlink_to(other)
+    here.symlink_to(tmp_path / "other")
     message = commands.refused(*launch, f"--run_dir={run_dir}", status=3)
     assert "the training data changed" in message
 
@@ -114,9 +99,8 @@ def test_nothing_is_overwritten(text, tokenizer, records):
     arguments = (f"--input={text}", f"--output={records}")
     assert f"{records} exists" in commands.refused("prepare_data", "--tokenizer=byte", *arguments)
     assert (records / "manifest.json").read_bytes() == before
-    arguments = (f"--input={text}", f"--output={tokenizer}")
-    message = commands.refused("prepare_data", "--train_tokenizer=300", *arguments)
-    assert f"{tokenizer} exists" in message
+    arguments = ("--train_tokenizer=300", f"--input={text}", f"--output={tokenizer}")
+    assert f"{tokenizer} exists" in commands.refused("prepare_data", *arguments)
 
 
 def test_a_killed_command_leaves_nothing_that_looks_complete(tmp_path):
@@ -129,24 +113,17 @@ def test_a_killed_command_leaves_nothing_that_looks_complete(tmp_path):
         for _ in range(1200):
             pipe.write(json.dumps({"text": "x" * 10_000}) + "\n")
         pipe.flush()
-        _wait(lambda: list(tmp_path.glob(".records.*/train.*.tokens.bin")))
+        tiny_run.wait_until(lambda: list(tmp_path.glob(".records.*/train.*.tokens.bin")))
         children = _children(process.pid)
         assert len(children) >= 2
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert not output.exists()
-    _wait(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in children))
+    tiny_run.wait_until(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in children))
     source.unlink()
     source.write_text("".join(json.dumps({"text": "y" * i}) + "\n" for i in range(90)))
     assert "train: " in commands.output("prepare_data", *arguments)
     assert "train: " in commands.output("prepare_data", f"--verify={output}")
-
-
-def _wait(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def _children(pid):
@@ -159,7 +136,7 @@ def test_a_stopped_command_clears_up(tmp_path):
     arguments = (f"--input={source}", "--tokenizer=byte", f"--output={tmp_path / 'records'}")
     process = commands.start("prepare_data", *arguments)
     with source.open("w"):
-        _wait(lambda: list(tmp_path.glob(".records.*")))
+        tiny_run.wait_until(lambda: list(tmp_path.glob(".records.*")))
         process.terminate()
         assert process.wait(60) == 143
     assert os.listdir(tmp_path) == ["corpus.jsonl"]
@@ -175,10 +152,7 @@ def test_a_document_that_cannot_be_tokenized_is_named(text, tokenizer, tmp_path)
 
 
 def test_damage_is_named(records, tmp_path):
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in records.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
+    copy = shutil.copytree(records, tmp_path / "copy")
     tokens = copy / "validation.00000.tokens.bin"
     ids = np.fromfile(tokens, "<u2")
     ids[3] += 1
@@ -193,14 +167,17 @@ def test_damage_is_named(records, tmp_path):
         ((), 2, "pass one of --tokenizer, --train_tokenizer, --verify (0 are given)"),
         (("--tokenizer=byte", "--verify=x"), 2, "(2 are given)"),
         (("--tokenizer=byte", "--input=x"), 2, "--tokenizer also needs --output"),
-        (("--tokenizer=byte", "--input=/absent", "--output=x"), 2, "no file or folder at --input"),
-        (("--train_tokenizer=100", "--input={text}", "--output=x"), 2, "take 258 or more"),
-        (("--tokenizer=/absent.json", "--input={text}", "--output=x"), 3, "no tokenizer file"),
+        (
+            ("--tokenizer=byte", "--input=/absent", "--output={new}"),
+            2,
+            "no file or folder at --input",
+        ),
+        (("--train_tokenizer=100", "--input={text}", "--output={new}"), 2, "take 258 or more"),
+        (("--tokenizer=/absent.json", "--input={text}", "--output={new}"), 3, "no tokenizer file"),
         (("--verify=/absent",), 3, "/absent holds no token records"),
     ],
 )
 def test_errors(text, tmp_path, arguments, status, message):
-    given = [argument.format(text=text) for argument in arguments]
-    given = [a.replace("--output=x", f"--output={tmp_path / 'x'}") for a in given]
+    given = [argument.format(text=text, new=tmp_path / "x") for argument in arguments]
     assert message in commands.refused("prepare_data", *given, status=status)
     assert os.listdir(tmp_path) == []

@@ -8,31 +8,21 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 
 import commands
 import numpy as np
 import pytest
+import tiny_run
 from devices import fake_devices
 
 from experiments.launch import RESUME_ME
 from ttcd_jax.errors import UserError
-from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.watchdog import PEER_LOST
 
-TINY = f"""
-include 'data/text_bytes.gin'
-{commands.TINY}CorpusConfig.path = '{{text}}'
-TextConfig.seq_len = 16
-RunConfig.mesh = @MeshConfig()
-RunConfig.steps = 32
-RunConfig.batch_size = 4
-RunConfig.checkpoint_every = 4
-RunConfig.keep_checkpoints = 10
-MeshConfig.data = 2
-MeshConfig.seq = 2
-TransformerConfig.vocab_size = 258
-"""
+BINDINGS = (
+    *("TextConfig.seq_len=16", "RunConfig.batch_size=4", "RunConfig.keep_checkpoints=10"),
+    *("STEPS=32", "RunConfig.mesh=@MeshConfig()", "MeshConfig.data=2", "MeshConfig.seq=2"),
+)
 TOLERANCE = 1e-5
 # Gloo's threads print piece by piece, mixed with each other.
 GLOO = re.compile(
@@ -43,13 +33,11 @@ LOST_FIRST = (PEER_LOST, -signal.SIGABRT)
 
 
 @pytest.fixture(scope="module")
-def gin_file(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gin")
+def text(tmp_path_factory):
     words, rng = ("memory", "window", "teacher", "student", "chunk"), random.Random(0)
     lines = [" ".join(rng.choices(words, k=10)) for _ in range(100)]
-    (folder / "words.txt").write_text("\n".join(lines))
-    path = folder / "tiny.gin"
-    path.write_text(TINY.format(text=folder / "words.txt"))
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("\n".join(lines))
     return path
 
 
@@ -79,10 +67,10 @@ def start():
 
 
 @pytest.fixture(scope="module")
-def launch(start, gin_file):
-    def launch(run_dir, *parameters, num_processes=2, devices=2, **options):
-        arguments = [f"--gin={gin_file}", f"--run_dir={run_dir}", "--hang_seconds=5"]
-        arguments += [f"--param={parameter}" for parameter in parameters]
+def launch(start, text):
+    def launch(run_dir, *bindings, num_processes=2, devices=2, **options):
+        flags = tiny_run.flags("text.gin", f"TEXT='{text}'", *BINDINGS, *bindings)
+        arguments = [*flags, f"--run_dir={run_dir}", "--hang_seconds=5"]
         return start("launch", [arguments] * num_processes, devices, **options)
 
     return launch
@@ -93,23 +81,6 @@ def _end(process, *statuses, timeout=200):
     stdout, stderr = process.communicate(timeout=timeout)
     assert process.returncode in (statuses or (0,)), (process.returncode, stdout, stderr)
     return stdout, stderr.rstrip().rpartition("\n")[2]
-
-
-def _losses(run_dir):
-    records = read_metrics(run_dir / "metrics.jsonl")
-    return np.array([(r["step"], r["loss"], r["grad_norm"]) for r in records])
-
-
-def _wait(is_true, job):
-    deadline = time.monotonic() + 200
-    while not is_true():
-        assert all(process.poll() is None for process in job), _end(job[0])
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def _wait_for_step(run_dir, step, job):
-    _wait(lambda: (steps := _losses(run_dir)).size and steps[-1, 0] >= step, job)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +95,9 @@ def test_processes_train_what_one_trains(whole, launch, tmp_path):
     run_dir, _ = whole
     (alone,) = launch(tmp_path / "run", num_processes=1, devices=4)
     _end(alone)
-    np.testing.assert_allclose(_losses(run_dir), _losses(tmp_path / "run"), rtol=TOLERANCE)
+    np.testing.assert_allclose(
+        tiny_run.losses(run_dir), tiny_run.losses(tmp_path / "run"), rtol=TOLERANCE
+    )
 
 
 def test_the_first_process_prints_and_all_write_one_checkpoint(whole):
@@ -147,7 +120,7 @@ def test_other_processes_and_another_mesh_go_on(whole, launch, tmp_path):
     job = launch(run_dir, *mesh, num_processes=4, devices=1)
     outputs = [_end(process)[0] for process in job]
     assert "resumed at step 24\n" in outputs[0]
-    np.testing.assert_allclose(_losses(run_dir), _losses(whole[0]), rtol=TOLERANCE)
+    np.testing.assert_allclose(tiny_run.losses(run_dir), tiny_run.losses(whole[0]), rtol=TOLERANCE)
 
 
 def test_processes_start_from_another_run_as_one_does(whole, launch, tmp_path):
@@ -164,9 +137,9 @@ def test_processes_start_from_another_run_as_one_does(whole, launch, tmp_path):
     assert "initialised: layers/0/mlp/target_conv" in outputs[0]
     (alone,) = launch(tmp_path / "one", *changes, num_processes=1, devices=4)
     _end(alone)
-    losses = _losses(tmp_path / "one")
-    assert losses[0, 1] < _losses(whole[0])[0, 1]
-    np.testing.assert_allclose(_losses(tmp_path / "two"), losses, rtol=TOLERANCE)
+    losses = tiny_run.losses(tmp_path / "one")
+    assert losses[0][1] < tiny_run.losses(whole[0])[0][1]
+    np.testing.assert_allclose(tiny_run.losses(tmp_path / "two"), losses, rtol=TOLERANCE)
 
 
 def test_the_same_command_goes_on_after_every_end(whole, launch, tmp_path):
@@ -174,12 +147,12 @@ def test_the_same_command_goes_on_after_every_end(whole, launch, tmp_path):
     those of the run that nothing interrupted, to the last bit."""
     run_dir = tmp_path / "run"
     job = launch(run_dir)
-    _wait(lambda: [*(run_dir / "checkpoints").glob("8.orbax-checkpoint-tmp*")], job)
+    tiny_run.wait_until(lambda: [*(run_dir / "checkpoints").glob("8.orbax-checkpoint-tmp*")], *job)
     for process in job:
         process.kill()
 
     job = launch(run_dir)
-    _wait_for_step(run_dir, 9, job)
+    tiny_run.wait_for_step(run_dir, 9, *job)
     job[1].kill()
     output, line = _end(job[0], PEER_LOST)
     assert re.search(r"resumed at step [48]\n", output)
@@ -187,13 +160,13 @@ def test_the_same_command_goes_on_after_every_end(whole, launch, tmp_path):
     assert re.match("error: (another process was lost|no step for)", line)
 
     job = launch(run_dir)
-    _wait_for_step(run_dir, 13, job)
+    tiny_run.wait_for_step(run_dir, 13, *job)
     job[1].send_signal(signal.SIGSTOP)
     assert _end(job[0], PEER_LOST)[1].startswith("error: no step for ")
     job[1].kill()
 
     job = launch(run_dir)
-    _wait_for_step(run_dir, 18, job)
+    tiny_run.wait_for_step(run_dir, 18, *job)
     job[1].send_signal(signal.SIGTERM)
     outputs = [_end(process, RESUME_ME)[0] for process in job]
     stopped = re.search(r"stopped by SIGTERM at step (\d+), checkpoint saved; run", outputs[0])
@@ -202,7 +175,7 @@ def test_the_same_command_goes_on_after_every_end(whole, launch, tmp_path):
     job = launch(run_dir)
     outputs = [_end(process)[0] for process in job]
     assert f"resumed at step {stopped[1]}\n" in outputs[0]
-    np.testing.assert_array_equal(_losses(run_dir), _losses(whole[0]))
+    np.testing.assert_array_equal(tiny_run.losses(run_dir), tiny_run.losses(whole[0]))
 
 
 def test_a_directory_in_use_is_refused_by_all(launch, tmp_path):

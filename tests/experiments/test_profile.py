@@ -2,37 +2,28 @@
 
 import signal
 import subprocess
-import time
 
 import commands
+import tiny_run
 
-RUN = (
-    "--gin=recall.gin",
-    "--param=RunConfig.steps=1000000",
-    "--param=RunConfig.batch_size=1",
-    "--param=TransformerConfig.num_layers=1",
-    "--param=TransformerConfig.fast_layers=(0,)",
-    "--profile=2:4",
-)
+BINDINGS = (*tiny_run.RECALL, "RunConfig.checkpoint_every=250")
 
 
-def _wait_for_traces(folder, count, process):
-    deadline, traces = time.monotonic() + 100, set()
-    while len(traces) < count:
-        assert process.poll() is None, "the run ended too early"
-        assert time.monotonic() < deadline, f"{count} traces were not written"
-        time.sleep(0.05)
-        traces = {file.relative_to(folder).parts[0] for file in folder.rglob("*.xplane.pb")}
-    return traces
+def _traces(run_dir):
+    folder = run_dir / "profile"
+    return {file.relative_to(folder).parts[0] for file in folder.rglob("*.xplane.pb")}
 
 
 def test_flag_and_signal_leave_traces_in_the_run_directory(tmp_path):
+    flags = tiny_run.flags("recall.gin", *BINDINGS, "STEPS=1000000")
     places = f"--run_dir={tmp_path}", f"--compile_cache={tmp_path / 'cache'}"
-    process = commands.start("launch", *RUN, *places, stdout=subprocess.DEVNULL)
+    line = ("launch", *flags, *places, "--profile=2:4")
+    process = commands.start(*line, stdout=subprocess.DEVNULL)
     try:
-        assert _wait_for_traces(tmp_path / "profile", 1, process) == {"step_2"}
+        tiny_run.wait_until(lambda: _traces(tmp_path), process)
+        assert _traces(tmp_path) == {"step_2"}
         process.send_signal(signal.SIGUSR2)
-        assert len(_wait_for_traces(tmp_path / "profile", 2, process)) == 2
+        tiny_run.wait_until(lambda: len(_traces(tmp_path)) == 2, process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 75
     finally:
@@ -42,7 +33,6 @@ def test_flag_and_signal_leave_traces_in_the_run_directory(tmp_path):
 
 def test_a_window_that_the_run_never_reaches_is_refused(tmp_path):
     places = f"--run_dir={tmp_path / 'run'}", "--compile_cache="
-    result = commands.run("launch", "--gin=recall.gin", "--profile=2:281", *places)
-    message = commands.mistake(result)
+    message = commands.refused("launch", "--gin=recall.gin", "--profile=2:281", *places)
     assert "'2:281' is not START:STOP with 0 <= START < STOP <= 280" in message
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ import numpy as np
 from small_models import CHUNK
 
 sys.path.append(str(Path(__file__).parents[1] / "sharding"))
-from equal_on_devices import ONE_DEVICE, B, V, config, mesh_of, placed_params, worst_distance
+from equal_on_devices import B, V, config, mesh_of, placed_params, worst_distance
 
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
@@ -46,7 +46,7 @@ def share_of_a_device(state) -> float:
 
 
 def compared(method: str, mesh_name: str) -> dict[str, float]:
-    expected, found = read(method, ONE_DEVICE), read(method, mesh_name)
+    expected, found = read(method, "1x1x1x1"), read(method, mesh_name)
     return {"worst": worst_distance(found, expected), "share": share_of_a_device(found[1])}
 
 

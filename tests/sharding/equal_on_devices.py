@@ -1,6 +1,6 @@
 """Methods on meshes of eight fake devices: loss, statistics and every gradient against those
-without a mesh. A script: `python equal_on_devices.py '{"METHOD": ["MESH", ...], ...}'`, a mesh as 1x2x2x2
-(data x fsdp x seq x tensor); prints the largest relative differences as JSON."""
+without a mesh. A script: `python equal_on_devices.py '{"METHOD": ["MESH", ...], ...}'`, a mesh as
+1x2x2x2 (data x fsdp x seq x tensor); prints the largest relative differences as JSON."""
 
 import functools
 import json

@@ -5,7 +5,7 @@ import json
 import sys
 
 import jax
-from equal_on_devices import ONE_DEVICE, B, T, batch, config, mesh_of, worst_distance
+from equal_on_devices import B, T, batch, config, mesh_of, worst_distance
 
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
@@ -41,6 +41,6 @@ def trained(method: str, mesh_name: str, parts: int):
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     method, mesh = sys.argv[1:]
-    expected, _ = trained(method, ONE_DEVICE, 1)
+    expected, _ = trained(method, "1x1x1x1", 1)
     found, num_programs = trained(method, mesh, 2)
     print(json.dumps({"worst": worst_distance(found, expected), "programs": num_programs}))

@@ -6,11 +6,10 @@ Run as a program, the file prints what functions of `SENT` send on eight devices
 import json
 from collections.abc import Callable
 
-import commands
 import jax
 import jax.numpy as jnp
 import pytest
-from devices import environment
+from devices import printed
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sent_bytes import sent_bytes
@@ -60,7 +59,7 @@ def _measure() -> dict[str, dict[str, int]]:
 
 
 def test_the_bytes_of_a_program_are_read_from_its_text():
-    output = commands.script(__file__, env=environment(8))
+    output = printed(__file__, count=8)
     assert json.loads(output) == SENT
 
 

@@ -7,13 +7,12 @@ import json
 import math
 import re
 
-import commands
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from checks import assert_close, distance, draw
-from devices import environment
+from devices import printed
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from small_models import config_of
 
@@ -216,7 +215,7 @@ def _num_elements(shapes: str) -> int:
 def test_shards_are_exchanged_for_whole_matrices():
     """No device ever holds more than one layer's matrix besides its own shard; nothing moves when
     layers are sharded."""
-    output = commands.script(__file__, env=environment(8))
+    output = printed(__file__, count=8)
     for case, found in json.loads(output).items():
         assert {name for name, _ in found["collectives"]} == SHARDED[case][-1], (
             f"{case}: {found['collectives']}"
