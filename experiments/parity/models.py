@@ -1,6 +1,6 @@
 """Checks of single layers and of whole language models: outputs and all gradients."""
 
-from collections.abc import Mapping
+import functools
 from typing import Any
 
 import jax
@@ -10,11 +10,11 @@ from flax import nnx
 
 from experiments.parity import modules
 from experiments.parity.golden import BFLOAT16_NEWTON_SCHULZ, Comparison, Golden, worse, worst
+from ttcd_jax.inference.model import inference_model
 from ttcd_jax.interop import reference
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import Block
-from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.loss import next_token_loss_of
 
@@ -29,12 +29,12 @@ def check_layer(golden: Golden, dtype: str) -> Comparison:
         return {"mlp": block.mlp, "layer": block.mixer, "block": block}[part]
 
     names = layer(config).reference_names
+    params = reference.module_from_reference(golden.group("param."), names)
 
     def load(config: TransformerConfig, dtype: str) -> nnx.Module:
         own = layer(config)
-        build = own.build if part != "block" else lambda rngs: Block(own, rngs=rngs)
-        params = golden.group("param.")
-        return modules.load_module(lambda: build(rngs=nnx.Rngs(0)), params, names, dtype)
+        build = functools.partial(Block, own) if part == "block" else own.build
+        return modules.with_params(build, params, dtype)
 
     hidden = ("in.hidden",) if "in.hidden" in golden.arrays else ("in.x",)
     given = ("in.x", "in.t") if part == "mlp" else hidden
@@ -45,13 +45,14 @@ def check_layer(golden: Golden, dtype: str) -> Comparison:
     )
     ours |= {"out.y": y}
     ours |= {f"grad_{name}": gradient for name, gradient in zip(given, d_inputs, strict=True)}
-    ours |= modules.gradients(reference.module_to_reference(d_params, names))
+    ours |= _gradients(reference.module_to_reference(d_params, names))
     result = worst(ours, golden, dtype)
     if "out.y_bf16ns" not in golden.arrays:
         return result
     # The memory, and with it Newton-Schulz, in bfloat16, all else in float32.
     narrow = load(config.replace(precision=Precision(state="bfloat16")), "float32")
-    y = modules.evaluate(narrow, *modules.as_dtype("float32", inputs))
+    wide = (x.astype("float32") for x in inputs)
+    y = modules.evaluate(type(narrow).__call__, narrow, *wide)
     theirs = golden.arrays["out.y_bf16ns"]
     distance = np.linalg.norm(np.asarray(y, np.float64) - theirs) / np.linalg.norm(theirs)
     allowed = BFLOAT16_NEWTON_SCHULZ[golden.kind]
@@ -66,26 +67,33 @@ def _alone(layer: Any, hidden: jax.Array) -> tuple[jax.Array, dict[str, jax.Arra
     return layer(hidden), {}
 
 
+def _gradients(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {f"grad.{name}": value for name, value in tensors.items()}
+
+
 def check_model(golden: Golden, dtype: str) -> Comparison:
-    """kinds *_model: logits, loss, all gradients; hidden states and evaluation-mode logits if
+    """Kinds *_model: logits, loss, all gradients; hidden states and evaluation-mode logits if
     stored."""
     config = modules.published_config(golden, dtype)
     tensors = golden.group("param.")
-    tokens = jnp.asarray(golden.arrays["in.input_ids"])
-    loss, d_params, _, logits = modules.value_and_pull(
-        _load(config, tensors, dtype), _loss_and_logits, (tokens,), 1.0
-    )
+
+    def load(config: TransformerConfig, tensors: dict[str, np.ndarray]) -> Transformer:
+        params = reference.model_from_reference(tensors, config)
+        return modules.with_params(functools.partial(Transformer, config), params, dtype)
+
+    model, tokens = load(config, tensors), jnp.asarray(golden.arrays["in.input_ids"])
+    loss, d_params, _, logits = modules.value_and_pull(model, _loss_and_logits, (tokens,), 1.0)
     ours = {"out.logits": logits, "out.loss": loss}
-    ours |= modules.gradients(reference.model_to_reference(d_params, config))
+    ours |= _gradients(reference.model_to_reference(d_params, config))
     if "out.hidden_states" in golden.arrays:
-        ours["out.hidden_states"] = _hidden_states(golden, config, dtype)
+        ours["out.hidden_states"] = modules.evaluate(_hidden_states, model, tokens)
     if "out.logits_eval" in golden.arrays:
         # In evaluation mode the reference skips the whole fast path of inputs under one chunk, and
         # the hybrid's delta rule always.
         method = "full" if config.window is None else "swa"
         plain = config.replace(method=method, fast_layers=(), memory=None)
         base = {name: value for name, value in tensors.items() if not _is_fast(name)}
-        ours["out.logits_eval"] = modules.evaluate(_load(plain, base, dtype), tokens)
+        ours["out.logits_eval"] = modules.evaluate(Transformer.__call__, load(plain, base), tokens)
     return worst(ours, golden, dtype)
 
 
@@ -98,24 +106,12 @@ def _is_fast(name: str) -> bool:
     return ".mlp.ttt_" in name or ".dn_" in name or name.endswith(".mlp.b_proj")
 
 
-def _load(config: TransformerConfig, tensors: Mapping[str, np.ndarray], dtype: str) -> Transformer:
-    params = modules.as_dtype(dtype, reference.model_from_reference(tensors, config))
-    return modules.with_params(lambda: Transformer(config, rngs=nnx.Rngs(0)), params)
-
-
-def _hidden_states(golden: Golden, config: TransformerConfig, dtype: str) -> jax.Array:
+def _hidden_states(model: Transformer, tokens: jax.Array) -> jax.Array:
     """[Y + 1, B, T, D]: the input of every block, then the output of the final norm."""
-    table, norm = (
-        jnp.asarray(golden.arrays[f"param.model.{name}.weight"], dtype)
-        for name in ("embeddings", "norm")
-    )
-    embeddings = table[golden.arrays["in.input_ids"]]
-    states = [embeddings]
-    for layer, block in enumerate(block_configs(config)):
-        own = golden.group(f"param.model.layers.{layer}.")
-        module = modules.load_module(
-            lambda block=block: Block(block, rngs=nnx.Rngs(0)), own, block.reference_names, dtype
-        )
-        states.append(modules.evaluate(module, states[-1], None, None, embeddings))
-    states[-1] = rms_norm(states[-1], norm, config.norm_eps)
-    return jnp.stack(states)
+    unstacked = inference_model(model)
+    h = embeddings = unstacked.embedding[...][tokens]
+    states = []
+    for graph, params in zip(unstacked.blocks, unstacked.layers, strict=True):
+        states.append(h)
+        h = nnx.merge(graph, params)(h, embeddings=embeddings)
+    return jnp.stack([*states, model.normed(h)])

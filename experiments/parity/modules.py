@@ -1,13 +1,14 @@
 """Flax modules that hold reference parameters: building, running, differentiating."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from ttcd_kernels.normalize import PUBLISHED_ZERO_SLOPE
 
 from experiments.parity.golden import Golden
@@ -16,10 +17,6 @@ from ttcd_jax.interop import reference
 from ttcd_jax.interop.reference_config import transformer_config
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.precision import Precision
-
-
-def as_dtype(dtype: str, tree: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
 
 
 def model_type(golden: Golden) -> str:
@@ -54,31 +51,20 @@ def published_config(golden: Golden, dtype: str) -> TransformerConfig:
     return config.replace(memory=config.memory.replace(**own))
 
 
-def with_params[M: nnx.Module](build: Callable[[], M], params: reference.Params) -> M:
-    """The module that `build` makes, with these parameters; `DataError` for one that misfits."""
-    module = nnx.eval_shape(build)
+def with_params[M: nnx.Module](build: Callable[..., M], params: reference.Params, dtype: str) -> M:
+    """The module that `build(rngs=...)` makes, with these parameters in `dtype`. Raises `DataError`
+    for one that misfits."""
+    module = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     state = nnx.state(module, nnx.Param)
-    needed, given = _shapes(nnx.to_pure_dict(state)), _shapes(params)
+    trees = nnx.to_pure_dict(state), params
+    needed, given = (flatten_dict(jax.tree.map(jnp.shape, tree), sep="/") for tree in trees)
     for name in sorted(needed.keys() | given.keys()):
-        if needed.get(name) != given.get(name):
-            raise DataError(
-                f"parameter {name}: shape {given.get(name)} given, {needed.get(name)} needed"
-            )
-    nnx.replace_by_pure_dict(state, params)
+        ours, theirs = needed.get(name), given.get(name)
+        if ours != theirs:
+            raise DataError(f"parameter {name}: shape {theirs} given, {ours} needed")
+    nnx.replace_by_pure_dict(state, jax.tree.map(lambda x: jnp.asarray(x, dtype), params))
     nnx.update(module, state)
     return module
-
-
-def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
-
-
-def load_module[M: nnx.Module](
-    build: Callable[[], M], tensors: Mapping[str, np.ndarray], names: reference.Names, dtype: str
-) -> M:
-    """The module that `build` makes, with reference tensors under the names of a table."""
-    return with_params(build, as_dtype(dtype, reference.module_from_reference(tensors, names)))
 
 
 def value_and_pull(
@@ -88,7 +74,8 @@ def value_and_pull(
     shared by files of one configuration and shape. `run(module, *inputs)` gives (value, aux)."""
     graph, state = nnx.split(module)
     value, d_state, d_inputs, aux = _differentiated(graph, run, state, inputs, cotangent)
-    return value, nnx.to_pure_dict(d_state), d_inputs, aux
+    # On the host, where no layer's row of a stacked gradient compiles a program of its own.
+    return value, jax.device_get(nnx.to_pure_dict(d_state)), d_inputs, aux
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -105,16 +92,7 @@ def _differentiated(
     return value, *pull(jnp.asarray(cotangent, value.dtype)), aux
 
 
-def evaluate(module: nnx.Module, *inputs: Any) -> jax.Array:
-    """`module(*inputs)`, compiled once for equal modules."""
-    return _evaluated(*nnx.split(module), inputs)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _evaluated(graph: nnx.GraphDef[Any], state: nnx.GraphState, inputs: tuple) -> jax.Array:
-    return nnx.merge(graph, state)(*inputs)
-
-
-def gradients(mapped: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Reference names -> names of the gradient arrays."""
-    return {f"grad.{name}": value for name, value in mapped.items()}
+@functools.partial(nnx.jit, static_argnums=0)
+def evaluate(run: Callable[..., jax.Array], module: nnx.Module, *inputs: Any) -> jax.Array:
+    """`run(module, *inputs)`, compiled once for equal modules."""
+    return run(module, *inputs)

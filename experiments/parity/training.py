@@ -15,7 +15,7 @@ from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
 
 
 def check_optimizer(golden: Golden, dtype: str) -> Comparison:
-    """kind optimizer: parameters after every step; with Muon also at the published precision."""
+    """Kind optimizer: parameters after every step; with Muon also at the published precision."""
     axes = {name: _axes(name, x.shape) for name, x in golden.group("param.").items()}
     config = _optimizer_config(golden, axes)
     after, norms = _run(golden, config.replace(orthogonalization=dtype), axes, dtype)
@@ -80,7 +80,7 @@ def _run(
 
 
 def check_schedule(golden: Golden, dtype: str) -> Comparison:
-    """kind lr_schedule: the rate of every step of every case."""
+    """Kind lr_schedule: the rate of every step of every case."""
     ours = {}
     for case, source in golden.config.items():
         floor = source.get("lr_min", 0.0)
@@ -94,7 +94,8 @@ def check_schedule(golden: Golden, dtype: str) -> Comparison:
             decay=source["decay_type"],
             floor_ratio=floor,
         )
-        ours[f"out.{case}"] = jax.vmap(learning_rate(config))(jnp.arange(source["steps"]))
+        rates = jax.jit(jax.vmap(learning_rate(config)))
+        ours[f"out.{case}"] = rates(jnp.arange(source["steps"]))
     missing = golden.group("out.").keys() - golden.config.keys()
     if missing:
         raise DataError(f"no settings for {', '.join(sorted(missing))}")
