@@ -19,7 +19,7 @@ realised gap and alignment. `measure` takes any block with an ideal memory and a
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -30,11 +30,9 @@ from jaxtyping import Array, Float
 
 from ttcd_jax.config import Config, NonNegative, Positive, PositiveFloat
 from ttcd_jax.errors import NonFiniteError, UserError
-from ttcd_jax.methods.ideal import IdealConfig, IdealMemoryConfig, IdealMLP
-from ttcd_jax.methods.ipttcd import IPTTCDBlock, IPTTCDBlockConfig
-from ttcd_jax.nn.attention import AttentionConfig
-from ttcd_jax.nn.dual_window import DualWindowConfig
-from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.methods.ideal import IdealMemoryConfig, IdealMLP
+from ttcd_jax.models.config import TransformerConfig, block_configs
+from ttcd_jax.nn.block import Block, BlockConfig
 from ttcd_jax.nn.row import Row
 from ttcd_jax.precision import Precision
 
@@ -97,15 +95,24 @@ class PropositionConfig(Config):
         """The factor of one token's error: eta of a mean over the chunk."""
         return self.eta / self.chunk_size
 
-    def block(self) -> IPTTCDBlockConfig:
-        heads: Any = {"num_heads": NUM_HEADS, "num_kv_heads": 1, "head_dim": SUBSPACE}
-        attention = AttentionConfig(dim=DIM, window=self.window, precision=FLOAT64, **heads)
-        mlp = MLPConfig(dim=DIM, hidden_dim=len(GROUPS) * GROUP, precision=FLOAT64)
-        memory = IdealMemoryConfig(chunk_size=self.chunk_size, eta=self.eta)
-        return IPTTCDBlockConfig(
-            mixer=DualWindowConfig(attention=attention, student_window=self.student_window),
-            mlp=IdealConfig(mlp=mlp, memory=memory),
+    def block(self) -> BlockConfig:
+        """The block of a model of one layer."""
+        model = TransformerConfig(
+            vocab_size=1,
+            dim=DIM,
+            num_layers=1,
+            num_heads=NUM_HEADS,
+            num_kv_heads=1,
+            head_dim=SUBSPACE,
+            mlp_dim=len(GROUPS) * GROUP,
+            window=self.window,
+            student_window=self.student_window,
+            method="ipttcd_ideal",
+            fast_layers=(0,),
+            memory=IdealMemoryConfig(chunk_size=self.chunk_size, eta=self.eta),
+            precision=FLOAT64,
         )
+        return block_configs(model)[0]
 
 
 class Measured(NamedTuple):
@@ -130,16 +137,15 @@ def read(
     prefix = chunk * mlp.settings.chunk_size
 
     def rows(h: jax.Array) -> jax.Array:
-        past = jnp.broadcast_to(h[:, :prefix], (probes.shape[0], prefix, h.shape[-1]))
+        past = jnp.broadcast_to(h[:, :prefix], (len(probes), prefix, h.shape[-1]))
         return jnp.concatenate([past, probes[:, None]], axis=1)
 
     return mlp(rows(x), rows(t))[:, -1]
 
 
-def measure(block: IPTTCDBlock, h: Float[Array, "1 T D"], first: int, second: int) -> Measured:
+def measure(block: Block, h: Float[Array, "1 T D"], first: int, second: int) -> Measured:
     """Both sides for the queries at positions `first` and `second` of one row."""
-    mlp = block.mlp
-    assert isinstance(mlp, IdealMLP), f"{type(mlp).__name__} is no ideal memory"
+    mlp: Any = block.mlp
     size = mlp.settings.chunk_size
     start, end = first // size, second // size
     x, t = block.inputs("mlp", h, Row.of(h))
@@ -148,17 +154,16 @@ def measure(block: IPTTCDBlock, h: Float[Array, "1 T D"], first: int, second: in
     teacher, student, before = read(mlp, x, t, start, probes)
     (after,) = read(mlp, x, t, end, t[:, second])
     keys = mlp.features(t)[0]
-    query = keys[second]
-    gap, alignment = teacher @ (teacher - student), keys[first] @ query
-    between = [position for position in range(start * size, end * size) if position != first]
-    others = keys[np.array(between, int)]
-    norms = jnp.linalg.norm(others, axis=-1) * jnp.linalg.norm(query)
+    gap, alignment = teacher @ (teacher - student), keys[first] @ keys[second]
+    between = np.setdiff1d(np.arange(start * size, end * size), first)
+    unit = keys / jnp.linalg.norm(keys, axis=-1, keepdims=True)
+    cosines = jnp.abs(unit[between] @ unit[second])
     return Measured(
         gap=gap,
         alignment=alignment,
         left=teacher @ (after - before),
         right=mlp.settings.eta / size * gap * alignment,
-        overlap=jnp.abs(others @ query / norms).sum() / max(len(others), 1),
+        overlap=cosines.sum() / max(len(between), 1),
     )
 
 
@@ -182,9 +187,9 @@ def draw_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
     return attention | {"gate": gate, "up": gate, "down": down}
 
 
-def build_block(config: PropositionConfig, weights: Mapping[str, Any]) -> IPTTCDBlock:
+def build_block(config: PropositionConfig, weights: Mapping[str, Any]) -> Block:
     """The block of `config` with the weights of `draw_weights`; its norms stay at one."""
-    block = IPTTCDBlock(config.block(), rngs=nnx.Rngs(0))
+    block = Block(config.block(), rngs=nnx.Rngs(0))
     for name, value in weights.items():
         owner = block.mixer if hasattr(block.mixer, name) else block.mlp
         getattr(owner, name)[...] = jnp.asarray(value)
@@ -242,10 +247,10 @@ def sweep(
             "tokens: use more fillers or smaller chunks"
         )
     rngs = [np.random.default_rng([seed, draw]) for draw in range(num_draws)]
-    weights = jax.tree.map(lambda *leaves: np.stack(leaves), *map(draw_weights, rngs))
-    rows = np.stack([draw_sequence(config, rng, overlap) for rng in rngs])
-    measured = Measured(*map(np.asarray, _measure_all(config)(weights, rows)))
-    if not all(np.isfinite(values).all() for values in measured):
+    draws = [(draw_weights(rng), draw_sequence(config, rng, overlap)) for rng in rngs]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *draws)
+    measured = jax.device_get(measure_all(config, *stacked))
+    if not np.isfinite(measured).all():
         raise NonFiniteError(
             f"eta {config.eta} with chunks of {config.chunk_size} diverges: lower eta"
         )
@@ -258,14 +263,16 @@ def sweep(
     return Measured(*(values[is_met] for values in measured))
 
 
-@functools.cache
-def _measure_all(config: PropositionConfig) -> Callable[..., Measured]:
-    """`measure` of stacked blocks and rows, compiled once per configuration."""
+@functools.partial(jax.jit, static_argnums=0)
+def measure_all(
+    config: PropositionConfig, weights: dict[str, jax.Array], rows: Float[Array, "N 1 T D"]
+) -> Measured:
+    """`measure` of N blocks (weights stacked) and rows, compiled once per configuration."""
 
     def one(weights: dict[str, jax.Array], row: jax.Array) -> Measured:
         return measure(build_block(config, weights), row, config.first, config.second)
 
-    return jax.jit(jax.vmap(one))
+    return jax.vmap(one)(weights, rows)
 
 
 def holds(measured: Measured) -> np.ndarray:
