@@ -67,29 +67,18 @@ def with_params[M: nnx.Module](build: Callable[..., M], params: reference.Params
     return module
 
 
+@functools.partial(nnx.jit, static_argnums=0)
 def value_and_pull(
-    module: nnx.Module, run: Callable[..., Any], inputs: tuple, cotangent: np.ndarray | float
+    run: Callable[..., Any], module: nnx.Module, inputs: tuple, cotangent: np.ndarray | float
 ) -> tuple[Any, Any, Any, Any]:
     """(value, parameter gradients as a pure dict, input gradients, aux): one compiled function,
     shared by files of one configuration and shape. `run(module, *inputs)` gives (value, aux)."""
     graph, state = nnx.split(module)
-    value, d_state, d_inputs, aux = _differentiated(graph, run, state, inputs, cotangent)
-    # On the host, where no layer's row of a stacked gradient compiles a program of its own.
-    return value, jax.device_get(nnx.to_pure_dict(d_state)), d_inputs, aux
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _differentiated(
-    graph: nnx.GraphDef[nnx.Module],
-    run: Callable[..., Any],
-    state: nnx.GraphState,
-    inputs: tuple,
-    cotangent: np.ndarray | float,
-) -> tuple[Any, Any, Any, Any]:
     value, pull, aux = jax.vjp(
         lambda s, x: run(nnx.merge(graph, s), *x), state, inputs, has_aux=True
     )
-    return value, *pull(jnp.asarray(cotangent, value.dtype)), aux
+    d_state, d_inputs = pull(jnp.asarray(cotangent, value.dtype))
+    return value, nnx.to_pure_dict(d_state), d_inputs, aux
 
 
 @functools.partial(nnx.jit, static_argnums=0)

@@ -33,7 +33,6 @@ PAIRS = {
 }
 MISTAKES = {
     "same": ((REFERENCE,), 2, "are the same way"),
-    "unknown": (("cuda",), 2, "'cuda' is no part of a way"),
     "cannot run": (("triton",), 2, "implementation 'triton': "),
     "pieces": (("streamed:8,mosaic", ALL), 2, "implementation 'mosaic': "),
     "level": (("lse", "--levels=all"), 2, "--levels: 'all' is not one of kernel"),

@@ -110,13 +110,6 @@ def test_hidden_states_that_are_not_finite_are_named():
         broken.hidden(ROWS["tokens"])
 
 
-@pytest.mark.parametrize("path", ["streamed:4", "decoded"])
-def test_every_path_has_the_same_hidden_states(path):
-    expected = _computed(config=SHALLOW).hidden(ROWS["tokens"])
-    found = _computed(path, config=SHALLOW).hidden(ROWS["tokens"])
-    np.testing.assert_allclose(found, expected, atol=2e-5)
-
-
 def test_every_path_writes_the_tokens_of_a_pass_per_token():
     prompts = [row[:length] for row, length in zip(ROWS["tokens"], (8, 4), strict=False)]
     expected = []
@@ -196,12 +189,6 @@ def test_narrow_layers_are_within_roundings_of_wide_ones():
     for layer in ("layer 0", "layer 1"):
         assert found[layer]["within_1_ulp"] > found[layer]["equal_share"] > 0.2
         assert 1e-4 < found[layer]["max_relative_error"] < 0.1
-
-
-def test_a_state_is_compared_as_a_whole():
-    found = _layers(_computed(config=SHALLOW), _computed("streamed:4", config=SHALLOW))
-    assert found.keys() == {"whole model"}
-    assert found["whole model"]["max_relative_error"] < 1e-5
 
 
 # ------------------------------------------------------------------------- distribution
