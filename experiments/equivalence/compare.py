@@ -152,27 +152,22 @@ def distances(
     def logs(hidden: jax.Array, head: jax.Array) -> jax.Array:
         wide = jnp.promote_types(hidden.dtype, jnp.float32)
         head = head.astype(hidden.dtype)
-        return jax.nn.log_softmax(jnp.matmul(hidden, head.T, preferred_element_type=wide))
+        return jax.nn.log_softmax(jnp.matmul(head, hidden, preferred_element_type=wide))
 
-    def block(operands: tuple[jax.Array, ...]) -> Distances:
-        h_reference, h_candidate, y = operands
+    def of_position(operands: tuple[jax.Array, ...]) -> Distances:
+        h_reference, h_candidate, target = operands
         log_p, log_q = logs(h_reference, reference_head), logs(h_candidate, candidate_head)
         p, q, ratio = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
         near = p * (jnp.expm1(ratio) - ratio)
         terms = jnp.where(jnp.abs(ratio) < 1, near, q - p - p * ratio)
-        nll = (-jnp.take_along_axis(x, y[:, None], axis=-1)[:, 0] for x in (log_p, log_q))
-        is_flip = log_p.argmax(-1) != log_q.argmax(-1)
-        return Distances(terms.sum(-1), jnp.abs(p - q).sum(-1) / 2, is_flip, *nll)
+        is_flip = log_p.argmax() != log_q.argmax()
+        tv = jnp.abs(p - q).sum() / 2
+        return Distances(terms.sum(), tv, is_flip, -log_p[target], -log_q[target])
 
-    rows = max(1, min(targets.size, _LOGITS // len(reference_head)))
-
-    def split(x: jax.Array) -> jax.Array:
-        x = x.reshape(targets.size, *x.shape[2:])
-        x = jnp.pad(x, ((0, -targets.size % rows),) + ((0, 0),) * (x.ndim - 1))
-        return x.reshape(-1, rows, *x.shape[1:])
-
-    found = jax.lax.map(block, (split(reference), split(candidate), split(targets)))
-    return jax.tree.map(lambda x: x.reshape(-1)[: targets.size].reshape(targets.shape), found)
+    flat = [x.reshape(targets.size, *x.shape[2:]) for x in (reference, candidate, targets)]
+    block = max(1, min(targets.size, _LOGITS // len(reference_head)))
+    found = jax.lax.map(of_position, tuple(flat), batch_size=block)
+    return jax.tree.map(lambda x: x.reshape(targets.shape), found)
 
 
 def summarize(found: Distances) -> Facts:

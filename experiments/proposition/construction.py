@@ -52,6 +52,9 @@ GROUPS = (
     (FILLER, slice(GROUP, 2 * GROUP), 0.2),
     (HEARD, slice(2 * GROUP, 3 * GROUP), 1.0),
 )
+WINDOW, STUDENT_WINDOW = 8, 4
+SPAN = slice(0, WINDOW - STUDENT_WINDOW)  # ends where q1's student window begins
+FIRST = WINDOW - 1  # q1, the last token whose teacher window holds the whole span
 GATE_SIZE = 0.35
 NUM_HEADS = 2
 MAX_ANGLE = math.pi / 3  # between the two queries
@@ -60,35 +63,16 @@ TOLERANCE = 1e-10  # relative, of the bound in float64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PropositionConfig(Config):
-    """A row: the span, which ends where q1's student window begins, q1 as the last token whose
-    teacher window holds the whole span, `num_fillers` tokens, q2."""
+    """A row: SPAN, q1 at FIRST, `num_fillers` tokens, q2."""
 
-    window: int = 8
-    student_window: int = 4
     chunk_size: Positive = 4
     num_fillers: NonNegative = 16
     eta: PositiveFloat = 0.3
 
-    def validate(self) -> None:
-        if not 1 <= self.student_window < self.window:
-            raise UserError(
-                f"student_window {self.student_window} must be between 1 and window - 1 = "
-                f"{self.window - 1}: no token is inside the teacher's window alone"
-            )
-
-    @property
-    def span(self) -> slice:
-        return slice(0, self.window - self.student_window)
-
-    @property
-    def first(self) -> int:
-        """The position of q1."""
-        return self.window - 1
-
     @property
     def second(self) -> int:
         """The position of q2."""
-        return self.first + 1 + self.num_fillers
+        return FIRST + 1 + self.num_fillers
 
     @property
     def rate(self) -> float:
@@ -105,8 +89,8 @@ class PropositionConfig(Config):
             num_kv_heads=1,
             head_dim=SUBSPACE,
             mlp_dim=len(GROUPS) * GROUP,
-            window=self.window,
-            student_window=self.student_window,
+            window=WINDOW,
+            student_window=STUDENT_WINDOW,
             method="ipttcd_ideal",
             fast_layers=(0,),
             memory=IdealMemoryConfig(chunk_size=self.chunk_size, eta=self.eta),
@@ -201,22 +185,22 @@ def draw_sequence(
 ) -> np.ndarray:
     """A row h [1, T, D]: one fact in the span, and queries q1 and q2 of similar directions.
 
-    Fillers between the queries say random directions, whence their errors; the last student_window
-    - 1 say nothing, so that q2's student hears nothing either. `overlap` in [0, 1] is the part of a
+    Fillers between the queries say random directions, whence their errors; the last
+    STUDENT_WINDOW - 1 say nothing, so that q2's student hears nothing either. `overlap` in [0, 1] is the part of a
     filler's direction that is q2's own; at 0 every key but q1's is orthogonal to q2's.
     """
-    first, second = config.first, config.second
+    first, second = FIRST, config.second
     asked, other, fact = _unit(rng.standard_normal((3, SUBSPACE)))
     other = _unit(other - other @ asked * asked)
     angle = rng.uniform(0, MAX_ANGLE)
     again = np.cos(angle) * asked + np.sin(angle) * other
     between = slice(first + 1, second)
-    talking = slice(first + 1, max(first + 1, second - config.student_window + 1))
+    talking = slice(first + 1, max(first + 1, second - STUDENT_WINDOW + 1))
     tokens = np.zeros((second + 1, DIM))
     tokens[:, FILLER] = _unit(rng.standard_normal((second + 1, SUBSPACE)))
     tokens[between, FILLER] *= np.sqrt(1 - overlap**2)
     tokens[between, QUERY] = overlap * again
-    tokens[config.span, SAID] = fact
+    tokens[SPAN, SAID] = fact
     tokens[talking, SAID] = _unit(rng.standard_normal((second + 1, SUBSPACE)))[talking]
     for position, direction in ((first, asked), (second, again)):
         tokens[position] = 0.0
@@ -241,9 +225,9 @@ def sweep(
     Raises `UserError` when q2 is in the chunk of q1 or no draw is left, `NonFiniteError` when the
     memory diverges.
     """
-    if config.first // config.chunk_size == config.second // config.chunk_size:
+    if FIRST // config.chunk_size == config.second // config.chunk_size:
         raise UserError(
-            f"q1 at {config.first} and q2 at {config.second} share a chunk of {config.chunk_size} "
+            f"q1 at {FIRST} and q2 at {config.second} share a chunk of {config.chunk_size} "
             "tokens: use more fillers or smaller chunks"
         )
     rngs = [np.random.default_rng([seed, draw]) for draw in range(num_draws)]
@@ -257,8 +241,7 @@ def sweep(
     is_met = (measured.gap > 0) & (measured.alignment > 0)
     if not is_met.any():
         raise UserError(
-            f"none of {num_draws} draws has a positive gap and alignment: use more draws or a "
-            f"student_window below {config.student_window}"
+            f"none of {num_draws} draws has a positive gap and alignment: use more draws"
         )
     return Measured(*(values[is_met] for values in measured))
 
@@ -270,7 +253,7 @@ def measure_all(
     """`measure` of N blocks (weights stacked) and rows, compiled once per configuration."""
 
     def one(weights: dict[str, jax.Array], row: jax.Array) -> Measured:
-        return measure(build_block(config, weights), row, config.first, config.second)
+        return measure(build_block(config, weights), row, FIRST, config.second)
 
     return jax.vmap(one)(weights, rows)
 

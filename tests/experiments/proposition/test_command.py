@@ -45,7 +45,7 @@ def test_a_bound_that_fails_is_exit_status_1(tmp_path):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--student_window=8", "student_window 8 must be between 1 and window - 1 = 7"),
+        ("--eta=0", "PropositionConfig.eta 0.0 must be positive and finite"),
         ("--chunk_sizes=4,x", "--chunk_sizes: 'x' is not a number of tokens"),
         ("--chunk_sizes=64", "q1 at 7 and q2 at 16 share a chunk of 64 tokens"),
     ],
