@@ -86,13 +86,9 @@ def check_schedule(golden: Golden, dtype: str) -> Comparison:
         floor = source.get("lr_min", 0.0)
         if "lr_min_absolute" in source:
             floor = min(1.0, source["lr_min_absolute"] / source["lr"])
+        same = {name: source[name] for name in ("steps", "warmup", "decay_ratio")}
         config = ScheduleConfig(
-            peak=source["lr"],
-            steps=source["steps"],
-            warmup=source["warmup"],
-            decay_ratio=source["decay_ratio"],
-            decay=source["decay_type"],
-            floor_ratio=floor,
+            peak=source["lr"], decay=source["decay_type"], floor_ratio=floor, **same
         )
         rates = jax.jit(jax.vmap(learning_rate(config)))
         ours[f"out.{case}"] = rates(jnp.arange(source["steps"]))

@@ -186,8 +186,9 @@ def draw_sequence(
     """A row h [1, T, D]: one fact in the span, and queries q1 and q2 of similar directions.
 
     Fillers between the queries say random directions, whence their errors; the last
-    STUDENT_WINDOW - 1 say nothing, so that q2's student hears nothing either. `overlap` in [0, 1] is the part of a
-    filler's direction that is q2's own; at 0 every key but q1's is orthogonal to q2's.
+    STUDENT_WINDOW - 1 say nothing, so that q2's student hears nothing either. `overlap` in [0, 1]
+    is the part of a filler's direction that is q2's own; at 0 every key but q1's is orthogonal to
+    q2's.
     """
     first, second = FIRST, config.second
     asked, other, fact = _unit(rng.standard_normal((3, SUBSPACE)))
