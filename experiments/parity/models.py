@@ -1,17 +1,21 @@
 """Checks of single layers and of whole language models: outputs and all gradients."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict
+from ttcd_kernels.normalize import PUBLISHED_ZERO_SLOPE
 
-from experiments.parity import modules
 from experiments.parity.golden import BFLOAT16_NEWTON_SCHULZ, Comparison, Golden, worse, worst
+from ttcd_jax.errors import DataError
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.interop import reference
+from ttcd_jax.interop.reference_config import transformer_config
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import Block
@@ -22,7 +26,7 @@ from ttcd_jax.train.loss import next_token_loss_of
 def check_layer(golden: Golden, dtype: str) -> Comparison:
     """Kinds *_mlp (y, y_plain), *_layer (a mixer's y) and *_block (y), and all gradients."""
     part = golden.kind.split("_")[-1]
-    config = modules.published_config(golden, dtype)
+    config = published_config(golden, dtype)
 
     def layer(config: TransformerConfig) -> Any:
         block = block_configs(config)[golden.info.get("layer_idx", 0)]
@@ -34,13 +38,13 @@ def check_layer(golden: Golden, dtype: str) -> Comparison:
     def load(config: TransformerConfig, dtype: str) -> nnx.Module:
         own = layer(config)
         build = functools.partial(Block, own) if part == "block" else own.build
-        return modules.with_params(build, params, dtype)
+        return with_params(build, params, dtype)
 
     hidden = ("in.hidden",) if "in.hidden" in golden.arrays else ("in.x",)
     given = ("in.x", "in.t") if part == "mlp" else hidden
     inputs = tuple(jnp.asarray(golden.arrays[name], dtype) for name in given)
     run = _with_plain if part == "mlp" else _alone
-    y, d_params, d_inputs, ours = modules.value_and_pull(
+    y, d_params, d_inputs, ours = value_and_pull(
         run, load(config, dtype), inputs, golden.arrays["in.G"]
     )
     ours |= {"out.y": y}
@@ -52,7 +56,7 @@ def check_layer(golden: Golden, dtype: str) -> Comparison:
     # The memory, and with it Newton-Schulz, in bfloat16, all else in float32.
     narrow = load(config.replace(precision=Precision(state="bfloat16")), "float32")
     wide = (x.astype("float32") for x in inputs)
-    y = modules.evaluate(type(narrow).__call__, narrow, *wide)
+    y = evaluate(type(narrow).__call__, narrow, *wide)
     theirs = golden.arrays["out.y_bf16ns"]
     distance = np.linalg.norm(np.asarray(y, np.float64) - theirs) / np.linalg.norm(theirs)
     allowed = BFLOAT16_NEWTON_SCHULZ[golden.kind]
@@ -74,27 +78,27 @@ def _gradients(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def check_model(golden: Golden, dtype: str) -> Comparison:
     """Kinds *_model: logits, loss, all gradients; hidden states and evaluation-mode logits if
     stored."""
-    config = modules.published_config(golden, dtype)
+    config = published_config(golden, dtype)
     tensors = golden.group("param.")
 
     def load(config: TransformerConfig, tensors: dict[str, np.ndarray]) -> Transformer:
         params = reference.model_from_reference(tensors, config)
-        return modules.with_params(functools.partial(Transformer, config), params, dtype)
+        return with_params(functools.partial(Transformer, config), params, dtype)
 
     model, tokens = load(config, tensors), jnp.asarray(golden.arrays["in.input_ids"])
-    loss, d_params, _, logits = modules.value_and_pull(_loss_and_logits, model, (tokens,), 1.0)
+    loss, d_params, _, logits = value_and_pull(_loss_and_logits, model, (tokens,), 1.0)
     ours = {"out.logits": logits, "out.loss": loss}
     # On the host, where a layer's row of a stacked gradient compiles no program.
     ours |= _gradients(reference.model_to_reference(jax.device_get(d_params), config))
     if "out.hidden_states" in golden.arrays:
-        ours["out.hidden_states"] = modules.evaluate(_hidden_states, model, tokens)
+        ours["out.hidden_states"] = evaluate(_hidden_states, model, tokens)
     if "out.logits_eval" in golden.arrays:
         # In evaluation mode the reference skips the whole fast path of inputs under one chunk, and
         # the hybrid's delta rule always.
         method = "full" if config.window is None else "swa"
         plain = config.replace(method=method, fast_layers=(), memory=None)
         base = {name: value for name, value in tensors.items() if not _is_fast(name)}
-        ours["out.logits_eval"] = modules.evaluate(Transformer.__call__, load(plain, base), tokens)
+        ours["out.logits_eval"] = evaluate(Transformer.__call__, load(plain, base), tokens)
     return worst(ours, golden, dtype)
 
 
@@ -116,3 +120,71 @@ def _hidden_states(model: Transformer, tokens: jax.Array) -> jax.Array:
         states.append(h)
         h = nnx.merge(graph, params)(h, embeddings=embeddings)
     return jnp.stack([*states, model.normed(h)])
+
+
+def model_type(golden: Golden) -> str:
+    """The `model_type` of a file's `config.json`; delta models differ by their parameters."""
+    fixed = {"ipttcd": "ipttcdv9", "ipttt": "ipttt", "lact": "lact"}
+    family = golden.kind.split("_")[0]
+    if family in fixed:
+        return fixed[family]
+    names = golden.group("param.")
+    if any(".dn_" in name for name in names):
+        return "deltanet_baseline"
+    return "gated_deltanet" if any("A_log" in name for name in names) else "delta_net"
+
+
+def published_config(golden: Golden, dtype: str) -> TransformerConfig:
+    """Our configuration of a file's model. A file of one layer states only that layer: the rest is
+    filled in with ones."""
+    source = golden.config
+    if not golden.kind.endswith("_model"):
+        layer = golden.info.get("layer_idx", 0)
+        rest = {"vocab_size": 1, "num_hidden_layers": layer + 1, "intermediate_size": 1}
+        if golden.kind.endswith("_mlp"):
+            rest |= {"num_heads": 1, "head_dim": 2, "ttt_layers": [layer]}
+        source = rest | source
+    precision = Precision.from_dict(dict.fromkeys(("param", "compute", "state"), dtype))
+    config = transformer_config(source | {"model_type": model_type(golden)}, precision=precision)
+    # The rows are short: "auto" would take the attention form, which no long row does.
+    published = {"form": "blocked", "zero_slope": PUBLISHED_ZERO_SLOPE}
+    if config.memory is None:
+        return config
+    own = {name: value for name, value in published.items() if hasattr(config.memory, name)}
+    return config.replace(memory=config.memory.replace(**own))
+
+
+def with_params[M: nnx.Module](build: Callable[..., M], params: reference.Params, dtype: str) -> M:
+    """The module that `build(rngs=...)` makes, with these parameters in `dtype`. Raises `DataError`
+    for one that misfits."""
+    module = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    state = nnx.state(module, nnx.Param)
+    trees = nnx.to_pure_dict(state), params
+    needed, given = (flatten_dict(jax.tree.map(jnp.shape, tree), sep="/") for tree in trees)
+    for name in sorted(needed.keys() | given.keys()):
+        ours, theirs = needed.get(name), given.get(name)
+        if ours != theirs:
+            raise DataError(f"parameter {name}: shape {theirs} given, {ours} needed")
+    nnx.replace_by_pure_dict(state, jax.tree.map(lambda x: jnp.asarray(x, dtype), params))
+    nnx.update(module, state)
+    return module
+
+
+@functools.partial(nnx.jit, static_argnums=0)
+def value_and_pull(
+    run: Callable[..., Any], module: nnx.Module, inputs: tuple, cotangent: np.ndarray | float
+) -> tuple[Any, Any, Any, Any]:
+    """(value, parameter gradients as a pure dict, input gradients, aux): one compiled function,
+    shared by files of one configuration and shape. `run(module, *inputs)` gives (value, aux)."""
+    graph, state = nnx.split(module)
+    value, pull, aux = jax.vjp(
+        lambda s, x: run(nnx.merge(graph, s), *x), state, inputs, has_aux=True
+    )
+    d_state, d_inputs = pull(jnp.asarray(cotangent, value.dtype))
+    return value, nnx.to_pure_dict(d_state), d_inputs, aux
+
+
+@functools.partial(nnx.jit, static_argnums=0)
+def evaluate(run: Callable[..., jax.Array], module: nnx.Module, *inputs: Any) -> jax.Array:
+    """`run(module, *inputs)`, compiled once for equal modules."""
+    return run(module, *inputs)

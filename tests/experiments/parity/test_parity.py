@@ -12,7 +12,7 @@ from checks import assert_same
 
 from experiments.parity.checks import CHECKS
 from experiments.parity.golden import Golden, relative_error
-from experiments.parity.modules import published_config
+from experiments.parity.models import published_config
 from ttcd_jax.errors import DataError
 from ttcd_jax.interop import reference
 from ttcd_jax.models.config import block_configs
