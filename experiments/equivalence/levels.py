@@ -38,6 +38,7 @@ class Level(NamedTuple):
     facts: Facts  # for JSON
     table: list[Facts]
     bars: dict[str, dict[str, float]]  # series -> group -> value
+    axes: tuple[str, str]  # names of groups and of values
     notes: tuple[str, ...] = ()
 
     def text(self) -> str:
@@ -48,7 +49,8 @@ class Level(NamedTuple):
         """A PNG of the bars."""
         series = {name: [*values.values()] for name, values in self.bars.items()}
         groups = [*next(iter(self.bars.values()))]
-        plot_bars(path, title=self.title, x_label="", y_label="", groups=groups, series=series)
+        x, y = self.axes
+        plot_bars(path, title=self.title, x_label=x, y_label=y, groups=groups, series=series)
 
 
 def whole_rows(
@@ -82,7 +84,8 @@ def kernel(pair: Pair, tokens: np.ndarray) -> Level:
     shares = ("equal_share", "within_1_ulp", "within_2_ulp")
     bars = {share: {row["outputs of"]: row[share] for row in rows} for share in shares}
     title = f"Units in the last place ({tokens.size:,} tokens)"
-    return Level(title, {"tokens": tokens.size, "outputs": rows}, rows, bars)
+    facts = {"tokens": tokens.size, "outputs": rows}
+    return Level(title, facts, rows, bars, ("outputs", "share of elements"))
 
 
 def distribution(pair: Pair, rows: dict[str, np.ndarray], batch_size: int) -> Level:
@@ -94,7 +97,7 @@ def distribution(pair: Pair, rows: dict[str, np.ndarray], batch_size: int) -> Le
     ]
     bars = {
         name: {f"{row['start']}-{row['stop'] - 1}": row[name] for row in facts["by_position"]}
-        for name in ("kl", "tv", "flip_share")
+        for name in ("tv", "flip_share")
     }
     notes = (
         f"likeliest token differs: {100 * facts['flip_share']:.4f} %",
@@ -102,7 +105,7 @@ def distribution(pair: Pair, rows: dict[str, np.ndarray], batch_size: int) -> Le
         f"candidate {facts['candidate_nll']:.6f} nats",
     )
     title = f"Next tokens ({facts['tokens']:,} positions in {facts['rows']:,} rows)"
-    return Level(title, facts, table, bars, notes)
+    return Level(title, facts, table, bars, ("position (tokens)", "mean"), notes)
 
 
 def task(
@@ -121,7 +124,8 @@ def task(
         for name in ("reference_score", "candidate_score")
     }
     title = "Needles in a haystack (scores in percent)"
-    return Level(title, {"note": _DECODING, "cells": found}, found, bars)
+    facts = {"note": _DECODING, "cells": found}
+    return Level(title, facts, found, bars, ("task, length (tokens)", "score (%)"))
 
 
 def _essay(records: Sequence[TokenRecords], tokenizer: Any, length: int) -> str:
