@@ -34,22 +34,18 @@ def _prompt(sample):
     return TOKENIZER.decode(sample.tokens)
 
 
-def test_one_value_is_asked_for_in_the_singular():
+def test_one_value_is_asked_for_in_the_singular_and_several_in_the_plural():
     assert prompt_text(TASKS["niah_single_1"], "TEXT", ["damp-kettle"]) == (
         "A special magic number is hidden within the following text. Make sure to memorize it. I "
         "will quiz you about the number afterwards.\nTEXT\nWhat is the special magic number for "
         "damp-kettle mentioned in the provided text? The special magic number for damp-kettle "
         "mentioned in the provided text is"
     )
-
-
-def test_several_values_are_asked_for_in_the_plural():
-    several = "a, b, c, and d"
     assert prompt_text(TASKS["niah_multiquery"], "TEXT", ["a", "b", "c", "d"]) == (
         "Some special magic numbers are hidden within the following text. Make sure to memorize "
         "it. I will quiz you about the numbers afterwards.\nTEXT\nWhat are all the special magic "
-        f"numbers for {several} mentioned in the provided text? The special magic numbers for "
-        f"{several} mentioned in the provided text are"
+        "numbers for a, b, c, and d mentioned in the provided text? The special magic numbers for "
+        "a, b, c, and d mentioned in the provided text are"
     )
 
 
