@@ -24,7 +24,6 @@ from ttcd_kernels.dual_window.api import Implementation, dual_window_attention
 from experiments.equivalence.ways import Computed
 from ttcd_jax.eval.scorer import batches
 from ttcd_jax.eval.tasks.perplexity import bucket_edges
-from ttcd_jax.models.transformer import place_of_layer
 from ttcd_jax.nn.attention import Attention
 from ttcd_jax.nn.block import Block
 from ttcd_jax.nn.dual_window import DualWindowAttention
@@ -33,10 +32,6 @@ from ttcd_jax.nn.row import Row
 
 QUANTILES = {"50%": 0.5, "90%": 0.9, "99%": 0.99, "99.9%": 0.999, "max": 1.0}
 _LOGITS = 2**26  # at once, of each way
-# Four bins per power of ten; smaller and larger values are counted apart.
-_EDGES = {"kl": np.logspace(-16, 2, 73), "tv": np.logspace(-8, 0, 33)}
-
-_MEASURED = ("kl", "tv", "reference_nll", "candidate_nll")
 
 Facts = dict[str, Any]
 
@@ -59,35 +54,26 @@ def agreement(candidate: jax.Array, reference: jax.Array) -> dict[str, float]:
     }
 
 
-def compare_layers(reference: Computed, candidate: Computed, tokens: np.ndarray) -> Facts:
-    """`agreement` on tokens [B, T]: of the hidden states before the head (`whole_model`), and,
-    where both ways pass whole rows, of every block on the reference's input to it (`layers`), so
-    that an error shows in the block that makes it. Ways that differ in their attention are compared
-    in that alone as well (`attention`), on the q, k and v of the reference's blocks."""
-    whole = agreement(candidate.hidden(tokens), reference.hidden(tokens))
-    facts: Facts = {"tokens": tokens.size, "whole_model": whole, "layers": None, "attention": None}
-    if {reference.way.path, candidate.way.path} != {"forward"}:
-        return facts | {"note": "a state goes from piece to piece: only the whole model compares"}
-    layers, attention = [], []
+def compare_layers(reference: Computed, candidate: Computed, tokens: np.ndarray) -> list[Facts]:
+    """`agreement` on tokens [B, T], by what it is of (`outputs of`): every block on the reference's
+    input to it, so that an error shows in the block that makes it; of ways that differ in their
+    attention that alone, on the q, k and v of the reference's blocks; the hidden states before the
+    head. Where a state goes from piece to piece only these compare."""
+    h = embeddings = reference.unstacked.embedding[...].astype(reference.dtype)[tokens]
     names = candidate.config.attention_implementation, reference.config.attention_implementation
     narrow = min(candidate.dtype, reference.dtype, key=lambda dtype: dtype.itemsize)
-    h = embeddings = reference.embeddings(tokens)
-    for layer in range(reference.config.num_layers):
-        graph, params = _layer(reference, layer)
-        expected = _outputs(graph, params, h, embeddings)
-        inputs = h.astype(candidate.dtype), embeddings.astype(candidate.dtype)
-        found = _outputs(*_layer(candidate, layer), *inputs)
-        layers.append({"layer": layer} | agreement(found, expected))
-        if names[0] != names[1] and (pair := _attended(graph, params, h, names, narrow)):
-            attention.append({"layer": layer} | agreement(*pair))
+    layers, attention = [], []
+    num_layers = reference.config.num_layers
+    for layer in range(num_layers if reference.way.path == candidate.way.path == "forward" else 0):
+        block, other = reference.block(layer), candidate.block(layer)
+        expected = _outputs(*block, h, embeddings)
+        found = _outputs(*other, h.astype(candidate.dtype), embeddings.astype(candidate.dtype))
+        layers.append({"outputs of": f"layer {layer}"} | agreement(found, expected))
+        if names[0] != names[1] and (pair := _attended(*block, h, names, narrow)):
+            attention.append({"outputs of": f"attention {layer}"} | agreement(*pair))
         h = expected
-    return facts | {"layers": layers, "attention": attention or None}
-
-
-def _layer(way: Computed, layer: int) -> tuple[nnx.GraphDef[Block], nnx.GraphState]:
-    place = place_of_layer(way.config, layer)
-    graph, params = nnx.split(getattr(getattr(way.model, place.group), place.block))
-    return graph, jax.tree.map(lambda stacked: stacked[place.row], params)
+    whole = agreement(candidate.hidden(tokens), reference.hidden(tokens))
+    return [*layers, *attention, {"outputs of": "whole model"} | whole]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -163,51 +149,42 @@ def distances(
     log-sum-exp, about 1e-6 nats, cancels.
     """
 
-    def block(operands: tuple[jax.Array, ...]) -> Distances:
-        h_reference, h_candidate, y = operands
-        log_p = jax.nn.log_softmax(_logits(h_reference, reference_head))
-        log_q = jax.nn.log_softmax(_logits(h_candidate, candidate_head))
+    def logs(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(hidden.dtype, jnp.float32)
+        head = head.astype(hidden.dtype)
+        return jax.nn.log_softmax(jnp.matmul(head, hidden, preferred_element_type=wide))
+
+    def of_position(operands: tuple[jax.Array, ...]) -> Distances:
+        h_reference, h_candidate, target = operands
+        log_p, log_q = logs(h_reference, reference_head), logs(h_candidate, candidate_head)
         p, q, ratio = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
         near = p * (jnp.expm1(ratio) - ratio)
         terms = jnp.where(jnp.abs(ratio) < 1, near, q - p - p * ratio)
-        nll = (-jnp.take_along_axis(x, y[:, None], axis=-1)[:, 0] for x in (log_p, log_q))
-        is_flip = log_p.argmax(-1) != log_q.argmax(-1)
-        return Distances(terms.sum(-1), jnp.abs(p - q).sum(-1) / 2, is_flip, *nll)
+        is_flip = log_p.argmax() != log_q.argmax()
+        tv = jnp.abs(p - q).sum() / 2
+        return Distances(terms.sum(), tv, is_flip, -log_p[target], -log_q[target])
 
-    rows = max(1, min(targets.size, _LOGITS // len(reference_head)))
-
-    def split(x: jax.Array) -> jax.Array:
-        x = x.reshape(targets.size, *x.shape[2:])
-        x = jnp.pad(x, ((0, -targets.size % rows),) + ((0, 0),) * (x.ndim - 1))
-        return x.reshape(-1, rows, *x.shape[1:])
-
-    found = jax.lax.map(block, (split(reference), split(candidate), split(targets)))
-    return jax.tree.map(lambda x: x.reshape(-1)[: targets.size].reshape(targets.shape), found)
-
-
-def _logits(
-    hidden: Float[Array, "*batch D"], head: Float[Array, "V D"]
-) -> Float[Array, "*batch V"]:
-    """In float32 or better, as the training loss takes them."""
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    head = head.astype(hidden.dtype)
-    return jnp.einsum("...D,VD->...V", hidden, head, preferred_element_type=wide)
+    flat = [x.reshape(targets.size, *x.shape[2:]) for x in (reference, candidate, targets)]
+    block = max(1, min(targets.size, _LOGITS // len(reference_head)))
+    found = jax.lax.map(of_position, tuple(flat), batch_size=block)
+    return jax.tree.map(lambda x: x.reshape(targets.shape), found)
 
 
 def summarize(found: Distances) -> Facts:
-    """Means, quantiles, histograms and means by position, for JSON."""
-    measures = [("flip_share", "is_flip"), *((name, name) for name in _MEASURED)]
-    return {
+    """Means, quantiles and means by position, for JSON."""
+    fields = {"flip_share" if name == "is_flip" else name: name for name in Distances._fields}
+
+    def means(part: slice) -> Facts:
+        return {name: _mean(getattr(found, field)[:, part]) for name, field in fields.items()}
+
+    return means(slice(None)) | {
         "rows": len(found.kl),
         "tokens": found.kl.size,
-        "kl": _spread(found.kl) | {"histogram": _histogram(found.kl, _EDGES["kl"])},
-        "tv": _spread(found.tv) | {"histogram": _histogram(found.tv, _EDGES["tv"])},
-        "flip_share": _mean(found.is_flip),
-        "reference_nll": _mean(found.reference_nll),
-        "candidate_nll": _mean(found.candidate_nll),
+        "kl": _spread(found.kl),
+        "tv": _spread(found.tv),
         "by_position": [
             {"start": start, "stop": stop, "tokens": len(found.kl) * (stop - start)}
-            | {name: _mean(getattr(found, field)[:, start:stop]) for name, field in measures}
+            | means(slice(start, stop))
             for start, stop in itertools.pairwise(bucket_edges(found.kl.shape[1]))
         ],
     }
@@ -220,14 +197,3 @@ def _mean(values: np.ndarray) -> float:
 def _spread(values: np.ndarray) -> dict[str, float]:
     quantiles = np.quantile(values, list(QUANTILES.values()))
     return {"mean": _mean(values)} | dict(zip(QUANTILES, map(float, quantiles), strict=True))
-
-
-def _histogram(values: np.ndarray, edges: np.ndarray) -> Facts:
-    """`below` counts values under the first edge (zero, often), `above` those over the last."""
-    counts, _ = np.histogram(values, edges)
-    return {
-        "edges": edges.tolist(),
-        "counts": counts.tolist(),
-        "below": int((values < edges[0]).sum()),
-        "above": int((values > edges[-1]).sum()),
-    }

@@ -78,9 +78,8 @@ class NIAHConfig(Config):
 
 
 class Sample(NamedTuple):
-    """A prompt, its tokens [T] int32 with bos first, and the values that an answer has to name."""
+    """A prompt, tokens [T] int32 with bos first, and the values that an answer has to name."""
 
-    prompt: str
     tokens: np.ndarray
     answers: tuple[str, ...]
 
@@ -111,14 +110,10 @@ def _sample(
     queries = [keys[i] for i in rng.choice(len(keys), task.num_queries, replace=False)]
     seed = int(rng.integers(2**32))  # of the needles' positions
 
-    def prompt(size: int) -> str:
-        """With `size` lines of noise, or words of the essay."""
-        hide = _in_noise if task.haystack == "noise" else _in_essay
-        cycle = itertools.islice(itertools.cycle(words or [""]), size)
-        return prompt_text(task, hide(needles, [*cycle], np.random.default_rng(seed)), queries)
-
     def tokens(size: int) -> np.ndarray:
-        ids = tokenizer.encode(prompt(size))
+        """With a haystack of `size` lines or words."""
+        context = _hidden(needles, task, words, size, np.random.default_rng(seed))
+        ids = tokenizer.encode(prompt_text(task, context, queries))
         return np.concatenate([np.array([tokenizer.bos_id], np.int32), ids])
 
     least = len(needles)
@@ -134,7 +129,7 @@ def _sample(
     sizes = range(least, most)
     size = sizes[bisect.bisect_right(sizes, room, key=lambda size: len(tokens(size))) - 1]
     answers = tuple(value for query in queries for key, value in drawn if key == query)
-    return Sample(prompt(size), tokens(size), answers)
+    return Sample(tokens(size), answers)
 
 
 def prompt_text(task: Task, context: str, queries: list[str]) -> str:
@@ -154,22 +149,22 @@ def _value(rng: np.random.Generator, kind: Literal["numbers", "uuids"]) -> str:
     return str(uuid.UUID(bytes=rng.bytes(16), version=4))
 
 
-def _in_noise(needles: list[str], words: list[str], rng: np.random.Generator) -> str:
-    lines = [NOISE] * len(words)
-    positions = np.sort(rng.choice(len(words), len(needles), replace=False))[::-1]
-    for position, needle in zip(positions, needles, strict=True):
-        lines.insert(position, needle)
-    return "\n".join(lines)
-
-
-def _in_essay(needles: list[str], words: list[str], rng: np.random.Generator) -> str:
-    sentences = _SENTENCE.split(" ".join(words))
-    depths = np.sort(rng.choice(_DEPTHS, len(needles), replace=False))
-    ends = [0, *(int(len(sentences) * depth / 100) for depth in depths), len(sentences)]
-    pieces = []
-    for needle, (start, stop) in zip([*needles, ""], itertools.pairwise(ends), strict=True):
-        pieces += [*sentences[start:stop], needle]
-    return " ".join(filter(None, pieces))
+def _hidden(
+    needles: list[str], task: Task, words: list[str], size: int, rng: np.random.Generator
+) -> str:
+    """The needles in `size` lines of noise, or between the sentences of `size` words of the
+    essay."""
+    if task.haystack == "noise":
+        sentences, joint = [NOISE] * size, "\n"
+        positions = rng.choice(size, len(needles), replace=False)
+    else:
+        cycle = itertools.islice(itertools.cycle(words), size)
+        sentences, joint = _SENTENCE.split(" ".join(cycle)), " "
+        depths = rng.choice(_DEPTHS, len(needles), replace=False)
+        positions = [int(len(sentences) * depth / 100) for depth in depths]
+    for position, needle in zip(sorted(positions, reverse=True), reversed(needles), strict=True):
+        sentences.insert(position, needle)
+    return joint.join(sentences)
 
 
 def score(predictions: Sequence[str], answers: Sequence[Sequence[str]]) -> float:

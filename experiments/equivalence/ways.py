@@ -1,8 +1,8 @@
 """The ways one run can be computed: attention, form of the memory's read, precision, path.
 
 All ways of a run share its parameters. A path is how tokens come in: `forward` takes whole rows
-through the function that is trained, `streamed` takes them in pieces of `piece_size` through the
-state of `ttcd_jax.inference`, `decoded` one by one.
+through the function that is trained, `streamed` takes them in pieces through the state of
+`ttcd_jax.inference`, `decoded` one by one.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int
 
 from ttcd_jax.config import Config, Positive
 from ttcd_jax.errors import NonFiniteError, UserError
-from ttcd_jax.inference.decode import decode, one_token
+from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.inference.prefill import prefill, stream
-from ttcd_jax.inference.state import InferenceState, start_state, state_bytes
+from ttcd_jax.inference.state import start_state, state_bytes
 from ttcd_jax.memory.prefix import Form
 from ttcd_jax.methods.in_place import PrefixSettings
 from ttcd_jax.models.config import TransformerConfig
@@ -33,18 +33,24 @@ Compute = Literal["float32", "bfloat16", "float64"]
 TokenPath = Literal["forward", "streamed", "decoded"]
 
 _GROUPS = {"attention": AttentionName, "form": Form, "compute": Compute, "path": TokenPath}
+_PIECE_SIZES = {"forward": None, "streamed": 2048, "decoded": 1}  # unless the way states another
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way(Config):
-    """One way to compute a run; None: as in the run's configuration. `piece_size` counts tokens of
-    the streamed path."""
+    """One way to compute a run; None: as in the run's configuration. `piece_size`: the tokens of a
+    row that are read at once; None: all."""
 
     attention: AttentionName | None = None
     form: Form | None = None
     compute: Compute | None = None
-    path: TokenPath = "forward"
-    piece_size: Positive = 2048
+    piece_size: Positive | None = None
+
+    @property
+    def path(self) -> TokenPath:
+        """How tokens come in."""
+        names: dict[int | None, TokenPath] = {None: "forward", 1: "decoded"}
+        return names.get(self.piece_size, "streamed")
 
     def applied(self, config: TransformerConfig) -> TransformerConfig:
         """The model's configuration under this way. Raises `UserError` for a form that its memory
@@ -73,7 +79,7 @@ class Way(Config):
             "form": getattr(applied.settings, "form", None),
             "compute": applied.precision.compute,
             "path": self.path,
-            "piece_size": self.piece_size if self.path == "streamed" else None,
+            "piece_size": self.piece_size,
         }
 
 
@@ -81,6 +87,7 @@ def parse_way(items: Sequence[str]) -> Way:
     """The way with parts such as `xla`, `float32`, `streamed:512`, at most one of each kind. Raises
     `UserError` with the part and the choices."""
     chosen: dict[str, Any] = {}
+    piece_size = None
     for item in items:
         name, colon, size = item.partition(":")
         group = next((group for group, names in _GROUPS.items() if name in get_args(names)), None)
@@ -89,12 +96,13 @@ def parse_way(items: Sequence[str]) -> Way:
             raise UserError(f"{item!r} is no part of a way to compute ({choices})")
         if group in chosen:
             raise UserError(f"{chosen[group]!r} and {name!r} are both {group}: name one")
+        if colon and not (name == "streamed" and size.isdecimal()):
+            raise UserError(f"{item!r}: only streamed takes a number of tokens, streamed:512")
         chosen[group] = name
-        if colon:
-            if name != "streamed" or not size.isdecimal():
-                raise UserError(f"{item!r}: only streamed takes a number of tokens, streamed:512")
-            chosen["piece_size"] = int(size)
-    return Way(**chosen)
+        if group == "path":
+            piece_size = int(size) if colon else _PIECE_SIZES[name]
+    chosen.pop("path", None)
+    return Way(piece_size=piece_size, **chosen)
 
 
 class Computed:
@@ -106,15 +114,20 @@ class Computed:
         self._graph, self._params = nnx.split(self.model)
 
     @functools.cached_property
-    def _inference(self) -> InferenceModel:
+    def unstacked(self) -> InferenceModel:
+        """The parameters layer by layer."""
         return inference_model(self.model)
+
+    def block(self, layer: int) -> tuple[nnx.GraphDef, nnx.GraphState]:
+        """The block of one layer."""
+        return self.unstacked.blocks[layer], self.unstacked.layers[layer]
 
     def check(self, num_rows: int, length: int, *, decodes: bool) -> None:
         """Raises before any computation: `ttcd_kernels.dispatch.Unsupported` for a kernel that
         cannot run here, `UserError` for a model that has no state or (`decodes`) cannot decode."""
         tokens = jax.ShapeDtypeStruct((num_rows, length), jnp.int32)
         jax.eval_shape(functools.partial(_forward, self._graph), self._params, tokens)
-        if decodes or self.way.path != "forward":
+        if decodes or self.way.piece_size is not None:
             state_bytes(self.config, num_rows, length)
 
     @property
@@ -122,23 +135,15 @@ class Computed:
         """Of hidden states."""
         return jnp.dtype(self.config.precision.compute)
 
-    def embeddings(self, tokens: np.ndarray) -> Float[Array, "B T D"]:
-        """The input of the first block."""
-        return self.model.embedding[...].astype(self.dtype)[tokens]
-
     def hidden(self, tokens: np.ndarray) -> Float[Array, "B T D"]:
         """The input of the head, for whole rows of one document each. Raises `NonFiniteError` with
         the first position."""
-        if self.way.path == "forward":
+        if (size := self.way.piece_size) is None:
             hidden = _forward(self._graph, self._params, tokens)
         else:
-            state, size = self._start(*tokens.shape), self.way.piece_size
-            if self.way.path == "decoded":
-                hidden = _decoded(self._inference, state, jnp.asarray(tokens))
-            else:
-                pieces = stream(self._inference, state, tokens, piece_size=size)
-                parts = [piece[:, : counts[0]] for counts, piece, _ in pieces]
-                hidden = jnp.concatenate(parts, axis=1)
+            state = start_state(self.unstacked, len(tokens), max_length=tokens.shape[1])
+            pieces = stream(self.unstacked, state, tokens, piece_size=size)
+            hidden = jnp.concatenate([h[:, : counts[0]] for counts, h, _ in pieces], axis=1)
         is_finite = np.asarray(jnp.isfinite(hidden).all(-1))
         if not is_finite.all():
             row, position = np.argwhere(~is_finite)[0]
@@ -158,41 +163,32 @@ class Computed:
         from `draft` [B, num_tokens]: later tokens change no earlier position, so every pass makes
         one more token certain, and the end is that of a pass per token.
         """
-        if self.way.path == "forward":
-            return self._confirmed(prompts, num_tokens, length, draft)
-        tokens, lengths = _padded(prompts, max(map(len, prompts)))
-        state = self._start(len(prompts), length)
-        size = self.way.piece_size if self.way.path == "streamed" else 1
-        logits, state = prefill(self._inference, state, tokens, lengths, piece_size=size)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        tokens = np.zeros((len(prompts), length), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        if (size := self.way.piece_size) is None:
+            return self._confirmed(tokens, lengths, draft)
+        state = start_state(self.unstacked, len(tokens), max_length=length)
+        logits, state = prefill(self.unstacked, state, tokens, lengths, piece_size=size)
         found = [jnp.argmax(logits, -1).astype(jnp.int32)]
         for _ in range(num_tokens - 1):
-            logits, state = decode(self._inference, state, found[-1])
+            logits, state = decode(self.unstacked, state, found[-1])
             found.append(jnp.argmax(logits, -1).astype(jnp.int32))
         return np.stack(jax.device_get(found), axis=1)
 
-    def _start(self, batch_size: int, length: int) -> InferenceState:
-        return start_state(self._inference, batch_size, max_length=length)
-
-    def _confirmed(
-        self, prompts: Sequence[np.ndarray], num_tokens: int, length: int, draft: np.ndarray
-    ) -> np.ndarray:
-        tokens, lengths = _padded(prompts, length)
-        rows, positions = np.arange(len(prompts))[:, None], lengths[:, None] + np.arange(num_tokens)
+    def _confirmed(self, tokens: np.ndarray, lengths: np.ndarray, draft: np.ndarray) -> np.ndarray:
+        num_tokens = draft.shape[1]
+        rows = np.arange(len(tokens))[:, None]
+        positions = lengths[:, None] + np.arange(num_tokens)
         for _ in range(num_tokens + 1):
             tokens[rows, positions] = draft
-            found = np.asarray(_likeliest(self._graph, self._params, tokens, positions - 1))
+            before = _forward(self._graph, self._params, tokens)[rows, positions - 1]
+            found = np.asarray(self.model.logits(before).argmax(-1), np.int32)
             if (found == draft).all():
                 return found
             draft = found
         raise AssertionError("a later token changed the prediction at an earlier position")
-
-
-def _padded(prompts: Sequence[np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [B, length], zero after each prompt, lengths [B])."""
-    tokens = np.zeros((len(prompts), length), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return tokens, np.array([len(prompt) for prompt in prompts])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -200,27 +196,3 @@ def _forward(
     graph: nnx.GraphDef[Transformer], params: nnx.GraphState, tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
     return nnx.merge(graph, params).forward(tokens)[0]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _likeliest(
-    graph: nnx.GraphDef[Transformer],
-    params: nnx.GraphState,
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B X"],
-) -> Int[Array, "B X"]:
-    """The likeliest token after each of `positions`."""
-    model = nnx.merge(graph, params)
-    hidden = jnp.take_along_axis(model.forward(tokens)[0], positions[..., None], axis=1)
-    return jnp.argmax(model.logits(hidden), -1).astype(jnp.int32)
-
-
-@jax.jit
-def _decoded(
-    model: InferenceModel, state: InferenceState, tokens: Int[Array, "B T"]
-) -> Float[Array, "B T D"]:
-    def step(state: InferenceState, column: jax.Array) -> tuple[InferenceState, jax.Array]:
-        hidden, state = one_token(model, state, column, jnp.ones(len(column), bool), "kept")
-        return state, hidden
-
-    return jnp.moveaxis(jax.lax.scan(step, state, tokens.T)[1], 0, 1)

@@ -1,8 +1,8 @@
 """Comparison with reference values: one check per kind of file.
 
-`golden` reads files and holds all bounds, `modules` runs a Flax module with given parameters; the
-checks are in `models`, `operators`, `training` and `mad`. A check takes a file and the
-dtype to compute in ("float32", "float64") and returns its worst comparison.
+`golden` reads files and holds all bounds; the checks are in `models`, `operators`, `training` and
+`mad`. A check takes a file and the dtype to compute in ("float32", "float64") and returns its worst
+comparison.
 """
 
 from collections.abc import Callable

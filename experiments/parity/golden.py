@@ -6,15 +6,15 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from ttcd_kernels import parity
 
 from ttcd_jax.errors import DataError
 
 
-@dataclasses.dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """Largest allowed error, max |a - b| / max |b| per array (the loss: |a - b|)."""
 
     output: float
@@ -22,11 +22,13 @@ class Bounds:
     loss: float = 0.0
 
 
+def _for_all(float32: float, float64: float) -> dict[str, Bounds]:
+    """One bound for every array of a file."""
+    return {"float32": Bounds(float32, float32), "float64": Bounds(float64, float64)}
+
+
 # Float32 arithmetic: about ten times the error of the reference's own float32 run.
 _LAYER = {"float32": Bounds(output=1e-5, gradient=3e-5)}
-_DELTA_RULE = {"float32": Bounds(output=1e-5, gradient=1e-5)}
-# Float64: 1e-10 where float64 was stored, else the rounding of what was stored in float32.
-_EXACT = {"float64": 1e-10, "float32": 2e-7}
 # With rotary angles: the stored cos and sin are float32 and not all correctly rounded (one ulp off
 # at 1 radian, for example).
 _ROTARY = _LAYER | {"float64": Bounds(output=1e-6, gradient=2e-6)}
@@ -35,13 +37,17 @@ _MODEL = {
     "float64": Bounds(output=1e-6, gradient=1e-5, loss=1e-6),
 }
 _BOUNDS = {
-    "ipttcd_mlp": _LAYER,
-    "ipttt_mlp": _LAYER,
-    "delta_op": _DELTA_RULE,
-    "delta_layer": _LAYER,
-    "ipttcd_block": _ROTARY,
-    "lact_layer": _ROTARY,
+    **dict.fromkeys(("ipttcd_mlp", "ipttt_mlp", "delta_layer"), _LAYER),
+    **dict.fromkeys(("ipttcd_block", "lact_layer"), _ROTARY),
+    **dict.fromkeys(("ipttcd_model", "ipttt_model", "delta_model", "lact_model"), _MODEL),
+    "delta_op": {"float32": Bounds(output=1e-5, gradient=1e-5)},
+    **dict.fromkeys(("dual_attn", "dual_attn_inputs", "lr_schedule"), _for_all(1e-5, 1e-12)),
+    "optimizer": _for_all(1e-5, 1e-9),
+    "mad_metrics": _for_all(1e-5, 1e-6),  # logits are stored in float32
+    "mad_instances": _for_all(0.0, 0.0),  # tokens
 }
+# Float64 where the table has none: by the dtype that was stored, float32 being its rounding.
+_EXACT = {"float64": 1e-10, "float32": 2e-7}
 # Newton-Schulz amplifies rounding; more so in LaCT, where the update dominates the output.
 _ORTHOGONAL = {
     "float32": Bounds(output=2e-5, gradient=1e-4),
@@ -50,13 +56,6 @@ _ORTHOGONAL = {
 _LACT_ORTHOGONAL = {
     "float32": Bounds(output=5e-5, gradient=1e-3),
     "float64": Bounds(output=1e-5, gradient=1e-5),
-}
-_FIXED = {
-    "dual_attn": {"float32": 1e-5, "float64": 1e-12},
-    "dual_attn_inputs": {"float32": 1e-5, "float64": 1e-12},
-    "optimizer": {"float32": 1e-5, "float64": 1e-9},
-    "lr_schedule": {"float32": 1e-5, "float64": 1e-12},
-    "mad_metrics": {"float32": 1e-5, "float64": 1e-6},  # logits are stored in float32
 }
 
 # Relative L2 distance to the reference with bfloat16 inside Newton-Schulz; its own distance to
@@ -67,19 +66,14 @@ BFLOAT16_MUON = 0.03  # of the parameter's total change
 
 def bound(golden: "Golden", dtype: str, name: str) -> float:
     """The bound for array `name` of a file, computed in `dtype`."""
-    if golden.kind in _FIXED:  # one for all arrays
-        return _FIXED[golden.kind][dtype]
-    bounds = _MODEL if golden.kind.endswith("_model") else _BOUNDS[golden.kind]
-    allowed = [bounds[dtype]] if dtype in bounds else []
+    tables = [_BOUNDS[golden.kind]]
     if golden.config.get("use_muon", False):
-        is_lact = golden.kind.startswith("lact")
-        allowed.append((_LACT_ORTHOGONAL if is_lact else _ORTHOGONAL)[dtype])
+        tables.append(_LACT_ORTHOGONAL if golden.kind.startswith("lact") else _ORTHOGONAL)
+    allowed = [table[dtype] for table in tables if dtype in table]
     if not allowed:
         return _EXACT[str(golden.arrays[name].dtype)]
-    if name == "out.loss":
-        return max(each.loss for each in allowed)
-    is_output = name.startswith("out.")
-    return max(each.output if is_output else each.gradient for each in allowed)
+    part = "output" if name.startswith("out.") else "gradient"
+    return max(getattr(each, "loss" if name == "out.loss" else part) for each in allowed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +115,12 @@ class Golden:
 
 
 def relative_error(ours: Any, theirs: np.ndarray) -> float:
-    """max |a - b| / max |b|; against an all-zero array the plain difference."""
-    ours = np.asarray(ours, np.float64)
+    """max |a - b| / max |b|; against an all-zero array the plain difference. Raises `DataError` for
+    arrays of different shapes."""
+    ours = np.asarray(ours)
     if ours.shape != theirs.shape:
         raise DataError(f"shape {ours.shape} against the reference's {theirs.shape}")
-    theirs = theirs.astype(np.float64)
-    return float(np.abs(ours - theirs).max() / (np.abs(theirs).max() or 1.0))
+    return parity.relative_error(ours, theirs)
 
 
 def worst(ours: Mapping[str, Any], golden: Golden, dtype: str) -> Comparison:

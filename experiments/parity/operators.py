@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ttcd_kernels import dual_window_attention, dual_window_attention_with_lse
 
 from experiments.parity.golden import Comparison, Golden, bound, relative_error, worst
@@ -16,7 +17,7 @@ _HEADS = ("B", "T", "H", "HK", "D")
 
 
 def check_delta_rule(golden: Golden, dtype: str) -> Comparison:
-    """kind delta_op: outputs, final state and all gradients of the chunk-parallel form."""
+    """Kind delta_op: outputs, final state and all gradients of the chunk-parallel form."""
     arrays, config = golden.arrays, golden.config
     inputs = {
         name: jnp.asarray(arrays[f"in.{name}"], dtype)
@@ -29,33 +30,28 @@ def check_delta_rule(golden: Golden, dtype: str) -> Comparison:
         q, k = x["q"], x["k"]
         if config["l2norm_inside"]:
             q, k = l2_normalize_inside(q), l2_normalize_inside(k)
-        return delta_rule(
-            rescale * q,
-            k,
-            x["v"],
-            x["beta"],
-            log_decay=x.get("g"),
-            initial_state=x.get("S0"),
-            chunk_size=_DELTA_CHUNK,
-            state_dtype=jnp.dtype(dtype),
-        )
+        settings: Any = {"chunk_size": _DELTA_CHUNK, "state_dtype": jnp.dtype(dtype)}
+        settings |= {"log_decay": x.get("g"), "initial_state": x.get("S0")}
+        return delta_rule(rescale * q, k, x["v"], x["beta"], **settings)
 
     @jax.jit
-    def differentiate(x: dict[str, jax.Array]) -> tuple[Any, dict[str, jax.Array]]:
+    def differentiate(x: dict[str, jax.Array], cotangents: Any) -> tuple[Any, Any]:
         results, pull = jax.vjp(run, x)
-        cotangents = (jnp.asarray(arrays["in.G_o"]), jnp.asarray(arrays["in.G_S"]))
-        return results, pull(tuple(c.astype(dtype) for c in cotangents))[0]
+        return results, pull(cotangents)[0]
 
-    (out, state), grads = differentiate(inputs)
-    ours: dict[str, Any] = {"out.o": out, "out.S": state}
-    ours |= {f"grad_in.{name}": value for name, value in grads.items()}
-    return worst(ours, golden, dtype)
+    cotangents = tuple(jnp.asarray(arrays[name], dtype) for name in ("in.G_o", "in.G_S"))
+    (out, state), grads = differentiate(inputs, cotangents)
+    ours = {f"grad_in.{name}": value for name, value in grads.items()}
+    return worst({"out.o": out, "out.S": state} | ours, golden, dtype)
 
 
 def check_attention(golden: Golden, dtype: str) -> Comparison:
-    """kind dual_attn: both outputs, both log-sum-exps, gradients of each output alone."""
+    """Kind dual_attn: both outputs, both log-sum-exps, gradients of each output alone."""
     inputs, config = _attention_inputs(golden), golden.config
-    q, k, v = (jnp.asarray(inputs.arrays[f"in.{name}"], dtype) for name in "qkv")
+    q, k, v, d_teacher, d_student = (
+        jnp.asarray(inputs.arrays[f"in.{name}"], dtype)
+        for name in ("q", "k", "v", "G_teacher", "G_student")
+    )
     attention = functools.partial(
         dual_window_attention_with_lse,
         teacher_window=config["window_teacher"],
@@ -64,24 +60,16 @@ def check_attention(golden: Golden, dtype: str) -> Comparison:
     )
 
     @jax.jit
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Any, ...]:
-        (teacher, student, lse_teacher, lse_student), pull = jax.vjp(attention, q, k, v)
-        nothing = jnp.zeros_like(teacher), jnp.zeros_like(lse_teacher)
-        d_teacher, d_student = (
-            jnp.asarray(inputs.arrays[f"in.G_{which}"], dtype) for which in ("teacher", "student")
-        )
-        grads = {
-            "grad_teacher": pull((d_teacher, nothing[0], nothing[1], nothing[1])),
-            "grad_student": pull((nothing[0], d_student, nothing[1], nothing[1])),
-        }
-        return teacher, student, lse_teacher.mT, lse_student.mT, grads
+    def run(*operands: jax.Array) -> tuple[Any, ...]:
+        (teacher, student, *lse), pull = jax.vjp(attention, *operands)
+        nothing, no_lse = jnp.zeros_like(teacher), jnp.zeros_like(lse[0])
+        d_of_teacher = pull((d_teacher, nothing, no_lse, no_lse))
+        d_of_student = pull((nothing, d_student, no_lse, no_lse))
+        return teacher, student, *(x.mT for x in lse), *d_of_teacher, *d_of_student
 
-    *outputs, grads = run(q, k, v)
-    names = ("out.o_teacher", "out.o_student", "out.lse_teacher", "out.lse_student")
-    ours: dict[str, Any] = dict(zip(names, outputs, strict=True))
-    for which, values in grads.items():
-        ours |= {f"{which}.{name}": x for name, x in zip("qkv", values, strict=True)}
-    return worst(ours, golden, dtype)
+    outputs = ("out.o_teacher", "out.o_student", "out.lse_teacher", "out.lse_student")
+    grads = (f"grad_{which}.{name}" for which in ("teacher", "student") for name in "qkv")
+    return worst(dict(zip((*outputs, *grads), run(q, k, v), strict=True)), golden, dtype)
 
 
 def _attention_inputs(golden: Golden) -> Golden:
@@ -96,7 +84,7 @@ def _attention_inputs(golden: Golden) -> Golden:
 
 
 def check_attention_inputs(golden: Golden, dtype: str) -> Comparison:
-    """kind dual_attn_inputs: the arrays have the stated shapes; on them the blockwise form agrees
+    """Kind dual_attn_inputs: the arrays have the stated shapes; on them the blockwise form agrees
     with the plain definition (the reference's outputs are in the dual_attn files)."""
     arrays = golden.arrays
     B, T, H, HK, D = (golden.config[name] for name in _HEADS)
@@ -106,11 +94,9 @@ def check_attention_inputs(golden: Golden, dtype: str) -> Comparison:
         if arrays[name].shape != shape:
             raise DataError(f"{name} has shape {arrays[name].shape}, its description {shape}")
     q, k, v = (jnp.asarray(arrays[f"in.{name}"], dtype) for name in "qkv")
-    forms = [
-        dual_window_attention(
-            q, k, v, teacher_window=T // 2, student_window=T // 4, implementation=form
-        )
-        for form in ("auto", "reference")
-    ]
-    error = max(relative_error(a, jnp.asarray(b).__array__()) for a, b in zip(*forms, strict=True))
+    attention = functools.partial(
+        dual_window_attention, q, k, v, teacher_window=T // 2, student_window=T // 4
+    )
+    forms = attention(implementation="auto"), attention(implementation="reference")
+    error = max(relative_error(a, np.asarray(b)) for a, b in zip(*forms, strict=True))
     return Comparison("blockwise against plain", error, bound(golden, dtype, "out"))

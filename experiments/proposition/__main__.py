@@ -25,8 +25,6 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("out_dir", "runs/proposition", "Folder for the picture and the numbers.")
 flags.DEFINE_integer("seed", 0, "Of blocks and sequences.", lower_bound=0)
 flags.DEFINE_integer("num_draws", 200, "Blocks and sequences per setting.", lower_bound=1)
-flags.DEFINE_integer("window", 8, "The teacher's window.")
-flags.DEFINE_integer("student_window", 4, "The student's window.")
 flags.DEFINE_float("eta", 0.3, "Learning rate of the memory.")
 flags.DEFINE_list("chunk_sizes", ["1", "4", "16"], "Tokens per chunk.")
 flags.DEFINE_list("num_fillers", ["16", "64", "256"], "Tokens between the queries.")
@@ -46,11 +44,7 @@ def main(argv: list[str]) -> None:
 
     chunk_sizes, num_fillers = cli.positives("chunk_sizes"), cli.positives("num_fillers")
     config = construction.PropositionConfig(
-        window=FLAGS.window,
-        student_window=FLAGS.student_window,
-        chunk_size=chunk_sizes[0],
-        num_fillers=num_fillers[0],
-        eta=FLAGS.eta,
+        chunk_size=chunk_sizes[0], num_fillers=num_fillers[0], eta=FLAGS.eta
     )
     sweep = functools.partial(construction.sweep, seed=FLAGS.seed, num_draws=FLAGS.num_draws)
     out_dir = Path(FLAGS.out_dir)

@@ -19,7 +19,7 @@ realised gap and alignment. `measure` takes any block with an ideal memory and a
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -30,11 +30,9 @@ from jaxtyping import Array, Float
 
 from ttcd_jax.config import Config, NonNegative, Positive, PositiveFloat
 from ttcd_jax.errors import NonFiniteError, UserError
-from ttcd_jax.methods.ideal import IdealConfig, IdealMemoryConfig, IdealMLP
-from ttcd_jax.methods.ipttcd import IPTTCDBlock, IPTTCDBlockConfig
-from ttcd_jax.nn.attention import AttentionConfig
-from ttcd_jax.nn.dual_window import DualWindowConfig
-from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.methods.ideal import IdealMemoryConfig, IdealMLP
+from ttcd_jax.models.config import TransformerConfig, block_configs
+from ttcd_jax.nn.block import Block, BlockConfig
 from ttcd_jax.nn.row import Row
 from ttcd_jax.precision import Precision
 
@@ -54,6 +52,9 @@ GROUPS = (
     (FILLER, slice(GROUP, 2 * GROUP), 0.2),
     (HEARD, slice(2 * GROUP, 3 * GROUP), 1.0),
 )
+WINDOW, STUDENT_WINDOW = 8, 4
+SPAN = slice(0, WINDOW - STUDENT_WINDOW)  # ends where q1's student window begins
+FIRST = WINDOW - 1  # q1, the last token whose teacher window holds the whole span
 GATE_SIZE = 0.35
 NUM_HEADS = 2
 MAX_ANGLE = math.pi / 3  # between the two queries
@@ -62,50 +63,40 @@ TOLERANCE = 1e-10  # relative, of the bound in float64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PropositionConfig(Config):
-    """A row: the span, which ends where q1's student window begins, q1 as the last token whose
-    teacher window holds the whole span, `num_fillers` tokens, q2."""
+    """A row: SPAN, q1 at FIRST, `num_fillers` tokens, q2."""
 
-    window: int = 8
-    student_window: int = 4
     chunk_size: Positive = 4
     num_fillers: NonNegative = 16
     eta: PositiveFloat = 0.3
 
-    def validate(self) -> None:
-        if not 1 <= self.student_window < self.window:
-            raise UserError(
-                f"student_window {self.student_window} must be between 1 and window - 1 = "
-                f"{self.window - 1}: no token is inside the teacher's window alone"
-            )
-
-    @property
-    def span(self) -> slice:
-        return slice(0, self.window - self.student_window)
-
-    @property
-    def first(self) -> int:
-        """The position of q1."""
-        return self.window - 1
-
     @property
     def second(self) -> int:
         """The position of q2."""
-        return self.first + 1 + self.num_fillers
+        return FIRST + 1 + self.num_fillers
 
     @property
     def rate(self) -> float:
         """The factor of one token's error: eta of a mean over the chunk."""
         return self.eta / self.chunk_size
 
-    def block(self) -> IPTTCDBlockConfig:
-        heads: Any = {"num_heads": NUM_HEADS, "num_kv_heads": 1, "head_dim": SUBSPACE}
-        attention = AttentionConfig(dim=DIM, window=self.window, precision=FLOAT64, **heads)
-        mlp = MLPConfig(dim=DIM, hidden_dim=len(GROUPS) * GROUP, precision=FLOAT64)
-        memory = IdealMemoryConfig(chunk_size=self.chunk_size, eta=self.eta)
-        return IPTTCDBlockConfig(
-            mixer=DualWindowConfig(attention=attention, student_window=self.student_window),
-            mlp=IdealConfig(mlp=mlp, memory=memory),
+    def block(self) -> BlockConfig:
+        """The block of a model of one layer."""
+        model = TransformerConfig(
+            vocab_size=1,
+            dim=DIM,
+            num_layers=1,
+            num_heads=NUM_HEADS,
+            num_kv_heads=1,
+            head_dim=SUBSPACE,
+            mlp_dim=len(GROUPS) * GROUP,
+            window=WINDOW,
+            student_window=STUDENT_WINDOW,
+            method="ipttcd_ideal",
+            fast_layers=(0,),
+            memory=IdealMemoryConfig(chunk_size=self.chunk_size, eta=self.eta),
+            precision=FLOAT64,
         )
+        return block_configs(model)[0]
 
 
 class Measured(NamedTuple):
@@ -130,16 +121,15 @@ def read(
     prefix = chunk * mlp.settings.chunk_size
 
     def rows(h: jax.Array) -> jax.Array:
-        past = jnp.broadcast_to(h[:, :prefix], (probes.shape[0], prefix, h.shape[-1]))
+        past = jnp.broadcast_to(h[:, :prefix], (len(probes), prefix, h.shape[-1]))
         return jnp.concatenate([past, probes[:, None]], axis=1)
 
     return mlp(rows(x), rows(t))[:, -1]
 
 
-def measure(block: IPTTCDBlock, h: Float[Array, "1 T D"], first: int, second: int) -> Measured:
+def measure(block: Block, h: Float[Array, "1 T D"], first: int, second: int) -> Measured:
     """Both sides for the queries at positions `first` and `second` of one row."""
-    mlp = block.mlp
-    assert isinstance(mlp, IdealMLP), f"{type(mlp).__name__} is no ideal memory"
+    mlp: Any = block.mlp
     size = mlp.settings.chunk_size
     start, end = first // size, second // size
     x, t = block.inputs("mlp", h, Row.of(h))
@@ -148,17 +138,16 @@ def measure(block: IPTTCDBlock, h: Float[Array, "1 T D"], first: int, second: in
     teacher, student, before = read(mlp, x, t, start, probes)
     (after,) = read(mlp, x, t, end, t[:, second])
     keys = mlp.features(t)[0]
-    query = keys[second]
-    gap, alignment = teacher @ (teacher - student), keys[first] @ query
-    between = [position for position in range(start * size, end * size) if position != first]
-    others = keys[np.array(between, int)]
-    norms = jnp.linalg.norm(others, axis=-1) * jnp.linalg.norm(query)
+    gap, alignment = teacher @ (teacher - student), keys[first] @ keys[second]
+    between = np.setdiff1d(np.arange(start * size, end * size), first)
+    unit = keys / jnp.linalg.norm(keys, axis=-1, keepdims=True)
+    cosines = jnp.abs(unit[between] @ unit[second])
     return Measured(
         gap=gap,
         alignment=alignment,
         left=teacher @ (after - before),
         right=mlp.settings.eta / size * gap * alignment,
-        overlap=jnp.abs(others @ query / norms).sum() / max(len(others), 1),
+        overlap=cosines.sum() / max(len(between), 1),
     )
 
 
@@ -182,9 +171,9 @@ def draw_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
     return attention | {"gate": gate, "up": gate, "down": down}
 
 
-def build_block(config: PropositionConfig, weights: Mapping[str, Any]) -> IPTTCDBlock:
+def build_block(config: PropositionConfig, weights: Mapping[str, Any]) -> Block:
     """The block of `config` with the weights of `draw_weights`; its norms stay at one."""
-    block = IPTTCDBlock(config.block(), rngs=nnx.Rngs(0))
+    block = Block(config.block(), rngs=nnx.Rngs(0))
     for name, value in weights.items():
         owner = block.mixer if hasattr(block.mixer, name) else block.mlp
         getattr(owner, name)[...] = jnp.asarray(value)
@@ -196,22 +185,23 @@ def draw_sequence(
 ) -> np.ndarray:
     """A row h [1, T, D]: one fact in the span, and queries q1 and q2 of similar directions.
 
-    Fillers between the queries say random directions, whence their errors; the last student_window
-    - 1 say nothing, so that q2's student hears nothing either. `overlap` in [0, 1] is the part of a
-    filler's direction that is q2's own; at 0 every key but q1's is orthogonal to q2's.
+    Fillers between the queries say random directions, whence their errors; the last
+    STUDENT_WINDOW - 1 say nothing, so that q2's student hears nothing either. `overlap` in [0, 1]
+    is the part of a filler's direction that is q2's own; at 0 every key but q1's is orthogonal to
+    q2's.
     """
-    first, second = config.first, config.second
+    first, second = FIRST, config.second
     asked, other, fact = _unit(rng.standard_normal((3, SUBSPACE)))
     other = _unit(other - other @ asked * asked)
     angle = rng.uniform(0, MAX_ANGLE)
     again = np.cos(angle) * asked + np.sin(angle) * other
     between = slice(first + 1, second)
-    talking = slice(first + 1, max(first + 1, second - config.student_window + 1))
+    talking = slice(first + 1, max(first + 1, second - STUDENT_WINDOW + 1))
     tokens = np.zeros((second + 1, DIM))
     tokens[:, FILLER] = _unit(rng.standard_normal((second + 1, SUBSPACE)))
     tokens[between, FILLER] *= np.sqrt(1 - overlap**2)
     tokens[between, QUERY] = overlap * again
-    tokens[config.span, SAID] = fact
+    tokens[SPAN, SAID] = fact
     tokens[talking, SAID] = _unit(rng.standard_normal((second + 1, SUBSPACE)))[talking]
     for position, direction in ((first, asked), (second, again)):
         tokens[position] = 0.0
@@ -236,36 +226,37 @@ def sweep(
     Raises `UserError` when q2 is in the chunk of q1 or no draw is left, `NonFiniteError` when the
     memory diverges.
     """
-    if config.first // config.chunk_size == config.second // config.chunk_size:
+    if FIRST // config.chunk_size == config.second // config.chunk_size:
         raise UserError(
-            f"q1 at {config.first} and q2 at {config.second} share a chunk of {config.chunk_size} "
+            f"q1 at {FIRST} and q2 at {config.second} share a chunk of {config.chunk_size} "
             "tokens: use more fillers or smaller chunks"
         )
     rngs = [np.random.default_rng([seed, draw]) for draw in range(num_draws)]
-    weights = jax.tree.map(lambda *leaves: np.stack(leaves), *map(draw_weights, rngs))
-    rows = np.stack([draw_sequence(config, rng, overlap) for rng in rngs])
-    measured = Measured(*map(np.asarray, _measure_all(config)(weights, rows)))
-    if not all(np.isfinite(values).all() for values in measured):
+    draws = [(draw_weights(rng), draw_sequence(config, rng, overlap)) for rng in rngs]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *draws)
+    measured = jax.device_get(measure_all(config, *stacked))
+    if not np.isfinite(measured).all():
         raise NonFiniteError(
             f"eta {config.eta} with chunks of {config.chunk_size} diverges: lower eta"
         )
     is_met = (measured.gap > 0) & (measured.alignment > 0)
     if not is_met.any():
         raise UserError(
-            f"none of {num_draws} draws has a positive gap and alignment: use more draws or a "
-            f"student_window below {config.student_window}"
+            f"none of {num_draws} draws has a positive gap and alignment: use more draws"
         )
     return Measured(*(values[is_met] for values in measured))
 
 
-@functools.cache
-def _measure_all(config: PropositionConfig) -> Callable[..., Measured]:
-    """`measure` of stacked blocks and rows, compiled once per configuration."""
+@functools.partial(jax.jit, static_argnums=0)
+def measure_all(
+    config: PropositionConfig, weights: dict[str, jax.Array], rows: Float[Array, "N 1 T D"]
+) -> Measured:
+    """`measure` of N blocks (weights stacked) and rows, compiled once per configuration."""
 
     def one(weights: dict[str, jax.Array], row: jax.Array) -> Measured:
-        return measure(build_block(config, weights), row, config.first, config.second)
+        return measure(build_block(config, weights), row, FIRST, config.second)
 
-    return jax.jit(jax.vmap(one))
+    return jax.vmap(one)(weights, rows)
 
 
 def holds(measured: Measured) -> np.ndarray:

@@ -12,7 +12,7 @@ import pytest
 from checks import distance
 
 from experiments.parity.golden import Golden
-from experiments.parity.modules import model_type
+from experiments.parity.models import model_type
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.interop.reference_checkpoint import export_reference, import_reference
 from ttcd_jax.interop.weight_files import INDEX, SINGLE, open_weights, write_safetensors

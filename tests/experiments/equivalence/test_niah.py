@@ -30,22 +30,22 @@ def _samples(task, **changes):
     return make_samples(NIAHConfig(**facts), TOKENIZER, ESSAY)
 
 
-def test_one_value_is_asked_for_in_the_singular():
+def _prompt(sample):
+    return TOKENIZER.decode(sample.tokens)
+
+
+def test_one_value_is_asked_for_in_the_singular_and_several_in_the_plural():
     assert prompt_text(TASKS["niah_single_1"], "TEXT", ["damp-kettle"]) == (
         "A special magic number is hidden within the following text. Make sure to memorize it. I "
         "will quiz you about the number afterwards.\nTEXT\nWhat is the special magic number for "
         "damp-kettle mentioned in the provided text? The special magic number for damp-kettle "
         "mentioned in the provided text is"
     )
-
-
-def test_several_values_are_asked_for_in_the_plural():
-    several = "a, b, c, and d"
     assert prompt_text(TASKS["niah_multiquery"], "TEXT", ["a", "b", "c", "d"]) == (
         "Some special magic numbers are hidden within the following text. Make sure to memorize "
         "it. I will quiz you about the numbers afterwards.\nTEXT\nWhat are all the special magic "
-        f"numbers for {several} mentioned in the provided text? The special magic numbers for "
-        f"{several} mentioned in the provided text are"
+        "numbers for a, b, c, and d mentioned in the provided text? The special magic numbers for "
+        "a, b, c, and d mentioned in the provided text are"
     )
 
 
@@ -57,29 +57,28 @@ def test_what_is_asked_for_is_hidden_and_the_haystack_fills_the_room(name):
         rf"One of the special magic {task.values} for ([a-z]+-[a-z]+) is: ({kind[task.values]})\."
     )
     for sample in _samples(name):
-        found = needle.findall(sample.prompt)
+        found = needle.findall(_prompt(sample))
         assert len(found) == task.num_keys * task.num_values
         keys = {key for key, _ in found}
         assert len(keys) == task.num_keys
-        asked = [key for key in keys if key in sample.prompt.split("\n")[-1]]
+        asked = [key for key in keys if key in _prompt(sample).split("\n")[-1]]
         assert len(asked) == task.num_queries
         assert sorted(sample.answers) == sorted(value for key, value in found if key in asked)
         assert sample.tokens[0] == TOKENIZER.bos_id
-        assert TOKENIZER.decode(sample.tokens) == sample.prompt
         room = LENGTH - NUM_ANSWER_TOKENS - len(sample.tokens)
         assert 0 <= room <= len(NOISE)  # the longest unit that could be added, roughly
         if task.haystack == "noise":
-            lines = sample.prompt.split("\n")[1:-1]
+            lines = _prompt(sample).split("\n")[1:-1]
             assert {line for line in lines if not needle.fullmatch(line)} == {NOISE}
         else:
-            hay = needle.sub("", sample.prompt.split("\n")[1])
+            hay = needle.sub("", _prompt(sample).split("\n")[1])
             assert " ".join(hay.split()) in 9 * ESSAY
 
 
 def test_needles_of_an_essay_are_between_sentences_anywhere():
     positions = []
     for sample in _samples("niah_single_2", num_samples=40):
-        context = sample.prompt.split("\n")[1]
+        context = _prompt(sample).split("\n")[1]
         position = context.index("One of the special")
         is_last = context[position:].count(".") == 1  # after the word at which the essay ends
         assert position == 0 or context[position - 2] in ".?!" or is_last
@@ -90,8 +89,8 @@ def test_needles_of_an_essay_are_between_sentences_anywhere():
 
 def test_a_sample_is_a_function_of_seed_and_index():
     many, few = _samples("niah_multikey_1"), _samples("niah_multikey_1", num_samples=2)
-    assert [sample.prompt for sample in many[:2]] == [sample.prompt for sample in few]
-    prompts = {s.prompt for seed in (0, 1) for s in _samples("niah_multikey_1", seed=seed)}
+    assert [_prompt(sample) for sample in many[:2]] == [_prompt(sample) for sample in few]
+    prompts = {_prompt(s) for seed in (0, 1) for s in _samples("niah_multikey_1", seed=seed)}
     assert len(prompts) == 6
     np.testing.assert_array_equal(many[0].tokens, few[0].tokens)
 

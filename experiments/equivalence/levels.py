@@ -1,0 +1,141 @@
+"""The levels at which two ways are compared: rows to measure; of each level the facts, a table and
+bars."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.equivalence.compare import (
+    QUANTILES,
+    compare_layers,
+    compare_predictions,
+    summarize,
+)
+from experiments.equivalence.niah import NIAHConfig, compare_answers
+from experiments.equivalence.ways import Computed
+from ttcd_jax.data.packing import DocumentRows
+from ttcd_jax.data.records import TokenRecords
+from ttcd_jax.data.tokenizer import check_tokens
+from ttcd_jax.errors import DataError
+from ttcd_jax.eval.report import format_table, plot_bars
+
+Pair = tuple[Computed, Computed]  # reference, candidate
+Facts = dict[str, Any]
+
+_DECODING = (
+    "forward: passes over whole rows until every token is confirmed; streamed: a prefill in "
+    "pieces, then a step per token; decoded: a step per token, prompts included"
+)
+
+
+class Level(NamedTuple):
+    """The result of one level."""
+
+    title: str
+    facts: Facts  # for JSON
+    table: list[Facts]
+    bars: dict[str, dict[str, float]]  # series -> group -> value
+    axes: tuple[str, str]  # names of groups and of values
+    notes: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """The table with its title and notes."""
+        return "\n".join((self.title, format_table(self.table), *self.notes))
+
+    def draw(self, path: Path) -> None:
+        """A PNG of the bars."""
+        series = {name: [*values.values()] for name, values in self.bars.items()}
+        groups = [*next(iter(self.bars.values()))]
+        x, y = self.axes
+        plot_bars(path, title=self.title, x_label=x, y_label=y, groups=groups, series=series)
+
+
+def whole_rows(
+    records: Sequence[TokenRecords], seq_len: int, max_rows: int, vocab_size: int
+) -> dict[str, np.ndarray]:
+    """Tokens and targets of up to `max_rows` rows that a document fills, drawn from all. Raises
+    `DataError` when there is none."""
+    longest = [part.sizes.max(initial=0) for part in records]
+    if max(longest) <= seq_len:
+        raise DataError(
+            f"no document fills a row: the longest has {max(longest)} tokens and a row with its "
+            f"last target takes {seq_len + 1}; pass a smaller --seq_len, or --text"
+        )
+    parts = [
+        DocumentRows(part, seq_len=seq_len, min_tokens=seq_len + 1)
+        for part, size in zip(records, longest, strict=True)
+        if size > seq_len
+    ]
+    places = [(part, i) for part in parts for i in range(len(part))]
+    drawn = (places[i] for i in np.random.default_rng(0).permutation(len(places)))
+    filled = (row for part, i in drawn if (row := part[i])["loss_mask"].all())
+    chosen = list(itertools.islice(filled, max_rows))
+    rows = {name: np.stack([row[name] for row in chosen]) for name in ("tokens", "targets")}
+    check_tokens(rows["targets"], vocab_size)
+    return rows
+
+
+def kernel(pair: Pair, tokens: np.ndarray) -> Level:
+    """The distances of layers on tokens [B, T], in units in the last place."""
+    rows = compare_layers(*pair, tokens)
+    shares = ("equal_share", "within_1_ulp", "within_2_ulp")
+    bars = {share: {row["outputs of"]: row[share] for row in rows} for share in shares}
+    title = f"Units in the last place ({tokens.size:,} tokens)"
+    facts = {"tokens": tokens.size, "outputs": rows}
+    return Level(title, facts, rows, bars, ("outputs", "share of elements"))
+
+
+def distribution(pair: Pair, rows: dict[str, np.ndarray], batch_size: int) -> Level:
+    """The distances of predictions on `rows`."""
+    facts = summarize(compare_predictions(*pair, rows, batch_size=batch_size))
+    table = [
+        {"distance": label} | {name: facts[key][name] for name in ("mean", *QUANTILES)}
+        for key, label in (("kl", "KL (nats)"), ("tv", "total variation"))
+    ]
+    bars = {
+        name: {f"{row['start']}-{row['stop'] - 1}": row[name] for row in facts["by_position"]}
+        for name in ("tv", "flip_share")
+    }
+    notes = (
+        f"likeliest token differs: {100 * facts['flip_share']:.4f} %",
+        f"loss: reference {facts['reference_nll']:.6f}, "
+        f"candidate {facts['candidate_nll']:.6f} nats",
+    )
+    title = f"Next tokens ({facts['tokens']:,} positions in {facts['rows']:,} rows)"
+    return Level(title, facts, table, bars, ("position (tokens)", "mean"), notes)
+
+
+def task(
+    pair: Pair,
+    cells: Sequence[NIAHConfig],
+    tokenizer: Any,
+    records: Sequence[TokenRecords],
+    batch_size: int,
+) -> Level:
+    """The answers to every cell, its needles hidden in the documents."""
+    essay = _essay(records, tokenizer, max(cell.length for cell in cells))
+    sizes = {"batch_size": batch_size}
+    found = [compare_answers(*pair, cell, tokenizer, essay, **sizes) for cell in cells]
+    bars = {
+        name: {f"{row['task']}, {row['length']:,}": row[name] for row in found}
+        for name in ("reference_score", "candidate_score")
+    }
+    title = "Needles in a haystack (scores in percent)"
+    facts = {"note": _DECODING, "cells": found}
+    return Level(title, facts, found, bars, ("task, length (tokens)", "score (%)"))
+
+
+def _essay(records: Sequence[TokenRecords], tokenizer: Any, length: int) -> str:
+    """Prose of at least `length` tokens, if the documents have so many."""
+    texts, count = [], 0
+    documents = ((part, index) for part in records for index in range(len(part)))
+    for part, document in documents:
+        if count >= length:
+            break
+        tokens = part.read(document, 0, int(part.sizes[document]))
+        texts.append(tokenizer.decode(tokens))
+        count += len(tokens)
+    return " ".join(texts)
