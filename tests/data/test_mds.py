@@ -118,7 +118,7 @@ def test_compressed_shards(write):
         ("text", {"raw_data": {"basename": "../x.mds", "bytes": 1}}, r"lists '\.\./x\.mds'"),
         ("text", {"raw_data": {"basename": "..", "bytes": 1}}, r"lists '\.\.'"),
         ("text", {"zip_data": {"basename": "/etc/x"}}, "lists '/etc/x', outside its folder"),
-        ("text", {"raw_data": {"basename": "gone.mds", "bytes": 1}}, "gone.mds has no bytes"),
+        ("text", {"raw_data": {"basename": "gone.mds", "bytes": 1}}, "no shard at .*gone.mds"),
         ("text", {"raw_data": {"basename": "shard.00000.mds", "bytes": 1}}, "its index says 1"),
         ("text", {"raw_data": None}, "no index of MDS shards"),
         ("text", {"column_names": 3}, "no index of MDS shards"),

@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+from checks import assert_same
 
 from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.mixture import RecordsConfig, mixed_rows
@@ -17,7 +18,7 @@ from ttcd_jax.data.records import (
     sealed,
     verify_records,
 )
-from ttcd_jax.data.sources import TextConfig, build_source, held_out, is_shuffled, vocab_size
+from ttcd_jax.data.sources import TextConfig, build_source, held_out, vocab_size
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError, UserError
 
@@ -54,15 +55,12 @@ def folder(corpus, tmp_path_factory):
 
 
 def _batches(config):
-    source, _ = build_source(config, seed=3)
-    return Batches(source, batch_size=4, seed=3, is_shuffled=is_shuffled(config))
+    return Batches(build_source(config, seed=3)[0], batch_size=4)
 
 
 def _assert_equal(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name])
-        assert a[name].dtype == b[name].dtype
+    assert_same(a, b)
+    assert [x.dtype for x in a.values()] == [x.dtype for x in b.values()]
 
 
 def test_batches_are_those_of_the_text(corpus, folder):
@@ -139,7 +137,7 @@ def test_weights_are_shares_of_rows(tmp_path, weights):
         _prepared(corpus.replace(validation_percent=0), tmp_path / name)
         paths.append(str(tmp_path / name))
     config = RecordsConfig(paths=tuple(paths), weights=weights, seq_len=SEQ_LEN)
-    rows, num_distinct = mixed_rows(config, seed=0)
+    rows, num_distinct = mixed_rows(config.open("train"), weights, seq_len=SEQ_LEN, seed=0)
     num_drawn = 310
     of_a = [ord("a") in rows[i]["tokens"] for i in range(num_drawn)]
     share = weights[0] / sum(weights)
@@ -156,7 +154,7 @@ def test_a_folder_is_passed_over_before_a_row_of_it_comes_again(tmp_path, folder
 
     def drawn(seed, start):
         """Rows of the second folder, from index `start` on."""
-        rows, num_distinct = mixed_rows(config, seed=seed)
+        rows, num_distinct = mixed_rows(config.open("train"), seq_len=SEQ_LEN, seed=seed)
         found = (rows[start + i]["tokens"] for i in range(2 * num_distinct))
         return [t.tobytes() for t in found if ((t >= 48) & (t < 58)).sum() > 20][:num_rows]
 

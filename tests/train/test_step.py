@@ -46,7 +46,7 @@ def _step(accumulation_steps=1, optimizer=optax.adam):
 
 def _batches():
     rows = RecallRows(DATA, seed=0, num_rows=1000)
-    return Batches(rows, batch_size=4, seed=0, is_shuffled=False)
+    return Batches(rows, batch_size=4)
 
 
 def _batch(step=0):

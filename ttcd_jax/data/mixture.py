@@ -1,6 +1,7 @@
-"""Rows of several folders of token records, drawn by weight: pure functions of (seed, index)."""
+"""Rows of one corpus or several, drawn by weight: pure functions of (seed, index)."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,20 +58,19 @@ class RecordsConfig(Config):
         return [open_records(Path(path), split) for path in having or self.paths]
 
 
-def mixed_rows(config: RecordsConfig, *, seed: int) -> tuple[Any, int]:
-    """(an endless random-access source of rows of the training splits, rows of all folders).
+def mixed_rows(
+    corpora: Sequence[TokenRecords], weights: Sequence[float] = (), *, seq_len: int, seed: int
+) -> tuple[grain.MapDataset, int]:
+    """(an endless random-access source of rows, number of rows of all corpora).
 
-    A folder's rows are passed over again and again, shuffled anew each time; the weights determine
-    the order of the folders, as even as they allow.
+    A corpus is passed over again and again, shuffled anew each time. `weights`, by default the
+    numbers of rows, determine the order of the corpora, as even as they allow.
     """
-    sources = [
-        PackedRows(records, seq_len=config.seq_len, seed=seed) for records in config.open("train")
-    ]
-    # A seed for each: two folders of one size would be passed over in one order.
+    sources = [PackedRows(records, seq_len=seq_len, seed=seed) for records in corpora]
+    # A seed for each: two corpora of one size would be passed over in one order.
     parts = [
         grain.MapDataset.source(rows).seed((seed + i) % 2**32).shuffle().repeat(None)
         for i, rows in enumerate(sources)
     ]
     sizes = [len(rows) for rows in sources]
-    mixed = grain.MapDataset.mix(parts, config.weights or sizes)
-    return mixed[:ENDLESS], sum(sizes)
+    return grain.MapDataset.mix(parts, weights or sizes)[:ENDLESS], sum(sizes)

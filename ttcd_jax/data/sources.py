@@ -9,7 +9,7 @@ import grain
 from ttcd_jax.config import AtLeast, Config
 from ttcd_jax.data.corpus import CorpusConfig, load_documents, manifest
 from ttcd_jax.data.mixture import ENDLESS, RecordsConfig, mixed_rows
-from ttcd_jax.data.packing import PackedRows, encode_documents
+from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
@@ -46,27 +46,22 @@ def vocab_size(config: DataConfig) -> int:
     return build_tokenizer(config.tokenizer).vocab_size
 
 
-def is_shuffled(config: DataConfig) -> bool:
-    """Whether the rows of `build_source` are still to be shuffled; the others are drawn."""
-    return isinstance(config, TextConfig)
-
-
 def build_source(
     config: TextConfig | RecordsConfig | RecallConfig, *, seed: int
 ) -> tuple[grain.sources.RandomAccessDataSource, dict[str, Any]]:
-    """(rows of the training split, manifest). Equal manifests mean equal data."""
+    """(endless rows of the training split, manifest). Equal manifests mean equal data."""
     if isinstance(config, RecallConfig):
         rows = RecallRows(config, seed=seed, num_rows=ENDLESS)
         return rows, {"kind": "recall", "seed": seed}
     if isinstance(config, RecordsConfig):
-        rows, num_rows = mixed_rows(config, seed=seed)
-        digests = [manifest["sha256"] for manifest in config.manifests()]
-        return rows, {"kind": "records", "num_rows": num_rows, "sha256": digests}
-    documents = load_documents(config.corpus, "train")
-    tokenizer = build_tokenizer(config.tokenizer)
-    records = encode_documents(documents, tokenizer)
-    rows = PackedRows(records, seq_len=config.seq_len, seed=seed)
-    return rows, manifest(config.corpus, documents) | {"num_rows": len(rows)}
+        corpora, weights = config.open("train"), config.weights
+        pinned = {"kind": "records", "sha256": [made["sha256"] for made in config.manifests()]}
+    else:
+        documents = load_documents(config.corpus, "train")
+        corpora, weights = [encode_documents(documents, build_tokenizer(config.tokenizer))], ()
+        pinned = manifest(config.corpus, documents)
+    rows, num_rows = mixed_rows(corpora, weights, seq_len=config.seq_len, seed=seed)
+    return rows, pinned | {"num_rows": num_rows}
 
 
 def held_out(config: TextConfig | RecordsConfig) -> list[TokenRecords]:

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from ttcd_jax.data.pipeline import Batches, CallerBatches, MakeBatches, StepBatches
-from ttcd_jax.data.sources import BatchesConfig, build_source, is_shuffled, vocab_size
+from ttcd_jax.data.sources import BatchesConfig, build_source, vocab_size
 from ttcd_jax.errors import UserError
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.batch import Placement, replicated
@@ -72,10 +72,7 @@ def build_data(
             "pass them to ttcd_jax.train_run"
         )
     source, manifest = build_source(data, seed=config.seed)
-    batches = Batches(
-        source, batch_size=size, seed=config.seed, rows=rows, is_shuffled=is_shuffled(data)
-    )
-    return batches, manifest
+    return Batches(source, batch_size=size, rows=rows), manifest
 
 
 def _optimizer(config: RunConfig) -> tuple[OptimizerConfig, optax.GradientTransformation]:
