@@ -12,7 +12,7 @@ import optax
 import pytest
 from absl import logging
 
-from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.errors import CheckpointError
 from ttcd_jax.train import digest
 from ttcd_jax.train.checkpoint import Checkpoints
 
@@ -323,13 +323,11 @@ def test_background_failure_surfaces_at_the_next_call(saved, capfd):
 
 
 def test_missing_and_wrong_places_are_named(tmp_path, saved):
-    with pytest.raises(CheckpointError, match="no checkpoint directory"):
+    with pytest.raises(CheckpointError, match=r"there is no folder .*nowhere yet"):
         Checkpoints(tmp_path / "nowhere", is_read_only=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot hold checkpoints"):
         Checkpoints(tmp_path / "file")
-    with pytest.raises(UserError, match="at least 1, got 0"):
-        Checkpoints(tmp_path / "run", keep=0)
     with _opened(tmp_path / "run") as checkpoints:
         assert checkpoints.steps() == []
         with pytest.raises(CheckpointError, match="there is no checkpoint in"):

@@ -11,7 +11,6 @@ tokenizer.json if it came with one.
 
 import contextlib
 import fcntl
-import json
 import os
 import platform
 import socket
@@ -27,8 +26,8 @@ from ttcd_jax.config import differences
 from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.records import records_tokenizer
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
-from ttcd_jax.errors import CheckpointError, DataError, UserError, listed
-from ttcd_jax.files import write_json, write_whole
+from ttcd_jax.errors import DataError, UserError, listed
+from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.checkpoint import Checkpoints
@@ -138,15 +137,9 @@ class RunDirectory:
             yield
 
     def _read(self, name: str) -> dict[str, Any]:
-        path = self.path / name
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(
-                f"{self.path} is not a run directory: no readable {name} ({error.strerror})"
-            ) from error
-        except ValueError as error:
-            raise UserError(f"{path} is damaged: {error}") from error
+        if not (self.path / name).is_file():
+            raise UserError(f"{self.path} is not a run directory: it has no {name}")
+        return read_json(self.path / name)
 
 
 class LoadedParams(NamedTuple):
@@ -179,8 +172,6 @@ def open_checkpoints(
     directory: RunDirectory, model: TransformerConfig | None = None
 ) -> contextlib.closing[Checkpoints]:
     """The checkpoints of a run, read-only: of `model`, or with the names on disk."""
-    if not directory.checkpoints.is_dir():
-        raise CheckpointError(f"{directory.path} holds no checkpoint yet: train it first")
     return contextlib.closing(Checkpoints(directory.checkpoints, model=model, is_read_only=True))
 
 
