@@ -150,15 +150,11 @@ class LoadedParams(NamedTuple):
     step: int
 
 
-def load_params(
-    run_dir: str | os.PathLike[str],
-    step: int | None = None,
-    model_changes: dict[str, Any] | None = None,
-) -> LoadedParams:
+def load_params(run_dir: str | os.PathLike[str], step: int | None = None) -> LoadedParams:
     """`load_run` without the model: parameters on the mesh in use (`jax.set_mesh`) if there is one,
     else on the first device. The same arguments and errors."""
     directory = RunDirectory(run_dir)
-    config = model_config(directory).replace(**(model_changes or {}))
+    config = model_config(directory)
     params = abstract_params(config)
     mesh = jax.sharding.get_mesh()
     if not mesh.empty:
@@ -190,24 +186,17 @@ class LoadedRun(NamedTuple):
     tokenizer: Tokenizer | None
 
 
-def load_run(
-    run_dir: str | os.PathLike[str],
-    step: int | None = None,
-    model_changes: dict[str, Any] | None = None,
-) -> LoadedRun:
+def load_run(run_dir: str | os.PathLike[str], step: int | None = None) -> LoadedRun:
     """The model of a run directory at its newest intact checkpoint, or at `step`.
-
-    Reads only `config.json` and the checkpoint's parameters. `model_changes` replaces fields of the
-    `TransformerConfig` that keep the parameters (`{"memory": config.memory.replace(eta=0.0)}`).
 
         run = load_run("runs/quickstart/text")
         logits = run.model(tokens)                       # [B, T, V]
 
-    Raises:
-        UserError: not a run directory, or a configuration this version does not know.
-        CheckpointError: no checkpoint, a damaged one, or one of another model.
+    Reads only `config.json` and the checkpoint's parameters. Raises `UserError` for no run
+    directory and for a configuration that this version does not know, `CheckpointError` for a
+    checkpoint that is missing, damaged or of another model.
     """
-    params, config, step = load_params(run_dir, step, model_changes)
+    params, config, step = load_params(run_dir, step)
     tokenizer = run_tokenizer(RunDirectory(run_dir))
     return LoadedRun(with_params(config, params), config, step, tokenizer)
 
