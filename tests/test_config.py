@@ -5,6 +5,7 @@ import re
 from typing import Annotated, Literal
 
 import pytest
+from small_models import config_of
 
 from ttcd_jax import axes, errors
 from ttcd_jax.config import (
@@ -20,7 +21,6 @@ from ttcd_jax.config import (
 )
 from ttcd_jax.errors import UserError
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.nn.rope import RopeConfig, YarnConfig
 from ttcd_jax.precision import Precision
 
@@ -134,25 +134,17 @@ def test_a_changed_copy_is_validated_anew():
         Outer().replace(count="5")
 
 
+YARN = RopeConfig(yarn=YarnConfig(factor=4.0, original_length=128))
+NARROW = Precision(compute="bfloat16")
+
+
 @pytest.mark.parametrize(
     "config",
     [
         Outer(layers=(1, 2), limit=7, inner=Other(name="y")),
         MemoryConfig(renorm_chunks=2, eta=0.1 + 0.2),
-        RopeConfig(yarn=YarnConfig(factor=4.0, original_length=128)),
-        TransformerConfig(
-            vocab_size=11,
-            dim=8,
-            num_layers=4,
-            num_heads=2,
-            mlp_dim=12,
-            window=8,
-            student_window=4,
-            method="ipttcd",
-            fast_layers=(0, 2),
-            rope=RopeConfig(yarn=YarnConfig(factor=4.0, original_length=128)),
-            precision=Precision(compute="bfloat16"),
-        ),
+        YARN,
+        config_of("ipttcd", num_layers=4, fast_layers=(0, 2), rope=YARN, precision=NARROW),
     ],
     ids=lambda config: type(config).__name__,
 )

@@ -182,8 +182,7 @@ def test_what_is_left_over_is_refused_unless_allowed_by_name(run_of, mesh):
 
 
 def test_another_shape_is_refused_with_both_and_may_be_drawn_anew(plain, mesh):
-    model = PLAIN.replace(vocab_size=11)
-    config = run_config(model, start_from=str(plain))
+    config = run_config(PLAIN.replace(vocab_size=11), start_from=str(plain))
     with pytest.raises(CheckpointError, match=r"another shape: embedding \(8, 16\) not \(11, 16\)"):
         plan_start(config)
     config = config.replace(start_drops=("embedding",))
