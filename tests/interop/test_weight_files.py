@@ -150,15 +150,6 @@ def test_shards_that_leave_the_folder_or_share_a_tensor_are_refused(tmp_path):
         open_weights(folder)
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path):
-    for name in ("a.safetensors", "b.safetensors"):
-        _write(tmp_path / name, {"x": _entry()}, bytes(8))
-    index = b'{"weight_map": {"x": "a.safetensors", "x": "b.safetensors"}}'
-    (tmp_path / INDEX).write_bytes(index)
-    with pytest.raises(DataError, match="'x' is there twice"):
-        open_weights(tmp_path)
-
-
 def test_folders_without_or_with_two_checkpoints_are_refused(tmp_path):
     _refused(tmp_path, SINGLE, INDEX)
     _refused(tmp_path / "none")
