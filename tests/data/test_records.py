@@ -18,7 +18,7 @@ from ttcd_jax.data.records import (
     sealed,
     verify_records,
 )
-from ttcd_jax.data.sources import TextConfig, build_source, held_out, vocab_size
+from ttcd_jax.data.sources import TextConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError, UserError
 
@@ -55,7 +55,7 @@ def folder(corpus, tmp_path_factory):
 
 
 def _batches(config):
-    return Batches(build_source(config, seed=3)[0], batch_size=4)
+    return Batches(config.rows(3)[0], batch_size=4)
 
 
 def _assert_equal(a, b):
@@ -66,10 +66,10 @@ def _assert_equal(a, b):
 def test_batches_are_those_of_the_text(corpus, folder):
     text = TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN)
     records = RecordsConfig(paths=(str(folder),), seq_len=SEQ_LEN)
-    assert vocab_size(records) == vocab_size(text)
+    assert records.vocab_size == text.vocab_size
     ours, theirs = _batches(records), _batches(text)
-    num_rows = build_source(text, seed=3)[1]["num_rows"]
-    assert build_source(records, seed=3)[1]["num_rows"] == num_rows
+    num_rows = text.rows(3)[1]["num_rows"]
+    assert records.rows(3)[1]["num_rows"] == num_rows
     for step in (*range(8), num_rows, 10**6):  # far beyond one pass over the corpus
         _assert_equal(ours.at(step), theirs.at(step))
 
@@ -77,8 +77,8 @@ def test_batches_are_those_of_the_text(corpus, folder):
 def test_held_out_documents_are_those_of_the_text(corpus, folder):
     text = TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN)
     records = RecordsConfig(paths=(str(folder), str(folder)), seq_len=SEQ_LEN)
-    (expected,) = held_out(text)
-    for actual in held_out(records):
+    (expected,) = text.open("validation")
+    for actual in records.open("validation"):
         ours, theirs = (DocumentRows(r, seq_len=SEQ_LEN) for r in (actual, expected))
         assert len(ours) == len(theirs) > 0
         for a, b in zip(ours, theirs, strict=True):
@@ -119,7 +119,7 @@ def test_large_vocabularies_take_four_bytes(corpus, tmp_path, monkeypatch):
 
 def test_the_manifest_tells_text_and_tokenizer(corpus, folder):
     manifest = read_manifest(folder)
-    _, of_text = build_source(TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN), seed=0)
+    _, of_text = TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN).rows(0)
     text = manifest["splits"]["train"]["text"]
     assert text == {name: of_text[name] for name in text}
     assert manifest["splits"]["train"]["num_documents"] == text["num_documents"]
@@ -172,14 +172,14 @@ def copy(folder, tmp_path):
 
 def test_the_data_of_a_run_are_pinned_by_the_digest(copy, corpus, tmp_path):
     config = RecordsConfig(paths=(str(copy),), seq_len=SEQ_LEN)
-    before = build_source(config, seed=0)[1]
+    before = config.rows(0)[1]
     shutil.rmtree(copy)
     _prepared(corpus, copy)
-    assert build_source(config, seed=0)[1] == before
+    assert config.rows(0)[1] == before
     shutil.rmtree(copy)
     changed = _write(tmp_path / "changed", {"a": "something else " * 9})
     _prepared(changed.replace(validation_percent=0), copy)
-    assert build_source(config, seed=0)[1] != before
+    assert config.rows(0)[1] != before
 
 
 TOKENS = "train.00000.tokens.bin"
@@ -263,7 +263,7 @@ def test_folders_of_two_tokenizers_do_not_mix(copy, folder):
     (copy / "manifest.json").write_text(_resealed(copy, tokenizer="ab12"))
     config = RecordsConfig(paths=(str(folder), str(copy)), seq_len=SEQ_LEN)
     with pytest.raises(DataError, match=r"copy was made by another tokenizer \(ab12\)"):
-        vocab_size(config)
+        config.open("train")
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"copy/tokenizer\.json: its content changed"):
         records_tokenizer(copy)
@@ -274,10 +274,10 @@ def test_a_split_that_is_not_there(tmp_path, folder):
     _prepared(corpus, tmp_path / "records")
     config = RecordsConfig(paths=(str(tmp_path / "records"),), seq_len=SEQ_LEN)
     with pytest.raises(DataError, match="has no validation split: prepare it with"):
-        held_out(config)
-    assert len(held_out(config.replace(paths=(*config.paths, str(folder))))) == 1
+        config.open("validation")
+    assert len(config.replace(paths=(*config.paths, str(folder))).open("validation")) == 1
     with pytest.raises(DataError, match=r"records \(train\) has 398 tokens and a row takes 1001"):
-        build_source(config.replace(seq_len=1000), seed=0)
+        config.replace(seq_len=1000).rows(0)
 
 
 def test_config_errors():

@@ -14,6 +14,10 @@ from ttcd_jax.errors import DataError
 MakeBatches = Callable[[int], Iterable[Any]]
 
 
+RowSource = grain.sources.RandomAccessDataSource
+ENDLESS = 2**31 - 1  # rows: more than any run takes
+
+
 class Batches:
     """Batches of a random-access source of rows (dicts of arrays of one shape).
 
@@ -23,7 +27,7 @@ class Batches:
 
     def __init__(
         self,
-        source: grain.sources.RandomAccessDataSource,
+        source: RowSource,
         *,
         batch_size: int,
         rows: Sequence[int] | None = None,
