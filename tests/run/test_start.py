@@ -190,3 +190,9 @@ def test_a_run_of_an_older_format_is_refused(plain, tmp_path):
     )
     with pytest.raises(UserError, match="is a run directory of format 1, this version reads 2"):
         RunDirectory(tmp_path).read_config()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_outside_32_bits_is_refused(seed):
+    with pytest.raises(UserError, match=rf"RunConfig\.seed {seed} must be in 0 \.\. 2\^32 - 1"):
+        run_config(PLAIN, seed=seed)
