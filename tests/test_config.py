@@ -131,19 +131,17 @@ def test_only_a_copy_changes_and_it_is_validated_anew():
         Outer().replace(count="5")
 
 
+YARN = RopeConfig(yarn=YarnConfig(factor=4.0, original_length=128))
+NARROW = Precision(compute="bfloat16")
+
+
 @pytest.mark.parametrize(
     "config",
     [
         Outer(layers=(1, 2), limit=7, inner=Other(name="y")),
         MemoryConfig(renorm_chunks=2, eta=0.1 + 0.2),
-        RopeConfig(yarn=YarnConfig(factor=4.0, original_length=128)),
-        config_of(
-            "ipttcd",
-            num_layers=4,
-            fast_layers=(0, 2),
-            rope=RopeConfig(yarn=YarnConfig(factor=4.0, original_length=128)),
-            precision=Precision(compute="bfloat16"),
-        ),
+        YARN,
+        config_of("ipttcd", num_layers=4, fast_layers=(0, 2), rope=YARN, precision=NARROW),
     ],
     ids=lambda config: type(config).__name__,
 )

@@ -94,22 +94,13 @@ def closest(name: str, known: list[str]) -> str:
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """`name: old -> new` for every leaf in which two configurations differ, both from `to_dict` or
-    JSON."""
+    """`name: old -> new` for every leaf in which two configurations from `to_dict` differ."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
-        return [] if _plain(old) == _plain(new) else [f"{path}: {_plain(old)} -> {_plain(new)}"]
-    names = [*old, *(name for name in new if name not in old)]
-    return [
-        difference
-        for name in names
-        for difference in differences(
-            old.get(name), new.get(name), f"{path}.{name}" if path else name
-        )
-    ]
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+        return [] if old == new else [f"{path}: {old} -> {new}"]
+    found = []
+    for name in old | new:
+        found += differences(old.get(name), new.get(name), f"{path}.{name}" if path else name)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +147,9 @@ class Config:
         fields: dict[str, Any] = {"type": type(self).__name__}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            fields[field.name] = value.to_dict() if isinstance(value, Config) else value
+            if isinstance(value, Config):
+                value = value.to_dict()
+            fields[field.name] = list(value) if isinstance(value, tuple) else value
         return fields
 
     @classmethod

@@ -84,6 +84,20 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def difference(path: Path, num_bytes: int | None = None, digest: str | None = None) -> str | None:
+    """The first difference of a file from its size and its sha256, each unless None; None if there
+    is none."""
+    try:
+        size = path.stat().st_size
+        if num_bytes is not None and size != num_bytes:
+            return f"{size} bytes instead of {num_bytes}"
+        return None if digest is None or sha256(path) == digest else "its content changed"
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of at most `MAX_JSON_BYTES`; otherwise a `DataError`."""
     try:

@@ -20,7 +20,7 @@ from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import Block
 from ttcd_jax.precision import Precision
-from ttcd_jax.train.loss import next_token_loss_of
+from ttcd_jax.train.loss import next_token_loss
 
 
 def check_layer(golden: Golden, dtype: str) -> Comparison:
@@ -106,7 +106,7 @@ def check_model(golden: Golden, dtype: str) -> Comparison:
 
 def _loss_and_logits(model: Transformer, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     hidden, _ = model.forward(tokens)
-    return next_token_loss_of(hidden, model.head_weight(), tokens), model.logits(hidden)
+    return next_token_loss(model, tokens, hidden), model.logits(hidden)
 
 
 def _is_fast(name: str) -> bool:

@@ -4,7 +4,7 @@ import sysconfig
 
 import pytest
 
-from ttcd_jax.data.corpus import CorpusConfig, load_documents, manifest, stream_documents
+from ttcd_jax.data.corpus import SPLITS, CorpusConfig, load_documents, manifest, stream_documents
 from ttcd_jax.data.documents import Document
 from ttcd_jax.errors import DataError, UserError
 
@@ -37,9 +37,13 @@ def _names(documents):
     return [document.name for document in documents]
 
 
+def _splits(config):
+    """The documents to train on, and those held out."""
+    return [load_documents(config, split) for split in SPLITS]
+
+
 def test_stdlib_takes_whole_modules_and_splits_them(stdlib):
-    train = load_documents(CorpusConfig(), "train")
-    validation = load_documents(CorpusConfig(), "validation")
+    train, validation = _splits(CorpusConfig())
     expected = {f"module_{i:03}.py" for i in range(200)} | {"package/__init__.py"}
     assert set(_names(train)) | set(_names(validation)) == expected
     assert set(_names(train)).isdisjoint(_names(validation))
@@ -59,34 +63,22 @@ def test_split_depends_on_the_name_alone(stdlib):
 
 
 def test_the_real_standard_library_is_found():
-    train = load_documents(CorpusConfig(max_bytes=200_000), "train")
-    assert 100_000 < sum(len(document.text) for document in train) <= 200_000
+    train = load_documents(CorpusConfig(), "train")
+    assert sum(len(document.text) for document in train) > 5_000_000
     parts = {part for name in _names(train) for part in name.split("/")}
     assert parts.isdisjoint({"site-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-def test_max_bytes_keeps_whole_documents_and_grows_by_them(stdlib):
-    smaller = load_documents(CorpusConfig(max_bytes=300), "train")
-    everything = load_documents(CorpusConfig(), "train")
-    assert 280 < sum(len(document.text) for document in smaller) <= 300
-    assert set(smaller) < set(everything)
-    assert _names(smaller) == sorted(_names(smaller))
-    assert load_documents(CorpusConfig(max_bytes=10**6), "train") == everything
-    assert load_documents(CorpusConfig(max_bytes=1), "validation")
-    with pytest.raises(DataError, match=r"max_bytes 5 is less than .* \(6 bytes\)"):
-        load_documents(CorpusConfig(max_bytes=5), "train")
-
-
 def test_folder_with_splits_uses_them(tmp_path):
     config = _folder(tmp_path, {"train/b.txt": "b", "train/a.txt": "a", "validation/c.txt": "c"})
-    assert load_documents(config, "train") == [Document("a.txt", b"a"), Document("b.txt", b"b")]
-    assert load_documents(config, "validation") == [Document("c.txt", b"c")]
+    train = [Document("a.txt", b"a"), Document("b.txt", b"b")]
+    assert _splits(config) == [train, [Document("c.txt", b"c")]]
 
 
 def test_folder_without_splits_is_split_by_name(tmp_path):
     config = _folder(tmp_path, {f"deep/{i}.txt": "x" for i in range(50)} | {"note.md": "no"})
     config = config.replace(validation_percent=40)
-    train, validation = (_names(load_documents(config, s)) for s in ("train", "validation"))
+    train, validation = map(_names, _splits(config))
     assert sorted(train + validation) == sorted(f"deep/{i}.txt" for i in range(50))
     assert 10 <= len(validation) <= 30
 
@@ -100,8 +92,7 @@ def test_one_file_is_split_after_a_line(tmp_path):
     text = "".join(f"line {i} é\n" for i in range(100)).encode()
     (tmp_path / "book.txt").write_bytes(text)
     config = CorpusConfig(kind="text", path=str(tmp_path / "book.txt"), validation_percent=10)
-    (train,) = load_documents(config, "train")
-    (validation,) = load_documents(config, "validation")
+    (train,), (validation,) = _splits(config)
     assert train.name == validation.name == "book.txt"
     assert train.text + validation.text == text
     assert train.text.endswith(b"\n")
@@ -117,10 +108,7 @@ def test_missing_or_empty_text_names_the_path_and_the_remedy(tmp_path):
         load_documents(config, "train")
     with pytest.raises(DataError, match=r"no file under .*train matches '\*\.md'"):
         load_documents(config.replace(glob="*.md"), "train")
-
-
-def test_split_without_a_document_is_an_error(tmp_path):
-    config = _folder(tmp_path, {"a.txt": "a"}).replace(validation_percent=0)
+    config = _folder(tmp_path / "all", {"a.txt": "a"}).replace(validation_percent=0)
     assert load_documents(config, "train")
     with pytest.raises(DataError, match=r"validation_percent=0\); add text, or give a folder"):
         load_documents(config, "validation")
@@ -132,7 +120,7 @@ def test_split_without_a_document_is_an_error(tmp_path):
         ({"kind": "text"}, "kind 'text' takes the path"),
         ({"path": "x"}, "kind 'stdlib' takes none"),
         ({"validation_percent": 100}, "validation_percent 100 must be between 0 and 99"),
-        ({"kind": "text", "path": "x", "glob": "/etc/*"}, "give a pattern below path"),
+        ({"glob": "/etc/*"}, r"glob /etc/\* must be a pattern below path, such as"),
     ],
 )
 def test_config_errors(fields, message):
@@ -162,15 +150,14 @@ def test_streamed_documents_are_those_of_both_splits(tmp_path):
     config = config.replace(validation_percent=30)
     streamed = list(stream_documents(config))
     assert [d.name for _, d in streamed] == sorted(f"{i}.txt" for i in range(1, 40))
-    for split in ("train", "validation"):
-        assert [d for s, d in streamed if s == split] == load_documents(config, split)
+    assert _splits(config) == [[d for s, d in streamed if s == split] for split in SPLITS]
 
 
 def test_one_file_of_many_documents_is_split_by_their_names(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join(f'{{"body": "{i}"}}\n' for i in range(60)))
     config = CorpusConfig(kind="text", path=str(path), field="body", validation_percent=30)
-    train, validation = (load_documents(config, s) for s in ("train", "validation"))
+    train, validation = _splits(config)
     assert 5 <= len(validation) <= 30
     everything = {Document(f"corpus.jsonl:{i}", b"%d" % i) for i in range(60)}
     assert {*train, *validation} == everything

@@ -65,8 +65,7 @@ def write(tmp_path):
                 (tmp_path / name).write_bytes(data)
             else:
                 (tmp_path / f"{name}.zstd").write_bytes(pack(data))
-                entry["compression"] = "zstd:7"
-                entry["zip_data"] = {"basename": f"{name}.zstd", "bytes": 0, "hashes": {}}
+                entry |= {"compression": "zstd:7", "zip_data": {"basename": f"{name}.zstd"}}
             entries.append(entry | changes)
         (tmp_path / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
         return tmp_path / "index.json"
@@ -74,21 +73,16 @@ def write(tmp_path):
     return write
 
 
-def test_text_and_bytes(write):
-    assert list(read_column(write(), "text")) == [text.encode() for text in TEXTS] * 2
+def test_bytes_and_arrays_of_one_length(write):
     assert list(read_column(write(), "raw")) == [b"", b"\xff", b"\xff\xff", b"\xff\xff\xff"] * 2
-
-
-def test_token_ids(write):
-    assert [ids.tolist() for ids in read_column(write(), "ids")] == IDS * 2
     pairs = [ids.tolist() for ids in read_column(write(), "pair")]
     assert pairs == [[0, 0], [1, -1], [2, -2], [3, -3]] * 2
 
 
-def test_documents_of_a_folder(write):
+def test_documents_of_text_and_of_token_ids(write):
     documents = list(read_documents(write(), "books/index.json", "text"))
     assert [d.name for d in documents] == [f"books/index.json:{i}" for i in range(8)]
-    assert documents[2].text.decode() == TEXTS[2]
+    assert [d.text.decode() for d in documents] == TEXTS * 2
     tokenized = list(read_documents(write(), "books/index.json", "ids"))
     assert [d.tokens.tolist() for d in tokenized] == IDS * 2
     assert {d.text for d in tokenized} == {b""}
@@ -118,7 +112,7 @@ def test_compressed_shards(write):
         ("text", {"raw_data": {"basename": "../x.mds", "bytes": 1}}, r"lists '\.\./x\.mds'"),
         ("text", {"raw_data": {"basename": "..", "bytes": 1}}, r"lists '\.\.'"),
         ("text", {"zip_data": {"basename": "/etc/x"}}, "lists '/etc/x', outside its folder"),
-        ("text", {"raw_data": {"basename": "gone.mds", "bytes": 1}}, "gone.mds has no bytes"),
+        ("text", {"raw_data": {"basename": "gone.mds", "bytes": 1}}, "no shard at .*gone.mds"),
         ("text", {"raw_data": {"basename": "shard.00000.mds", "bytes": 1}}, "its index says 1"),
         ("text", {"raw_data": None}, "no index of MDS shards"),
         ("text", {"column_names": 3}, "no index of MDS shards"),
@@ -129,24 +123,20 @@ def test_what_an_index_may_not_say(write, column, changes, message):
         list(read_column(write(**changes), column))
 
 
-def test_other_compressions_are_refused(write):
-    index = write(pack=lambda data: data, compression="br")
-    with pytest.raises(DataError, match="has compression 'br'; only zstd is read"):
-        list(read_column(index, "text"))
-
-
-def test_arrays_of_several_axes_are_refused(write):
-    columns = COLUMNS | {"ids": ("ndarray:uint32", None, [b"\x08\x01\x01" + bytes(4)] * 4)}
-    with pytest.raises(DataError, match="sample 0 holds no one-dimensional array of uint32"):
-        list(read_column(write(columns), "ids"))
-
-
 def _refusal(index, column):
     try:
         list(read_column(index, column))
     except DataError as error:
         return str(error)
     return None
+
+
+def test_other_compressions_and_arrays_of_several_axes_are_refused(write):
+    index = write(pack=lambda data: data, compression="br")
+    assert "has compression 'br'; only zstd is read" in _refusal(index, "text")
+    columns = COLUMNS | {"ids": ("ndarray:uint32", None, [b"\x08\x01\x01" + bytes(4)] * 4)}
+    message = _refusal(write(columns), "ids")
+    assert "sample 0 holds no one-dimensional array of uint32" in message
 
 
 @pytest.mark.parametrize(("column", "num_refused"), [("ids", 38), ("text", 36)])

@@ -11,13 +11,13 @@ DOCUMENTS = [Document(f"d{i}", bytes([97 + i]) * (3 * i + 1)) for i in range(12)
 SEQ_LEN = 16
 
 
+def _packed(documents, tokenizer=TOKENIZER, **options):
+    return PackedRows(encode_documents(documents, tokenizer), **options)
+
+
 @pytest.fixture
 def rows():
     return _packed(DOCUMENTS, seq_len=SEQ_LEN, seed=3)
-
-
-def _packed(documents, tokenizer=TOKENIZER, **options):
-    return PackedRows(encode_documents(documents, tokenizer), **options)
 
 
 def _stream(rows):
@@ -92,23 +92,15 @@ def test_mask_knows_documents_where_bos_and_eos_are_one_token():
     assert rows[0]["segment_ids"].tolist() == [1, 1, 1, 1, 2, 2, 2]
 
 
-def test_stream_of_exactly_one_row():
+def test_a_row_takes_its_tokens_and_a_target():
+    """Of 5 and of 8 tokens rows of 4 are one row; a rest without a target is dropped."""
+    assert len(_packed([Document("a", b"abcdef")], seq_len=4, seed=0)) == 1
     rows = _packed([Document("a", b"abc")], seq_len=4, seed=0)
     assert len(rows) == 1
     assert rows[0]["targets"].tolist() == [97, 98, 99, TOKENIZER.eos_id]
-
-
-def test_last_row_without_a_target_is_dropped():
-    rows = _packed([Document("a", b"abcdef")], seq_len=4, seed=0)
-    assert rows.starts[-1] == 8
-    assert len(rows) == 1
-
-
-@pytest.mark.parametrize("documents", [[Document("a", b"abc")], []])
-def test_corpus_shorter_than_a_row(documents):
-    num_tokens = sum(len(document.text) + 2 for document in documents)
-    with pytest.raises(DataError, match=rf"has {num_tokens} tokens and a row takes 6 \(seq_len 5"):
-        _packed(documents, seq_len=5, seed=0)
+    for num_tokens, documents in ((5, [Document("a", b"abc")]), (0, [])):
+        with pytest.raises(DataError, match=rf"{num_tokens} tokens and a row takes 6 \(seq_len 5"):
+            _packed(documents, seq_len=5, seed=0)
 
 
 def test_documents_apart():

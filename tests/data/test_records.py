@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+from checks import assert_same
 
 from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.mixture import RecordsConfig, mixed_rows
@@ -17,7 +18,7 @@ from ttcd_jax.data.records import (
     sealed,
     verify_records,
 )
-from ttcd_jax.data.sources import TextConfig, build_source, held_out, is_shuffled, vocab_size
+from ttcd_jax.data.sources import TextConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError, UserError
 
@@ -54,24 +55,21 @@ def folder(corpus, tmp_path_factory):
 
 
 def _batches(config):
-    source, _ = build_source(config, seed=3)
-    return Batches(source, batch_size=4, seed=3, is_shuffled=is_shuffled(config))
+    return Batches(config.rows(3)[0], batch_size=4)
 
 
 def _assert_equal(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name])
-        assert a[name].dtype == b[name].dtype
+    assert_same(a, b)
+    assert [x.dtype for x in a.values()] == [x.dtype for x in b.values()]
 
 
 def test_batches_are_those_of_the_text(corpus, folder):
     text = TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN)
     records = RecordsConfig(paths=(str(folder),), seq_len=SEQ_LEN)
-    assert vocab_size(records) == vocab_size(text)
+    assert records.vocab_size == text.vocab_size
     ours, theirs = _batches(records), _batches(text)
-    num_rows = build_source(text, seed=3)[1]["num_rows"]
-    assert build_source(records, seed=3)[1]["num_rows"] == num_rows
+    num_rows = text.rows(3)[1]["num_rows"]
+    assert records.rows(3)[1]["num_rows"] == num_rows
     for step in (*range(8), num_rows, 10**6):  # far beyond one pass over the corpus
         _assert_equal(ours.at(step), theirs.at(step))
 
@@ -79,8 +77,8 @@ def test_batches_are_those_of_the_text(corpus, folder):
 def test_held_out_documents_are_those_of_the_text(corpus, folder):
     text = TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN)
     records = RecordsConfig(paths=(str(folder), str(folder)), seq_len=SEQ_LEN)
-    (expected,) = held_out(text)
-    for actual in held_out(records):
+    (expected,) = text.open("validation")
+    for actual in records.open("validation"):
         ours, theirs = (DocumentRows(r, seq_len=SEQ_LEN) for r in (actual, expected))
         assert len(ours) == len(theirs) > 0
         for a, b in zip(ours, theirs, strict=True):
@@ -121,7 +119,7 @@ def test_large_vocabularies_take_four_bytes(corpus, tmp_path, monkeypatch):
 
 def test_the_manifest_tells_text_and_tokenizer(corpus, folder):
     manifest = read_manifest(folder)
-    _, of_text = build_source(TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN), seed=0)
+    _, of_text = TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN).rows(0)
     text = manifest["splits"]["train"]["text"]
     assert text == {name: of_text[name] for name in text}
     assert manifest["splits"]["train"]["num_documents"] == text["num_documents"]
@@ -139,7 +137,7 @@ def test_weights_are_shares_of_rows(tmp_path, weights):
         _prepared(corpus.replace(validation_percent=0), tmp_path / name)
         paths.append(str(tmp_path / name))
     config = RecordsConfig(paths=tuple(paths), weights=weights, seq_len=SEQ_LEN)
-    rows, num_distinct = mixed_rows(config, seed=0)
+    rows, num_distinct = mixed_rows(config.open("train"), weights, seq_len=SEQ_LEN, seed=0)
     num_drawn = 310
     of_a = [ord("a") in rows[i]["tokens"] for i in range(num_drawn)]
     share = weights[0] / sum(weights)
@@ -156,7 +154,7 @@ def test_a_folder_is_passed_over_before_a_row_of_it_comes_again(tmp_path, folder
 
     def drawn(seed, start):
         """Rows of the second folder, from index `start` on."""
-        rows, num_distinct = mixed_rows(config, seed=seed)
+        rows, num_distinct = mixed_rows(config.open("train"), seq_len=SEQ_LEN, seed=seed)
         found = (rows[start + i]["tokens"] for i in range(2 * num_distinct))
         return [t.tobytes() for t in found if ((t >= 48) & (t < 58)).sum() > 20][:num_rows]
 
@@ -174,14 +172,14 @@ def copy(folder, tmp_path):
 
 def test_the_data_of_a_run_are_pinned_by_the_digest(copy, corpus, tmp_path):
     config = RecordsConfig(paths=(str(copy),), seq_len=SEQ_LEN)
-    before = build_source(config, seed=0)[1]
+    before = config.rows(0)[1]
     shutil.rmtree(copy)
     _prepared(corpus, copy)
-    assert build_source(config, seed=0)[1] == before
+    assert config.rows(0)[1] == before
     shutil.rmtree(copy)
     changed = _write(tmp_path / "changed", {"a": "something else " * 9})
     _prepared(changed.replace(validation_percent=0), copy)
-    assert build_source(config, seed=0)[1] != before
+    assert config.rows(0)[1] != before
 
 
 TOKENS = "train.00000.tokens.bin"
@@ -192,35 +190,33 @@ TOKENS = "train.00000.tokens.bin"
 def test_a_file_of_another_size_is_named(copy, name, cut):
     data = (copy / name).read_bytes()
     (copy / name).write_bytes(data[:cut])
-    message = rf"copy/{name} has {len(data) + cut} bytes instead of {len(data)}; copy it again"
+    message = rf"copy/{name}: {len(data) + cut} bytes instead of {len(data)}; copy it again"
     with pytest.raises(DataError, match=message):
         open_records(copy, "train")
     (copy / name).unlink()
-    with pytest.raises(DataError, match=f"copy/{name} is missing"):
+    with pytest.raises(DataError, match=f"copy/{name}: missing"):
         open_records(copy, "train")
     open_records(copy, "validation")
 
 
 def test_a_changed_file_is_found_by_its_digest(copy):
-    data = bytearray((copy / TOKENS).read_bytes())
-    data[20] ^= 1
-    (copy / TOKENS).write_bytes(data)
+    ids = np.fromfile(copy / TOKENS, "<u2")
+    ids[10] ^= 1
+    ids.tofile(copy / TOKENS)
     open_records(copy, "train")
-    with pytest.raises(DataError, match=f"the content of .*{TOKENS} was changed"):
+    with pytest.raises(DataError, match=f"copy/{TOKENS}: its content changed"):
         verify_records(copy)
 
 
 def test_a_token_outside_the_vocabulary_is_an_error_where_it_is_read(copy):
-    data = np.fromfile(copy / TOKENS, "<u2")
-    data[5] = 258
-    data.tofile(copy / TOKENS)
+    ids = np.fromfile(copy / TOKENS, "<u2")
+    ids[open_records(copy, "train").starts[1] + 1] = 258
+    ids.tofile(copy / TOKENS)
     records = open_records(copy, "train")
-    document = int(np.searchsorted(records.starts, 5, side="right")) - 1
-    offset = int(5 - records.starts[document])
-    records.read(document, 0, offset)
-    message = rf"copy \(train\), document {document}: token 258 is outside the vocabulary of 258"
+    assert records.read(1, 0, 1) == ByteTokenizer.bos_id
+    message = r"copy \(train\), document 1: token 258 is outside the vocabulary of 258"
     with pytest.raises(DataError, match=message):
-        records.read(document, offset, offset + 1)
+        records.read(1, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -239,34 +235,37 @@ def test_starts_that_do_not_fit_are_refused(copy, change):
         open_records(copy, "train")
 
 
+def _resealed(folder, **changes):
+    """The text of a manifest that was written with `changes`."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    return json.dumps(sealed(manifest | changes))
+
+
 def test_a_damaged_manifest_is_refused(copy):
     path = copy / "manifest.json"
-    intact = path.read_text()
-    manifest = json.loads(intact)
-    path.write_text(intact.replace('"vocab_size": 258', '"vocab_size": 999'))
-    with pytest.raises(DataError, match=r"manifest\.json was changed"):
-        read_manifest(copy)
-    path.write_text(intact[:-9])
-    with pytest.raises(DataError, match=r"manifest\.json is not JSON"):
-        read_manifest(copy)
-    del manifest["sha256"]
-    path.write_text(json.dumps(sealed(manifest | {"format": "of tomorrow"})))
-    with pytest.raises(DataError, match="describes no 'ttcd_jax token records 1'"):
-        read_manifest(copy)
+    intact, foreign = path.read_text(), _resealed(copy, format="of tomorrow")
+    changed = intact.replace('"vocab_size": 258', '"vocab_size": 999')
+    for text, message in [
+        (changed, r"manifest\.json was changed"),
+        (intact[:-9], r"manifest\.json is not JSON"),
+        (foreign, "describes no 'ttcd_jax token records 1'"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(DataError, match=message):
+            read_manifest(copy)
     path.unlink()
     with pytest.raises(DataError, match="holds no token records"):
         read_manifest(copy)
 
 
 def test_folders_of_two_tokenizers_do_not_mix(copy, folder):
-    manifest = json.loads((copy / "manifest.json").read_text())
-    del manifest["sha256"]
-    (copy / "manifest.json").write_text(json.dumps(sealed(manifest | {"tokenizer": "ab12"})))
+    (copy / "manifest.json").write_text(_resealed(copy, tokenizer="ab12"))
     config = RecordsConfig(paths=(str(folder), str(copy)), seq_len=SEQ_LEN)
     with pytest.raises(DataError, match=r"copy was made by another tokenizer \(ab12\)"):
-        vocab_size(config)
+        config.open("train")
     (copy / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"the content of .*tokenizer\.json was changed"):
+    with pytest.raises(DataError, match=r"copy/tokenizer\.json: its content changed"):
         records_tokenizer(copy)
 
 
@@ -275,19 +274,14 @@ def test_a_split_that_is_not_there(tmp_path, folder):
     _prepared(corpus, tmp_path / "records")
     config = RecordsConfig(paths=(str(tmp_path / "records"),), seq_len=SEQ_LEN)
     with pytest.raises(DataError, match="has no validation split: prepare it with"):
-        held_out(config)
-    assert len(held_out(config.replace(paths=(*config.paths, str(folder))))) == 1
+        config.open("validation")
+    assert len(config.replace(paths=(*config.paths, str(folder))).open("validation")) == 1
     with pytest.raises(DataError, match=r"records \(train\) has 398 tokens and a row takes 1001"):
-        build_source(config.replace(seq_len=1000), seed=0)
+        config.replace(seq_len=1000).rows(0)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"paths": ()}, "names no folder"),
-        ({"weights": (1.0, 2.0)}, r"weights \(1\.0, 2\.0\) are 2 numbers for 1 paths"),
-    ],
-)
-def test_config_errors(fields, message):
-    with pytest.raises(UserError, match=message):
-        RecordsConfig(**({"paths": ("x",), "seq_len": 8} | fields))
+def test_config_errors():
+    with pytest.raises(UserError, match="names no folder"):
+        RecordsConfig(paths=(), seq_len=8)
+    with pytest.raises(UserError, match=r"weights \(1\.0, 2\.0\) are 2 numbers for 1 paths"):
+        RecordsConfig(paths=("x",), weights=(1.0, 2.0), seq_len=8)

@@ -1,9 +1,7 @@
-import json
-
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models
 
 from ttcd_jax.data.tokenizer import (
     ByteTokenizer,
@@ -18,16 +16,9 @@ TEXT = "def größe(x):\n    return '<|endoftext|>' * x  # 日本\n"
 
 
 def _byte_level_file(tmp_path, special: str) -> str:
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=[special],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT * 3], trainer)
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    options = {"show_progress": False, "special_tokens": [special]}
+    tokenizer.train_from_iterator([TEXT * 3], 280, **options)
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=100)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -48,6 +39,8 @@ def test_decode_inverts_encode(tokenizer):
     np.testing.assert_array_equal(ids, tokenizer.encode(TEXT.encode()))
     assert tokenizer.decode(ids) == TEXT
     check_tokens(ids, tokenizer.vocab_size)
+    assert tokenizer.encode("").shape == (0,)
+    assert tokenizer.decode([]) == ""
 
 
 def test_specials_are_in_the_vocabulary_and_never_in_text(tokenizer):
@@ -66,11 +59,6 @@ def test_num_bytes_sums_to_the_text(tokenizer):
     assert num_bytes.sum() == len(TEXT.encode())
 
 
-def test_empty_text_has_no_tokens(tokenizer):
-    assert tokenizer.encode("").shape == (0,)
-    assert tokenizer.decode([]) == ""
-
-
 def test_byte_ids_are_the_bytes():
     assert ByteTokenizer().encode(b"\x00\xffA").tolist() == [0, 255, 65]
     assert ByteTokenizer().decode([0xFF, 65]) == "\ufffdA"
@@ -87,17 +75,17 @@ def test_num_bytes_of_sentencepiece_pieces(tmp_path):
 
 
 def test_json_tokenizer_errors(tmp_path):
-    with pytest.raises(DataError, match=r"no tokenizer file at .*absent\.json"):
-        JsonTokenizer(str(tmp_path / "absent.json"))
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(DataError, match=r"broken\.json is not JSON"):
-        JsonTokenizer(str(tmp_path / "broken.json"))
-    (tmp_path / "other.json").write_text(json.dumps({"model": "gpt"}))
-    with pytest.raises(DataError, match="no tokenizer model"):
-        JsonTokenizer(str(tmp_path / "other.json"))
-    path = _byte_level_file(tmp_path, "<unusual>")
-    with pytest.raises(DataError, match=r"no bos token; add one of <s>, <\|begin_of_text\|>"):
-        JsonTokenizer(path)
+    (tmp_path / "other.json").write_text('{"model": "gpt"}')
+    _byte_level_file(tmp_path, "<unusual>")
+    for name, message in [
+        ("absent.json", r"no tokenizer file at .*absent\.json"),
+        ("broken.json", r"broken\.json is not JSON"),
+        ("other.json", "no tokenizer model"),
+        ("tokenizer.json", r"no bos token; add one of <s>, <\|begin_of_text\|>"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            JsonTokenizer(str(tmp_path / name))
 
 
 def test_json_tokenizer_refuses_bytes_that_are_not_utf8(tmp_path):
@@ -112,18 +100,10 @@ def test_config_needs_a_path_exactly_for_json(fields):
         TokenizerConfig(**fields)
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([3, 258, 999], "token 258 at position 1 is outside the vocabulary of 258"),
-        ([[0, 1], [2, -1]], "token -1 at position 1, 1 is outside"),
-    ],
-)
-def test_check_tokens_names_the_first_offender(ids, message):
-    with pytest.raises(DataError, match=message):
-        check_tokens(ids, 258)
-
-
-def test_check_tokens_accepts_the_whole_vocabulary_and_nothing():
+def test_the_first_token_outside_the_vocabulary_is_named():
     check_tokens(np.arange(258), 258)
     check_tokens([], 258)
+    with pytest.raises(DataError, match="258 at position 1 is outside the vocabulary of 258"):
+        check_tokens([3, 258, 999], 258)
+    with pytest.raises(DataError, match="token -1 at position 1, 1 is outside"):
+        check_tokens([[0, 1], [2, -1]], 258)

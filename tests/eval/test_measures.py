@@ -2,12 +2,12 @@ import math
 
 import numpy as np
 import pytest
+from small_models import config_of
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.eval.scorer import Scores
 from ttcd_jax.eval.tasks.perplexity import bucket_edges, by_position
 from ttcd_jax.eval.tasks.recall import attention_reach, by_distance
-from ttcd_jax.models.config import TransformerConfig
 
 
 def test_buckets_double_and_end_at_the_length():
@@ -48,8 +48,5 @@ def test_recall_by_distance_splits_at_the_reach_of_attention():
 
 
 def test_reach_of_stacked_windows():
-    config = TransformerConfig(
-        vocab_size=8, dim=8, num_layers=3, num_heads=2, mlp_dim=8, method="swa", window=16
-    )
-    assert attention_reach(config) == 45
-    assert attention_reach(config.replace(method="full", window=None)) is None
+    assert attention_reach(config_of("swa", num_layers=3, window=16)) == 45
+    assert attention_reach(config_of("full")) is None

@@ -158,7 +158,7 @@ def test_damage_is_named(records, tmp_path):
     ids[3] += 1
     ids.tofile(tokens)
     message = commands.refused("prepare_data", f"--verify={copy}", status=3)
-    assert f"the content of {tokens} was changed" in message
+    assert f"{tokens}: its content changed" in message
 
 
 @pytest.mark.parametrize(

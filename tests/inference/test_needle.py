@@ -45,7 +45,7 @@ def _trained():
     )
     state = jax.jit(lambda: init_state(MODEL, optimizer, 0))()
     rows = RecallRows(DATA, seed=0, num_rows=NUM_STEPS * BATCH_SIZE)
-    batches = Batches(rows, batch_size=BATCH_SIZE, seed=0, is_shuffled=False)
+    batches = Batches(rows, batch_size=BATCH_SIZE)
     for index in range(NUM_STEPS):
         batch = batches.at(index)
         del batch["distance"]

@@ -23,6 +23,7 @@ from ttcd_jax.run.directory import RunDirectory, load_params
 from ttcd_jax.run.start import plan_start, started_state
 from ttcd_jax.sharding.mesh import build_mesh
 from ttcd_jax.train.checkpoint import Checkpoints
+from ttcd_jax.train.fit import by_name
 from ttcd_jax.train.layers_on_disk import stored_params
 from ttcd_jax.train.optimizer import OptimizerConfig
 from ttcd_jax.train.state import with_params
@@ -114,18 +115,12 @@ def test_layers_are_stored_one_by_one_with_their_moments(run_of):
             item: reader.metadata(run_dir / "checkpoints" / "3" / item).item_metadata.tree
             for item in ("params", "train")
         }
-    names = {
-        item: {"/".join(path): leaf.shape for path, leaf in flatten_dict(tree).items()}
-        for item, tree in items.items()
-    }
-    assert names["params"]["layers/0/mlp/down"] == names["params"]["layers/5/mlp/down"] == (24, 16)
-    assert not [name for item in names.values() for name in item if "group" in name]
-    layers = {name.split("/")[1] for name in names["params"] if name.startswith("layers/")}
-    assert layers == set("012345")
-    moments = {name.partition("/layers/")[2] for name in names["train"]} - {""}
-    assert moments == {
-        name.removeprefix("layers/") for name in names["params"] if name.startswith("layers/")
-    }
+    params, rest = (flatten_dict(items[item], sep="/") for item in ("params", "train"))
+    assert params["layers/0/mlp/down"].shape == params["layers/5/mlp/down"].shape == (24, 16)
+    assert not [name for name in (*params, *rest) if "group" in name]
+    stored = {name.removeprefix("layers/") for name in params if name.startswith("layers/")}
+    assert {name[0] for name in stored} == set("012345")
+    assert {name.partition("/layers/")[2] for name in rest} - {""} == stored
 
 
 @pytest.mark.parametrize("fast_layers", [(0, 3), (0, 1, 4), tuple(range(6))])
@@ -154,14 +149,11 @@ def test_what_is_lacking_is_drawn_as_a_fresh_run_draws_it_and_listed(plain, mesh
     state = started_state(config, mesh)[-1]
     fresh = build.fresh_state(config, mesh)
     assert state["params"]["group_0"]["block_0"]["mlp"]["proj"].shape == (2, 16, 16)
-    for ours, theirs in zip(
-        *(flatten_dict(x["params"]).items() for x in (state, fresh)), strict=True
-    ):
-        path = ours[0]
-        assert path == theirs[0]
-        is_drawn = path[-1] in ("proj", "rate", "teacher_conv", "student_conv")
-        is_constant = path[-1].endswith("norm")
-        assert is_constant or is_drawn == np.array_equal(ours[1], theirs[1]), path
+    ours, theirs = (by_name(x["params"]) for x in (state, fresh))
+    assert ours.keys() == theirs.keys()
+    for name in (name for name in ours if not name.endswith("norm")):  # norms are constant
+        is_drawn = name.endswith(("proj", "rate", "teacher_conv", "student_conv"))
+        assert is_drawn == np.array_equal(ours[name], theirs[name]), name
     assert_same(state["opt_state"], fresh["opt_state"])
     assert state["step"] == 0
 
@@ -184,8 +176,7 @@ def test_what_is_left_over_is_refused_unless_allowed_by_name(run_of, mesh):
 
 
 def test_another_shape_is_refused_with_both_and_may_be_drawn_anew(plain, mesh):
-    model = PLAIN.replace(vocab_size=11)
-    config = run_config(model, start_from=str(plain))
+    config = run_config(PLAIN.replace(vocab_size=11), start_from=str(plain))
     with pytest.raises(CheckpointError, match=r"another shape: embedding \(8, 16\) not \(11, 16\)"):
         plan_start(config)
     config = config.replace(start_drops=("embedding",))
@@ -201,3 +192,9 @@ def test_a_run_of_an_older_format_is_refused(plain, tmp_path):
     )
     with pytest.raises(UserError, match="is a run directory of format 1, this version reads 2"):
         RunDirectory(tmp_path).read_config()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_outside_32_bits_is_refused(seed):
+    with pytest.raises(UserError, match=rf"RunConfig\.seed {seed} must be in 0 \.\. 2\^32 - 1"):
+        run_config(PLAIN, seed=seed)

@@ -41,7 +41,7 @@ def test_processes_make_the_rows_of_their_devices(sizes, expected):
         mesh = build_mesh(MeshConfig(**sizes), devices)
         rows = Placement(mesh, batch_size=B, length=T).rows
         assert rows == own
-        batches = Batches(source, batch_size=B, seed=0, rows=rows, is_shuffled=False)
+        batches = Batches(source, batch_size=B, rows=rows)
         expected_rows = [source[B + row]["tokens"] for row in own]
         np.testing.assert_array_equal(batches.at(1)["tokens"], expected_rows)
 

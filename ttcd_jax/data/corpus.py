@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from ttcd_jax.config import Bound, Config, Positive
+from ttcd_jax.config import Bound, Config
 from ttcd_jax.data.documents import Document, holds_many, read_documents
 from ttcd_jax.errors import DataError, UserError
 
@@ -21,6 +21,9 @@ LEFT_OUT_OF_STDLIB = frozenset(
 )
 
 
+_BELOW = Bound("a pattern below path, such as **/*.txt", lambda glob: glob and glob[0] != "/")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorpusConfig(Config):
     """The documents, and the choice of those held out.
@@ -28,25 +31,20 @@ class CorpusConfig(Config):
     `path` (kind "text") is a file of plain text, whose last `validation_percent` are held out, a
     file of many documents with their text in `field`, or a folder of either. `train/` and
     `validation/` in a folder are its splits; without them, and in a file of many, the hash of a
-    document's name holds it out. `max_bytes` keeps a sample of whole training documents.
+    document's name holds it out.
     """
 
     kind: Literal["stdlib", "text"] = "stdlib"
     path: str | None = None
-    glob: str = "**/*.txt"
+    glob: Annotated[str, _BELOW] = "**/*.txt"
     field: str = "text"
     validation_percent: Annotated[int, Bound("between 0 and 99", lambda p: 0 <= p < 100)] = 5
-    max_bytes: Positive | None = None
 
     def validate(self) -> None:
         if (self.kind == "text") != (self.path is not None):
             raise UserError(
                 f"CorpusConfig kind={self.kind!r} with path={self.path!r}; "
                 "kind 'text' takes the path of a file or a folder, kind 'stdlib' takes none"
-            )
-        if not self.glob or self.glob.startswith("/"):
-            raise UserError(
-                f"CorpusConfig.glob is {self.glob!r}; give a pattern below path, such as **/*.txt"
             )
 
 
@@ -76,9 +74,9 @@ class Census:
 def stream_documents(
     config: CorpusConfig, splits: tuple[Split, ...] = SPLITS
 ) -> Iterator[tuple[Split, Document]]:
-    """The documents that are not empty, each with its split, file by file in the order of names,
-    without the limit of `max_bytes`. A folder with splits is read for `splits` alone. Raises
-    `DataError` when the path is missing, nothing matches, or a file cannot be read."""
+    """The documents that are not empty, each with its split, file by file in the order of names. A
+    folder with splits is read for `splits` alone. Raises `DataError` when the path is missing,
+    nothing matches, or a file cannot be read."""
     if config.path is None:
         documents = _held_out_by_name(_stdlib_documents(), config)
     else:
@@ -87,13 +85,11 @@ def stream_documents(
 
 
 def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
-    """The documents of one split from `stream_documents`, or the sample of `max_bytes`. Raises
-    `DataError` also when there is none."""
+    """The documents of one split. Raises the errors of `stream_documents`, and `DataError` when
+    there is none."""
     documents = [document for s, document in stream_documents(config, (split,)) if s == split]
     if not documents:
         raise empty_split(config, split)
-    if split == "train" and config.max_bytes is not None:
-        return _sample(documents, config.max_bytes)
     return documents
 
 
@@ -171,26 +167,5 @@ def _held_out_by_name(
     documents: Iterator[Document], config: CorpusConfig
 ) -> Iterator[tuple[Split, Document]]:
     for document in documents:
-        is_held_out = _hash(document) % 100 < config.validation_percent
-        yield "validation" if is_held_out else "train", document
-
-
-def _hash(document: Document) -> int:
-    return int.from_bytes(hashlib.sha256(document.name.encode()).digest())
-
-
-def _sample(documents: list[Document], max_bytes: int) -> list[Document]:
-    # In the order of the hashes, so that a small sample is not one corner of the corpus.
-    kept: set[str] = set()
-    total = 0
-    for document in sorted(documents, key=_hash):
-        if total + len(document.text) <= max_bytes:
-            kept.add(document.name)
-            total += len(document.text)
-    if not kept:
-        smallest = min(len(document.text) for document in documents)
-        raise DataError(
-            f"max_bytes {max_bytes} is less than the smallest training document "
-            f"({smallest} bytes); raise CorpusConfig.max_bytes"
-        )
-    return [document for document in documents if document.name in kept]
+        digest = int.from_bytes(hashlib.sha256(document.name.encode()).digest())
+        yield "validation" if digest % 100 < config.validation_percent else "train", document

@@ -105,22 +105,16 @@ def _content(folder: Path, shard: _Shard) -> tuple[Path, np.ndarray]:
     for name in filter(None, (shard.raw, shard.compressed)):
         if Path(name).name != name or name == "..":
             raise DataError(f"{folder / INDEX} lists {name!r}, outside its folder: do not use it")
-    path = folder / shard.raw
-    if path.is_file() or shard.compressed is None:
-        if not path.is_file() or path.stat().st_size != shard.num_bytes:
-            size = path.stat().st_size if path.is_file() else "no"
-            raise DataError(
-                f"{path} has {size} bytes, its index says {shard.num_bytes}: copy it again"
-            )
-        return path, np.memmap(path, np.uint8, "r") if shard.num_bytes else np.empty(0, np.uint8)
-    path = folder / shard.compressed
-    if (shard.compression or "").split(":")[0] != "zstd":
+    is_raw = shard.compressed is None or (folder / shard.raw).is_file()
+    path = folder / (shard.raw if is_raw else str(shard.compressed))
+    if not is_raw and (shard.compression or "").split(":")[0] != "zstd":
         raise DataError(
             f"{path} has compression {shard.compression!r}; only zstd is read: decompress it"
         )
     if not path.is_file():
         raise DataError(f"no shard at {path}: copy it again")
-    data = np.frombuffer(b"".join(decompressed(path)), np.uint8)
+    content = path.read_bytes() if is_raw else b"".join(decompressed(path))
+    data = np.frombuffer(content, np.uint8)
     if data.size != shard.num_bytes:
         raise DataError(
             f"{path} holds {data.size} bytes, its index says {shard.num_bytes}: copy it again"
@@ -129,12 +123,12 @@ def _content(folder: Path, shard: _Shard) -> tuple[Path, np.ndarray]:
 
 
 def _samples(path: Path, data: np.ndarray, shard: _Shard) -> Iterator[np.ndarray]:
-    end = 4 + 4 * (shard.num_samples + 1)
-    header = data[: 4 * (len(data[:end]) // 4)].view("<u4").astype(np.int64)
-    if header.size < 2 or header[0] != shard.num_samples or end > data.size:
+    size = shard.num_samples + 2
+    header = data[: data.size // 4 * 4].view("<u4")[:size].astype(np.int64)
+    if size < 2 or header.size != size or header[0] != shard.num_samples:
         raise DataError(f"{path} does not hold the {shard.num_samples} samples of its index")
     offsets = header[1:]
-    if offsets[0] < end or offsets[-1] != data.size or np.any(np.diff(offsets) < 0):
+    if offsets[0] < 4 * size or offsets[-1] != data.size or np.any(np.diff(offsets) < 0):
         raise DataError(f"{path} is damaged, its samples do not follow each other: copy it again")
     for start, stop in itertools.pairwise(offsets):
         yield data[start:stop]

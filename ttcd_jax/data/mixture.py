@@ -1,6 +1,7 @@
-"""Rows of several folders of token records, drawn by weight: pure functions of (seed, index)."""
+"""Rows of one corpus or several, drawn by weight: pure functions of (seed, index)."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,10 +10,9 @@ import grain
 from ttcd_jax.config import AtLeast, Config, PositiveFloat
 from ttcd_jax.data.corpus import Split
 from ttcd_jax.data.packing import PackedRows
+from ttcd_jax.data.pipeline import ENDLESS, RowSource
 from ttcd_jax.data.records import TokenRecords, open_records, read_manifest
 from ttcd_jax.errors import DataError, UserError
-
-ENDLESS = 2**31 - 1  # rows: more than any run takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,10 @@ class RecordsConfig(Config):
                 f"{len(self.paths)} paths; give one each, or none"
             )
 
+    @property
+    def vocab_size(self) -> int:
+        return self.manifests()[0]["vocab_size"]
+
     def manifests(self) -> list[dict[str, Any]]:
         """The manifest of each folder. Raises `DataError` unless one tokenizer made all."""
         manifests = [read_manifest(Path(path)) for path in self.paths]
@@ -56,21 +60,27 @@ class RecordsConfig(Config):
         ]
         return [open_records(Path(path), split) for path in having or self.paths]
 
+    def rows(self, seed: int) -> tuple[RowSource, dict[str, Any]]:
+        """(endless rows of the training splits, manifest)."""
+        digests = [manifest["sha256"] for manifest in self.manifests()]
+        records = self.open("train")
+        rows, num_rows = mixed_rows(records, self.weights, seq_len=self.seq_len, seed=seed)
+        return rows, {"kind": "records", "num_rows": num_rows, "sha256": digests}
 
-def mixed_rows(config: RecordsConfig, *, seed: int) -> tuple[Any, int]:
-    """(an endless random-access source of rows of the training splits, rows of all folders).
 
-    A folder's rows are passed over again and again, shuffled anew each time; the weights determine
-    the order of the folders, as even as they allow.
+def mixed_rows(
+    corpora: Sequence[TokenRecords], weights: Sequence[float] = (), *, seq_len: int, seed: int
+) -> tuple[RowSource, int]:
+    """(an endless random-access source of rows, number of rows of all corpora).
+
+    A corpus is passed over again and again, shuffled anew each time. `weights`, by default the
+    numbers of rows, determine the order of the corpora, as even as they allow.
     """
-    sources = [
-        PackedRows(records, seq_len=config.seq_len, seed=seed) for records in config.open("train")
-    ]
-    # A seed for each: two folders of one size would be passed over in one order.
+    sources = [PackedRows(records, seq_len=seq_len, seed=seed) for records in corpora]
+    # A seed for each: two corpora of one size would be passed over in one order.
     parts = [
         grain.MapDataset.source(rows).seed((seed + i) % 2**32).shuffle().repeat(None)
         for i, rows in enumerate(sources)
     ]
     sizes = [len(rows) for rows in sources]
-    mixed = grain.MapDataset.mix(parts, config.weights or sizes)
-    return mixed[:ENDLESS], sum(sizes)
+    return grain.MapDataset.mix(parts, weights or sizes)[:ENDLESS], sum(sizes)

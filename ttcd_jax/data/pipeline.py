@@ -8,41 +8,32 @@ import grain
 import numpy as np
 
 from ttcd_jax.data.tokenizer import check_tokens
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError
 
 # The caller's batches of the steps from a given one on, each int [batch_size, seq_len + 1].
 MakeBatches = Callable[[int], Iterable[Any]]
 
 
+RowSource = grain.sources.RandomAccessDataSource
+ENDLESS = 2**31 - 1  # rows: more than any run takes
+
+
 class Batches:
     """Batches of a random-access source of rows (dicts of arrays of one shape).
 
-    Row r of step s is number s * batch_size + r of an endless sequence that passes once over the
-    source per epoch, shuffled anew each time by `seed` (or in the order of the source). `rows`: the
-    rows of a batch to make here, by default all. Raises `UserError` for an empty batch or source,
-    or a seed outside 32 bits.
+    Row r of step s is number s * batch_size + r of the source, which is repeated for ever. `rows`:
+    the rows of a batch to make here, by default all.
     """
 
     def __init__(
         self,
-        source: grain.sources.RandomAccessDataSource,
+        source: RowSource,
         *,
         batch_size: int,
-        seed: int,
         rows: Sequence[int] | None = None,
-        is_shuffled: bool = True,
     ) -> None:
-        if batch_size < 1:
-            raise UserError(f"batch_size {batch_size} must be at least 1")
-        if not 0 <= seed < 2**32:
-            raise UserError(f"data seed {seed} is outside 0..{2**32 - 1}; choose another")
-        if len(source) == 0:
-            raise UserError("the data source has no rows; give it at least one")
-        data = grain.MapDataset.source(source)
-        if is_shuffled:
-            data = data.seed(seed).shuffle()
         # grain types rows as optional, for datasets with filters; there are none here.
-        self._data: Any = data.repeat(None)
+        self._data: Any = grain.MapDataset.source(source).repeat(None)
         self._batch_size = batch_size
         self._rows = range(batch_size) if rows is None else rows
 

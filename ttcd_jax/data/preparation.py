@@ -161,10 +161,8 @@ class _SplitWriter:
     def append(self, records: TokenRecords) -> None:
         """Appends the documents; one that does not fit into the last shard begins another."""
         (ids,), starts = records.shards, records.starts
-        known = (
-            1 if self.num_documents else 0
-        )  # the end of the earlier documents is the first start
-        _append(self._starts, (self._num_tokens + starts[known:]).astype("<u8"))
+        own = starts[1:] if self.num_documents else starts  # the first is the end of the others
+        _append(self._starts, (self._num_tokens + own).astype("<u8"))
         begin = 0
         while begin < len(records):
             end = int(np.searchsorted(starts, starts[begin] + self._room, side="right")) - 1

@@ -22,7 +22,7 @@ import numpy as np
 from ttcd_jax.data.corpus import Split
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import DataError
-from ttcd_jax.files import read_json, sha256
+from ttcd_jax.files import difference, read_json
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -109,7 +109,7 @@ def open_records(folder: Path, split: Split) -> TokenRecords:
         )
     facts = manifest["splits"][split]
     for name in (facts["starts"], *facts["shards"]):
-        _check_size(folder / name, manifest["files"][name]["num_bytes"])
+        _check(folder / name, manifest["files"][name]["num_bytes"])
     dtype = token_dtype(manifest["vocab_size"])
     shards = [_mapped(folder / name, dtype) for name in facts["shards"]]
     starts = _mapped(folder / facts["starts"], np.dtype("<i8"))  # no count of tokens reaches 2^63
@@ -126,7 +126,7 @@ def records_tokenizer(folder: Path) -> TokenizerConfig:
     manifest = read_manifest(folder)
     if manifest["tokenizer"] == "byte":
         return TokenizerConfig(kind="byte")
-    _check_digest(folder / TOKENIZER, manifest["tokenizer"])
+    _check(folder / TOKENIZER, digest=manifest["tokenizer"])
     return TokenizerConfig(kind="json", path=str(folder / TOKENIZER))
 
 
@@ -135,8 +135,7 @@ def verify_records(folder: Path) -> dict[str, Any]:
     the first file that differs from what was written."""
     manifest = read_manifest(folder)
     for name, facts in manifest["files"].items():
-        _check_size(folder / name, facts["num_bytes"])
-        _check_digest(folder / name, facts["sha256"])
+        _check(folder / name, facts["num_bytes"], facts["sha256"])
     for split in manifest["splits"]:
         open_records(folder, split)
     records_tokenizer(folder)
@@ -148,15 +147,6 @@ def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype, "r"))
 
 
-def _check_size(path: Path, num_bytes: int) -> None:
-    if not path.is_file():
-        raise DataError(f"{path} is missing; {_AGAIN}")
-    if path.stat().st_size != num_bytes:
-        raise DataError(f"{path} has {path.stat().st_size} bytes instead of {num_bytes}; {_AGAIN}")
-
-
-def _check_digest(path: Path, digest: str) -> None:
-    if not path.is_file():
-        raise DataError(f"{path} is missing; {_AGAIN}")
-    if sha256(path) != digest:
-        raise DataError(f"the content of {path} was changed; {_AGAIN}")
+def _check(path: Path, num_bytes: int | None = None, digest: str | None = None) -> None:
+    if problem := difference(path, num_bytes, digest):
+        raise DataError(f"{path}: {problem}; {_AGAIN}")

@@ -1,17 +1,17 @@
-"""Training data: a configuration, its rows, and the manifest that pins them."""
+"""Training data: a configuration makes its rows, with the manifest that pins them, and opens its
+splits as token records. Equal manifests mean equal data."""
 
 import dataclasses
 import os
-from typing import Annotated, Any
-
-import grain
+from typing import Annotated, Any, ClassVar
 
 from ttcd_jax.config import AtLeast, Config
-from ttcd_jax.data.corpus import CorpusConfig, load_documents, manifest
-from ttcd_jax.data.mixture import ENDLESS, RecordsConfig, mixed_rows
-from ttcd_jax.data.packing import PackedRows, encode_documents
+from ttcd_jax.data.corpus import CorpusConfig, Split, load_documents, manifest
+from ttcd_jax.data.mixture import RecordsConfig, mixed_rows
+from ttcd_jax.data.packing import encode_documents
+from ttcd_jax.data.pipeline import RowSource
 from ttcd_jax.data.records import TokenRecords
-from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
+from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import UserError
 
@@ -24,6 +24,22 @@ class TextConfig(Config):
     tokenizer: TokenizerConfig
     seq_len: Annotated[int, AtLeast(2)]
 
+    @property
+    def vocab_size(self) -> int:
+        return build_tokenizer(self.tokenizer).vocab_size
+
+    def open(self, split: Split) -> list[TokenRecords]:
+        """The documents of a split as records in memory."""
+        tokenizer = build_tokenizer(self.tokenizer)
+        return [encode_documents(load_documents(self.corpus, split), tokenizer)]
+
+    def rows(self, seed: int) -> tuple[RowSource, dict[str, Any]]:
+        """(endless rows of the training split, manifest)."""
+        documents = load_documents(self.corpus, "train")
+        records = encode_documents(documents, build_tokenizer(self.tokenizer))
+        rows, num_rows = mixed_rows([records], seq_len=self.seq_len, seed=seed)
+        return rows, manifest(self.corpus, documents) | {"num_rows": num_rows}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchesConfig(Config):
@@ -31,50 +47,10 @@ class BatchesConfig(Config):
 
     seq_len: Annotated[int, AtLeast(2)]
 
+    vocab_size: ClassVar[int] = 0  # their tokens are checked as they come
+
 
 DataConfig = TextConfig | RecordsConfig | RecallConfig | BatchesConfig
-
-
-def vocab_size(config: DataConfig) -> int:
-    """The bound of this data's token ids; 0 for batches, which are checked as they come."""
-    if isinstance(config, BatchesConfig):
-        return 0
-    if isinstance(config, RecallConfig):
-        return config.vocab_size
-    if isinstance(config, RecordsConfig):
-        return config.manifests()[0]["vocab_size"]
-    return build_tokenizer(config.tokenizer).vocab_size
-
-
-def is_shuffled(config: DataConfig) -> bool:
-    """Whether the rows of `build_source` are still to be shuffled; the others are drawn."""
-    return isinstance(config, TextConfig)
-
-
-def build_source(
-    config: TextConfig | RecordsConfig | RecallConfig, *, seed: int
-) -> tuple[grain.sources.RandomAccessDataSource, dict[str, Any]]:
-    """(rows of the training split, manifest). Equal manifests mean equal data."""
-    if isinstance(config, RecallConfig):
-        rows = RecallRows(config, seed=seed, num_rows=ENDLESS)
-        return rows, {"kind": "recall", "seed": seed}
-    if isinstance(config, RecordsConfig):
-        rows, num_rows = mixed_rows(config, seed=seed)
-        digests = [manifest["sha256"] for manifest in config.manifests()]
-        return rows, {"kind": "records", "num_rows": num_rows, "sha256": digests}
-    documents = load_documents(config.corpus, "train")
-    tokenizer = build_tokenizer(config.tokenizer)
-    records = encode_documents(documents, tokenizer)
-    rows = PackedRows(records, seq_len=config.seq_len, seed=seed)
-    return rows, manifest(config.corpus, documents) | {"num_rows": len(rows)}
-
-
-def held_out(config: TextConfig | RecordsConfig) -> list[TokenRecords]:
-    """The validation split: one entry, or one for each folder of records that has one."""
-    if isinstance(config, TextConfig):
-        documents = load_documents(config.corpus, "validation")
-        return [encode_documents(documents, build_tokenizer(config.tokenizer))]
-    return config.open("validation")
 
 
 def text_records(
@@ -100,5 +76,5 @@ def text_records(
         return [encode_documents(load_documents(corpus, "train"), tokenizer)]
     for config in (TextConfig, RecordsConfig):
         if data["type"] == config.__name__:
-            return held_out(config.from_dict(data))
+            return config.from_dict(data).open("validation")
     raise UserError(f"{run_dir} was imported and has no corpus: pass --text=PATH")

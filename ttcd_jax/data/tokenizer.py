@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 import tokenizers
 from numpy.typing import ArrayLike
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ttcd_jax.config import Config
 from ttcd_jax.errors import DataError, UserError
@@ -69,7 +68,8 @@ class ByteTokenizer:
 class JsonTokenizer:
     """The tokenizer of a Hugging Face `tokenizer.json`, with the interface of `ByteTokenizer`.
 
-    Raises `DataError` for a file that is missing or damaged, or has no bos or eos token.
+    Raises `DataError` for a file that is missing or damaged, or has no bos or eos token; `encode`
+    raises it for bytes that are not UTF-8.
     """
 
     def __init__(self, path: str) -> None:
@@ -93,35 +93,30 @@ class JsonTokenizer:
         raise DataError(f"{path} has no {role} token; add one of {', '.join(names)} to it")
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Ids [T] int32, without specials. Raises `DataError` for bytes that are not UTF-8."""
         text = _decoded(text) if isinstance(text, bytes) else text
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids [T], specials dropped; bytes that are not UTF-8 become U+FFFD."""
         kept = [int(i) for i in ids if i not in (self.bos_id, self.eos_id)]
         return self._tokenizer.decode(kept, skip_special_tokens=True)
 
     def num_bytes(self, ids: ArrayLike) -> np.ndarray:
-        """Bytes of text of each token, int32, 0 for specials; the shape of `ids`."""
         return self._bytes_by_id[np.asarray(ids, np.int32)]
 
     @functools.cached_property
     def _bytes_by_id(self) -> np.ndarray:
         table = np.zeros(self.vocab_size, np.int32)
         for piece, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
-            table[token_id] = self._piece_bytes(piece)
+            if self._is_byte_level:
+                table[token_id] = len(piece)  # its alphabet spells every byte with one character
+            elif BYTE_TOKEN.fullmatch(piece):
+                table[token_id] = 1
+            else:
+                table[token_id] = len(piece.replace("▁", " ").encode())
         for token_id, added in self._tokenizer.get_added_tokens_decoder().items():
             table[token_id] = 0 if added.special else len(added.content.encode())
         table[[self.bos_id, self.eos_id]] = 0
         return table
-
-    def _piece_bytes(self, piece: str) -> int:
-        if self._is_byte_level:
-            return len(piece)  # its alphabet spells every byte with one character
-        if BYTE_TOKEN.fullmatch(piece):
-            return 1
-        return len(piece.replace("▁", " ").encode())
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
@@ -145,23 +140,19 @@ def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> str:
     """A `tokenizer.json` of byte-level BPE: every byte, the most frequent pairs of `texts`, a bos
     and an eos, `vocab_size` tokens in all (fewer, where the texts have fewer pairs). One text is in
     memory at a time. Raises `DataError` for one that is not UTF-8."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    specials = [BOS_NAMES[0], EOS_NAMES[0]]
-    if vocab_size < len(alphabet) + len(specials):
+    if vocab_size < ByteTokenizer.vocab_size:
         raise UserError(
-            f"a vocabulary of {vocab_size} does not hold all {len(alphabet)} bytes, bos and eos: "
-            f"take {len(alphabet) + len(specials)} or more"
+            f"a vocabulary of {vocab_size} does not hold all 256 bytes, bos and eos: take "
+            f"{ByteTokenizer.vocab_size} or more"
         )
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=specials,
-        initial_alphabet=sorted(alphabet),
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        map(_decoded, texts),
+        vocab_size,
+        min_frequency=0,
         show_progress=False,
+        special_tokens=[BOS_NAMES[0], EOS_NAMES[0]],
     )
-    tokenizer.train_from_iterator(map(_decoded, texts), trainer)
     return tokenizer.to_str(pretty=True)
 
 

@@ -101,19 +101,15 @@ def plot_bars(
             )
             bars = axes.bar(
                 [group - 0.4 + (index + 0.5) * width for group in range(len(groups))],
-                [math.nan if value is None else value for value in values],
+                [value or 0 for value in values],
                 0.92 * width,
                 color=COLOURS[index % len(COLOURS)],
                 label=name,
             )
-            if len(series) * len(groups) <= MAX_LABELLED_BARS:
-                labels = ["" if value is None else f"{value:.3g}" for value in values]
-                box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-                axes.bar_label(bars, labels, padding=3, fontsize=9, bbox=box, zorder=3)
-            font = {"ha": "center", "va": "bottom", "fontsize": 9, "color": "#666666"}
-            for bar, value in zip(bars, values, strict=True):
-                if value is None:
-                    axes.annotate("n/a", (bar.get_x() + bar.get_width() / 2, 0), **font)
+            numbers = "{:.3g}" if len(series) * len(groups) <= MAX_LABELLED_BARS else ""
+            labels = ["n/a" if value is None else numbers.format(value) for value in values]
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+            axes.bar_label(bars, labels, padding=3, fontsize=9, bbox=box, zorder=3)
         slant = {"rotation": 25, "ha": "right"} if sum(map(len, groups)) > 70 else {}
         axes.set_xticks(range(len(groups)), groups, **slant)
         axes.grid(visible=False, axis="x")

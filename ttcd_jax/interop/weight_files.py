@@ -87,15 +87,12 @@ def open_weights(path: Path) -> WeightFiles:
 
 
 def _open_folder(folder: Path) -> WeightFiles:
-    single, index = folder / SINGLE, folder / INDEX
-    if single.is_file() and index.is_file():
+    found = [name for name in (SINGLE, INDEX, TORCH) if (folder / name).is_file()]
+    if found[:2] == [SINGLE, INDEX]:
         raise DataError(f"{folder} holds {SINGLE} and {INDEX}: remove the one that is out of date")
-    if single.is_file():
-        return _open_safetensors([single])
-    if index.is_file():
-        return _open_indexed(index)
-    if (folder / TORCH).is_file():
-        return _open_torch(folder / TORCH)
+    if found:
+        first = folder / found[0]
+        return _open_indexed(first) if first.name == INDEX else open_weights(first)
     if (folder / ".metadata").is_file():
         raise DataError(
             f"{folder} is a distributed torch checkpoint: make one file of it first, python -m "
@@ -155,27 +152,22 @@ def _open_indexed(index: Path) -> WeightFiles:
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not _PLAIN_NAME.fullmatch(shard):
             raise DataError(f"{index}: tensor {name!r} in {shard!r}, which is no plain file name")
-    weights = _open_safetensors(
-        [_inside(index.parent, shard) for shard in sorted({*weight_map.values()})]
-    )
+    files = [index.parent / shard for shard in sorted({*weight_map.values()})]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{file} is missing: {INDEX} names it")
+        if file.resolve().parent != index.parent.resolve():
+            raise DataError(
+                f"{file} is a link that leaves its folder: copy the folder with the files "
+                "themselves (cp -rL)"
+            )
+    weights = _open_safetensors(files)
     found = {name: tensor.file.name for name, tensor in weights.stored.items()}
     for name in sorted(found.keys() | weight_map.keys()):
         listed, actual = weight_map.get(name), found.get(name)
         if listed != actual:
             raise DataError(f"{index}: tensor {name!r} is in {actual}, and the index says {listed}")
     return weights
-
-
-def _inside(folder: Path, name: str) -> Path:
-    file = folder / name
-    if not file.is_file():
-        raise DataError(f"{file} is missing: {INDEX} names it")
-    if file.resolve().parent != folder.resolve():
-        raise DataError(
-            f"{file} is a link that leaves its folder: copy the folder with the files themselves "
-            "(cp -rL)"
-        )
-    return file
 
 
 def write_safetensors(

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from ttcd_jax.data.pipeline import Batches, CallerBatches, MakeBatches, StepBatches
-from ttcd_jax.data.sources import BatchesConfig, build_source, is_shuffled, vocab_size
+from ttcd_jax.data.sources import BatchesConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import num_parts
@@ -33,7 +33,7 @@ BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 
 def check(config: RunConfig) -> None:
     """Checks the vocabulary of model and data. Raises `UserError`."""
-    needed = vocab_size(config.data)
+    needed = config.data.vocab_size
     if config.model.vocab_size < needed:
         raise UserError(
             f"model vocab_size {config.model.vocab_size} is smaller than the data's {needed}: set "
@@ -73,11 +73,8 @@ def build_data(
             f"RunConfig.data is {type(data).__name__}, which makes batches: set BatchesConfig to "
             "pass them to ttcd_jax.train_run"
         )
-    source, manifest = build_source(data, seed=config.seed)
-    batches = Batches(
-        source, batch_size=size, seed=config.seed, rows=rows, is_shuffled=is_shuffled(data)
-    )
-    return batches, manifest
+    source, manifest = data.rows(config.seed)
+    return Batches(source, batch_size=size, rows=rows), manifest
 
 
 def _optimizer(config: RunConfig) -> tuple[OptimizerConfig, optax.GradientTransformation]:

@@ -1,8 +1,9 @@
 """The configuration of a run: the root of every .gin file and of `config.json`."""
 
 import dataclasses
+from typing import Annotated
 
-from ttcd_jax.config import Config, Positive
+from ttcd_jax.config import Bound, Config, Positive
 from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.tasks import find_task
@@ -32,7 +33,7 @@ class RunConfig(Config):
     steps: Positive
     batch_size: Positive
     accumulation_steps: Positive | None = None
-    seed: int = 0
+    seed: Annotated[int, Bound("in 0 .. 2^32 - 1", lambda seed: 0 <= seed < 2**32)] = 0
     log_every: Positive = 10
     checkpoint_every: Positive = 200
     keep_checkpoints: Positive = 3

@@ -11,7 +11,6 @@ tokenizer.json if it came with one.
 
 import contextlib
 import fcntl
-import json
 import os
 import platform
 import socket
@@ -27,8 +26,8 @@ from ttcd_jax.config import differences
 from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.records import records_tokenizer
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
-from ttcd_jax.errors import CheckpointError, DataError, UserError, listed
-from ttcd_jax.files import write_json, write_whole
+from ttcd_jax.errors import DataError, UserError, listed
+from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.checkpoint import Checkpoints
@@ -138,15 +137,9 @@ class RunDirectory:
             yield
 
     def _read(self, name: str) -> dict[str, Any]:
-        path = self.path / name
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(
-                f"{self.path} is not a run directory: no readable {name} ({error.strerror})"
-            ) from error
-        except ValueError as error:
-            raise UserError(f"{path} is damaged: {error}") from error
+        if not (self.path / name).is_file():
+            raise UserError(f"{self.path} is not a run directory: it has no {name}")
+        return read_json(self.path / name)
 
 
 class LoadedParams(NamedTuple):
@@ -157,15 +150,11 @@ class LoadedParams(NamedTuple):
     step: int
 
 
-def load_params(
-    run_dir: str | os.PathLike[str],
-    step: int | None = None,
-    model_changes: dict[str, Any] | None = None,
-) -> LoadedParams:
+def load_params(run_dir: str | os.PathLike[str], step: int | None = None) -> LoadedParams:
     """`load_run` without the model: parameters on the mesh in use (`jax.set_mesh`) if there is one,
     else on the first device. The same arguments and errors."""
     directory = RunDirectory(run_dir)
-    config = model_config(directory).replace(**(model_changes or {}))
+    config = model_config(directory)
     params = abstract_params(config)
     mesh = jax.sharding.get_mesh()
     if not mesh.empty:
@@ -179,8 +168,6 @@ def open_checkpoints(
     directory: RunDirectory, model: TransformerConfig | None = None
 ) -> contextlib.closing[Checkpoints]:
     """The checkpoints of a run, read-only: of `model`, or with the names on disk."""
-    if not directory.checkpoints.is_dir():
-        raise CheckpointError(f"{directory.path} holds no checkpoint yet: train it first")
     return contextlib.closing(Checkpoints(directory.checkpoints, model=model, is_read_only=True))
 
 
@@ -199,24 +186,17 @@ class LoadedRun(NamedTuple):
     tokenizer: Tokenizer | None
 
 
-def load_run(
-    run_dir: str | os.PathLike[str],
-    step: int | None = None,
-    model_changes: dict[str, Any] | None = None,
-) -> LoadedRun:
+def load_run(run_dir: str | os.PathLike[str], step: int | None = None) -> LoadedRun:
     """The model of a run directory at its newest intact checkpoint, or at `step`.
-
-    Reads only `config.json` and the checkpoint's parameters. `model_changes` replaces fields of the
-    `TransformerConfig` that keep the parameters (`{"memory": config.memory.replace(eta=0.0)}`).
 
         run = load_run("runs/quickstart/text")
         logits = run.model(tokens)                       # [B, T, V]
 
-    Raises:
-        UserError: not a run directory, or a configuration this version does not know.
-        CheckpointError: no checkpoint, a damaged one, or one of another model.
+    Reads only `config.json` and the checkpoint's parameters. Raises `UserError` for no run
+    directory and for a configuration that this version does not know, `CheckpointError` for a
+    checkpoint that is missing, damaged or of another model.
     """
-    params, config, step = load_params(run_dir, step, model_changes)
+    params, config, step = load_params(run_dir, step)
     tokenizer = run_tokenizer(RunDirectory(run_dir))
     return LoadedRun(with_params(config, params), config, step, tokenizer)
 

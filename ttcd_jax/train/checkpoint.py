@@ -30,7 +30,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from ttcd_jax import units
-from ttcd_jax.errors import CheckpointError, UserError, listed
+from ttcd_jax.errors import CheckpointError, listed
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train import digest
 from ttcd_jax.train.fit import by_name, misfit
@@ -103,12 +103,10 @@ class Checkpoints:
         keep: int = 3,
         is_read_only: bool = False,
     ) -> None:
-        if keep < 1:
-            raise UserError(f"keep must be at least 1, got {keep}")
         self._directory, self._model = Path(directory).absolute(), model
         self._is_read_only = is_read_only
         if is_read_only and not self._directory.is_dir():
-            raise CheckpointError(f"there is no checkpoint directory {self._directory}")
+            raise CheckpointError(f"there is no folder {self._directory} yet: train the run first")
         if not is_read_only:
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
@@ -152,10 +150,11 @@ class Checkpoints:
         items = _to_items(self._on_disk(by_name(state)))
         args = ocp.args.Composite(**{x: ocp.args.StandardSave(item) for x, item in items.items()})
         with self._reporting_write(step):
-            shortage = self._shortage(state)
-            is_started = shortage is None and self._manager.save(step, args=args)
-        if not is_started:
-            raise self._unsaved(step, shortage or self._why_refused(step))
+            obstacle = self._obstacle(step, state)
+            is_started = obstacle is None and self._manager.save(step, args=args)
+        if obstacle is not None:
+            raise self._unsaved(step, obstacle)
+        assert is_started, f"Orbax left step {step} out"
         self._pending = step, self._sealer.submit(self._seal, step)
 
     def wait(self) -> None:
@@ -224,22 +223,22 @@ class Checkpoints:
         if jax.process_index() == 0:
             digest.seal(self._step_dir(step))
 
-    def _shortage(self, state: dict[str, Any]) -> str | None:
+    def _obstacle(self, step: int, state: dict[str, Any]) -> str | None:
+        where, steps = self._directory, self.steps()
+        if self._is_read_only:
+            return f"{where} was opened read-only"
+        if steps and steps[-1] >= step:
+            return (
+                f"step {steps[-1]} is already in {where}, so remove the steps from {step} on or "
+                "choose another run directory"
+            )
         need = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        free = shutil.disk_usage(self._directory).free
+        free = shutil.disk_usage(where).free
         if need <= free:
             return None
         return (
-            f"it needs about {units.size(need)} and {self._directory} has {units.size(free)} free, "
-            "so make room or keep fewer steps"
-        )
-
-    def _why_refused(self, step: int) -> str:
-        if self._is_read_only:
-            return f"{self._directory} was opened read-only"
-        return (
-            f"step {self.steps()[-1]} is already in {self._directory}, so remove the steps from "
-            f"{step} on or choose another run directory"
+            f"it needs about {units.size(need)} and {where} has {units.size(free)} free, so make "
+            "room or keep fewer steps"
         )
 
     @contextlib.contextmanager

@@ -5,9 +5,9 @@ Orbax checks no data: a flipped bit in an array file is restored silently.
 
 import json
 from pathlib import Path
-from typing import Any
 
-from ttcd_jax.files import sha256, write_whole
+from ttcd_jax.errors import DataError
+from ttcd_jax.files import difference, read_json, sha256, write_whole
 
 DIGEST = "DIGEST.json"
 
@@ -32,30 +32,16 @@ def is_sealed(step_dir: Path) -> bool:
     return (step_dir / DIGEST).is_file()
 
 
-def _problem(file: Path, expected: list[Any]) -> str | None:
-    try:
-        size = file.stat().st_size
-        if size != expected[0]:
-            return f"{size} bytes instead of {expected[0]}"
-        return None if sha256(file) == expected[1] else "its content changed"
-    except FileNotFoundError:
-        return "missing"
-    except OSError as error:
-        return f"unreadable ({error.strerror})"
-
-
 def verify(step_dir: Path) -> list[str]:
     """The differences from the digest, each as "file: reason"; none when the step is intact."""
-    try:
-        entries = json.loads((step_dir / DIGEST).read_bytes())
-    except FileNotFoundError:
+    if not is_sealed(step_dir):
         return [f"{DIGEST}: missing"]
-    except (OSError, ValueError) as error:
-        return [f"{DIGEST}: unreadable ({error})"]
-    if not isinstance(entries, dict) or any(
-        not isinstance(entry, list) or len(entry) != 2 for entry in entries.values()
-    ):
+    try:
+        entries = read_json(step_dir / DIGEST)
+    except DataError as error:
+        return [f"{DIGEST}: {error}"]
+    if any(not isinstance(entry, list) or len(entry) != 2 for entry in entries.values()):
         return [f"{DIGEST}: not a table of sizes and hashes"]
     problems = [f"{name}: added" for name in _files(step_dir) if name not in entries]
-    reasons = {name: _problem(step_dir / name, entry) for name, entry in entries.items()}
+    reasons = {name: difference(step_dir / name, *entry) for name, entry in entries.items()}
     return problems + [f"{name}: {reason}" for name, reason in reasons.items() if reason]

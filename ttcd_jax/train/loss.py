@@ -158,15 +158,12 @@ def _is_likeliest(shard: Shard, logits: jax.Array, y: jax.Array) -> jax.Array:
     return shard.min(jnp.where(is_best, entry, jnp.iinfo(entry.dtype).max), TENSOR) == y
 
 
-def next_token_loss(model: "Transformer", tokens: Int[Array, "B T"]) -> Float[Array, ""]:
-    """Mean over B * (T - 1) positions of the cross entropy of token i + 1 given tokens 0 .. i."""
-    return next_token_loss_of(model.forward(tokens)[0], model.head_weight(), tokens)
-
-
-def next_token_loss_of(
-    hidden: Float[Array, "B T D"], head: Float[Array, "V D"], tokens: Int[Array, "B T"]
+def next_token_loss(
+    model: "Transformer", tokens: Int[Array, "B T"], hidden: Float[Array, "B T D"] | None = None
 ) -> Float[Array, ""]:
-    """`next_token_loss` from the model's hidden states for `tokens`."""
+    """Mean over B * (T - 1) positions of the cross entropy of token i + 1 given tokens 0 .. i.
+    `hidden`: the model's hidden states for `tokens`, where they are known."""
+    hidden = model.forward(tokens)[0] if hidden is None else hidden
     targets = tokens[:, 1:]
     mask = jnp.ones(targets.shape, bool)
-    return summed_loss(hidden[:, :-1], head, targets, mask) / targets.size
+    return summed_loss(hidden[:, :-1], model.head_weight(), targets, mask) / targets.size

@@ -6,11 +6,12 @@ the attention windows only a memory can recall it.
 """
 
 import dataclasses
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from ttcd_jax.config import AtLeast, Config, Positive
+from ttcd_jax.data.pipeline import ENDLESS
 from ttcd_jax.errors import UserError
 
 
@@ -35,6 +36,10 @@ class RecallConfig(Config):
     def chance_accuracy(self) -> float:
         """Accuracy of guessing among all values."""
         return 1 / self.num_values
+
+    def rows(self, seed: int) -> tuple["RecallRows", dict[str, Any]]:
+        """(endless rows, manifest)."""
+        return RecallRows(self, seed=seed, num_rows=ENDLESS), {"kind": "recall", "seed": seed}
 
 
 class RecallRows:
