@@ -46,11 +46,17 @@ SHAPES = {
     "window as long as two blocks": (16, 16, 2, 2, 8, 4, 4, False),
     "one query, many keys": (1, 23, 2, 1, 9, 2, 4, True),
     "one token": (1, 1, 2, 2, None, 1, 256, False),
+    "less than a window": (5, 5, 2, 2, 100, 1, 256, False),
+    "one window": (20, 20, 2, 1, 9, 9, 256, False),
+    "every query has a far band": (12, 40, 2, 1, 39, 3, 256, False),
+    "few queries have a far band": (12, 40, 2, 1, 40, 30, 256, False),
+    "no room for a far band": (6, 6, 2, 1, 9, 6, 256, False),
+    "the last query alone": (1, 30, 2, 2, 20, 10, 256, False),
 }
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_blocks_equal_the_definition(name, float64, monkeypatch):
+def test_all_forms_equal_the_definition(name, float64, monkeypatch):
     """All four results and the gradients through all four."""
     T, S, N, K, teacher, student, block, has_segments = SHAPES[name]
     monkeypatch.setattr(xla, "_MAX_BLOCK", block)
@@ -64,13 +70,15 @@ def test_blocks_equal_the_definition(name, float64, monkeypatch):
     }
 
     @jax.jit
-    def both(operands, cotangents):
+    def all_forms(operands, cotangents):
         return [
             _results_and_gradients(operands, cotangents, implementation=form, **options)
-            for form in ("xla", "reference")
+            for form in ("reference", "xla", *([] if has_segments else ["lse"]))
         ]
 
-    assert_close(*both(operands, cotangents))
+    expected, *found = all_forms(operands, cotangents)
+    for form in found:
+        assert_close(form, expected)
 
 
 @pytest.mark.parametrize("name", "abcd")

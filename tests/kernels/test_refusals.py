@@ -70,6 +70,11 @@ def _call(op, **changes):
         ("dual", {"q": _zeros(2, 4, 2, 4)}, ["(2, 4, 2, 4)", "(1, 4, 2, 4)"]),
         ("dual", {"segment_ids": _zeros(1, 3, dtype="int32")}, ["(1, 3)", "(1, 4)"]),
         ("dual", {"implementation": "fused"}, ["'fused'", "xla", "reference"]),
+        (
+            "dual",
+            {"implementation": "lse", "segment_ids": _zeros(1, 4, dtype="int32")},
+            ["'lse': documents (segment_ids) are not supported; use 'auto'"],
+        ),
         ("decode", {"v_cache": _zeros(2, 16, 1, 8)}, ["k_cache", "(2, 16, 2, 8)", "(2, 16, 1, 8)"]),
         ("decode", {"q": _zeros(2, 4, 4)}, ["(2, 4, 4)", "(2, 16, 2, 8)", "head dimension"]),
         ("decode", {"q": _zeros(2, 3, 8)}, ["2 kv heads do not divide 3 query heads"]),

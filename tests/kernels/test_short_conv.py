@@ -80,7 +80,7 @@ def _by_hand(x, taps, ids, is_causal):
 
 @CAUSAL
 @DOCUMENTS
-@pytest.mark.parametrize("num_taps", [1, 3, 4])
+@pytest.mark.parametrize("num_taps", [1, 3, 4, 9])  # 9 reach past both ends of a chunk
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_definition_and_composition_follow_the_formula(
     implementation, num_taps, has_documents, is_causal, float64
@@ -107,18 +107,31 @@ def test_definition_and_composition_follow_the_formula(
 def test_gradients_of_the_composition_are_those_of_the_definition(
     normalizes_keys, has_documents, is_causal, float64
 ):
-    arrays, ids, cotangents = _operands(5, has_documents)
+    arrays, ids, cotangents = _operands(5 if normalizes_keys else 9, has_documents)
     facts = {"is_causal": is_causal, "normalizes_keys": normalizes_keys, "segment_ids": ids}
 
     @jax.jit
-    def gradient(implementation_free_arrays):
-        found = []
-        for name in ("xla", "reference"):
-            call = functools.partial(short_conv_residual, **facts, implementation=name)
-            found.append(jax.vjp(call, *implementation_free_arrays)[1](cotangents))
-        return found
+    def gradients():
+        calls = (
+            functools.partial(short_conv_residual, **facts, implementation=name)
+            for name in ("xla", "reference")
+        )
+        return [jax.vjp(call, *arrays)[1](cotangents) for call in calls]
 
-    assert_close(*gradient(arrays))
+    assert_close(*gradients())
+
+
+def test_one_document_needs_no_segments(float64):
+    x, taps = draw(0, (1, 2, 7, F), (5, F))
+    conv = functools.partial(xla.short_conv, is_causal=True)
+    assert_same(conv(x, taps, segment_ids=jnp.ones((1, 2, 7), int)), conv(x, taps))
+
+
+def test_identity_taps_pass_everything_through():
+    (x,) = draw(0, (1, 2, 7, F))
+    last, middle = jnp.zeros((2, 5, F)).at[0, 4].set(1).at[1, 2].set(1)
+    assert_same(xla.short_conv(x, last, is_causal=True), x)
+    assert_same(xla.short_conv(x, middle, is_causal=False), x)
 
 
 @pytest.mark.parametrize("slope", [1.0, PUBLISHED_ZERO_SLOPE])
