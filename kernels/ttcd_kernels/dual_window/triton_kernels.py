@@ -48,7 +48,7 @@ def _tiles(first, last, min_distance, max_distance, S, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _is_in(distance, min_distance, max_distance):
+def _is_visible(distance, min_distance, max_distance):
     return (distance >= min_distance) & (distance < max_distance)
 
 
@@ -81,19 +81,6 @@ def _load_ids(base, index, S, HAS_SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def _visible(facts, BLOCK: tl.constexpr, HAS_SEGMENTS: tl.constexpr):
-    """Which keys start .. start + BLOCK - 1 each query sees within a band [BLOCK_M, BLOCK]."""
-    position, ids_q, ids_base, start, min_distance, max_distance, S = facts
-    key = start + tl.arange(0, BLOCK)
-    visible = _is_in(position[:, None] - key[None, :], min_distance, max_distance)
-    visible = visible & (key < S)[None, :]
-    if HAS_SEGMENTS:
-        ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
-        visible = visible & (ids_q[:, None] == ids_k[None, :])
-    return visible
-
-
-@triton.jit
 def _attend(
     state,
     q,
@@ -122,8 +109,14 @@ def _attend(
             k = _load_rows(k_base, start, stride, S, BLOCK_N, H, part != 1)
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
             if HAS_SEGMENTS or part != 1:
-                facts = position, ids_q, ids_base, start, min_distance, max_distance, S
-                visible = _visible(facts, BLOCK_N, HAS_SEGMENTS)
+                key = start + tl.arange(0, BLOCK_N)
+                ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
+                visible = (
+                    _is_visible(position[:, None] - key[None, :], min_distance, max_distance)
+                    & (key < S)[None, :]
+                )
+                if HAS_SEGMENTS:
+                    visible = visible & (ids_q[:, None] == ids_k[None, :])
                 score = tl.where(visible, score, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(score, 1))
             shift = new_peak
@@ -259,8 +252,14 @@ def dual_window_backward_q(
                 score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
                 weight = tl.exp2(score - lse_log2[:, None])
                 if HAS_SEGMENTS or part != 1:
-                    facts = position, ids_q, ids_base, start, min_distance, max_distance, S
-                    visible = _visible(facts, BLOCK_N, HAS_SEGMENTS)
+                    key = start + tl.arange(0, BLOCK_N)
+                    ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
+                    visible = (
+                        _is_visible(position[:, None] - key[None, :], min_distance, max_distance)
+                        & (key < S)[None, :]
+                    )
+                    if HAS_SEGMENTS:
+                        visible = visible & (ids_q[:, None] == ids_k[None, :])
                     weight = tl.where(visible, weight, 0.0)
                 d_weight = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
                 d_score = weight * (d_weight - delta[:, None])
@@ -336,10 +335,14 @@ def dual_window_backward_kv(
         # Transposed, [BLOCK_N, BLOCK_M]: both sums over queries then read them as they are.
         score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)
         position = row + (S - T)
-        min_distance = tl.where(is_far, student_window, 0)
-        max_distance = tl.where(is_far, teacher_window, student_window)
-        visible = _is_in(position[None, :] - key[:, None], min_distance, max_distance)
-        visible = visible & is_row[None, :]
+        visible = (
+            _is_visible(
+                position[None, :] - key[:, None],
+                tl.where(is_far, student_window, 0),
+                tl.where(is_far, teacher_window, student_window),
+            )
+            & is_row[None, :]
+        )
         if HAS_SEGMENTS:
             ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
             visible = visible & (ids_q[None, :] == ids_k[:, None])
