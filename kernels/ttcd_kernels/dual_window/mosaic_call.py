@@ -60,7 +60,12 @@ def dual_window(
 
 def _forward(windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> Results:
     """Under vmap and on a mesh too."""
-    return triton_call.everywhere(launch_forward, "QKK -> QQLL", windows, q, k, v)
+
+    def run(windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array) -> Results:
+        # Without the defaults, which JAX's partitioner would take for operands.
+        return launch_forward(windows, q, k, v)
+
+    return triton_call.everywhere(run, "QKK -> QQLL", windows, q, k, v)
 
 
 def launch_forward(
