@@ -10,7 +10,9 @@ Every case is compared with `reference` in float64 on the same (rounded) operand
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -38,6 +40,17 @@ from ttcd_kernels.short_conv.reference import Facts, Operands
 from ttcd_kernels.windows import Windows
 
 ATTENTION = ("teacher", "student", "teacher_lse", "student_lse")
+
+
+class Problem(NamedTuple):
+    """One case of an op."""
+
+    call: Callable  # the kernels
+    definition: Callable
+    inputs: list[np.ndarray]
+    cotangents: list[np.ndarray]  # none: not differentiable
+    dtypes: list[str]  # of inputs and cotangents
+    names: tuple[str, ...]  # of results and gradients
 
 
 def _normal(rng, *shapes):
@@ -69,7 +82,8 @@ def dual_window(case):
         call = partial(dual_window_attention_with_lse, **options)
     definition = partial(dual_window_reference.dual_window, segment_ids=ids, windows=windows)
     dtypes = [case.get("dtype", "float32")] * 5 + ["float32"] * 2
-    return call, definition, inputs, cotangents, dtypes, (*ATTENTION, "dq", "dk", "dv")
+    names = *ATTENTION, "dq", "dk", "dv"
+    return Problem(call, definition, inputs, cotangents, dtypes, names)
 
 
 def decode(case):
@@ -84,7 +98,8 @@ def decode(case):
         options = _public_windows(case) | {"implementation": "triton"}
         call = partial(decode_attention_with_lse, **options)
     definition = partial(decode_reference.decode, windows=windows)
-    return call, definition, inputs, [], [case.get("dtype", "float32")] * 3 + ["int32"], ATTENTION
+    dtypes = [case.get("dtype", "float32")] * 3 + ["int32"]
+    return Problem(call, definition, inputs, [], dtypes, ATTENTION)
 
 
 def short_conv(case):
@@ -115,7 +130,7 @@ def short_conv(case):
     dtypes = [dtype] * 2 + [case.get("taps_dtype", "float32")] * 2 + [dtype] * 3
     names = "difference", "target", "key"
     names += "dz_teacher", "dz_student", "d_teacher_taps", "d_student_taps"
-    return call, definition, inputs, cotangents, dtypes, names
+    return Problem(call, definition, inputs, cotangents, dtypes, names)
 
 
 def _run(function, inputs, cotangents):
@@ -126,30 +141,27 @@ def _run(function, inputs, cotangents):
     return *results, *pull(tuple(cotangents))
 
 
-def _two_models(arrays, shared=()):
-    """Arrays with an axis for vmap, those at the places in `shared` without."""
+def _two_calls(arrays, shared):
+    """Arrays of two calls for vmap, but for those at the places `shared`."""
     return [x if i in shared else jnp.stack([jnp.roll(x, 1, 0), x]) for i, x in enumerate(arrays)]
 
 
 def errors(op, case):
-    call, definition, inputs, cotangents, dtypes, names = globals()[op](case)
-    transform = case.get("transform")
-    arrays = map(jnp.asarray, (*inputs, *cotangents), dtypes)
-    arrays = list(arrays)
+    call, definition, inputs, cotangents, dtypes, names = OPS[op](case)
+    num_inputs, transform = len(inputs), case.get("transform")
+    arrays = list(map(jnp.asarray, (*inputs, *cotangents), dtypes))
     if transform in ("vmap", "vmap, shared caches"):
         shared = () if transform == "vmap" else (1, 2)
-        arrays = _two_models(arrays, shared)
-        axes = tuple(None if i in shared else 0 for i in range(len(inputs)))
-        call, definition = (jax.vmap(f, axes) for f in (call, definition))
+        arrays = _two_calls(arrays, shared)
+        axes = tuple(None if i in shared else 0 for i in range(num_inputs))
+        call, definition = jax.vmap(call, axes), jax.vmap(definition, axes)
     else:
         call = {None: call, "jit": jax.jit(call), "remat": jax.checkpoint(call)}[transform]
-    inputs, cotangents = arrays[: len(inputs)], arrays[len(inputs) :]
-    found = _run(call, inputs, cotangents)
+    found = _run(call, arrays[:num_inputs], arrays[num_inputs:])
     wide = [x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arrays]
-    inputs, cotangents = wide[: len(inputs)], wide[len(inputs) :]
-    expected = jax.jit(partial(_run, definition))(inputs, cotangents)
+    expected = jax.jit(partial(_run, definition))(wide[:num_inputs], wide[num_inputs:])
     if cotangents:
-        assert [x.dtype for x in found[-len(inputs) :]] == dtypes[: len(inputs)]
+        assert [x.dtype for x in found] == dtypes[num_inputs:] + dtypes[:num_inputs]
         assert all(np.isfinite(x).all() for x in expected)
     return {name: _error(x, y) for name, x, y in zip(names, found, expected, strict=True)}
 
@@ -163,6 +175,8 @@ def _error(found, expected) -> float:
     found, expected = np.where(both, 0, found), np.where(both, 0, expected)
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
+
+OPS = {"dual_window": dual_window, "decode": decode, "short_conv": short_conv}
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
