@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import re
 import subprocess
+import sys
 import tempfile
 import types
 import zlib
@@ -20,9 +21,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ttcd_kernels import launch, measure
+from ttcd_kernels import bench, launch, measure
+from ttcd_kernels.dual_window import mosaic_call
+from ttcd_kernels.dual_window.tuning import MOSAIC_TILES
 
-OPS = ("dual_window", "decode", "short_conv")
 # Each becomes one instruction of the machine.
 _TENSOR_CORES = re.compile(r"\b(?:wgmma\.mma_async|mma)\.sync")
 
@@ -37,12 +39,13 @@ class Compiled(NamedTuple):
     tensor_core_instructions: int
 
 
-def compile_kernels(
-    function: Callable[..., Any], *operands: Any, capability: int
-) -> tuple[list[Compiled], list[str]]:
-    """(the kernels compiled for a call of `function` on a GPU of this capability, the names of the
-    kernels that its program launches, in order). `operands` may be shapes."""
-    sources, launched = lower(function, operands, capability)
+def compile_kernels(op: Any, case: Any, capability: int) -> tuple[list[Compiled], list[str]]:
+    """(the kernels of a case's forward and gradients compiled for a GPU of this capability, the
+    names of the kernels that the program launches, in order)."""
+    with launch.compiling_for(capability):
+        programs = measure.programs(op, case)
+    *_, whole = (program for (_, name), program in programs.items() if name == "triton")
+    sources, launched = lower(whole, op.operand_shapes(case), capability)
     return [_assemble(source, capability) for source in sources], launched
 
 
@@ -149,14 +152,30 @@ def main(arguments: list[str] | None = None) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--capability", type=int, choices=(80, 90), default=90)
-    parser.add_argument("--op", choices=OPS, nargs="+", default=OPS)
+    parser.add_argument("--op", choices=bench.OPS, nargs="+", default=list(bench.OPS))
     options = parser.parse_args(arguments)
     rows = []
     for op in options.op:
-        variants = importlib.import_module(f"ttcd_kernels.{op}.bench").variants
-        for variant, compiled in variants(options.capability):
-            rows += [(variant, *map(str, kernel)) for kernel in compiled]
+        for case in bench.OPS[op].SHAPES["aot"]:
+            kernels, _ = compile_kernels(bench.OPS[op], case, options.capability)
+            rows += [(case.name, *map(str, kernel)) for kernel in kernels]
+        if op == "dual_window" and options.capability == mosaic_call.CAPABILITY:
+            rows += _mosaic_rows()
     print(measure.table(("variant", *Compiled._fields), rows))
+
+
+def _mosaic_rows() -> list[tuple[str, ...]]:
+    """The Mosaic forward for Hopper, where its compiler is installed."""
+    from ttcd_kernels.dual_window import mosaic_aot
+
+    reason = mosaic_aot.unavailable()
+    if reason is not None:
+        print(f"without the Mosaic kernel: {reason}", file=sys.stderr)
+        return []
+    return [
+        (f"D{head_dim} Mosaic", *map(str, mosaic_aot.compile_mosaic(head_dim)))
+        for head_dim in MOSAIC_TILES
+    ]
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from typing import Any
 
 import jax
 
-from ttcd_kernels import interpreter
-
 _OLDEST_GPU = 80
 DTYPES = ("bfloat16", "float16", "float32")
 LOG2E = 1.4426950408889634
@@ -27,13 +25,10 @@ def compiling_for(capability: int) -> Iterator[None]:
 
 
 def capability() -> int | None:
-    """The compute capability kernels are compiled for, as 90; None without a GPU. Triton's
-    interpreter counts as the newest."""
+    """The compute capability kernels are compiled for, as 90; None without a GPU."""
     chosen = _CAPABILITY.get()
     if chosen is not None:
         return chosen
-    if interpreter.is_on():
-        return 90
     if jax.default_backend() != "gpu":
         return None
     return int(str(jax.devices()[0].compute_capability).replace(".", ""))
@@ -89,9 +84,10 @@ def launch(
     Raises:
         TypeError: the kernel has other parameters.
     """
-    _check_arguments(kernel, len(args) + len(out_shape), constants)
-    if interpreter.is_on():
-        return interpreter.launch(kernel, *args, out_shape=out_shape, grid=grid, **constants)
+    try:
+        kernel.signature.bind(*args, *out_shape, **constants)
+    except TypeError as error:  # jax-triton would name neither
+        raise TypeError(f"{kernel.__name__}: {error}") from None
     import jax_triton
 
     return jax_triton.triton_call(
@@ -105,17 +101,3 @@ def launch(
         compute_capability=_CAPABILITY.get(),
         **constants,
     )
-
-
-def _check_arguments(kernel: Any, num_positional: int, constants: dict[str, Any]) -> None:
-    """By name and number, neither of which jax-triton reports."""
-    names = list(kernel.arg_names)
-    unknown = [name for name in constants if name not in names]
-    if unknown:
-        raise TypeError(f"{kernel.__name__} has no parameter {unknown[0]}: {', '.join(names)}")
-    positional = [name for name in names if name not in constants]
-    if len(positional) != num_positional:
-        raise TypeError(
-            f"{kernel.__name__} takes {len(positional)} arguments and results besides "
-            f"{', '.join(constants)}, not {num_positional}: {', '.join(positional)}"
-        )

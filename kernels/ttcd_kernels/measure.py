@@ -1,7 +1,6 @@
 """Tools of every benchmark, of kernels and of models: interleaved timing, compiled bytes, the
 machine and its ceilings, a table."""
 
-import dataclasses
 import functools
 import importlib.metadata
 import math
@@ -19,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 # tiny: milliseconds; cpu: minutes on two cores; paper: a GPU; parity: small enough to compare
-# results with the definition.
-SetName = Literal["tiny", "cpu", "paper", "parity"]
+# results with the definition; aot: compiled for a GPU, not run.
+SetName = Literal["tiny", "cpu", "paper", "parity", "aot"]
 
 _MIN_SAMPLE_SECONDS = 0.02  # shorter programs are called several times per sample
 _MAX_CALLS = 50
@@ -104,56 +103,29 @@ class Work(NamedTuple):
     bytes: float
 
 
-class Search(NamedTuple):
-    """Tiles to try for one kernel: programs of the op's operands, and the tile its table has."""
-
-    programs: Mapping[Any, Callable[..., Any]]
-    table: Any
-
-
-def both_directions(
-    implementations: Mapping[str, Callable[..., Any]], num_inputs: int
-) -> dict[tuple[str, str], Callable[..., Any]]:
-    """Programs of (*inputs, *cotangents) by (direction, implementation): the forward, and the
-    forward with the gradients of the inputs."""
-    makers = {"forward": _forward, "fwd + bwd": _gradient}
+def programs(op: Any, case: Any) -> dict[tuple[str, str], Callable[..., Any]]:
+    """Programs of the operands by (direction, implementation): the forward, and of an op whose
+    operands include cotangents, the forward with the gradients of the inputs."""
+    makers = {"forward": forward}
+    if len(op.operand_shapes(case)) > op.NUM_INPUTS:
+        makers["fwd + bwd"] = gradient
     return {
-        (direction, name): make(function, num_inputs)
-        for name, function in implementations.items()
+        (direction, name): make(function, op.NUM_INPUTS)
         for direction, make in makers.items()
+        for name, function in op.implementations(case).items()
     }
 
 
-def searches(
-    table: Any,
-    candidates: Mapping[str, Sequence[Any]],
-    call: Callable[[Any], Callable[..., Any]],
-    num_inputs: int,
-) -> dict[str, Search]:
-    """Tiles to try by kernel, a field of the tuning `table`, the others as in the table; `call` is
-    the op with a tuning. A backward kernel is timed with its forward."""
-    found = {}
-    for kernel, tiles in candidates.items():
-        best = getattr(table, kernel)
-        make = _forward if kernel == "forward" else _gradient
-        programs = {
-            tile: make(call(dataclasses.replace(table, **{kernel: tile})), num_inputs)
-            for tile in dict.fromkeys((best, *tiles))
-        }
-        found[kernel] = Search(programs, best)
-    return found
-
-
-def _forward(function: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
+def forward(function: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
     return lambda *arrays: function(*arrays[:num_inputs])
 
 
-def _gradient(function: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
-    def gradient(*arrays: jax.Array) -> Any:
+def gradient(function: Callable[..., Any], num_inputs: int) -> Callable[..., Any]:
+    def run(*arrays: jax.Array) -> Any:
         results, pull = jax.vjp(function, *arrays[:num_inputs])
         return results, pull(arrays[num_inputs:][: len(results)])
 
-    return gradient
+    return run
 
 
 class Ceilings(NamedTuple):
@@ -176,6 +148,11 @@ def ceilings(rounds: int = 3) -> Ceilings:
     calls = {name: functools.partial(program, matrix, matrix) for name, program in programs.items()}
     seconds = median_seconds(calls, rounds)
     return Ceilings(2 * size**3 / seconds["product"], 2 * matrix.nbytes / seconds["copy"])
+
+
+def three_documents(*shape: int) -> jax.Array:
+    """Segment ids of rows that hold three documents each."""
+    return jnp.broadcast_to(jnp.arange(shape[-1]) * 3 // shape[-1], shape)
 
 
 def operands(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:

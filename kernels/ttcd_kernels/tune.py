@@ -41,15 +41,21 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def tuned(op: Any, case: Any) -> list[Row]:
-    """Every candidate of every kernel, the fastest first; the table's is among them."""
-    rows = []
-    for kernel, search in op.searches(case).items():
-        found = measure.timed(search.programs, op.operand_shapes(case), case.rounds, {})
-        base = found[search.table].seconds
+    """Every candidate of every kernel, the fastest first; the table's is among them. A backward
+    kernel is timed with its forward."""
+    rows, tuning = [], op.tuning(case)
+    for kernel, best in tuning._asdict().items():
+        make = measure.gradient if kernel.startswith("backward") else measure.forward
+        programs = {
+            tile: make(op.with_tuning(case, tuning._replace(**{kernel: tile})), op.NUM_INPUTS)
+            for tile in dict.fromkeys((best, *op.CANDIDATES[kernel]))
+        }
+        found = measure.timed(programs, op.operand_shapes(case), case.rounds, {})
+        base = found[best].seconds
         for tile in sorted(found, key=lambda tile: found[tile].seconds or float("inf")):
             seconds, _, note = found[tile]
             ratio = seconds / base if seconds and base else None
-            note = note or "the table's" * (tile == search.table)
+            note = note or "the table's" * (tile == best)
             rows.append(Row(case.name, kernel, str(tuple(tile)), seconds, ratio, note))
     return rows
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from ttcd_kernels import bench, measure
+from ttcd_kernels import aot, bench, measure, parity
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.dual_window.bench import SHAPES, Case
 
@@ -54,13 +54,13 @@ def test_what_refuses_a_shape_is_noted_and_the_rest_measured(few, monkeypatch, t
     def refuses(*operands):
         raise NotImplementedError("head dim 8 is too small\nfor this peer")
 
-    programs = dual_window.programs
+    implementations = dual_window.implementations
 
     def two_and_a_peer(case):
-        found = {key: run for key, run in programs(case).items() if key[1] in ("xla", "reference")}
-        return {("forward", "peer"): refuses} | found | {("fwd + bwd", "peer"): refuses}
+        found = implementations(case)
+        return {"peer": refuses} | {name: found[name] for name in ("xla", "reference")}
 
-    monkeypatch.setattr(dual_window, "programs", two_and_a_peer)
+    monkeypatch.setattr(dual_window, "implementations", two_and_a_peer)
     file, note = tmp_path / "report.json", "failed: NotImplementedError: head dim 8 is too small"
     with pytest.raises(SystemExit, match="failed: peer; the notes above say why"):
         bench.main([*TINY, "--json", str(file)])
@@ -90,3 +90,22 @@ def test_wrong_arguments_are_refused(arguments, capsys):
         bench.main(arguments)
     assert leaving.value.code == 2
     assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("op", ["decode", "short_conv"])
+def test_all_that_is_measured_agrees_with_the_definition(op):
+    for case in bench.OPS[op].SHAPES["tiny"]:
+        rows = parity.compare(bench.OPS[op], case)
+        peers = {"jax.nn twice"} if op == "decode" else set()
+        assert {row.implementation for row in rows} >= {"xla", *peers}
+        assert all(row.max_relative_error < 1e-5 for row in rows)
+
+
+def test_machine_code_is_reported_by_case(monkeypatch, capsys):
+    plain = bench.OPS["short_conv"].SHAPES["aot"][:1]
+    monkeypatch.setitem(bench.OPS["short_conv"].SHAPES, "aot", plain)
+    aot.main(["--op", "short_conv", "--capability", "80"])
+    header, _, forward, backward = capsys.readouterr().out.splitlines()
+    assert header.split() == ["variant", *aot.Compiled._fields]
+    assert forward.split()[:2] == ["F4096", "short_conv_residual_forward"]
+    assert backward.split()[:2] == ["F4096", "short_conv_residual_backward"]

@@ -2,8 +2,7 @@
 barriers, gradients, lowering, machine code where JAX's compiler for it is installed, refusals.
 
 Run as a program with a list of cases, the file prints a JSON line of errors each: the simulator
-needs its own process, with a thread for every warpgroup. With "mesh" it prints what the test
-of a mesh asks for, which needs its own devices.
+needs its own process, with a thread for every warpgroup.
 """
 
 import json
@@ -15,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_close, draw
 from devices import printed
 from jax.experimental.pallas import mosaic_gpu
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from launched import launched_kernels
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import mosaic_aot, mosaic_call, reference
@@ -47,11 +46,8 @@ STEP = {"bfloat16": 2**-7, "float16": 2**-10}
 
 
 def _operands(case):
-    rng = np.random.default_rng(0)
     B, T, S, N, K, H = (case.get(name, 1) for name in "BTSNKH")
-    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H)
-    dtype = case.get("dtype", "bfloat16")
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    return draw(0, (B, T, N, H), *[(B, S, K, H)] * 2, dtype=case.get("dtype", "bfloat16"))
 
 
 def _errors(case):
@@ -60,7 +56,7 @@ def _errors(case):
     windows = Windows(case["teacher"], case["student"], case["H"] ** -0.5)
     tile = MosaicTile(*case["tile"]) if "tile" in case else None
     simulator = mosaic_gpu.InterpretGPUParams(detect_races=True)
-    found = mosaic_call.forward(q, k, v, windows, tile=tile, interpret=simulator)
+    found = mosaic_call.launch_forward(windows, q, k, v, tile, simulator)
     q, k, v = (x.astype(jnp.float64) for x in (q, k, v))
     expected = reference.dual_window(q, k, v, None, windows)
     dtypes = [x.dtype.name for x in found]
@@ -81,17 +77,15 @@ def test_results_are_those_of_the_definition_and_nothing_races(name):
             assert error < bound, (case, line)
 
 
-def _define(shape, q, k, v):
+def _define(windows, q, k, v):
     """The definition in place of the launch."""
-    return reference.dual_window(q, k, v, None, Windows(*shape[:3]))
+    return reference.dual_window(q, k, v, None, windows)
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
 def test_gradients_pass_through_all_four_results(monkeypatch, transform):
-    monkeypatch.setattr(mosaic_call, "_launch_forward", _define)
-    rng = np.random.default_rng(0)
-    shapes = (2, 1, 24, 4, 64), (2, 1, 40, 2, 64), (2, 1, 40, 2, 64)
-    qkv = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    monkeypatch.setattr(mosaic_call, "launch_forward", _define)
+    qkv = draw(0, (2, 1, 24, 4, 64), *[(2, 1, 40, 2, 64)] * 2)
     if transform is jax.jit:
         qkv = [x[0] for x in qkv]
 
@@ -105,43 +99,7 @@ def test_gradients_pass_through_all_four_results(monkeypatch, transform):
 
         return jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv)
 
-    expected = gradients(reference.dual_window)
-    for x, y in zip(gradients(mosaic_call.dual_window), expected, strict=True):
-        assert float(jnp.abs(x - y).max() / jnp.abs(y).max()) < 1e-5
-
-
-def _on_a_mesh():
-    launched = []
-
-    def launch_forward(shape, q, k, v):
-        launched.append((q.shape, k.shape))
-        return _define(shape, q, k, v)
-
-    mosaic_call._launch_forward = launch_forward
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2)
-    split = NamedSharding(mesh, PartitionSpec("data", None, "tensor"))
-    rng = np.random.default_rng(0)
-    shapes = (2, 24, 4, 64), (2, 24, 2, 64), (2, 24, 2, 64)
-    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
-    windows = Windows(16, 7, 0.1)
-
-    def attend(q, k, v):
-        return mosaic_call.dual_window(q, k, v, None, windows)
-
-    compiled = jax.jit(attend, in_shardings=(split,) * 3).lower(q, k, v).compile()
-    pairs = zip(compiled(q, k, v), reference.dual_window(q, k, v, None, windows), strict=True)
-    return {
-        "moves": re.findall("all-|collective", str(compiled.as_text())),
-        "distance": max(float(jnp.abs(x - y).max()) for x, y in pairs),
-        "launched": launched[-1],
-    }
-
-
-def test_a_mesh_splits_batch_and_kv_heads_and_moves_nothing():
-    found = json.loads(printed(__file__, "mesh"))
-    assert found["moves"] == []
-    assert found["distance"] < 1e-5
-    assert found["launched"] == [[1, 24, 2, 64], [1, 24, 1, 64]]
+    assert_close(gradients(mosaic_call.dual_window), gradients(reference.dual_window))
 
 
 def _shapes(length, num_heads, num_kv_heads, head_dim, dtype=jnp.bfloat16) -> tuple[Any, Any, Any]:
@@ -222,13 +180,10 @@ def test_what_the_kernel_cannot_take_is_refused_before_launch(monkeypatch):
 def test_a_scale_that_turns_the_order_of_scores_round_is_refused():
     q, k, v = (jnp.zeros(x.shape, x.dtype) for x in _shapes(128, 2, 1, 64))
     with pytest.raises(ValueError, match=r"scale is -0.1, the Mosaic kernel needs one above 0"):
-        mosaic_call.forward(q, k, v, Windows(16, 8, -0.1))
+        mosaic_call.dual_window(q, k, v, None, Windows(16, 8, -0.1))
 
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    if sys.argv[1] == "mesh":
-        print(json.dumps(_on_a_mesh()))
-    else:
-        for case in json.loads(sys.argv[1]):
-            print(json.dumps(_errors(case)), flush=True)
+    for case in json.loads(sys.argv[1]):
+        print(json.dumps(_errors(case)), flush=True)

@@ -1,27 +1,18 @@
 """The convolved residual: its composition in XLA against definitions, the Triton kernels by the
-interpreter and as machine code, meshes, and refusals.
-
-Run as a program, the file prints the measurements of the mesh test: a mesh needs its own devices.
-"""
+interpreter and as machine code."""
 
 import functools
-import inspect
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, assert_same, distance, draw
-from devices import COLLECTIVES, printed
-from interpreting import errors_of
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from ttcd_kernels import launch, parity
+from checks import assert_close, assert_same, draw
+from interpreting import check_errors
+from ttcd_kernels.aot import compile_kernels
 from ttcd_kernels.normalize import PUBLISHED_ZERO_SLOPE, l2_normalize
-from ttcd_kernels.short_conv import bench, reference, triton_call, xla
+from ttcd_kernels.short_conv import bench, xla
 from ttcd_kernels.short_conv.api import short_conv_residual
-from ttcd_kernels.short_conv.reference import Facts, Operands
-from ttcd_kernels.short_conv.tuning import TABLE, tuning_for
 
 B, C, L, F = 2, 3, 7, 5
 CAUSAL = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "symmetric"])
@@ -61,12 +52,7 @@ BOUND = {"float32": 1e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
 
 
 def test_kernels_give_results_and_gradients_of_the_definition():
-    for case, errors in zip(CASES, errors_of("short_conv", CASES), strict=True):
-        # One by one: `max` passes over NaN, the value of an unwritten result.
-        bound = BOUND[case.get("dtype", "float32")]
-        assert all(error < bound for error in errors.values()), (case, errors)
-        if "taps_dtype" not in case:  # products of narrow numbers, never rounded
-            assert errors["d_teacher_taps"] < BOUND["float32"], (case, errors)
+    check_errors("short_conv", CASES, BOUND, "d_teacher_taps")
 
 
 def _operands(num_taps, has_documents, dtype=None):
@@ -94,7 +80,7 @@ def _by_hand(x, taps, ids, is_causal):
 
 @CAUSAL
 @DOCUMENTS
-@pytest.mark.parametrize("num_taps", [1, 3, 4])
+@pytest.mark.parametrize("num_taps", [1, 3, 4, 9])  # 9 reach past both ends of a chunk
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_definition_and_composition_follow_the_formula(
     implementation, num_taps, has_documents, is_causal, float64
@@ -121,18 +107,31 @@ def test_definition_and_composition_follow_the_formula(
 def test_gradients_of_the_composition_are_those_of_the_definition(
     normalizes_keys, has_documents, is_causal, float64
 ):
-    arrays, ids, cotangents = _operands(5, has_documents)
+    arrays, ids, cotangents = _operands(5 if normalizes_keys else 9, has_documents)
     facts = {"is_causal": is_causal, "normalizes_keys": normalizes_keys, "segment_ids": ids}
 
     @jax.jit
-    def gradient(implementation_free_arrays):
-        found = []
-        for name in ("xla", "reference"):
-            call = functools.partial(short_conv_residual, **facts, implementation=name)
-            found.append(jax.vjp(call, *implementation_free_arrays)[1](cotangents))
-        return found
+    def gradients():
+        calls = (
+            functools.partial(short_conv_residual, **facts, implementation=name)
+            for name in ("xla", "reference")
+        )
+        return [jax.vjp(call, *arrays)[1](cotangents) for call in calls]
 
-    assert_close(*gradient(arrays))
+    assert_close(*gradients())
+
+
+def test_one_document_needs_no_segments(float64):
+    x, taps = draw(0, (1, 2, 7, F), (5, F))
+    conv = functools.partial(xla.short_conv, is_causal=True)
+    assert_same(conv(x, taps, segment_ids=jnp.ones((1, 2, 7), int)), conv(x, taps))
+
+
+def test_identity_taps_pass_everything_through():
+    (x,) = draw(0, (1, 2, 7, F))
+    last, middle = jnp.zeros((2, 5, F)).at[0, 4].set(1).at[1, 2].set(1)
+    assert_same(xla.short_conv(x, last, is_causal=True), x)
+    assert_same(xla.short_conv(x, middle, is_causal=False), x)
 
 
 @pytest.mark.parametrize("slope", [1.0, PUBLISHED_ZERO_SLOPE])
@@ -174,18 +173,13 @@ def test_without_a_gpu_auto_is_the_composition():
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("num_features", [2816, 4096])
 @pytest.mark.parametrize(
-    "facts",
-    [
-        {"normalizes_keys": False},
-        {"normalizes_keys": True},
-        {"normalizes_keys": True, "has_segments": True},
-    ],
-    ids=["plain keys", "unit keys", "unit keys, documents"],
+    "case",
+    [case for case in bench.SHAPES["aot"] if case.normalizes_keys or not case.has_documents],
+    ids=lambda case: case.name,
 )
-def test_machine_code_is_one_launch_each_way_and_spills_nothing(facts, num_features, capability):
-    kernels, launched = bench.compile_gradient(capability, num_features, **facts)
+def test_machine_code_is_one_launch_each_way_and_spills_nothing(case, capability):
+    kernels, launched = compile_kernels(bench, case, capability)
     assert launched == ["short_conv_residual_forward", "short_conv_residual_backward"]
     assert [kernel.name for kernel in kernels] == launched
     forward, backward = kernels
@@ -193,28 +187,6 @@ def test_machine_code_is_one_launch_each_way_and_spills_nothing(facts, num_featu
     assert backward.spill_bytes == 0
     # 16 warps per multiprocessor and more hide the latency of memory.
     assert backward.registers <= 128
-
-
-def test_variants_are_named_by_what_they_do(monkeypatch):
-    monkeypatch.setattr(bench, "compile_gradient", lambda _, features, **facts: ([facts], []))
-    variants = dict(bench.variants(90))
-    assert len(variants) == 8
-    assert variants["F4096"] == [{"normalizes_keys": False, "has_segments": False}]
-    assert variants["F2816 unit keys documents"] == [
-        {"normalizes_keys": True, "has_segments": True}
-    ]
-
-
-def test_the_table_knows_older_and_newer_gpus():
-    assert tuning_for(86) == TABLE[80]
-    assert tuning_for(100) == TABLE[90]
-
-
-def test_all_that_is_measured_agrees_with_the_definition():
-    for case in bench.SHAPES["tiny"]:
-        rows = parity.compare(bench, case)
-        assert {row.implementation for row in rows} >= {"xla"}
-        assert all(row.max_relative_error < 1e-5 for row in rows)
 
 
 def test_the_least_work_counts_every_array_once():
@@ -225,137 +197,3 @@ def test_the_least_work_counts_every_array_once():
     forward, both = (bench.work(case, name).flops for name in ("forward", "fwd + bwd"))
     assert forward == 2 * 2 * 5 * 2 * 2 * 16 * 32
     assert both == 3 * forward
-
-
-SHAPE = (1, 2, 8, 4)
-
-
-def _call(z=SHAPE, z_student=SHAPE, taps=(5, 4), student_taps=(5, 4), ids=None, **facts):
-    dtypes = facts.pop("dtypes", ("bfloat16",) * 2)
-    shapes = z, z_student, taps, student_taps
-    kinds = *dtypes, facts.pop("taps_dtype", "float32"), "float32"
-    arrays = [jnp.zeros(*facts) for facts in zip(shapes, kinds, strict=True)]
-    segments = None if ids is None else jnp.zeros(ids, int)
-    facts = {"is_causal": True, "normalizes_keys": True, "segment_ids": segments} | facts
-    # Without the instrumented shapes of the tests, as a user calls it.
-    return inspect.unwrap(short_conv_residual)(*arrays, **facts)
-
-
-@pytest.mark.parametrize(
-    ("facts", "message"),
-    [
-        ({"z_student": (1, 2, 9, 4)}, r"\(1, 2, 8, 4\) and z_student \(1, 2, 9, 4\)"),
-        ({"student_taps": (4, 4)}, r"\(5, 4\) and student_taps \(4, 4\).*pad the shorter"),
-        ({"taps": (5, 3), "student_taps": (5, 3)}, r"\(5, 3\) and z \(1, 2, 8, 4\) differ"),
-        ({"ids": (1, 2, 9)}, r"\(1, 2, 9\) must match the tokens, \(1, 2, 8\)"),
-        ({"implementation": "cuda"}, "'cuda' is not one of auto, triton, xla, reference"),
-    ],
-)
-def test_operands_that_do_not_fit_are_refused(facts, message):
-    with pytest.raises(ValueError, match=message):
-        _call(**facts)
-
-
-def test_what_the_kernels_cannot_take_is_refused_before_launch():
-    triton = functools.partial(_call, implementation="triton")
-    with launch.compiling_for(90):
-        with pytest.raises(ValueError, match="bfloat16, float16: they must be of one dtype"):
-            triton(dtypes=("bfloat16", "float16"))
-        with pytest.raises(ValueError, match="taps are float8_e4m3fn and float32"):
-            triton(taps_dtype="float8_e4m3fn")
-        with pytest.raises(ValueError, match="9 taps are more than 8"):
-            triton(taps=(9, 4), student_taps=(9, 4))
-    with launch.compiling_for(75), pytest.raises(ValueError, match="75, less than 80"):
-        triton()
-    if jax.default_backend() != "gpu":
-        with pytest.raises(ValueError, match=r"no GPU: the backend is cpu; use 'auto' or 'xla'"):
-            triton()
-
-
-# Meshes, with the definition in place of the launches: JAX cannot run the interpreter's callback
-# inside a partitioned call.
-
-# Axis of the mesh (data 2, tensor 2) that splits b, c and f; are keys normalised.
-LAYOUTS = {
-    "batch and chunks": (("data", "tensor", None), True),
-    "batch and features, plain keys": (("data", None, "tensor"), False),
-    "batch and features, unit keys": (("data", None, "tensor"), True),
-}
-
-
-def _forward_stand_in(shape, z_teacher, z_student, teacher_taps, student_taps, ids):
-    def one_row(z_teacher, z_student, teacher_taps, student_taps, ids):
-        x = Operands(z_teacher[None], z_student[None], teacher_taps, student_taps, ids[None])
-        found = reference.short_conv_residual(x, shape.facts)
-        norm = jnp.linalg.norm(found[1] - found[0], axis=-1)
-        return tuple(x[0] for x in (*found, *([norm] if shape.facts.normalizes_keys else [])))
-
-    return jax.vmap(one_row)(z_teacher, z_student, teacher_taps, student_taps, ids)
-
-
-def _backward_stand_in(shape, z_teacher, z_student, taps, _, ids, key, slope, along, *cotangents):
-    """Any function of arrays of every kind."""
-    d_difference, d_target, d_key = cotangents
-    if key is not None:
-        d_key = slope[..., None] * (d_key - along[..., None] * key)
-
-    def sums(z, d):
-        return taps[:, None] * jnp.sum(z * d, 2)[:, :, None]
-
-    dz = z_teacher + d_difference, z_student + d_key
-    return *dz, sums(z_teacher, d_target), sums(z_student, d_key)
-
-
-def _gradient(normalizes_keys, *operands):
-    *arrays, ids = operands
-
-    def call(*arrays):
-        return triton_call.short_conv_residual(Operands(*arrays, ids), Facts(True, normalizes_keys))
-
-    (difference, target, key), pull = jax.vjp(call, *arrays)
-    return (difference, target, key), pull((target, key, difference))
-
-
-def _measure_mesh() -> dict[str, object]:
-    triton_call._launch_forward = _forward_stand_in
-    triton_call._launch_backward = _backward_stand_in
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2)
-    arrays = draw(0, *[(2, 4, 8, 16)] * 2, *[(3, 16)] * 2)
-    operands = *arrays, jnp.asarray(np.random.default_rng(0).integers(0, 2, (2, 4, 8)))
-    found = {}
-    for layout, ((b, c, f), normalizes_keys) in LAYOUTS.items():
-        specs = [(b, c, None, f)] * 2 + [(None, f)] * 2 + [(b, c, None)]
-        shardings = tuple(NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
-        function = functools.partial(_gradient, normalizes_keys)
-        functions = {"forward": lambda *xs, f=function: f(*xs)[0], "gradient": function}
-        with launch.compiling_for(90):
-            programs = {
-                name: jax.jit(run, in_shardings=shardings).lower(*operands).compile()
-                for name, run in functions.items()
-            }
-            expected = jax.tree.leaves(jax.jit(function)(*operands))
-        ours = jax.tree.leaves(programs["gradient"](*jax.device_put(operands, shardings)))
-        found[layout] = {
-            name: [kind for kind in COLLECTIVES if kind in (program.as_text() or "")]
-            for name, program in programs.items()
-        }
-        found[layout]["distance"] = max(map(distance, ours, expected))
-        found[layout]["shard"] = ours[0].addressable_shards[0].data.shape
-    return found
-
-
-def test_a_mesh_splits_batch_chunks_and_the_features_of_plain_keys():
-    found = json.loads(printed(__file__))
-    assert found.keys() == LAYOUTS.keys()
-    chunks, plain, unit = found.values()
-    for layout in (chunks, plain):
-        assert layout["forward"] == []
-        assert layout["gradient"] == ["all-reduce"]  # the taps' gradients, over batch and chunks
-    assert "all-gather" in unit["forward"]  # a norm needs all features
-    assert max(layout["distance"] for layout in found.values()) <= 1e-5
-    assert chunks["shard"] == [1, 2, 8, 16]
-    assert plain["shard"] == [1, 4, 8, 8]
-
-
-if __name__ == "__main__":
-    print(json.dumps(_measure_mesh()))

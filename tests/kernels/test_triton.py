@@ -1,5 +1,5 @@
-"""The Triton kernels without a GPU: numerics by the interpreter, machine code ahead of time, and
-refusals."""
+"""The Triton kernels of dual-window attention without a GPU: numerics by the interpreter, machine
+code ahead of time."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ import pytest
 from interpreting import check_errors
 from launched import launched_kernels
 from ttcd_kernels import dual_window_attention, launch
-from ttcd_kernels.dual_window.bench import compile_gradient
-from ttcd_kernels.dual_window.tuning import HEAD_DIMS, TABLE, tuning_for
+from ttcd_kernels.aot import compile_kernels
+from ttcd_kernels.dual_window import bench
 
 BASE = {"T": 40, "S": 40, "N": 2, "K": 1, "H": 32, "teacher": 16, "student": 8}
 CASES = [
@@ -39,10 +39,14 @@ def test_results_and_gradients_are_those_of_the_definition():
     check_errors("dual_window", CASES, BOUND, "teacher_lse", "student_lse")
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("capability", [80, 90])
-def test_machine_code_spills_nothing_in_the_forward(capability, head_dim):
-    kernels, launched = compile_gradient(capability, head_dim)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in bench.SHAPES["aot"] if case.head_dim == 64 or not case.has_documents],
+    ids=lambda case: case.name,
+)
+def test_machine_code_spills_nothing_in_the_forward(case, capability):
+    kernels, launched = compile_kernels(bench, case, capability)
     assert launched == ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
     forward, backward_q, backward_kv = kernels
     assert [kernel.name for kernel in kernels] == launched
@@ -54,45 +58,11 @@ def test_machine_code_spills_nothing_in_the_forward(capability, head_dim):
         assert kernel.tensor_core_instructions > 0
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_documents_compile_too(capability):
-    (forward, *backward), _ = compile_gradient(capability, 64, has_segments=True)
-    assert forward.spill_bytes == 0
-    assert max(kernel.spill_bytes for kernel in backward) <= 64
-
-
-def test_the_table_knows_every_head_dim_and_older_and_newer_gpus():
-    assert {dim for _, dim in TABLE} == set(HEAD_DIMS)
-    for dim in HEAD_DIMS:
-        assert tuning_for(86, dim) == TABLE[80, dim]
-        assert tuning_for(100, dim) == TABLE[90, dim]
-
-
-def _attend(dtype=jnp.bfloat16, key_dtype=jnp.bfloat16, head_dim=32, implementation="triton"):
-    q, k = jnp.zeros((1, 8, 1, head_dim), dtype), jnp.zeros((1, 8, 1, head_dim), key_dtype)
-    return dual_window_attention(
-        q, k, k, teacher_window=4, student_window=2, implementation=implementation
-    )
-
-
-def test_what_the_kernel_cannot_take_is_refused_before_launch():
-    with launch.compiling_for(90):
-        with pytest.raises(ValueError, match=r"head dim 48 is not one of 32, 64, 128"):
-            _attend(head_dim=48)
-        with pytest.raises(ValueError, match="bfloat16, float16, float16: they must be of one"):
-            _attend(key_dtype=jnp.float16)
-    with launch.compiling_for(75), pytest.raises(ValueError, match="75, less than 80"):
-        _attend()
-    if jax.default_backend() != "gpu":
-        with pytest.raises(ValueError, match=r"no GPU: the backend is cpu; use 'auto' or 'xla'"):
-            _attend()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"BLOCK_X": 3}, "dual_window_forward has no parameter BLOCK_X: q_ptr, "),
-        ({"BLOCK_M": None}, "takes 16 arguments and results besides H, .*, not 15: q_ptr, "),
+        ({"BLOCK_X": 3}, "dual_window_forward: got an unexpected keyword argument 'BLOCK_X'"),
+        ({"BLOCK_M": None}, "dual_window_forward: missing a required argument: 'BLOCK_M'"),
     ],
 )
 def test_a_launch_names_the_parameter_that_is_wrong(change, message, monkeypatch):

@@ -7,10 +7,13 @@ import pytest
 from ttcd_kernels import launch, tune
 from ttcd_kernels.bench import OPS
 from ttcd_kernels.decode import triton_call as decode_call
+from ttcd_kernels.decode import tuning as decode_tuning
 from ttcd_kernels.decode import xla as decode_xla
 from ttcd_kernels.dual_window import triton_call as dual_window_call
+from ttcd_kernels.dual_window import tuning as dual_window_tuning
 from ttcd_kernels.dual_window import xla as dual_window_xla
 from ttcd_kernels.short_conv import triton_call as short_conv_call
+from ttcd_kernels.short_conv import tuning as short_conv_tuning
 from ttcd_kernels.short_conv import xla as short_conv_xla
 
 KERNELS = {
@@ -46,16 +49,11 @@ def tiles(monkeypatch):
 @pytest.mark.parametrize("op", KERNELS)
 def test_each_kernel_is_tried_with_every_tile_and_sorted_by_time(op, tiles, monkeypatch):
     case = OPS[op].SHAPES["parity"][0]._replace(dtype="float32", rounds=1)
-    searches = OPS[op].searches(case)
-    assert list(searches) == KERNELS[op]
-    for search in searches.values():
-        assert search.table in search.programs
-    # The table's and one more.
-    few = {
-        name: search._replace(programs=dict(list(search.programs.items())[:2]))
-        for name, search in searches.items()
-    }
-    monkeypatch.setattr(OPS[op], "searches", lambda case: few)
+    assert list(OPS[op].CANDIDATES) == KERNELS[op]
+    few = {}  # the table's and one more
+    for kernel, best in OPS[op].tuning(case)._asdict().items():
+        few[kernel] = [tile for tile in OPS[op].CANDIDATES[kernel] if tile != best][:1]
+    monkeypatch.setattr(OPS[op], "CANDIDATES", few)
     rows = tune.tuned(OPS[op], case)
     assert [row.kernel for row in rows] == [name for name in KERNELS[op] for _ in range(2)]
     assert len(tiles) == 2 * len(few)
@@ -70,18 +68,13 @@ def test_each_kernel_is_tried_with_every_tile_and_sorted_by_time(op, tiles, monk
 def test_the_command_writes_what_it_prints(tiles, tmp_path, monkeypatch, capsys):
     cases = OPS["dual_window"].SHAPES
     monkeypatch.setitem(cases, "tiny", (cases["parity"][0]._replace(dtype="float32", rounds=1),))
-    searches = OPS["dual_window"].searches
-
-    def first(case):
-        search = searches(case)["forward"]
-        return {"forward": search._replace(programs=dict(list(search.programs.items())[:1]))}
-
-    monkeypatch.setattr(OPS["dual_window"], "searches", first)
+    monkeypatch.setattr(OPS["dual_window"], "CANDIDATES", dict.fromkeys(KERNELS["dual_window"], ()))
     file = tmp_path / "tune.json"
     tune.main(["--shapes", "tiny", "--json", str(file)])
-    (row,) = json.loads(file.read_text())["rows"]
-    assert (row["kernel"], row["ratio"]) == ("forward", 1)
-    assert row["tile"] in capsys.readouterr().out
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["kernel"] for row in rows] == KERNELS["dual_window"]
+    assert rows[0]["ratio"] == 1
+    assert rows[0]["tile"] in capsys.readouterr().out
     with pytest.raises(SystemExit):
         tune.main(["--shapes", "tiny", "--case", "none"])
     assert "no 'none' in tiny; it has" in capsys.readouterr().err
@@ -92,3 +85,16 @@ def test_without_a_gpu_there_is_nothing_to_tune():
         pytest.skip("this machine has a GPU")
     with pytest.raises(SystemExit, match="nothing to tune: there is no GPU"):
         tune.main([])
+
+
+def test_a_table_serves_every_head_dim_and_older_and_newer_gpus():
+    for tuning in (dual_window_tuning, decode_tuning):
+        assert {dim for _, dim in tuning.TABLE} == set(tuning.HEAD_DIMS)
+    for known, capability in ((80, 86), (90, 100)):
+        assert short_conv_tuning.tuning_for(capability) == short_conv_tuning.TABLE[known]
+        for dim in dual_window_tuning.HEAD_DIMS:
+            found = dual_window_tuning.tuning_for(capability, dim)
+            assert found == dual_window_tuning.TABLE[known, dim]
+            narrow, wide = (decode_tuning.tuning_for(capability, dim, size)[0] for size in (2, 4))
+            assert narrow == decode_tuning.TABLE[known, dim]
+            assert wide.block_n == narrow.block_n // 2

@@ -1,8 +1,8 @@
-"""Decode attention as it is measured and compiled ahead of time: its shapes, the definition and, on
-a GPU, JAX's own attention twice."""
+"""Decode attention as it is measured and compiled ahead of time: its shapes, its own forms, and
+JAX's attention once for each window."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttcd_kernels import launch
-from ttcd_kernels.aot import Compiled, compile_kernels
 from ttcd_kernels.decode import triton_call
-from ttcd_kernels.decode.api import Implementation, decode_attention, decode_attention_with_lse
+from ttcd_kernels.decode.api import Implementation, decode_attention
 from ttcd_kernels.decode.reference import visible_slots
-from ttcd_kernels.decode.tuning import CANDIDATES, HEAD_DIMS, Tuning, tuning_for
-from ttcd_kernels.measure import Search, SetName, Work
+from ttcd_kernels.decode.tuning import CANDIDATES as CANDIDATES
+from ttcd_kernels.decode.tuning import HEAD_DIMS, Tuning, tuning_for
+from ttcd_kernels.measure import SetName, Work
 from ttcd_kernels.windows import Results, Windows
 
+NUM_INPUTS = 3
 PEERS = ("jax.nn",)  # names of foreign implementations begin so: they may refuse a shape
 
 
@@ -37,8 +38,8 @@ class Case(NamedTuple):
     rounds: int = 5
 
     @property
-    def positions(self) -> np.ndarray:
-        return self.first_position + 7 * np.arange(self.batch, dtype=np.int32)
+    def positions(self) -> jax.Array:
+        return jnp.asarray(self.first_position + 7 * np.arange(self.batch, dtype=np.int32))
 
 
 def _at_batches(case: Case) -> list[Case]:
@@ -61,6 +62,7 @@ SHAPES: dict[SetName, tuple[Case, ...]] = {
         Case("256/256 H6/2 D32", 4, 6, 2, 32, 256, 256),
         Case("300/1 H24 D64, beginning", 9, 24, 24, 64, 300, 1, first_position=0, dtype="float32"),
     ),
+    "aot": tuple(Case(f"D{dim}", 8, 16, 8, dim, 8192, 4096) for dim in HEAD_DIMS),
 }
 
 
@@ -72,32 +74,45 @@ def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
     return [q, cache, cache]
 
 
-def programs(case: Case) -> dict[tuple[str, str], Callable[..., Any]]:
-    """(direction, implementation) -> function of the operands."""
+def implementations(case: Case) -> dict[str, Callable[..., Any]]:
+    """(q, k_cache, v_cache) -> (teacher, student)."""
 
     def dual(implementation: Implementation) -> Callable[..., Any]:
         windows = {"teacher_window": case.teacher_window, "student_window": case.student_window}
         attend: Any = functools.partial(decode_attention, **windows, implementation=implementation)
-        return lambda *arrays: attend(*arrays, jnp.asarray(case.positions))
+        return lambda *arrays: attend(*arrays, case.positions)
 
-    found = {("forward", name): dual(name) for name in ("xla", "reference")}
-    if jax.default_backend() == "gpu":
-        found["forward", "triton"] = dual("triton")
-        found["forward", "jax.nn twice"] = functools.partial(_stock, case)
-    return found
+    found = {"xla": dual("xla"), "reference": dual("reference")}
+    operands: Any = operand_shapes(case)
+    if triton_call.unsupported(*operands) is None:
+        found["triton"] = dual("triton")
+    return found | {"jax.nn twice": functools.partial(_stock, case)}
 
 
-def searches(case: Case) -> dict[str, Search]:
-    """The one kernel's tiles to try, and a program with each."""
-    table = tuning_for(launch.known_capability(), case.head_dim, jnp.dtype(case.dtype).itemsize)
+def _stock(
+    case: Case, q: jax.Array, k_cache: jax.Array, v_cache: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One masked call per window."""
+
+    def attend(window: int) -> jax.Array:
+        visible = visible_slots(case.positions, k_cache.shape[1], window)
+        out = jax.nn.dot_product_attention(
+            q[:, None], k_cache, v_cache, mask=visible[:, None, None], implementation="xla"
+        )
+        return out[:, 0]
+
+    return attend(case.teacher_window), attend(case.student_window)
+
+
+def tuning(case: Case) -> Tuning:
+    return tuning_for(launch.known_capability(), case.head_dim, jnp.dtype(case.dtype).itemsize)
+
+
+def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Results]:
+    """The kernel with these tiles."""
     windows = Windows(case.teacher_window, case.student_window, case.head_dim**-0.5)
-
-    def program(tuning: Tuning) -> Callable[..., Results]:
-        attend: Any = functools.partial(triton_call.decode, windows=windows, tuning=tuning)
-        return lambda *arrays: attend(*arrays, jnp.asarray(case.positions))
-
-    tunings = dict.fromkeys((table, *CANDIDATES))
-    return {"decode_attention": Search({tuning: program(tuning) for tuning in tunings}, table)}
+    run: Any = functools.partial(triton_call.decode, windows=windows, tuning=tuning)
+    return lambda *arrays: run(*arrays, case.positions)
 
 
 def work(case: Case, direction: str) -> Work:
@@ -108,54 +123,3 @@ def work(case: Case, direction: str) -> Work:
     keys = case.batch * case.teacher_window * case.num_kv_heads * case.head_dim
     size = jnp.dtype(case.dtype).itemsize
     return Work(flops=4.0 * rows * case.teacher_window, bytes=float(size * (2 * keys + 3 * rows)))
-
-
-def reference_bytes(case: Case) -> int:
-    """Size of the caches in float32, a copy for every query head."""
-    slots = case.num_slots or case.teacher_window
-    return 8 * case.batch * slots * case.num_heads * case.head_dim
-
-
-def _stock(
-    case: Case, q: jax.Array, k_cache: jax.Array, v_cache: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """One masked call per window."""
-
-    def attend(window: int) -> jax.Array:
-        visible = visible_slots(jnp.asarray(case.positions), k_cache.shape[1], window)
-        out = jax.nn.dot_product_attention(
-            q[:, None], k_cache, v_cache, mask=visible[:, None, None], implementation="xla"
-        )
-        return out[:, 0]
-
-    return attend(case.teacher_window), attend(case.student_window)
-
-
-def variants(capability: int) -> Iterator[tuple[str, list[Compiled]]]:
-    """(name, the kernel) of each head dim."""
-    for head_dim in HEAD_DIMS:
-        yield f"D{head_dim}", compile_step(capability, head_dim)[0]
-
-
-def compile_step(
-    capability: int,
-    head_dim: int,
-    *,
-    batch: int = 8,
-    num_heads: int = 16,
-    num_kv_heads: int = 8,
-    teacher_window: int = 8192,
-    student_window: int = 4096,
-    dtype: str = "bfloat16",
-) -> tuple[list[Compiled], list[str]]:
-    """The kernels of one call, and the names in launch order."""
-    q = jax.ShapeDtypeStruct((batch, num_heads, head_dim), dtype)
-    cache = jax.ShapeDtypeStruct((batch, teacher_window, num_kv_heads, head_dim), dtype)
-    position = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    step = functools.partial(
-        decode_attention_with_lse,
-        teacher_window=teacher_window,
-        student_window=student_window,
-        implementation="triton",
-    )
-    return compile_kernels(step, q, cache, cache, position, capability=capability)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttcd_kernels import launch
-from ttcd_kernels.decode.tuning import HEAD_DIMS, Tuning, slices_for, tuning_for
+from ttcd_kernels.decode.tuning import HEAD_DIMS, Tile, Tuning, slices_for, tuning_for
 from ttcd_kernels.dual_window.lse import merge
 from ttcd_kernels.partitioning import everywhere
 from ttcd_kernels.windows import Results, Windows
@@ -37,13 +37,13 @@ def decode(
     tuning = tuning or tuning_for(launch.known_capability(), q.shape[-1], size)
     axes = {"Q": "b (k g) h", "K": "b s k h", "P": "b", "L": "b (k g)"}
     arrays, group = (q, k_cache, v_cache, position), q.shape[1] // k_cache.shape[2]
-    run = functools.partial(_launch, windows, tuning)
+    run = functools.partial(_launch, windows, tuning.decode_attention)
     return everywhere(run, "QKKP -> QQLL", axes, arrays, whole=("h", "s"), g=group)
 
 
 def _launch(
     windows: Windows,
-    tuning: Tuning,
+    tile: Tile,
     q: jax.Array,
     k_cache: jax.Array,
     v_cache: jax.Array,
@@ -53,7 +53,7 @@ def _launch(
 
     B, N, H = q.shape
     num_slots, K = k_cache.shape[1:3]
-    slices = slices_for(tuning, B * K, windows.teacher, windows.student)
+    slices = slices_for(tile, B * K, windows.teacher, windows.student)
     num_slices = slices.near + slices.far
     outs, lses = launch.launch(
         decode_attention,
@@ -66,11 +66,11 @@ def _launch(
             jax.ShapeDtypeStruct((num_slices, B, N), jnp.float32),
         ],
         grid=(num_slices, K, B),
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         H=H,
         BLOCK_G=max(_SMALLEST_GROUP, 1 << (N // K - 1).bit_length()),
-        BLOCK_N=tuning.block_n,
+        BLOCK_N=tile.block_n,
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )
     teacher, teacher_lse = merge(outs, lses)

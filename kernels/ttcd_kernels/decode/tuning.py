@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 
-class Tuning(NamedTuple):
-    """Keys per tile, warps, software pipeline depth, programs that fill the GPU."""
+class Tile(NamedTuple):
+    """The kernel's: keys per tile, warps, software pipeline depth, programs that fill the GPU."""
 
     block_n: int
     num_warps: int
@@ -12,37 +12,45 @@ class Tuning(NamedTuple):
     num_programs: int
 
 
+class Tuning(NamedTuple):
+    """Tiles by kernel."""
+
+    decode_attention: Tile
+
+
 # By (compute capability, head dim), for operands of two bytes. A program keeps two tiles of K and
 # of V in flight (three stages), up to 16 KiB each, and two programs share a multiprocessor: H100
 # and H200 have 132, A100 108. Chosen by the reports of the compiler, not yet by time on a GPU.
-TABLE: dict[tuple[int, int], Tuning] = {
-    (90, 128): Tuning(64, 4, 3, 264),
-    (90, 64): Tuning(128, 4, 3, 264),
-    (90, 32): Tuning(128, 4, 3, 264),
-    (80, 128): Tuning(64, 4, 3, 216),
-    (80, 64): Tuning(128, 4, 3, 216),
-    (80, 32): Tuning(128, 4, 3, 216),
+TABLE: dict[tuple[int, int], Tile] = {
+    (90, 128): Tile(64, 4, 3, 264),
+    (90, 64): Tile(128, 4, 3, 264),
+    (90, 32): Tile(128, 4, 3, 264),
+    (80, 128): Tile(64, 4, 3, 216),
+    (80, 64): Tile(128, 4, 3, 216),
+    (80, 32): Tile(128, 4, 3, 216),
 }
 HEAD_DIMS = (32, 64, 128)
 
 # Tried by `ttcd_kernels.tune` besides the table's.
-CANDIDATES = tuple(
-    Tuning(block_n, num_warps, num_stages, num_programs)
-    for block_n in (32, 64, 128)
-    for num_warps in (2, 4, 8)
-    for num_stages in (2, 3, 4)
-    for num_programs in (132, 264, 528)
-)
+CANDIDATES = {
+    "decode_attention": tuple(
+        Tile(block_n, num_warps, num_stages, num_programs)
+        for block_n in (32, 64, 128)
+        for num_warps in (2, 4, 8)
+        for num_stages in (2, 3, 4)
+        for num_programs in (132, 264, 528)
+    )
+}
 
 
 def tuning_for(capability: int, head_dim: int, itemsize: int) -> Tuning:
     """The table's row for the newest listed GPU that is no newer than `capability`; for operands of
     four bytes, whose products use no tensor cores, with half the tile and twice the warps."""
     known = max(listed for listed, _ in TABLE if listed <= capability)
-    tuning = TABLE[known, head_dim]
-    if itemsize < 4:
-        return tuning
-    return tuning._replace(block_n=tuning.block_n // 2, num_warps=2 * tuning.num_warps)
+    tile = TABLE[known, head_dim]
+    if itemsize >= 4:
+        tile = tile._replace(block_n=tile.block_n // 2, num_warps=2 * tile.num_warps)
+    return Tuning(tile)
 
 
 class Slices(NamedTuple):
@@ -53,16 +61,14 @@ class Slices(NamedTuple):
     far: int  # slices of the rest of the teacher's
 
 
-def slices_for(
-    tuning: Tuning, batch_kv_heads: int, teacher_window: int, student_window: int
-) -> Slices:
+def slices_for(tile: Tile, batch_kv_heads: int, teacher_window: int, student_window: int) -> Slices:
     """The shortest slices, in whole tiles, that make at most `num_programs` programs; one slice per
     band where that is more already."""
     far_window = teacher_window - student_window
-    keys = tuning.block_n
+    keys = tile.block_n
     while True:
         slices = Slices(keys, -(-student_window // keys), -(-far_window // keys))
         programs = batch_kv_heads * (slices.near + slices.far)
-        if programs <= tuning.num_programs or keys >= max(student_window, far_window):
+        if programs <= tile.num_programs or keys >= max(student_window, far_window):
             return slices
-        keys += tuning.block_n
+        keys += tile.block_n

@@ -3,33 +3,20 @@ two single-window calls and, on a GPU, cuDNN and (where it is installed) tokamax
 
 import functools
 import importlib.util
-import itertools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ttcd_kernels import launch, measure
-from ttcd_kernels.aot import Compiled, compile_kernels
-from ttcd_kernels.dual_window import cudnn, lse, mosaic_aot, mosaic_call, triton_call
-from ttcd_kernels.dual_window.api import (
-    Implementation,
-    dual_window_attention,
-    dual_window_attention_with_lse,
-    window_attention,
-)
-from ttcd_kernels.dual_window.tuning import (
-    CANDIDATES,
-    HEAD_DIMS,
-    MOSAIC_TILES,
-    Tuning,
-    tuning_for,
-)
+from ttcd_kernels.dual_window import cudnn, lse, mosaic_call, triton_call
+from ttcd_kernels.dual_window.api import Implementation, dual_window_attention, window_attention
+from ttcd_kernels.dual_window.tuning import CANDIDATES as CANDIDATES
+from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tuning, tuning_for
 from ttcd_kernels.measure import SetName, Work
 from ttcd_kernels.windows import Windows
 
+NUM_INPUTS = 3
 PEERS = ("cudnn", "tokamax")  # names of foreign implementations begin so: they may refuse a shape
 
 
@@ -44,6 +31,7 @@ class Case(NamedTuple):
     teacher_window: int | None
     student_window: int
     batch: int = 1
+    has_documents: bool = False  # three in every row
     dtype: str = "bfloat16"
     rounds: int = 5
 
@@ -80,6 +68,12 @@ SHAPES: dict[SetName, tuple[Case, ...]] = {
         Case("257, 130/129 H2/2 D128", 257, 2, 2, 128, 130, 129, dtype="float16"),
         Case("200, full/1 H2/1 D32", 200, 2, 1, 32, None, 1),
     ),
+    # Machine code depends neither on the length, longer than any tile, nor on the windows.
+    "aot": tuple(
+        Case(f"D{dim}{' documents' * ids}", 65536, 16, 8, dim, 8192, 4096, has_documents=ids)
+        for dim in HEAD_DIMS
+        for ids in (False, True)
+    ),
 }
 
 
@@ -90,11 +84,6 @@ def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
         for heads in (case.num_heads, case.num_kv_heads)
     )
     return [wide, narrow, narrow, wide, wide]
-
-
-def programs(case: Case) -> dict[tuple[str, str], Callable[..., Any]]:
-    """(direction, implementation) -> function of the operands."""
-    return measure.both_directions(_implementations(case), 3)
 
 
 def work(case: Case, direction: str) -> Work:
@@ -110,49 +99,40 @@ def work(case: Case, direction: str) -> Work:
     return Work(flops, moved)
 
 
-def reference_bytes(case: Case) -> int:
-    """Size of one full [B, N, T, T] score matrix in float32."""
-    return 4 * case.batch * case.num_heads * case.length**2
+def tuning(case: Case) -> Tuning:
+    return tuning_for(launch.known_capability(), case.head_dim)
 
 
-def searches(case: Case) -> dict[str, measure.Search]:
-    """Per kernel: the tiles to try, and a program with each."""
-
-    def attend(tuning: Tuning) -> Callable[..., Any]:
-        return lambda q, k, v: triton_call.dual_window(q, k, v, None, case.windows, tuning=tuning)[
-            :2
-        ]
-
-    table = tuning_for(launch.known_capability(), case.head_dim)
-    return measure.searches(table, CANDIDATES, attend, 3)
+def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Any]:
+    """The Triton kernels with these tiles."""
+    return lambda q, k, v: triton_call.dual_window(q, k, v, None, case.windows, tuning=tuning)[:2]
 
 
-def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
+def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     """(q, k, v) -> (teacher, student); peers that do one window only return a tuple of one."""
     windows = case.teacher_window, case.student_window
+    ids = measure.three_documents(case.batch, case.length) if case.has_documents else None
 
     def dual(implementation: Implementation) -> Callable[..., Any]:
         reach = {"teacher_window": case.teacher_window, "student_window": case.student_window}
-        return functools.partial(dual_window_attention, **reach, implementation=implementation)
+        options: Any = {"segment_ids": ids, "implementation": implementation}
+        return functools.partial(dual_window_attention, **reach, **options)
 
     def single(implementation: Implementation, *windows: int | None) -> Callable[..., Any]:
-        def call(*qkv: jax.Array) -> tuple[jax.Array, ...]:
-            attend = functools.partial(window_attention, *qkv, implementation=implementation)
-            return tuple(attend(window=window) for window in windows)
-
-        return call
+        options: Any = {"segment_ids": ids, "implementation": implementation}
+        return lambda *qkv: tuple(window_attention(*qkv, window=w, **options) for w in windows)
 
     found = {"xla": dual("xla"), "xla two calls": single("xla", *windows)}
     found["reference"] = dual("reference")
-    if jax.default_backend() != "gpu":
-        return found | {"lse": dual("lse")}
     qkv: Any = operand_shapes(case)[:3]
     if triton_call.unsupported(*qkv) is None:
-        found |= {
-            "triton": dual("triton"),
-            "triton teacher": single("triton", case.teacher_window),
-            "lse triton": _lse(case, lse.of_own(triton_call.dual_window)),
-        }
+        found |= {"triton": dual("triton"), "triton teacher": single("triton", windows[0])}
+    if case.has_documents:  # nothing below knows them
+        return found
+    if jax.default_backend() != "gpu":
+        return found | {"lse": dual("lse")}
+    if triton_call.unsupported(*qkv) is None:
+        found["lse triton"] = _lse(case, lse.of_own(triton_call.dual_window))
     if mosaic_call.unsupported(*qkv) is None:
         found["mosaic"] = dual("mosaic")
     if cudnn.unsupported(*qkv) is None:
@@ -179,45 +159,5 @@ def _stock(
 ) -> Callable[..., Any]:
     """One call per window, with gradients of their own."""
     attend = functools.partial(attention, is_causal=True, implementation=implementation)
-
-    def call(*qkv: jax.Array) -> tuple[jax.Array, ...]:
-        sizes = (None if window is None else (window - 1, 0) for window in windows)
-        return tuple(attend(*qkv, local_window_size=size) for size in sizes)
-
-    return call
-
-
-def variants(capability: int) -> Iterator[tuple[str, list[Compiled]]]:
-    """(name, forward and both backward kernels) of each head dim, plain and with documents; for
-    Hopper also the Mosaic forward, where its compiler is installed."""
-    for head_dim, has_segments in itertools.product(HEAD_DIMS, (False, True)):
-        name = f"D{head_dim}" + " documents" * has_segments
-        yield name, compile_gradient(capability, head_dim, has_segments)[0]
-    if capability != mosaic_call.CAPABILITY:
-        return
-    reason = mosaic_aot.unavailable()
-    if reason is not None:
-        print(f"without the Mosaic kernel: {reason}", file=sys.stderr)
-        return
-    for head_dim in MOSAIC_TILES:
-        yield f"D{head_dim} Mosaic", [mosaic_aot.compile_mosaic(head_dim)]
-
-
-def compile_gradient(
-    capability: int, head_dim: int, has_segments: bool = False
-) -> tuple[list[Compiled], list[str]]:
-    """The kernels of one forward and backward, and the names in launch order. The machine code does
-    not depend on the length, longer than any tile, or on the windows."""
-    q = jax.ShapeDtypeStruct((1, 65_536, 16, head_dim), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((1, 65_536, 8, head_dim), jnp.bfloat16)
-    ids = jax.ShapeDtypeStruct((1, 65_536), jnp.int32) if has_segments else None
-
-    def gradient(
-        q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
-    ) -> tuple[jax.Array, ...]:
-        options: Any = {"teacher_window": 8192, "student_window": 4096, "implementation": "triton"}
-        attend = functools.partial(dual_window_attention_with_lse, segment_ids=ids, **options)
-        results, pull = jax.vjp(attend, q, k, v)
-        return pull(results)
-
-    return compile_kernels(gradient, q, k, k, ids, capability=capability)
+    sizes = [None if window is None else (window - 1, 0) for window in windows]
+    return lambda *qkv: tuple(attend(*qkv, local_window_size=size) for size in sizes)

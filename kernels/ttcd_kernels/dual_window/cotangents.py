@@ -9,9 +9,8 @@ gradients pass through one set of weights:
 with D = rowsum(dO * O) - d_lse: five matrix products for each key pair of the teacher's window.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,29 +42,20 @@ def with_gradients(
     """`forward(static, q, k, v, segment_ids)`, which returns the results of
     `reference.dual_window`, made differentiable in q, k, v through all four of them by
     `backward(static, residuals, cotangents)`."""
-    return cast(Results, _call(forward, backward, static, *operands))
 
+    @jax.custom_vjp
+    def call(*operands: Any) -> Results:
+        return forward(static, *operands)
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _call(forward: Forward, _: Backward, static: Any, *operands: Any) -> Results:
-    return forward(static, *operands)
+    def save(q: Any, k: Any, v: Any, segment_ids: Any) -> tuple[Results, Residuals]:
+        results = forward(static, q, k, v, segment_ids)
+        return results, Residuals(q, k, v, segment_ids, *results)
 
+    def pull(saved: Residuals, cotangents: Results) -> tuple[Any, ...]:
+        return *backward(static, saved, cotangents), None
 
-def _forward(
-    forward: Forward, _: Backward, static: Any, *operands: Any
-) -> tuple[Results, Residuals]:
-    results = forward(static, *operands)
-    q, k, v, segment_ids = operands
-    return results, Residuals(q, k, v, segment_ids, *results)
-
-
-def _backward(
-    _: Forward, backward: Backward, static: Any, saved: Residuals, cotangents: Results
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    return *backward(static, saved, cotangents), None
-
-
-_call.defvjp(_forward, _backward)
+    call.defvjp(save, pull)
+    return call(*operands)
 
 
 class BandCotangents(NamedTuple):

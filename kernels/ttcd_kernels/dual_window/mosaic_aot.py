@@ -92,7 +92,7 @@ def compile_here(head_dim: int) -> None:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
 
     windows = Windows(8192, 4096, head_dim**-0.5)
-    attend = jax.jit(functools.partial(mosaic_call.forward, windows=windows))
+    attend = jax.jit(functools.partial(mosaic_call.launch_forward, windows))
     with launch.compiling_for(90):
         traced = attend.trace(operand(16), operand(8), operand(8))
         traced.lower(lowering_platforms=("cuda",)).compile()

@@ -1,6 +1,6 @@
 """Dual-window attention by the Mosaic forward for Hopper: launch, gradients, support."""
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,6 @@ from ttcd_kernels.windows import Results, Windows
 
 _DTYPES = ("bfloat16", "float16")
 CAPABILITY = 90  # wgmma exists on Hopper only
-
-
-class _Shape(NamedTuple):
-    """Static facts of a call."""
-
-    teacher_window: int
-    student_window: int
-    scale: float
-    tile: MosaicTile
-    interpret: Any = False
 
 
 def unsupported(
@@ -54,71 +44,57 @@ def _toolkit() -> int | None:
 
 
 def dual_window(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: None, windows: Windows
 ) -> Results:
     """Same contract as `xla.dual_window`, for operands that are not `unsupported`.
 
     Raises:
         ValueError: scale is not above 0.
     """
-    return with_gradients(_forward, triton_call.gradients, windows, q, k, v, segment_ids)
-
-
-def _forward(
-    windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
-) -> Results:
-    """Under vmap and on a mesh too."""
-    assert segment_ids is None
-    shape = _shape(windows, q, k)
-    return triton_call.everywhere(_launch_forward, "QKK -> QQLL", shape, q, k, v)
-
-
-def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    windows: Windows,
-    *,
-    tile: MosaicTile | None = None,
-    interpret: Any = False,
-) -> Results:
-    """One launch: `dual_window` without a gradient. `interpret`, an instance of
-    `mosaic_gpu.InterpretGPUParams`, runs it on a CPU (of three threads at least, or it hangs)."""
-    return _launch_forward(_shape(windows, q, k, tile, interpret), q, k, v)
-
-
-def _shape(
-    windows: Windows,
-    q: jax.Array,
-    k: jax.Array,
-    tile: MosaicTile | None = None,
-    interpret: Any = False,
-) -> _Shape:
-    if windows.scale <= 0:
-        # The largest score is found before scaling.
+    if windows.scale <= 0:  # the largest score is found before scaling
         raise ValueError(
             f"scale is {windows.scale}, the Mosaic kernel needs one above 0; use 'triton'"
         )
-    return _Shape(*windows.within(k.shape[1]), tile or MOSAIC_TILES[q.shape[-1]], interpret)
+    return with_gradients(_forward, triton_call.gradients, windows, q, k, v, segment_ids)
 
 
-def _launch_forward(shape: _Shape, q: jax.Array, k: jax.Array, v: jax.Array) -> Results:
-    """Queries and keys are padded to the whole tiles that the kernel copies: no query sees the keys
-    after the last."""
+def _forward(windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> Results:
+    """Under vmap and on a mesh too."""
+
+    def run(windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array) -> Results:
+        # Without the defaults, which JAX's partitioner would take for operands.
+        return launch_forward(windows, q, k, v)
+
+    return triton_call.everywhere(run, "QKK -> QQLL", windows, q, k, v)
+
+
+def launch_forward(
+    windows: Windows,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tile: MosaicTile | None = None,
+    interpret: Any = False,
+) -> Results:
+    """One launch, without gradients. Queries and keys are padded to the whole tiles that the kernel
+    copies: no query sees the keys after the last. `interpret`, an instance of
+    `mosaic_gpu.InterpretGPUParams`, runs it on a CPU (of three threads at least, or it hangs)."""
     from ttcd_kernels.dual_window.mosaic_kernel import Facts, dual_window_forward
 
     T, S = q.shape[1], k.shape[1]
-    near, far = (0, shape.student_window), (shape.student_window, shape.teacher_window)
+    teacher_window, student_window, scale = windows.within(S)
+    tile = tile or MOSAIC_TILES[q.shape[-1]]
+    near, far = (0, student_window), (student_window, teacher_window)
     facts = Facts(
         bands=(near,) if far[0] == far[1] else (near, far),
         num_keys=S,
         first_position=S - T,
-        scale_log2=shape.scale * launch.LOG2E,
-        tile=shape.tile,
-        interpret=shape.interpret,
+        scale_log2=scale * launch.LOG2E,
+        tile=tile,
+        interpret=interpret,
     )
-    q = _padded(q, shape.tile.block_q)
-    k, v = _padded(k, shape.tile.block_kv), _padded(v, shape.tile.block_kv)
+    q = _padded(q, tile.block_q)
+    k, v = _padded(k, tile.block_kv), _padded(v, tile.block_kv)
     results = dual_window_forward(q, k, v, facts)
     results = [(out[:, :T], lse[:, :, :T].swapaxes(1, 2)) for out, lse in results]
     (student, student_lse), (teacher, teacher_lse) = results[0], results[-1]

@@ -18,9 +18,7 @@ from ttcd_kernels.windows import Results, Windows
 class _Shape(NamedTuple):
     """Static facts of a call."""
 
-    teacher_window: int
-    student_window: int
-    scale: float
+    windows: Windows
     tuning: Tuning
 
 
@@ -54,7 +52,7 @@ def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
 
 def _shape(windows: Windows, q: jax.Array, k: jax.Array, tuning: Tuning | None = None) -> _Shape:
     tuning = tuning or tuning_for(launch.known_capability(), q.shape[-1])
-    return _Shape(*windows.within(k.shape[1]), tuning)
+    return _Shape(windows.within(k.shape[1]), tuning)
 
 
 def _forward(
@@ -99,8 +97,8 @@ def _launch_forward(
     teacher, student, teacher_lse, student_lse = launch.launch(
         dual_window_forward,
         *_operands(q, k, v, segment_ids),
-        *_sizes(q, k),
-        *(shape.teacher_window, shape.student_window, np.float32(shape.scale * launch.LOG2E)),
+        *_sizes(q, k, shape.windows),
+        np.float32(shape.windows.scale * launch.LOG2E),
         out_shape=[out, out, lse, lse],
         grid=(-(-T // tile.block_m), N, B),
         **_constants(q, segment_ids, tile),
@@ -129,8 +127,7 @@ def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
         jnp.stack([near_out, far_out]),
         stacked(near_lse, far_lse),
         stacked(near_delta, far_delta),
-        *(B, *_sizes(q, k)),
-        *(shape.teacher_window, shape.student_window, np.float32(shape.scale)),
+        *(B, *_sizes(q, k, shape.windows), np.float32(shape.windows.scale)),
     )
     tile = shape.tuning.backward_q
     (dq,) = launch.launch(
@@ -158,9 +155,9 @@ def _operands(
     return q, k, v, q if segment_ids is None else segment_ids.astype(jnp.int32)
 
 
-def _sizes(q: jax.Array, k: jax.Array) -> tuple[int, ...]:
-    """T, S, N, K."""
-    return q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+def _sizes(q: jax.Array, k: jax.Array, windows: Windows) -> tuple[int, ...]:
+    """T, S, N, K, w_T, w_S."""
+    return q.shape[1], k.shape[1], q.shape[2], k.shape[2], windows.teacher, windows.student
 
 
 def _constants(q: jax.Array, segment_ids: jax.Array | None, tile: Tile) -> dict[str, Any]:

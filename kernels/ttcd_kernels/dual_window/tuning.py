@@ -1,6 +1,5 @@
 """Tile sizes of the kernels: those a call names, else the table's."""
 
-import dataclasses
 from typing import NamedTuple
 
 
@@ -13,9 +12,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """The three kernels of dual-window attention."""
+class Tuning(NamedTuple):
+    """Tiles by kernel."""
 
     forward: Tile
     backward_q: Tile
@@ -25,34 +23,18 @@ class Tuning:
 # By (compute capability, head dim). Chosen by the reports of the compiler (`ttcd_kernels.aot`:
 # registers, spills, shared memory), not yet by time on a GPU.
 TABLE: dict[tuple[int, int], Tuning] = {
-    (90, 128): Tuning(
-        forward=Tile(128, 64, 8, 3), backward_q=Tile(128, 64, 8, 2), backward_kv=Tile(64, 64, 8, 2)
-    ),
-    (90, 64): Tuning(
-        forward=Tile(128, 128, 8, 3),
-        backward_q=Tile(128, 64, 8, 2),
-        backward_kv=Tile(64, 128, 8, 3),
-    ),
-    (90, 32): Tuning(
-        forward=Tile(128, 128, 8, 3),
-        backward_q=Tile(128, 128, 8, 3),
-        backward_kv=Tile(64, 128, 8, 3),
-    ),
-    (80, 128): Tuning(
-        forward=Tile(64, 64, 8, 2), backward_q=Tile(64, 64, 8, 2), backward_kv=Tile(32, 64, 4, 2)
-    ),
-    (80, 64): Tuning(
-        forward=Tile(128, 32, 8, 3), backward_q=Tile(128, 32, 8, 2), backward_kv=Tile(32, 64, 4, 2)
-    ),
-    (80, 32): Tuning(
-        forward=Tile(128, 64, 4, 3), backward_q=Tile(128, 64, 8, 2), backward_kv=Tile(64, 64, 4, 2)
-    ),
+    (90, 128): Tuning(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+    (90, 64): Tuning(Tile(128, 128, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 3)),
+    (90, 32): Tuning(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(64, 128, 8, 3)),
+    (80, 128): Tuning(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
+    (80, 64): Tuning(Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(32, 64, 4, 2)),
+    (80, 32): Tuning(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
 }
 HEAD_DIMS = (32, 64, 128)
 
 # Tried for each kernel by `ttcd_kernels.tune` besides the table's.
 CANDIDATES: dict[str, tuple[Tile, ...]] = dict.fromkeys(
-    ("forward", "backward_q", "backward_kv"),
+    Tuning._fields,
     tuple(
         Tile(block_m, block_n, num_warps, num_stages)
         for block_m, block_n in ((32, 128), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128))

@@ -3,21 +3,22 @@ in XLA and, on a GPU, two stock convolutions and a subtraction."""
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ttcd_kernels import launch, measure
-from ttcd_kernels.aot import Compiled, compile_kernels
 from ttcd_kernels.measure import SetName, Work
 from ttcd_kernels.normalize import l2_normalize
 from ttcd_kernels.short_conv import triton_call
 from ttcd_kernels.short_conv.api import Implementation, short_conv_residual
 from ttcd_kernels.short_conv.reference import Facts, Operands, Results
-from ttcd_kernels.short_conv.tuning import CANDIDATES, Tuning, tuning_for
+from ttcd_kernels.short_conv.tuning import CANDIDATES as CANDIDATES
+from ttcd_kernels.short_conv.tuning import Tuning, tuning_for
 
+NUM_INPUTS = 4
 PEERS = ("lax.conv",)  # names of foreign implementations begin so: they may refuse a shape
 
 
@@ -65,6 +66,15 @@ SHAPES: dict[SetName, tuple[Case, ...]] = {
         Case("3 x 131 F264 documents", 3, 131, 264, has_documents=True),
         Case("2 x 7 F1000 R3 plain keys", 2, 7, 1000, 3, normalizes_keys=False),
     ),
+    "aot": tuple(
+        Case(
+            f"F{width}{' unit keys' * unit}{' documents' * ids}",
+            *(32, 1024, width),
+            normalizes_keys=unit,
+            has_documents=ids,
+        )
+        for width, unit, ids in itertools.product((4096, 2816), (False, True), (False, True))
+    ),
 }
 
 
@@ -74,11 +84,6 @@ def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
     z = jax.ShapeDtypeStruct(shape, case.dtype)
     taps = jax.ShapeDtypeStruct((case.num_taps, case.num_features), jnp.float32)
     return [z, z, taps, taps, z, z, z]
-
-
-def programs(case: Case) -> dict[tuple[str, str], Callable[..., Any]]:
-    """(direction, implementation) -> function of the operands."""
-    return measure.both_directions(_implementations(case), 4)
 
 
 def work(case: Case, direction: str) -> Work:
@@ -93,40 +98,32 @@ def work(case: Case, direction: str) -> Work:
     return Work(products * 2 * 2 * case.num_taps * z.size, moved)
 
 
-def reference_bytes(case: Case) -> int:
-    """Both sums in float32, with one tap's moved rows each."""
-    return 4 * 4 * operand_shapes(case)[0].size
+def tuning(_: Case) -> Tuning:
+    return tuning_for(launch.known_capability())
 
 
-def searches(case: Case) -> dict[str, measure.Search]:
-    """Per kernel: the tiles to try, and a program with each."""
-
-    def convolve(tuning: Tuning) -> Callable[..., Any]:
-        return lambda *arrays: triton_call.short_conv_residual(
-            Operands(*arrays), case.facts, tuning=tuning
-        )
-
-    return measure.searches(tuning_for(launch.known_capability()), CANDIDATES, convolve, 4)
+def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Results]:
+    """The kernels with these tiles."""
+    return lambda *arrays: triton_call.short_conv_residual(
+        Operands(*arrays), case.facts, tuning=tuning
+    )
 
 
-def _implementations(case: Case) -> dict[str, Callable[..., Any]]:
+def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     """(z_teacher, z_student, teacher_taps, student_taps) -> (difference, target, key)."""
-    ids = None
-    if case.has_documents:
-        ids = jnp.arange(case.length) * 3 // case.length
-        ids = jnp.broadcast_to(ids, (case.batch, case.chunks, case.length))
+    tokens = case.batch, case.chunks, case.length
+    ids = measure.three_documents(*tokens) if case.has_documents else None
 
     def call(implementation: Implementation) -> Callable[..., Any]:
         options: Any = case.facts._asdict() | {"implementation": implementation}
         return functools.partial(short_conv_residual, segment_ids=ids, **options)
 
     found = {"xla": call("xla"), "reference": call("reference")}
-    if jax.default_backend() != "gpu":
-        return found
     operands: Any = operand_shapes(case)
     if triton_call.unsupported(Operands(*operands[:4])) is None:
         found["triton"] = call("triton")
-    if not case.has_documents:  # which a stock convolution cannot keep apart
+    # A stock convolution cannot keep documents apart, and is slow on a CPU.
+    if jax.default_backend() == "gpu" and not case.has_documents:
         found["lax.conv"] = _stock(case)
     return found
 
@@ -153,35 +150,3 @@ def _stock(case: Case) -> Callable[..., Any]:
         return target - student, target, key
 
     return convolve
-
-
-def variants(capability: int) -> Iterator[tuple[str, list[Compiled]]]:
-    """(name, forward and backward kernel): with and without documents and normalised keys."""
-    for features, normalizes, has_segments in itertools.product(
-        (4096, 2816), (False, True), (False, True)
-    ):
-        name = f"F{features}" + " unit keys" * normalizes + " documents" * has_segments
-        kinds: Any = {"normalizes_keys": normalizes, "has_segments": has_segments}
-        yield name, compile_gradient(capability, features, **kinds)[0]
-
-
-def compile_gradient(
-    capability: int,
-    num_features: int,
-    *,
-    normalizes_keys: bool,
-    has_segments: bool = False,
-    dtype: str = "bfloat16",
-) -> tuple[list[Compiled], list[str]]:
-    """The kernels of one forward and backward, and the names in launch order."""
-    z = jax.ShapeDtypeStruct((1, 32, 1024, num_features), dtype)
-    taps = jax.ShapeDtypeStruct((5, num_features), jnp.float32)
-    ids = jax.ShapeDtypeStruct((1, 32, 1024), jnp.int32) if has_segments else None
-
-    def gradient(*operands: Any) -> Any:
-        options: Any = Facts(True, normalizes_keys)._asdict() | {"implementation": "triton"}
-        convolve = functools.partial(short_conv_residual, segment_ids=operands[4], **options)
-        results, pull = jax.vjp(convolve, *operands[:4])
-        return results, pull(results)
-
-    return compile_kernels(gradient, z, z, taps, taps, ids, capability=capability)

@@ -1,6 +1,5 @@
 """Tile sizes of the Triton kernels: those a call names, else the table's."""
 
-import dataclasses
 from typing import NamedTuple
 
 
@@ -12,9 +11,8 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """The two kernels. A program of the forward keeps all its tokens in registers, one block of
+class Tuning(NamedTuple):
+    """Tiles by kernel. A program of the forward keeps all its tokens in registers, one block of
     features after the other; one of the backward walks along its tokens with one block."""
 
     forward: Tile
@@ -26,8 +24,8 @@ class Tuning:
 # documents spill everywhere; 8 tokens spill some bytes with 4 warps on Hopper and with 2 before.
 # Backward: 4 features per thread (2 warps) would take 148 to 215 registers, 2 take 80 to 96.
 TABLE: dict[int, Tuning] = {
-    90: Tuning(forward=Tile(8, 256, 2), backward=Tile(128, 256, 4)),
-    80: Tuning(forward=Tile(8, 256, 4), backward=Tile(128, 256, 4)),
+    90: Tuning(Tile(8, 256, 2), Tile(128, 256, 4)),
+    80: Tuning(Tile(8, 256, 4), Tile(128, 256, 4)),
 }
 
 # Tried for each kernel by `ttcd_kernels.tune` besides the table's.

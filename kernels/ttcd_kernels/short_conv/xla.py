@@ -18,35 +18,28 @@ def short_conv(
     is_causal: bool,
     segment_ids: Int[Array, "B C L"] | None = None,
 ) -> Float[Array, "B C L F"]:
-    """y_c = sum_r taps[r] x_{c - shift(r)}: a cross-correlation, no kernel flip.
-
-    Causal: shift R-1-r, the last tap is the current token. Otherwise symmetric: shift R//2 - r. A
-    tap that would reach another document reads zero. Accumulated in float32 or better, returned in
-    x's dtype. The backward keeps x, not its R shifted copies.
-    """
-    convolve = functools.partial(_convolve, is_causal=is_causal)
-    # Shifting x again costs nothing next to the products; where XLA merges both, nothing is lost.
-    return jax.checkpoint(convolve, prevent_cse=False)(x, taps, segment_ids)
-
-
-def _convolve(
-    x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None, *, is_causal: bool
-) -> jax.Array:
+    """Same contract as `reference.short_conv`. The backward keeps x, not its R shifted copies."""
     R, L = taps.shape[0], x.shape[2]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     before = R - 1 if is_causal else R // 2
-    # Padded once and sliced per tap: one pass over x, forward and backward.
-    around = ((0, 0), (0, 0), (before, R - 1 - before))
-    padded = jnp.pad(x, (*around, (0, 0)))
-    padded_ids = None if segment_ids is None else jnp.pad(segment_ids, around)
-    total = jnp.zeros(x.shape, wide)
-    for r in range(R):
-        moved = padded[:, :, r : r + L]
-        if padded_ids is not None and r != before:
-            same = padded_ids[:, :, r : r + L] == segment_ids
-            moved = jnp.where(same[..., None], moved, 0)
-        total = total + moved.astype(wide) * taps[r].astype(wide)
-    return total.astype(x.dtype)
+
+    # Shifting x again costs nothing next to the products; where XLA merges both, nothing is lost.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def convolve(x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        # Padded once and sliced per tap: one pass over x, forward and backward.
+        around = ((0, 0), (0, 0), (before, R - 1 - before))
+        padded = jnp.pad(x, (*around, (0, 0)))
+        padded_ids = None if segment_ids is None else jnp.pad(segment_ids, around)
+        total = jnp.zeros(x.shape, wide)
+        for r in range(R):
+            moved = padded[:, :, r : r + L]
+            if padded_ids is not None and r != before:
+                same = padded_ids[:, :, r : r + L] == segment_ids
+                moved = jnp.where(same[..., None], moved, 0)
+            total = total + moved.astype(wide) * taps[r].astype(wide)
+        return total.astype(x.dtype)
+
+    return convolve(x, taps, segment_ids)
 
 
 def short_conv_residual(x: Operands, facts: Facts) -> Results:

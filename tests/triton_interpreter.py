@@ -1,11 +1,10 @@
 """Triton kernels on a CPU, numerically: Triton's interpreter in a JAX callback.
 
-With TRITON_INTERPRET=1 in the environment *before* triton is imported, as in the tests, kernels run
-on NumPy arrays, program after program. That process can neither compile nor launch them.
+With TRITON_INTERPRET=1 in the environment *before* triton is imported kernels run on NumPy arrays,
+program after program. That process can neither compile nor launch them.
 """
 
 import functools
-import os
 import threading
 import types
 from typing import Any
@@ -13,6 +12,11 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from ttcd_kernels import launch as kernel_launch
+
+module: Any = interpreter
 
 _TYPES = {
     np.dtype(np.float32): "fp32",
@@ -25,18 +29,19 @@ _TYPES = {
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def is_on() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def launch(
-    kernel: Any, *args: Any, out_shape: Any, grid: tuple[int, int, int], **constants: Any
+    kernel: Any,
+    *args: Any,
+    out_shape: Any,
+    grid: tuple[int, int, int],
+    num_warps: int,
+    num_stages: int,
+    **constants: Any,
 ) -> Any:
     """As `launch.launch`. Results start as NaN, so that one that no program writes shows."""
 
     def run(*operands: Any) -> list[np.ndarray]:
         results = [np.full(x.shape, np.nan, x.dtype) for x in out_shape]
-        _patch()
         given = [_host_tensor(np.array(x)) if np.ndim(x) else x.item() for x in operands]
         with _ONE_AT_A_TIME:
             kernel[grid](*given, *map(_host_tensor, results), **constants)
@@ -62,14 +67,11 @@ def _host_tensor(array: np.ndarray) -> types.SimpleNamespace:
     return tensor
 
 
-@functools.cache
-def _patch() -> None:
-    """Two errors of the interpreter of triton 3.6: it multiplies bfloat16 as the integers that hold
-    them, and since NumPy 2.4 an array of one element is no loop bound."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    module: Any = interpreter
+def install() -> None:
+    """Every launch of this process runs here, with two errors of the interpreter of triton 3.6
+    mended: it multiplies bfloat16 as the integers that hold them, and since NumPy 2.4 an array of
+    one element is no loop bound."""
+    kernel_launch.launch = launch
     create_dot, patch_tensor = module.InterpreterBuilder.create_dot, module._patch_lang_tensor
 
     def widened(handle: Any) -> Any:
@@ -87,3 +89,23 @@ def _patch() -> None:
 
     module.InterpreterBuilder.create_dot = dot
     module._patch_lang_tensor = patched
+    _patch_the_language_once()
+
+
+def _patch_the_language_once() -> None:
+    """Triton's interpreter puts itself into its language before every call of a device function and
+    takes itself out after a launch. Here it may stay: once for each module of kernels is enough."""
+    patch, patched = module._patch_lang, set()
+
+    def patch_once(function: Any) -> Any:
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            patch(function)
+        return module._LangPatchScope()
+
+    module._patch_lang = patch_once
+    # A table of all types is made at every call.
+    plain, by_element = module._get_np_dtype, functools.cache(module._get_np_dtype)
+    module._get_np_dtype = lambda dtype: (
+        plain(dtype) if dtype.scalar.is_ptr() else by_element(dtype.scalar)
+    )

@@ -1,0 +1,161 @@
+"""Calls that do not fit, and operands that a kernel cannot take: refused before any launch, by both
+numbers."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ttcd_kernels import (
+    decode_attention_with_lse,
+    dual_window_attention_with_lse,
+    launch,
+    short_conv_residual,
+)
+
+
+def _zeros(*shape, dtype="float32"):
+    return jnp.zeros(shape, dtype)
+
+
+def _qkv(q, k, dtype="float32"):
+    return {"q": _zeros(*q, dtype=dtype), **dict.fromkeys("kv", _zeros(*k, dtype=dtype))}
+
+
+def _rings(q, k, dtype="float32"):
+    cache = _zeros(*k, dtype=dtype)
+    return {"q": _zeros(*q, dtype=dtype), "k_cache": cache, "v_cache": cache}
+
+
+def _both(name, *arrays):
+    return {f"teacher_{name}": arrays[0], f"student_{name}": arrays[-1]}
+
+
+Z, TAPS = _zeros(1, 2, 8, 4, dtype="bfloat16"), _zeros(5, 4)
+CALLS = {
+    "dual": (
+        dual_window_attention_with_lse,
+        _qkv((1, 4, 2, 4), (1, 4, 2, 4)) | _both("window", 4, 2),
+    ),
+    "decode": (
+        decode_attention_with_lse,
+        _rings((2, 4, 8), (2, 16, 2, 8))
+        | _both("window", 16, 8)
+        | {"position": _zeros(2, dtype="int32")},
+    ),
+    "conv": (
+        short_conv_residual,
+        {"z_teacher": Z, "z_student": Z, "is_causal": True, "normalizes_keys": True}
+        | _both("taps", TAPS),
+    ),
+}
+
+
+def _call(op, **changes):
+    """The call as users make it: the suite's type checker would refuse some before the library."""
+    function, arguments = CALLS[op]
+    return inspect.unwrap(function)(**arguments | changes)
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "facts"),
+    [
+        ("dual", _both("window", 2, 3), ["student_window 3", "teacher_window 2"]),
+        ("dual", {"student_window": 0}, ["student_window", "0", "at least 1"]),
+        ("dual", {"teacher_window": -1}, ["teacher_window", "-1"]),
+        ("dual", {"q": _zeros(1, 4, 3, 4)}, ["2 kv heads", "3 query heads"]),
+        ("dual", {"q": _zeros(1, 6, 2, 4)}, ["6 queries", "4"]),
+        ("dual", {"v": _zeros(1, 4, 2, 5)}, ["(1, 4, 2, 4)", "(1, 4, 2, 5)"]),
+        ("dual", {"q": _zeros(2, 4, 2, 4)}, ["(2, 4, 2, 4)", "(1, 4, 2, 4)"]),
+        ("dual", {"segment_ids": _zeros(1, 3, dtype="int32")}, ["(1, 3)", "(1, 4)"]),
+        ("dual", {"implementation": "fused"}, ["'fused'", "xla", "reference"]),
+        (
+            "dual",
+            {"implementation": "lse", "segment_ids": _zeros(1, 4, dtype="int32")},
+            ["'lse': documents (segment_ids) are not supported; use 'auto'"],
+        ),
+        ("decode", {"v_cache": _zeros(2, 16, 1, 8)}, ["k_cache", "(2, 16, 2, 8)", "(2, 16, 1, 8)"]),
+        ("decode", {"q": _zeros(2, 4, 4)}, ["(2, 4, 4)", "(2, 16, 2, 8)", "head dimension"]),
+        ("decode", {"q": _zeros(2, 3, 8)}, ["2 kv heads do not divide 3 query heads"]),
+        ("decode", _rings((2, 4, 8), (3, 16, 2, 8)), ["q has 2 rows and the cache 3"]),
+        ("decode", {"position": _zeros(3, dtype="int32")}, ["shape (3,)", "2 queries need (2,)"]),
+        ("decode", {"position": _zeros(dtype="int32")}, ["shape ()", "2 queries need (2,)"]),
+        ("decode", {"position": _zeros(2)}, ["position is float32", "int32"]),
+        ("decode", {"student_window": 0}, ["student_window is 0", "at least 1"]),
+        ("decode", {"student_window": 17}, ["student_window 17", "teacher_window 16"]),
+        ("decode", {"teacher_window": 20}, ["16 slots", "20 positions"]),
+        ("decode", {"implementation": "cudnn"}, ["'cudnn'", "auto, triton, xla, reference"]),
+        ("conv", {"z_student": _zeros(1, 2, 9, 4)}, ["(1, 2, 8, 4) and z_student (1, 2, 9, 4)"]),
+        (
+            "conv",
+            {"student_taps": _zeros(4, 4)},
+            ["(5, 4) and student_taps (4, 4)", "pad the shorter"],
+        ),
+        ("conv", _both("taps", _zeros(5, 3)), ["(5, 3) and z (1, 2, 8, 4) differ"]),
+        (
+            "conv",
+            {"segment_ids": _zeros(1, 2, 9, dtype="int32")},
+            ["(1, 2, 9) must match the tokens, (1, 2, 8)"],
+        ),
+        ("conv", {"implementation": "cuda"}, ["'cuda' is not one of auto, triton, xla, reference"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line_with_both_numbers(op, changes, facts):
+    with pytest.raises(ValueError, match=re.escape(facts[0])) as caught:
+        _call(op, **changes)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(fact in message for fact in facts)
+
+
+HALF = _zeros(1, 2, 8, 4, dtype="float16")
+FLOAT8 = _zeros(5, 4, dtype="float8_e4m3fn")
+NARROW = _qkv((1, 8, 1, 32), (1, 8, 1, 32), "bfloat16")
+RINGS = _rings((2, 4, 32), (2, 16, 2, 32))
+
+
+@pytest.mark.parametrize(
+    ("op", "capability", "changes", "message"),
+    [
+        ("dual", 90, _qkv((1, 8, 1, 48), (1, 8, 1, 48)), "head dim 48 is not one of 32, 64, 128"),
+        (
+            "dual",
+            90,
+            _qkv((1, 8, 1, 32), (1, 8, 1, 32), "float16") | {"q": NARROW["q"]},
+            "bfloat16, float16, float16: they must be of one",
+        ),
+        ("dual", 75, NARROW, "75, less than 80"),
+        ("dual", None, NARROW, "no GPU: the backend is cpu; use 'auto' or 'xla'"),
+        ("decode", 90, {}, "head dim 8 is not one of 32, 64, 128"),
+        (
+            "decode",
+            90,
+            _rings((2, 65, 32), (2, 16, 1, 32)),
+            "65 query heads per kv head are more than 64",
+        ),
+        ("decode", None, RINGS, "no GPU: the backend is cpu"),
+        ("conv", 90, {"z_student": HALF}, "bfloat16, float16: they must be of one dtype"),
+        ("conv", 90, {"teacher_taps": FLOAT8}, "taps are float8_e4m3fn and float32"),
+        ("conv", 90, _both("taps", _zeros(9, 4)), "9 taps are more than 8"),
+        ("conv", 75, {}, "75, less than 80"),
+        ("conv", None, {}, "no GPU: the backend is cpu; use 'auto' or 'xla'"),
+    ],
+)
+def test_what_a_kernel_cannot_take_is_refused_before_launch(op, capability, changes, message):
+    call = {"implementation": "triton"} | changes
+    if capability is None:
+        if jax.default_backend() == "gpu":
+            pytest.skip("this machine has a GPU")
+        with pytest.raises(ValueError, match=message):
+            _call(op, **call)
+        return
+    with launch.compiling_for(capability), pytest.raises(ValueError, match=message):
+        _call(op, **call)
+
+
+def test_float64_is_no_kernels():
+    with launch.compiling_for(90), jax.enable_x64(True):
+        wide = _rings((2, 4, 32), (2, 16, 2, 32), "float64")
+        with pytest.raises(ValueError, match="float64, float64, float64"):
+            _call("decode", **wide, implementation="triton")
