@@ -14,8 +14,8 @@ from ttcd_kernels import measure
 from experiments.bench.frame import MILLISECOND, Case, Row
 from experiments.mad import sweep
 from experiments.mad.models import WINDOWS, MADMethod, mad_config, mad_problem
-from experiments.mad.tasks.config import BASELINES
 from experiments.mad.tasks.instances import instances
+from experiments.mad.tasks.settings import BASELINES
 from ttcd_jax.config import Config, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.precision import FloatName, Precision

@@ -8,14 +8,14 @@ import numpy as np
 
 from experiments.mad.models import MAD_METHODS, WINDOWS, MADMethod, mad_config
 from experiments.mad.sweep import Hyper, RecipeConfig
-from experiments.mad.tasks.config import TaskName
-from experiments.mad.tasks.settings import NUM_TEST, TASKS, Setting, settings
-from ttcd_jax.config import Bound, Config, NonNegative, NonNegativeFloat, Positive, PositiveFloat
+from experiments.mad.tasks.settings import NUM_TEST, TASKS, Setting, TaskName, settings
+from ttcd_jax.config import Bound, Config, NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.precision import Precision
 
 # Fields that choose the jobs or the size of groups, and change no result.
 _SELECTION = ("tasks", "settings", "methods", "memory_gib")
+SEED = Bound("in 0 .. 2^32 - 1", lambda value: 0 <= value < 2**32)
 DISTINCT = Bound("one or more, none twice", lambda values: 0 < len(values) == len(set(values)))
 
 
@@ -36,8 +36,8 @@ class MADSweepConfig(Config):
     methods: Annotated[tuple[MADMethod, ...], DISTINCT] = MAD_METHODS
     rates: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = (1e-4, 5e-4, 1e-3)
     weight_decays: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = (0.0, 0.1)
-    seeds: Annotated[tuple[NonNegative, ...], DISTINCT] = (12345,)
-    data_seed: int = 12345
+    seeds: Annotated[tuple[Annotated[int, SEED], ...], DISTINCT] = (12345,)
+    data_seed: Annotated[int, SEED] = 12345
     num_train: Positive | None = None
     num_test: Positive = NUM_TEST
     dim: Positive = 128

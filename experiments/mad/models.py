@@ -10,13 +10,12 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from experiments.mad.key_rank import key_ranks
 from experiments.mad.scores import batch_scores, summed_loss
 from experiments.mad.sweep import Problem
-from experiments.mad.tasks.config import MADConfig
-from experiments.mad.tasks.settings import PUBLISHED, TASKS
+from experiments.mad.tasks.settings import PUBLISHED, TASKS, MADConfig
 from ttcd_jax.axes import param
 from ttcd_jax.config import Bound
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
@@ -24,7 +23,6 @@ from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.models.config import TransformerConfig, switched_off
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.block import MemoryStats
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.train.step import Batch, Metrics
@@ -85,19 +83,9 @@ class Autoencoder(Transformer):
             setattr(self, f"decoder_kernel_{layer}", kernel)
             setattr(self, f"decoder_bias_{layer}", param(jnp.zeros((D,), dtype), ("embed_out",)))
 
-    def forward(
-        self,
-        tokens: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
-        """(the input of the head, statistics [fast layers] in layer order)."""
-        h, stats = self.residual(tokens, segment_ids, positions)
-        return self.decode(h[:, -1], tokens.shape[1]), stats
-
-    def decode(self, code: Float[Array, "B D"], length: int) -> Float[Array, "B T D"]:
-        """The input of the head, from c."""
-        y = code[:, None] + sinusoids(length, self.config.dim).astype(code.dtype)
+    def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The input of the head: the normed y of c = h[:, -1]."""
+        y = h[:, -1:] + sinusoids(*h.shape[1:]).astype(h.dtype)
         for layer in (1, 2):
             norm, kernel, bias = (
                 getattr(self, f"decoder_{name}_{layer}")[...] for name in ("norm", "kernel", "bias")
@@ -105,45 +93,39 @@ class Autoencoder(Transformer):
             y = rms_norm(y, norm, self.config.norm_eps)
             y = linear(y, kernel, self.config.precision.compute_dtype)
             y = jax.nn.gelu(y + bias.astype(y.dtype), approximate=False)
-        return self.normed(y)
+        return super().normed(y)
 
 
-def mad_model(config: TransformerConfig, *, is_autoencoder: bool, rngs: nnx.Rngs) -> Transformer:
-    return (Autoencoder if is_autoencoder else Transformer)(config, rngs=rngs)
-
-
-def mad_problem(task: MADConfig, model: TransformerConfig) -> Problem:
+def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
     """Parameters, training loss, and the measures of test rows: the scores of MAD, the same with
     the memory switched off (`*_off`, where it can be), and of each fast layer [layers]
     `memory_ratio`, |eta S| / |W_base| after the last token, `gate_mean`, and `key_rank`, the
     effective rank of the keys."""
-    is_autoencoder = task.task == "compression"
-    off = switched_off(model, task.num_positions)
-
-    def build(config: TransformerConfig, rngs: nnx.Rngs) -> Transformer:
-        return mad_model(config, is_autoencoder=is_autoencoder, rngs=rngs)
+    model_class = Autoencoder if task.task == "compression" else Transformer
+    off = switched_off(config, task.num_positions)
 
     def init(key: jax.Array) -> dict[str, Any]:
-        return nnx.to_pure_dict(nnx.state(build(model, nnx.Rngs(key)), nnx.Param))
+        return nnx.to_pure_dict(nnx.state(model_class(config, rngs=nnx.Rngs(key)), nnx.Param))
 
-    def with_params(config: TransformerConfig, params: dict[str, Any]) -> Transformer:
-        graph, state = nnx.split(nnx.eval_shape(lambda: build(config, nnx.Rngs(0))))
-        nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(graph, state)
+    def model_with(params: dict[str, Any], config: TransformerConfig = config) -> Transformer:
+        model = nnx.eval_shape(lambda: model_class(config, rngs=nnx.Rngs(0)))
+        nnx.update(model, params)
+        return model
 
     def loss_sum(params: dict[str, Any], batch: Batch) -> jax.Array:
-        return summed_loss(with_params(model, params)(batch["tokens"]), batch["targets"])
+        return summed_loss(model_with(params)(batch["tokens"]), batch["targets"])
 
     def measure(params: dict[str, Any], batch: Batch) -> Metrics:
         tokens, targets = batch["tokens"], batch["targets"]
-        module = with_params(model, params)
-        hidden, stats = module.forward(tokens)
-        metrics: Metrics = batch_scores(module.logits(hidden), targets)._asdict()
-        metrics |= stats._asdict() if stats is not None else {}
-        ranks = key_ranks(module, tokens)
-        metrics |= {"key_rank": ranks} if ranks is not None else {}
+        model = model_with(params)
+        hidden, stats = model.forward(tokens)
+        metrics: Metrics = batch_scores(model.logits(hidden), targets)._asdict()
+        if stats is not None:
+            metrics |= stats._asdict()
+        if (ranks := key_ranks(model, tokens)) is not None:
+            metrics["key_rank"] = ranks
         if off is not None:
-            scores = batch_scores(with_params(off, params)(tokens), targets)
+            scores = batch_scores(model_with(params, off)(tokens), targets)
             metrics |= {f"{name}_off": value for name, value in scores._asdict().items()}
         return metrics
 
