@@ -20,9 +20,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from experiments.mad.tasks.rows import IGNORE, Rows
-from ttcd_jax.config import Config, Decay, NonNegativeFloat, Positive, PositiveFloat
+from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.train.optimizer import OptimizerConfig, build_with_schedule
-from ttcd_jax.train.state import TrainState
+from ttcd_jax.train.state import TrainState, state_of
 from ttcd_jax.train.step import Batch, Metrics, TrainStep, is_finite, step_with
 
 Params = Any
@@ -30,8 +30,8 @@ Params = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeConfig(Config):
-    """AdamW without a clip or warm-up, decay on every tensor, the rate constant within an epoch:
-    min_rate + (rate - min_rate) (1 + cos(pi epoch / epochs)) / 2.
+    """AdamW (beta 0.9 and 0.999, eps 1e-8) without a clip or warm-up, decay on every tensor, the
+    rate constant within an epoch: min_rate + (rate - min_rate) (1 + cos(pi epoch / epochs)) / 2.
 
     `max_steps` shortens the run to the epochs that hold so many steps. Options for the published
     code's behaviour, most of it accidental: `schedule="constant"` (its cosine is never applied),
@@ -42,9 +42,6 @@ class RecipeConfig(Config):
     epochs: Positive = 200
     max_steps: Positive | None = None
     batch_size: Positive = 128
-    beta1: Decay = 0.9
-    beta2: Decay = 0.999
-    eps: PositiveFloat = 1e-8
     min_rate: NonNegativeFloat = 1e-6
     num_evaluations: Positive = 10  # at the ends of equally many epochs, and of the last one
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -127,20 +124,15 @@ def _batches(config: RecipeConfig, order: jax.Array) -> jax.Array:
     return filled.reshape(steps, config.batch_size)
 
 
-def _optimizer(
-    config: RecipeConfig, schedule: optax.Schedule, weight_decay: jax.Array | float
-) -> optax.GradientTransformation:
-    constants: Any = {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
-    optimizer = OptimizerConfig(clip_norm=None, **constants)
-    return build_with_schedule(optimizer, schedule, {}, weight_decay)
+def _optimizer(schedule: optax.Schedule, weight_decay: Any) -> optax.GradientTransformation:
+    adamw = OptimizerConfig(beta2=0.999, clip_norm=None)
+    return build_with_schedule(adamw, schedule, {}, weight_decay)
 
 
-def _init(config: RecipeConfig, problem: Problem, hyper: Hyper) -> RunState:
+def _init(problem: Problem, hyper: Hyper) -> RunState:
     params = problem.init(jax.random.key(hyper.seed))
-    opt_state = _optimizer(config, lambda _: 0.0, 0.0).init(params)
-    zero = jnp.zeros((), jnp.int32)
-    state = TrainState(params=params, opt_state=opt_state, step=zero)
-    return RunState(state, jnp.array(True), zero - 1, jnp.full((), jnp.nan, jnp.float32))
+    state = state_of(_optimizer(lambda _: 0.0, 0.0), params)
+    return RunState(state, jnp.array(True), jnp.array(-1), jnp.full((), jnp.nan, jnp.float32))
 
 
 def _run_step(step: TrainStep, run: RunState, batch: Batch) -> tuple[RunState, jax.Array]:
@@ -173,7 +165,7 @@ def _train(
     gradients = jax.value_and_grad(
         lambda params, batch: (problem.loss_sum(params, batch), None), has_aux=True
     )
-    step = step_with(gradients, _optimizer(config, rate, hyper.weight_decay), rate)
+    step = step_with(gradients, _optimizer(rate, hyper.weight_decay), rate)
 
     def one_step(run: RunState, index: jax.Array) -> tuple[RunState, jax.Array]:
         return _run_step(step, run, take_rows(rows, index))
@@ -198,7 +190,7 @@ def programs(config: RecipeConfig, problem: Problem, epochs: int, mesh: Mesh) ->
     runs, whole = PartitionSpec("runs"), PartitionSpec()
 
     def init(hyper: Hyper) -> RunState:
-        return jax.vmap(functools.partial(_init, config, problem))(hyper)
+        return jax.vmap(functools.partial(_init, problem))(hyper)
 
     def train(state: RunState, hyper: Hyper, rows: Rows, *epochs_range: jax.Array) -> RunState:
         run = functools.partial(_train, config, problem, epochs, rows, *epochs_range)

@@ -94,8 +94,8 @@ def test_the_command_records_prints_and_goes_on(tmp_path):
     assert "[1/1]" not in again.stdout
     assert json.loads(path.read_text()) == record
 
-    other = command(run_dir, "RecipeConfig.eps=1e-6")
-    assert "recipe.eps: 1e-08 -> 1e-06" in commands.mistake(other)
+    other = command(run_dir, "RecipeConfig.min_rate=1e-5")
+    assert "recipe.min_rate: 1e-06 -> 1e-05" in commands.mistake(other)
 
 
 def test_a_job_is_one_process_s_at_a_time(tmp_path):
