@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.mad.models import MAD_METHODS, WINDOWS, MADMethod, mad_config
+from experiments.mad.models import MAD_METHODS, MADMethod
 from experiments.mad.sweep import Hyper, RecipeConfig
 from experiments.mad.tasks.settings import NUM_TEST, TASKS, Setting, TaskName, settings
 from ttcd_jax.config import Bound, Config, NonNegativeFloat, Positive, PositiveFloat
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.precision import Precision
 
 # Fields that choose the jobs or the size of groups, and change no result.
@@ -93,16 +92,3 @@ def plan(config: MADSweepConfig) -> str:
     ]
     total = f"{runs * num_settings} runs per method, {runs * len(every_job)} runs in all"
     return "\n".join([*lines, f"{num_settings} settings, {total}"])
-
-
-def model_of(config: MADSweepConfig, job: Job) -> TransformerConfig:
-    task = job.setting.config
-    return mad_config(
-        job.method,
-        vocab_size=task.vocab_size,
-        window=WINDOWS[task.task],
-        dim=config.dim,
-        mlp_dim=config.mlp_dim,
-        init_std=config.init_std,
-        precision=config.precision,
-    )
