@@ -9,13 +9,12 @@ import numpy as np
 from experiments.mad.models import MAD_METHODS, MADMethod
 from experiments.mad.sweep import Hyper, RecipeConfig
 from experiments.mad.tasks.settings import NUM_TEST, TASKS, Setting, TaskName, settings
-from ttcd_jax.config import Bound, Config, NonNegativeFloat, Positive, PositiveFloat
+from ttcd_jax.config import DISTINCT, Bound, Config, NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.precision import Precision
 
 # Fields that choose the jobs or the size of groups, and change no result.
 _SELECTION = ("tasks", "settings", "methods", "memory_gib")
 SEED = Bound("in 0 .. 2^32 - 1", lambda value: 0 <= value < 2**32)
-DISTINCT = Bound("one or more, none twice", lambda values: 0 < len(values) == len(set(values)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

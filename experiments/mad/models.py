@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from experiments.mad.key_rank import key_ranks
 from experiments.mad.scores import batch_scores, summed_loss
 from experiments.mad.sweep import Problem
-from experiments.mad.tasks.settings import PUBLISHED, TASKS, MADConfig
+from experiments.mad.tasks.settings import PUBLISHED, MADConfig
 from ttcd_jax.axes import param
 from ttcd_jax.config import Bound
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
@@ -31,20 +31,22 @@ from ttcd_jax.train.step import Batch, Metrics
 MAD_METHODS = (*PUBLISHED, "swa", "full")
 MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
 _LONGEST_WAVE = 10_000.0
-# The teacher's window by task; the student's and the chunk are half of it.
-WINDOWS = dict.fromkeys(TASKS, 32) | {"compression": 16, "memorization": 16}
 
 
-def mad_config(method: MADMethod, *, window: int, **fields: Any) -> TransformerConfig:
+def mad_config(
+    method: MADMethod, task: MADConfig, *, window: int | None = None, **fields: Any
+) -> TransformerConfig:
     """Two layers with four heads, both fast where a method has fast layers, of the published sizes
-    unless `fields` (vocab_size, and any others) change them; the student's window and the chunk are
-    half of `window`.
+    unless `fields` change them. The teacher's window is 16 for tasks of 32 tokens, 32 for the
+    others, or given; the student's and the chunk are half of it.
 
     Methods are as published for training from scratch; rows are so short that the forms of a memory
     cost the same. The publication of LaCT does not specify its initial state: here full matrices,
     one fast head per attention head, no Muon.
     """
-    sizes = {"dim": 128, "num_layers": 2, "num_heads": 4, "mlp_dim": 256, "has_tied_head": False}
+    window = window or (16 if task.task in ("compression", "memorization") else 32)
+    sizes = {"vocab_size": task.vocab_size, "dim": 128, "mlp_dim": 256, "has_tied_head": False}
+    sizes |= {"num_layers": 2, "num_heads": 4, "method": method}
     chunk = window // 2
     in_place = {"window": window, "fast_layers": (0, 1)}
     memory = MemoryConfig(chunk_size=chunk, block_chunks=1)
@@ -55,7 +57,7 @@ def mad_config(method: MADMethod, *, window: int, **fields: Any) -> TransformerC
         "lact": {"window": window, "memory": LaCTMemoryConfig(chunk_size=chunk, low_rank=None)},
         "swa": {"window": window},
     }
-    return TransformerConfig(**sizes | {"method": method} | read.get(method, {}) | fields)
+    return TransformerConfig(**sizes | read.get(method, {}) | fields)
 
 
 def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:

@@ -9,7 +9,7 @@ from typing import Any
 from ttcd_kernels import measure
 
 from experiments.mad.config import Job, MADSweepConfig, hyper, jobs
-from experiments.mad.models import WINDOWS, mad_config, mad_problem
+from experiments.mad.models import mad_config, mad_problem
 from experiments.mad.records import Records
 from experiments.mad.report import best_run
 from experiments.mad.sweep_loop import train_runs
@@ -39,8 +39,7 @@ def _train(config: MADSweepConfig, job: Job, rows: Any, progress: "_Progress") -
     task = job.setting.config
     model = mad_config(
         job.method,
-        vocab_size=task.vocab_size,
-        window=WINDOWS[task.task],
+        task,
         dim=config.dim,
         mlp_dim=config.mlp_dim,
         init_std=config.init_std,

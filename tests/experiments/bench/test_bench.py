@@ -106,17 +106,21 @@ def test_a_case_writes_its_table_and_report(case, check, tmp_path):
     [
         (["steps"], "case 'steps' is not one of step, data, layer, mad, prefill, decode"),
         (["mad", "--windows=8"], "Unknown command line flag 'windows'"),
-        (["step", "--gin=a.gin", "--gin=a.gin"], "--gin names no file, or one twice: a.gin, a.gin"),
+        (
+            ["step", "--gin=a.gin", "--gin=a.gin"],
+            "must be one or more, none twice",
+        ),
         (["step", "--gin=quikstart.gin"], "quickstart.gin"),
         (["step", "--gin=recall.gin", "--save_dir=/no"], "--save_dir: no folder /no; create it"),
         (["layer", "--json=/no/such/file"], "--json: no folder /no/such; create it first"),
-        (["layer", "--lengths=64K"], "--lengths=64K is no list of numbers"),
-        (["layer", "--lengths=64,0"], "Layer.lengths (64, 0) must each be at least 1"),
-        (["prefill", "--windows="], "--windows is empty"),
+        (["layer", "--lengths=64K"], "--lengths: '64K' is not a number of tokens"),
+        (["layer", "--lengths=64,0"], "--lengths: '0' is not a number of tokens"),
+        (["prefill", "--windows="], "--windows: '' is not a number"),
+        (["layer", "--forms="], "--forms is empty"),
         (["prefill", "--models=swa,gru"], "Prefill.models must be"),
         (["prefill", "--quick", "--piece_size=12"], "--piece_size=12 and chunk_size 8"),
         (["prefill", "--quick", "--piece_size=24"], "--piece_size=24 and chunk_size 8"),
-        (["mad", "--task=recall"], "--task=recall is not one of in-context-recall"),
+        (["mad", "--task=recall"], "Sweep.task must be 'in-context-recall' | "),
     ],
 )
 def test_a_users_mistake_is_one_line(arguments, message):

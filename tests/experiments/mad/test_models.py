@@ -6,14 +6,16 @@ from checks import assert_close, assert_same, draw, randomize, value_and_gradien
 from flax import nnx
 
 from experiments.mad.models import MAD_METHODS, Autoencoder, mad_config, sinusoids
+from experiments.mad.tasks.settings import BASELINES
 from ttcd_jax.models.config import switched_off
 from ttcd_jax.models.transformer import Transformer
 
+TASK = BASELINES["in-context-recall"]
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 16, (2, 11)), jnp.int32)
 
 
-def tiny(method="ipttcd", **changes):
-    return mad_config(method, **{"vocab_size": 16, "window": 4, "dim": 16, "mlp_dim": 24} | changes)
+def tiny(method="ipttcd"):
+    return mad_config(method, TASK, window=4, dim=16, mlp_dim=24)
 
 
 def num_params(model_class, config):
@@ -23,16 +25,16 @@ def num_params(model_class, config):
 
 def test_the_published_sizes():
     D, F, V = 128, 256, 16
-    swa = mad_config("swa", vocab_size=V, window=32)
+    swa = mad_config("swa", TASK)
     block = 4 * D * D + 3 * D * F + 2 * D
     plain = 2 * block + 2 * V * D + D
     assert num_params(Transformer, swa) == plain
     memory = D * D + D + 2 * 5 * F  # P, b, two convolutions of five taps
-    ipttcd = mad_config("ipttcd", vocab_size=V, window=32)
+    ipttcd = mad_config("ipttcd", TASK)
     assert num_params(Transformer, ipttcd) == plain + 2 * memory
     assert num_params(Autoencoder, swa) == plain + 2 * (D * D + 2 * D)
     assert (ipttcd.window, ipttcd.student_window, ipttcd.memory.chunk_size) == (32, 16, 16)
-    assert mad_config("full", vocab_size=V, window=32).window is None
+    assert mad_config("full", TASK).window is None
 
 
 @pytest.mark.parametrize("method", MAD_METHODS)
