@@ -15,7 +15,7 @@ from ttcd_jax.sharding.batch import replicated
 class Outcome(NamedTuple):
     """One run. `metrics` are those of the epoch that the recipe selects, None for a run that
     failed, which has a curve until then. `curve`: epoch, macro accuracy and loss on the test rows,
-    training loss."""
+    training loss (None where not finite: JSON has no NaN)."""
 
     rate: float
     weight_decay: float
@@ -25,14 +25,6 @@ class Outcome(NamedTuple):
     epoch: int | None
     metrics: dict[str, Any] | None
     curve: list[dict[str, float | None]]
-
-
-class _Point(NamedTuple):
-    """A run after an epoch."""
-
-    epoch: int
-    training_loss: float
-    metrics: dict[str, Any]
 
 
 def train_runs(
@@ -87,11 +79,7 @@ def _on_device(hyper: Hyper) -> Hyper:
 def _compiled(jitted: Programs, size: int, splits: Splits) -> Programs:
     hyper = _on_device(Hyper(*np.zeros((3, size))))
     state = jax.eval_shape(jitted.init, hyper)
-    return Programs(
-        jitted.init.lower(hyper).compile(),
-        jitted.train.lower(state, hyper, splits.train, 0, 0).compile(),
-        jitted.measure.lower(state.train["params"], splits.test).compile(),
-    )
+    return jitted._replace(train=jitted.train.lower(state, hyper, splits.train, 0, 0).compile())
 
 
 def _train_group(
@@ -111,7 +99,9 @@ def _train_group(
         losses, metrics = jax.device_get((state.loss, measured))
         for run in np.flatnonzero(is_active):
             own = {name: x[run].tolist() for name, x in metrics.items()}
-            points[run].append(_Point(stop, float(losses[run]), own))
+            point = {"epoch": stop, "macro_accuracy": own["macro_accuracy"], "loss": own["loss"]}
+            point["training_loss"] = float(losses[run]) if np.isfinite(losses[run]) else None
+            points[run].append((point, own))
         report(stop / epochs, float(metrics["macro_accuracy"].max()))
         is_active = np.asarray(state.is_active)
         if config.stops_at is not None:
@@ -128,13 +118,14 @@ def _outcome(
     rate: float,
     weight_decay: float,
     seed: int,
-    points: list[_Point],
+    points: list[tuple[dict[str, Any], dict[str, Any]]],
     steps: int,
     failed_at: int,
 ) -> Outcome:
-    chosen = points[-1]
+    """Of a run with these points, a pair of curve and metrics each."""
+    chosen, metrics = points[-1]
     if config.selects == "best_test_loss":
-        chosen = min(points, key=lambda point: point.metrics["loss"])
+        chosen, metrics = min(points, key=lambda point: point[0]["loss"])
     has_failed = failed_at >= 0
     return Outcome(
         rate=float(rate),
@@ -142,15 +133,7 @@ def _outcome(
         seed=int(seed),
         steps=int(steps),
         failed_at=int(failed_at) if has_failed else None,
-        epoch=None if has_failed else chosen.epoch,
-        metrics=None if has_failed else chosen.metrics,
-        curve=[
-            {
-                "epoch": point.epoch,
-                "macro_accuracy": point.metrics["macro_accuracy"],
-                "loss": point.metrics["loss"],
-                "training_loss": point.training_loss if np.isfinite(point.training_loss) else None,
-            }
-            for point in points
-        ],
+        epoch=None if has_failed else chosen["epoch"],
+        metrics=None if has_failed else metrics,
+        curve=[point for point, _ in points],
     )
