@@ -23,7 +23,7 @@ from experiments.mad.tasks.rows import IGNORE, Rows
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.train.optimizer import OptimizerConfig, build_with_schedule
 from ttcd_jax.train.state import TrainState, state_of
-from ttcd_jax.train.step import Batch, Metrics, TrainStep, is_finite, step_with
+from ttcd_jax.train.step import Batch, Metrics, is_finite, step_with
 
 Params = Any
 
@@ -135,24 +135,15 @@ def _init(problem: Problem, hyper: Hyper) -> RunState:
     return RunState(state, jnp.array(True), jnp.array(-1), jnp.full((), jnp.nan, jnp.float32))
 
 
-def _run_step(step: TrainStep, run: RunState, batch: Batch) -> tuple[RunState, jax.Array]:
-    """One step, and its loss; nothing of an inactive run changes, nor in a step that fails."""
-    new, metrics = step(run.train, batch)
-    is_taken = run.is_active & is_finite(metrics)
-    train = jax.tree.map(functools.partial(jnp.where, is_taken), new, run.train)
-    failed_at = jnp.where(run.is_active & ~is_taken, run.train["step"], run.failed_at)
-    return RunState(train, is_taken, failed_at, run.loss), metrics["loss"]
-
-
 def _train(
     config: RecipeConfig,
     problem: Problem,
     epochs: int,
+    run: RunState,
+    hyper: Hyper,
     rows: Rows,
     first: jax.Array,
     stop: jax.Array,
-    run: RunState,
-    hyper: Hyper,
 ) -> RunState:
     """Epochs first .. stop - 1 of one run, each over all rows in a new order."""
     key = jax.random.fold_in(jax.random.key(hyper.seed), 1)
@@ -168,7 +159,12 @@ def _train(
     step = step_with(gradients, _optimizer(rate, hyper.weight_decay), rate)
 
     def one_step(run: RunState, index: jax.Array) -> tuple[RunState, jax.Array]:
-        return _run_step(step, run, take_rows(rows, index))
+        """Nothing of an inactive run changes, nor in a step that fails."""
+        new, metrics = step(run.train, take_rows(rows, index))
+        is_taken = run.is_active & is_finite(metrics)
+        train = jax.tree.map(functools.partial(jnp.where, is_taken), new, run.train)
+        failed_at = jnp.where(run.is_active & ~is_taken, run.train["step"], run.failed_at)
+        return RunState(train, is_taken, failed_at, run.loss), metrics["loss"]
 
     def epoch_of(epoch: jax.Array, run: RunState) -> RunState:
         order = jax.random.permutation(jax.random.fold_in(key, epoch), num_rows)
@@ -177,6 +173,12 @@ def _train(
         return new._replace(loss=loss)
 
     return jax.lax.fori_loop(first, stop, epoch_of, run)
+
+
+def _measure(config: RecipeConfig, problem: Problem, params: Params, rows: Rows) -> Metrics:
+    indices = _batches(config, jnp.arange(len(rows.inputs)))
+    per_batch = jax.lax.map(lambda i: problem.measure(params, take_rows(rows, i)), indices)
+    return jax.tree.map(lambda x: x.mean(0), per_batch)
 
 
 def sweep_mesh(devices: Sequence[Any]) -> Mesh:
@@ -189,28 +191,15 @@ def programs(config: RecipeConfig, problem: Problem, epochs: int, mesh: Mesh) ->
     take arrays of the host and of the devices; `train` consumes its state."""
     runs, whole = PartitionSpec("runs"), PartitionSpec()
 
-    def init(hyper: Hyper) -> RunState:
-        return jax.vmap(functools.partial(_init, problem))(hyper)
-
-    def train(state: RunState, hyper: Hyper, rows: Rows, *epochs_range: jax.Array) -> RunState:
-        run = functools.partial(_train, config, problem, epochs, rows, *epochs_range)
-        return jax.vmap(run)(state, hyper)
-
-    def measure(params: Params, rows: Rows) -> Metrics:
-        def one(params: Params) -> Metrics:
-            indices = _batches(config, jnp.arange(len(rows.inputs)))
-            per_batch = jax.lax.map(lambda i: problem.measure(params, take_rows(rows, i)), indices)
-            return jax.tree.map(lambda x: x.mean(0), per_batch)
-
-        return jax.vmap(one)(params)
-
-    def on_devices(function: Callable[..., Any], *specs: PartitionSpec, donated: tuple = ()) -> Any:
-        mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=runs, check_vma=False)
+    def of_all(function: Callable[..., Any], *specs: PartitionSpec, donated: tuple = ()) -> Any:
+        every = jax.vmap(function, tuple(0 if spec == runs else None for spec in specs))
+        mapped = jax.shard_map(every, mesh=mesh, in_specs=specs, out_specs=runs, check_vma=False)
         shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
         return jax.jit(mapped, in_shardings=shardings, donate_argnums=donated)
 
+    train = functools.partial(_train, config, problem, epochs)
     return Programs(
-        on_devices(init, runs),
-        on_devices(train, runs, runs, whole, whole, whole, donated=(0,)),
-        on_devices(measure, runs, whole),
+        of_all(functools.partial(_init, problem), runs),
+        of_all(train, runs, runs, whole, whole, whole, donated=(0,)),
+        of_all(functools.partial(_measure, config, problem), runs, whole),
     )
