@@ -12,8 +12,8 @@ from experiments.mad.tasks.settings import NUM_TEST, TASKS, Setting, TaskName, s
 from ttcd_jax.config import DISTINCT, Bound, Config, NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.precision import Precision
 
-# Fields that choose the jobs or the size of groups, and change no result.
-_SELECTION = ("tasks", "settings", "methods", "memory_gib")
+# Fields that choose the jobs, and change no result.
+_SELECTION = ("tasks", "settings", "methods")
 SEED = Bound("in 0 .. 2^32 - 1", lambda value: 0 <= value < 2**32)
 
 
@@ -24,7 +24,7 @@ class MADSweepConfig(Config):
 
     `num_train` lowers the number of training rows. `init_std` is that of all normal
     initialisations; with a larger one recall is learned from far fewer rows
-    (experiments/RESULTS.md). `memory_gib`: the device memory to use, by default all of it.
+    (experiments/RESULTS.md).
     """
 
     recipe: RecipeConfig
@@ -41,7 +41,6 @@ class MADSweepConfig(Config):
     dim: Positive = 128
     mlp_dim: Positive = 256
     init_std: PositiveFloat = 0.02
-    memory_gib: PositiveFloat | None = None
 
     def comparable(self) -> dict[str, Any]:
         """The part that all records of one directory have in common."""

@@ -45,14 +45,13 @@ def _train(config: MADSweepConfig, job: Job, rows: Any, progress: "_Progress") -
         init_std=config.init_std,
         precision=config.precision,
     )
-    budget = config.memory_gib * 2**30 if config.memory_gib else measure.usable_bytes()
     start = time.monotonic()
     outcomes = train_runs(
         config.recipe,
         mad_problem(task, model),
         rows(task, seed=config.data_seed, num_train=job.num_train, num_test=config.num_test),
         hyper(config),
-        budget_bytes=int(budget),
+        budget_bytes=measure.usable_bytes(),
         on_evaluation=progress.show,
     )
     return {

@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import commands
@@ -18,13 +17,13 @@ from ttcd_kernels.dual_window import api as dual_window
 
 from experiments.bench import layer, prefill
 from experiments.bench.models import Models
+from experiments.cli import CONFIG_DIR
 from experiments.gin_loading import load_config
 from ttcd_jax.inference.advance import advance
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train.state import abstract_model
 
-CONFIG_DIR = Path(__file__).parents[3] / "experiments" / "configs"
 PUBLISHED = load_config(TransformerConfig, "prefill/default.gin", [], config_dir=CONFIG_DIR)
 
 
@@ -111,7 +110,6 @@ def test_a_case_writes_its_table_and_report(case, check, tmp_path):
             "must be one or more, none twice",
         ),
         (["step", "--gin=quikstart.gin"], "quickstart.gin"),
-        (["step", "--gin=recall.gin", "--save_dir=/no"], "--save_dir: no folder /no; create it"),
         (["layer", "--json=/no/such/file"], "--json: no folder /no/such; create it first"),
         (["layer", "--lengths=64K"], "--lengths: '64K' is not a number of tokens"),
         (["layer", "--lengths=64,0"], "--lengths: '0' is not a number of tokens"),

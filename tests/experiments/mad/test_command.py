@@ -1,17 +1,16 @@
 """The sweep command end to end at toy size, and its configurations."""
 
 import json
-from pathlib import Path
 
 import commands
 import pytest
 
+from experiments.cli import CONFIG_DIR
 from experiments.gin_loading import load_config
 from experiments.mad.config import MADSweepConfig, hyper, jobs
 from experiments.mad.records import Records, gather
 from ttcd_jax.errors import UserError
 
-CONFIG_DIR = Path(__file__).parents[3] / "experiments" / "configs"
 TOY = (
     "MADSweepConfig.tasks=('compression',)",
     "MADSweepConfig.methods=('swa',)",
