@@ -68,6 +68,22 @@ def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
+class _DecoderLayer(nnx.Module):
+    """gelu(RMSNorm(y) W + b)."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        D, dtype = config.dim, config.precision.param_dtype
+        self.norm = param(jnp.ones((D,), dtype), ("embed",))
+        self.kernel = normal_param(rngs, (D, D), ("embed", "embed_out"), config.init_std, dtype)
+        self.bias = param(jnp.zeros((D,), dtype), ("embed_out",))
+
+    def __call__(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        y = rms_norm(y, self.norm[...], self.config.norm_eps)
+        y = linear(y, self.kernel[...], self.config.precision.compute_dtype)
+        return jax.nn.gelu(y + self.bias[...].astype(y.dtype), approximate=False)
+
+
 class Autoencoder(Transformer):
     """Logits [B, T, V] of the tokens [B, T] from the state c [B, D] of their last position alone:
 
@@ -78,24 +94,13 @@ class Autoencoder(Transformer):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
-        D, dtype = config.dim, config.precision.param_dtype
-        for layer in (1, 2):
-            kernel = normal_param(rngs, (D, D), ("embed", "embed_out"), config.init_std, dtype)
-            setattr(self, f"decoder_norm_{layer}", param(jnp.ones((D,), dtype), ("embed",)))
-            setattr(self, f"decoder_kernel_{layer}", kernel)
-            setattr(self, f"decoder_bias_{layer}", param(jnp.zeros((D,), dtype), ("embed_out",)))
+        self.decoder_1 = _DecoderLayer(config, rngs=rngs)
+        self.decoder_2 = _DecoderLayer(config, rngs=rngs)
 
     def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The input of the head: the normed y of c = h[:, -1]."""
         y = h[:, -1:] + sinusoids(*h.shape[1:]).astype(h.dtype)
-        for layer in (1, 2):
-            norm, kernel, bias = (
-                getattr(self, f"decoder_{name}_{layer}")[...] for name in ("norm", "kernel", "bias")
-            )
-            y = rms_norm(y, norm, self.config.norm_eps)
-            y = linear(y, kernel, self.config.precision.compute_dtype)
-            y = jax.nn.gelu(y + bias.astype(y.dtype), approximate=False)
-        return super().normed(y)
+        return super().normed(self.decoder_2(self.decoder_1(y)))
 
 
 def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
