@@ -132,7 +132,7 @@ def _optimizer(schedule: optax.Schedule, weight_decay: Any) -> optax.GradientTra
 def _init(problem: Problem, hyper: Hyper) -> RunState:
     params = problem.init(jax.random.key(hyper.seed))
     state = state_of(_optimizer(lambda _: 0.0, 0.0), params)
-    return RunState(state, jnp.array(True), jnp.array(-1), jnp.full((), jnp.nan, jnp.float32))
+    return RunState(state, jnp.array(True), state["step"] - 1, jnp.full((), jnp.nan, jnp.float32))
 
 
 def _train(
