@@ -2,7 +2,7 @@
 
 import itertools
 
-from experiments.mad.tasks.memorization import key_value_map
+from experiments.mad.tasks.aligned import key_value_map
 from experiments.mad.tasks.rows import IGNORE
 
 

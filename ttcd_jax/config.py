@@ -39,6 +39,7 @@ PositiveFloat = Annotated[float, Bound("positive and finite", lambda value: 0 < 
 NonNegativeFloat = Annotated[float, Bound("0 or more, finite", lambda value: 0 <= value < math.inf)]
 Fraction = Annotated[float, Bound("between 0 and 1", lambda value: 0 <= value <= 1)]
 Decay = Annotated[float, Bound("in [0, 1)", lambda value: 0 <= value < 1)]
+DISTINCT = Bound("one or more, none twice", lambda values: 0 < len(values) == len(set(values)))
 
 
 def _describe(hint: Any) -> str:

@@ -85,15 +85,11 @@ def _define_flags(name: str) -> None:
 
 
 def _value(flag: str, hint: Any) -> Any:
-    value = getattr(FLAGS, flag)
-    if value == []:
+    if hint == tuple[int, ...]:
+        return tuple(cli.positives(flag))
+    if getattr(FLAGS, flag) == []:
         raise UserError(f"--{flag} is empty")
-    if hint != tuple[int, ...]:
-        return value
-    try:
-        return tuple(map(int, value))
-    except ValueError:
-        raise UserError(f"--{flag}={','.join(value)} is no list of numbers, as 4096,8192") from None
+    return getattr(FLAGS, flag)
 
 
 if __name__ == "__main__":

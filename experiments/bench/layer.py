@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from ttcd_kernels import measure
 
 from experiments import cli
@@ -18,12 +17,11 @@ from experiments.bench.frame import MIB, MILLISECOND, TERA, Case, Row, over, why
 from experiments.gin_loading import load_config
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import Remat
-from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.models.config import Remat, TransformerConfig
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.loss import summed_loss
-from ttcd_jax.train.state import abstract_model
+from ttcd_jax.train.state import abstract_params, init_params, with_params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,10 +51,11 @@ def measured(options: Layer) -> Iterator[list[Row]]:
         for form, remat in itertools.product(options.forms, options.remat):
             # The published start leaves a fast layer's output zero, and zeros run faster.
             memory = settings.replace(form=form, teacher_conv_init="identity")
-            compiled, draw = _gradient(config.replace(memory=memory, remat=remat), length)
+            model = config.replace(memory=memory, remat=remat)
+            compiled = _gradient(model, length)
             note = why_not_run(measure.needed_bytes(compiled), flops, options.max_seconds)
             if not note:
-                calls[form, remat] = functools.partial(compiled, *draw())
+                calls[form, remat] = functools.partial(compiled, *_arguments(model, length))
             size = measure.temp_bytes(compiled)
             row: Row = {"tokens": length, "form": form, "remat": remat, "ms": None}
             row |= {"temp MiB": size / MIB, "temp bytes/token": size / length}
@@ -66,22 +65,21 @@ def measured(options: Layer) -> Iterator[list[Row]]:
         yield list(rows.values())
 
 
-def _gradient(config: Any, length: int) -> tuple[jax.stages.Compiled, Any]:
-    """(loss and gradient of a row, compiled from shapes; the function that draws its arguments)."""
-    graph, params = nnx.split(abstract_model(config))
+def _gradient(config: TransformerConfig, length: int) -> jax.stages.Compiled:
+    """Loss and gradient of a row, compiled from shapes."""
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        model = nnx.merge(graph, params)
+        model = with_params(config, params)
         hidden, _ = model.forward(tokens)
         return summed_loss(hidden, model.head_weight(), tokens, jnp.ones(tokens.shape, bool))
 
-    def draw() -> tuple[Any, jax.Array]:
-        params = jax.jit(lambda: nnx.split(Transformer(config, rngs=nnx.Rngs(0)))[1])()
-        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length), np.int32)
-        return params, jnp.asarray(tokens)
-
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    return jax.jit(jax.value_and_grad(loss)).lower(params, tokens).compile(), draw
+    return jax.jit(jax.value_and_grad(loss)).lower(abstract_params(config), tokens).compile()
+
+
+def _arguments(config: TransformerConfig, length: int) -> tuple[Any, jax.Array]:
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length), np.int32)
+    return jax.jit(lambda: init_params(config, 0))(), jnp.asarray(tokens)
 
 
 _SMALL = ("TransformerConfig.dim=16", "TransformerConfig.mlp_dim=32")

@@ -1,31 +1,28 @@
 """A sweep's runs trained as one program and one after another: the same steps."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from ttcd_kernels import measure
 
 from experiments.bench.frame import MILLISECOND, Case, Row
-from experiments.mad import sweep
-from experiments.mad.models import WINDOWS, MADMethod, mad_config, mad_problem
-from experiments.mad.tasks.config import BASELINES
+from experiments.mad.models import MADMethod, mad_config, mad_problem
+from experiments.mad.sweep import Hyper, RecipeConfig, programs, sweep_mesh
 from experiments.mad.tasks.instances import instances
+from experiments.mad.tasks.settings import BASELINES, TaskName
 from ttcd_jax.config import Config, Positive
-from ttcd_jax.errors import UserError
 from ttcd_jax.precision import FloatName, Precision
+from ttcd_jax.sharding.batch import replicated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep(Config):
     """The published baseline sizes of `task`; the MLP is twice as wide as `dim`."""
 
-    task: str = "in-context-recall"
+    task: TaskName = "in-context-recall"
     method: MADMethod = "ipttcd"
     runs: Positive = 6
     steps: Positive = 20
@@ -34,56 +31,43 @@ class Sweep(Config):
     compute: FloatName = "float32"
     rounds: Positive = 3
 
-    def validate(self) -> None:
-        if self.task not in BASELINES:
-            raise UserError(f"--task={self.task} is not one of {', '.join(BASELINES)}")
-
 
 def measured(options: Sweep) -> Iterator[list[Row]]:
     """A row per program: all runs at once, on as many devices as divide their number (a CPU's are
     its cores); one run after another, an epoch per call; the same, a step per call, as a training
     loop does it."""
     task, steps, batch = BASELINES[options.task], options.steps, options.batch_size
-    config = mad_config(
-        options.method,
-        vocab_size=task.vocab_size,
-        window=WINDOWS[task.task],
-        dim=options.dim,
-        mlp_dim=2 * options.dim,
-        precision=Precision(compute=options.compute),
-    )
-    recipe, problem = sweep.RecipeConfig(epochs=steps, batch_size=batch), mad_problem(task, config)
+    dims = {"dim": options.dim, "mlp_dim": 2 * options.dim}
+    config = mad_config(options.method, task, precision=Precision(compute=options.compute), **dims)
+    recipe, problem = RecipeConfig(epochs=steps, batch_size=batch), mad_problem(task, config)
     epoch = instances(task, seed=0, num_train=steps * batch, num_test=0).train
     first = jax.tree.map(lambda x: x[:batch], epoch)
 
-    def made(num_runs: int) -> tuple[Callable[[], Any], Callable[..., Any], Any, Any]:
-        """(start, train, the rows of an epoch, those of a step) of so many runs."""
-        mesh = sweep.sweep_mesh(jax.devices()[: math.gcd(num_runs, jax.device_count())])
-        placed = jax.device_put((epoch, first), NamedSharding(mesh, PartitionSpec()))
-        runs = sweep.programs(recipe, problem, steps, mesh)
+    def trainer(num_runs: int) -> Callable[..., jax.Array]:
+        """The function that trains so many runs."""
+        mesh = sweep_mesh(jax.devices()[: math.gcd(num_runs, jax.device_count())])
+        init, train, _ = programs(recipe, problem, steps, mesh)
         rates = np.full(num_runs, 1e-3, np.float32)
-        hyper = sweep.Hyper(rates, 0.1 * rates, np.arange(num_runs, dtype=np.uint32))
-        start = functools.partial(runs.init, hyper)
-        return start, lambda state, *rest: runs.train(state, hyper, *rest), *placed
+        hyper = Hyper(rates, 0.1 * rates, np.arange(num_runs, dtype=np.uint32))
+        rows, rows_of_step = jax.device_put((epoch, first), replicated(mesh))
 
-    start_all, train_all, rows_of_all, _ = made(options.runs)
-    start, train, rows, rows_of_step = made(1)
+        def run(*, by_step: bool = False) -> jax.Array:
+            state = init(hyper)
+            if not by_step:
+                return train(state, hyper, rows, 0, 1).loss
+            for step in range(steps):
+                state = train(state, hyper, rows_of_step, step, step + 1)
+            return state.loss
 
-    def by_step() -> Any:
-        state = start()
-        for step in range(steps):
-            state = train(state, rows_of_step, step, step + 1)
-        return state.loss
+        return run
 
-    each = range(options.runs)
-    programs = {
-        "all runs at once": lambda: train_all(start_all(), rows_of_all, 0, 1).loss,
-        "one after another, an epoch per call": lambda: [
-            train(start(), rows, 0, 1).loss for _ in each
-        ],
-        "one after another, a step per call": lambda: [by_step() for _ in each],
+    all_runs, one_run, each = trainer(options.runs), trainer(1), range(options.runs)
+    calls = {
+        "all runs at once": all_runs,
+        "one after another, an epoch per call": lambda: [one_run() for _ in each],
+        "one after another, a step per call": lambda: [one_run(by_step=True) for _ in each],
     }
-    seconds = measure.median_seconds(programs, options.rounds)
+    seconds = measure.median_seconds(calls, options.rounds)
     together, work = seconds["all runs at once"], options.runs * steps
     yield [
         {"program": name, "ms": time / MILLISECOND, "run-steps/s": work / time}

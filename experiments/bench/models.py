@@ -15,12 +15,11 @@ from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.methods.in_place import InPlaceSettings
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import Views
 from ttcd_jax.nn.dual_window import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.row import Piece
 from ttcd_jax.nn.windows import KVCache, attend_cached
-from ttcd_jax.train.state import with_params
+from ttcd_jax.train.state import init_params, with_params
 
 Competitor = Literal["swa", "ipttt", "ipttcd_naive", "ipttcd"]
 _NAIVE = "_naive"
@@ -33,7 +32,9 @@ class Models:
     def __init__(self, shape: TransformerConfig) -> None:
         compute = shape.precision.compute
         self._shape = shape.replace(precision=shape.precision.replace(param=compute))
-        self._params = functools.cache(self._drawn)
+        self._params = functools.cache(
+            lambda method: jax.jit(lambda: init_params(self.config(method, 1), 0))()
+        )
 
     def config(self, name: str, window: int) -> TransformerConfig:
         """Of a model under the teacher's window; the student's is half."""
@@ -56,13 +57,6 @@ class Models:
             blocks = tuple(map(_unfused, model.blocks, model.layers))
             model = dataclasses.replace(model, blocks=blocks)
         return model
-
-    def _drawn(self, method: str) -> dict[str, Any]:
-        def draw() -> dict[str, Any]:
-            model = Transformer(self.config(method, 1), rngs=nnx.Rngs(0))
-            return nnx.to_pure_dict(nnx.state(model, nnx.Param))
-
-        return jax.jit(draw)()
 
 
 class _TwoCalls(DualWindowAttention):

@@ -52,8 +52,8 @@ class Prefill(Config):
         shape = load_config(TransformerConfig, self.gin, self.param, config_dir=cli.CONFIG_DIR)
         built = Models(shape)
         for window in self.windows:
+            self._check_pieces(built.config(name, window) for name in self.models)
             models = {name: built.build(name, window) for name in self.models}
-            self._check_pieces(model.config for model in models.values())
             for batch_size, length in itertools.product(self.batch_sizes, self.lengths):
                 yield models, batch_size, length
 

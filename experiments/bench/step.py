@@ -8,8 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -18,8 +17,7 @@ from ttcd_kernels import measure
 from experiments import cli
 from experiments.bench.frame import MIB, MILLISECOND, Case, Row, over
 from experiments.gin_loading import load_config
-from ttcd_jax.config import Config, NonNegative, Positive
-from ttcd_jax.errors import UserError
+from ttcd_jax.config import DISTINCT, Config, NonNegative, Positive
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import run_mesh
@@ -31,14 +29,10 @@ from ttcd_jax.train.flops import peak_flops, training_flops_per_token
 class Data(Config):
     """A timed round makes `batches`."""
 
-    gin: tuple[str, ...] = ()
+    gin: Annotated[tuple[str, ...], DISTINCT] = ()
     param: tuple[str, ...] = ()
     rounds: Positive = 5
     batches: Positive = 50
-
-    def validate(self) -> None:
-        if not self.gin or len(set(self.gin)) < len(self.gin):
-            raise UserError(f"--gin names no file, or one twice: {', '.join(self.gin)}")
 
     def loaded(self) -> dict[str, RunConfig]:
         """The configurations by file."""
@@ -48,15 +42,9 @@ class Data(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step(Data):
-    """`saves` checkpoints per file go into `save_dir` or the system's temporary folder."""
+    """`saves` checkpoints per file go into the system's temporary folder (TMPDIR)."""
 
     saves: NonNegative = 1
-    save_dir: str | None = None
-
-    def validate(self) -> None:
-        super().validate()
-        if self.save_dir and not Path(self.save_dir).is_dir():
-            raise UserError(f"--save_dir: no folder {self.save_dir}; create it first")
 
 
 def measured_data(options: Data) -> Iterator[list[Row]]:
@@ -123,7 +111,7 @@ def _saving(run: _Run, options: Step) -> Row:
     """Medians: the loop's wait for a checkpoint, and a step while one is written."""
     waits, steps = [], []
     with (
-        tempfile.TemporaryDirectory(dir=options.save_dir) as folder,
+        tempfile.TemporaryDirectory() as folder,
         contextlib.closing(Checkpoints(folder, keep=1)) as checkpoints,
         ThreadPoolExecutor(1) as pool,
     ):

@@ -1,7 +1,7 @@
 """The distance of two ways to compute a run: in their layers, in their predictions.
 
     layers        every block on the reference's input: the shares of its outputs that are equal,
-                  or within one or two units in the last place
+                  or within one or two units in the last slot
     distribution  p (reference) and q (candidate) of the next token, at every position of held-out
                   text: KL(p || q), total variation |p - q| / 2, whether the likeliest differs
 
@@ -40,7 +40,7 @@ Facts = dict[str, Any]
 
 
 def agreement(candidate: jax.Array, reference: jax.Array) -> dict[str, float]:
-    """Shares of elements that are equal, within one and within two units in the last place, and the
+    """Shares of elements that are equal, within one and within two units in the last slot, and the
     largest distance in such units, all in the narrower of the two dtypes; the largest difference
     over the largest magnitude."""
     pair = np.asarray(candidate), np.asarray(reference)

@@ -6,17 +6,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.mad.models import MAD_METHODS, WINDOWS, MADMethod, mad_config
+from experiments.mad.models import MAD_METHODS, MADMethod
 from experiments.mad.sweep import Hyper, RecipeConfig
-from experiments.mad.tasks.config import TaskName
-from experiments.mad.tasks.settings import NUM_TEST, TASKS, Setting, settings
-from ttcd_jax.config import Bound, Config, NonNegative, NonNegativeFloat, Positive, PositiveFloat
-from ttcd_jax.models.config import TransformerConfig
+from experiments.mad.tasks.settings import NUM_TEST, TASKS, Setting, TaskName, settings
+from ttcd_jax.config import DISTINCT, Bound, Config, NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.precision import Precision
 
-# Fields that choose the jobs or the size of groups, and change no result.
-_SELECTION = ("tasks", "settings", "methods", "memory_gib")
-DISTINCT = Bound("one or more, none twice", lambda values: 0 < len(values) == len(set(values)))
+# Fields that choose the jobs, and change no result.
+_SELECTION = ("tasks", "settings", "methods")
+SEED = Bound("in 0 .. 2^32 - 1", lambda value: 0 <= value < 2**32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +24,7 @@ class MADSweepConfig(Config):
 
     `num_train` lowers the number of training rows. `init_std` is that of all normal
     initialisations; with a larger one recall is learned from far fewer rows
-    (experiments/RESULTS.md). `memory_gib`: the device memory to use, by default all of it.
+    (experiments/RESULTS.md).
     """
 
     recipe: RecipeConfig
@@ -36,14 +34,13 @@ class MADSweepConfig(Config):
     methods: Annotated[tuple[MADMethod, ...], DISTINCT] = MAD_METHODS
     rates: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = (1e-4, 5e-4, 1e-3)
     weight_decays: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = (0.0, 0.1)
-    seeds: Annotated[tuple[NonNegative, ...], DISTINCT] = (12345,)
-    data_seed: int = 12345
+    seeds: Annotated[tuple[Annotated[int, SEED], ...], DISTINCT] = (12345,)
+    data_seed: Annotated[int, SEED] = 12345
     num_train: Positive | None = None
     num_test: Positive = NUM_TEST
     dim: Positive = 128
     mlp_dim: Positive = 256
     init_std: PositiveFloat = 0.02
-    memory_gib: PositiveFloat | None = None
 
     def comparable(self) -> dict[str, Any]:
         """The part that all records of one directory have in common."""
@@ -93,16 +90,3 @@ def plan(config: MADSweepConfig) -> str:
     ]
     total = f"{runs * num_settings} runs per method, {runs * len(every_job)} runs in all"
     return "\n".join([*lines, f"{num_settings} settings, {total}"])
-
-
-def model_of(config: MADSweepConfig, job: Job) -> TransformerConfig:
-    task = job.setting.config
-    return mad_config(
-        job.method,
-        vocab_size=task.vocab_size,
-        window=WINDOWS[task.task],
-        dim=config.dim,
-        mlp_dim=config.mlp_dim,
-        init_std=config.init_std,
-        precision=config.precision,
-    )

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ttcd_jax.inference.model import inference_model
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
 from ttcd_jax.methods.in_place import InPlaceConfig
-from ttcd_jax.models.transformer import Transformer, place_of_layer
+from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.row import Row
 
 
@@ -22,19 +23,17 @@ def effective_rank(x: Float[Array, "*rows F"]) -> Float[Array, ""]:
     floor = squares.max() * len(squares) * jnp.finfo(flat.dtype).eps
     sizes = jnp.sqrt(jnp.where(squares > floor, squares, 0))
     shares = sizes / jnp.maximum(sizes.sum(), jnp.finfo(flat.dtype).tiny)
-    return jnp.exp(-jnp.sum(jnp.where(shares > 0, shares * jnp.log(jnp.maximum(shares, 1e-30)), 0)))
+    return jnp.exp(jax.scipy.special.entr(shares).sum())
 
 
 def key_ranks(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, " fast_layers"] | None:
-    """The effective rank of the keys of all tokens, of each in-place memory in layer order; None
+    """The effective rank of the keys of all tokens, of each in-slot memory in layer order; None
     for a model without one. Costs a forward and an attention per memory."""
-    h = model.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
+    layers = inference_model(model)
+    h = layers.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
     row, ranks = Row.of(h, embeddings=h), []
-    for layer in range(model.config.num_layers):
-        place = place_of_layer(model.config, layer)
-        graph, params = nnx.split(getattr(model, place.group))
-        unit = nnx.merge(graph, jax.tree.map(lambda x, row=place.row: x[row], params))
-        block = getattr(unit, place.block)
+    for graph, params in zip(layers.blocks, layers.layers, strict=True):
+        block: Any = nnx.merge(graph, params)
         if isinstance(block.config.mlp, InPlaceConfig):
             ranks.append(effective_rank(_keys(block, h, row)))
         h, _ = block.forward(h, row)

@@ -10,13 +10,12 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from experiments.mad.key_rank import key_ranks
 from experiments.mad.scores import batch_scores, summed_loss
 from experiments.mad.sweep import Problem
-from experiments.mad.tasks.config import MADConfig
-from experiments.mad.tasks.settings import PUBLISHED, TASKS
+from experiments.mad.tasks.settings import PUBLISHED, MADConfig
 from ttcd_jax.axes import param
 from ttcd_jax.config import Bound
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
@@ -24,7 +23,6 @@ from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.models.config import TransformerConfig, switched_off
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.block import MemoryStats
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.train.step import Batch, Metrics
@@ -33,20 +31,22 @@ from ttcd_jax.train.step import Batch, Metrics
 MAD_METHODS = (*PUBLISHED, "swa", "full")
 MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
 _LONGEST_WAVE = 10_000.0
-# The teacher's window by task; the student's and the chunk are half of it.
-WINDOWS = dict.fromkeys(TASKS, 32) | {"compression": 16, "memorization": 16}
 
 
-def mad_config(method: MADMethod, *, window: int, **fields: Any) -> TransformerConfig:
+def mad_config(
+    method: MADMethod, task: MADConfig, *, window: int | None = None, **fields: Any
+) -> TransformerConfig:
     """Two layers with four heads, both fast where a method has fast layers, of the published sizes
-    unless `fields` (vocab_size, and any others) change them; the student's window and the chunk are
-    half of `window`.
+    unless `fields` change them. The teacher's window is 16 for tasks of 32 tokens, 32 for the
+    others, or given; the student's and the chunk are half of it.
 
     Methods are as published for training from scratch; rows are so short that the forms of a memory
     cost the same. The publication of LaCT does not specify its initial state: here full matrices,
     one fast head per attention head, no Muon.
     """
-    sizes = {"dim": 128, "num_layers": 2, "num_heads": 4, "mlp_dim": 256, "has_tied_head": False}
+    window = window or (16 if task.task in ("compression", "memorization") else 32)
+    sizes = {"vocab_size": task.vocab_size, "dim": 128, "mlp_dim": 256, "has_tied_head": False}
+    sizes |= {"num_layers": 2, "num_heads": 4, "method": method}
     chunk = window // 2
     in_place = {"window": window, "fast_layers": (0, 1)}
     memory = MemoryConfig(chunk_size=chunk, block_chunks=1)
@@ -57,7 +57,7 @@ def mad_config(method: MADMethod, *, window: int, **fields: Any) -> TransformerC
         "lact": {"window": window, "memory": LaCTMemoryConfig(chunk_size=chunk, low_rank=None)},
         "swa": {"window": window},
     }
-    return TransformerConfig(**sizes | {"method": method} | read.get(method, {}) | fields)
+    return TransformerConfig(**sizes | read.get(method, {}) | fields)
 
 
 def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:
@@ -66,6 +66,22 @@ def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:
     frequencies = _LONGEST_WAVE ** -(jnp.arange(half) / max(half - 1, 1))
     angles = jnp.arange(length)[:, None] * frequencies
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+class _DecoderLayer(nnx.Module):
+    """gelu(RMSNorm(y) W + b)."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        D, dtype = config.dim, config.precision.param_dtype
+        self.norm = param(jnp.ones((D,), dtype), ("embed",))
+        self.kernel = normal_param(rngs, (D, D), ("embed", "embed_out"), config.init_std, dtype)
+        self.bias = param(jnp.zeros((D,), dtype), ("embed_out",))
+
+    def __call__(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        y = rms_norm(y, self.norm[...], self.config.norm_eps)
+        y = linear(y, self.kernel[...], self.config.precision.compute_dtype)
+        return jax.nn.gelu(y + self.bias[...].astype(y.dtype), approximate=False)
 
 
 class Autoencoder(Transformer):
@@ -78,72 +94,45 @@ class Autoencoder(Transformer):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
-        D, dtype = config.dim, config.precision.param_dtype
-        for layer in (1, 2):
-            kernel = normal_param(rngs, (D, D), ("embed", "embed_out"), config.init_std, dtype)
-            setattr(self, f"decoder_norm_{layer}", param(jnp.ones((D,), dtype), ("embed",)))
-            setattr(self, f"decoder_kernel_{layer}", kernel)
-            setattr(self, f"decoder_bias_{layer}", param(jnp.zeros((D,), dtype), ("embed_out",)))
+        self.decoder_1 = _DecoderLayer(config, rngs=rngs)
+        self.decoder_2 = _DecoderLayer(config, rngs=rngs)
 
-    def forward(
-        self,
-        tokens: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
-        """(the input of the head, statistics [fast layers] in layer order)."""
-        h, stats = self.residual(tokens, segment_ids, positions)
-        return self.decode(h[:, -1], tokens.shape[1]), stats
-
-    def decode(self, code: Float[Array, "B D"], length: int) -> Float[Array, "B T D"]:
-        """The input of the head, from c."""
-        y = code[:, None] + sinusoids(length, self.config.dim).astype(code.dtype)
-        for layer in (1, 2):
-            norm, kernel, bias = (
-                getattr(self, f"decoder_{name}_{layer}")[...] for name in ("norm", "kernel", "bias")
-            )
-            y = rms_norm(y, norm, self.config.norm_eps)
-            y = linear(y, kernel, self.config.precision.compute_dtype)
-            y = jax.nn.gelu(y + bias.astype(y.dtype), approximate=False)
-        return self.normed(y)
+    def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The input of the head: the normed y of c = h[:, -1]."""
+        y = h[:, -1:] + sinusoids(*h.shape[1:]).astype(h.dtype)
+        return super().normed(self.decoder_2(self.decoder_1(y)))
 
 
-def mad_model(config: TransformerConfig, *, is_autoencoder: bool, rngs: nnx.Rngs) -> Transformer:
-    return (Autoencoder if is_autoencoder else Transformer)(config, rngs=rngs)
-
-
-def mad_problem(task: MADConfig, model: TransformerConfig) -> Problem:
+def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
     """Parameters, training loss, and the measures of test rows: the scores of MAD, the same with
     the memory switched off (`*_off`, where it can be), and of each fast layer [layers]
     `memory_ratio`, |eta S| / |W_base| after the last token, `gate_mean`, and `key_rank`, the
     effective rank of the keys."""
-    is_autoencoder = task.task == "compression"
-    off = switched_off(model, task.num_positions)
-
-    def build(config: TransformerConfig, rngs: nnx.Rngs) -> Transformer:
-        return mad_model(config, is_autoencoder=is_autoencoder, rngs=rngs)
+    model_class = Autoencoder if task.task == "compression" else Transformer
+    off = switched_off(config, task.num_positions)
 
     def init(key: jax.Array) -> dict[str, Any]:
-        return nnx.to_pure_dict(nnx.state(build(model, nnx.Rngs(key)), nnx.Param))
+        return nnx.to_pure_dict(nnx.state(model_class(config, rngs=nnx.Rngs(key)), nnx.Param))
 
-    def with_params(config: TransformerConfig, params: dict[str, Any]) -> Transformer:
-        graph, state = nnx.split(nnx.eval_shape(lambda: build(config, nnx.Rngs(0))))
-        nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(graph, state)
+    def model_with(params: dict[str, Any], config: TransformerConfig = config) -> Transformer:
+        model = nnx.eval_shape(lambda: model_class(config, rngs=nnx.Rngs(0)))
+        nnx.update(model, params)
+        return model
 
     def loss_sum(params: dict[str, Any], batch: Batch) -> jax.Array:
-        return summed_loss(with_params(model, params)(batch["tokens"]), batch["targets"])
+        return summed_loss(model_with(params)(batch["tokens"]), batch["targets"])
 
     def measure(params: dict[str, Any], batch: Batch) -> Metrics:
         tokens, targets = batch["tokens"], batch["targets"]
-        module = with_params(model, params)
-        hidden, stats = module.forward(tokens)
-        metrics: Metrics = batch_scores(module.logits(hidden), targets)._asdict()
-        metrics |= stats._asdict() if stats is not None else {}
-        ranks = key_ranks(module, tokens)
-        metrics |= {"key_rank": ranks} if ranks is not None else {}
+        model = model_with(params)
+        hidden, stats = model.forward(tokens)
+        metrics: Metrics = batch_scores(model.logits(hidden), targets)._asdict()
+        if stats is not None:
+            metrics |= stats._asdict()
+        if (ranks := key_ranks(model, tokens)) is not None:
+            metrics["key_rank"] = ranks
         if off is not None:
-            scores = batch_scores(with_params(off, params)(tokens), targets)
+            scores = batch_scores(model_with(params, off)(tokens), targets)
             metrics |= {f"{name}_off": value for name, value in scores._asdict().items()}
         return metrics
 

@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments.mad.models import MAD_METHODS
-from experiments.mad.report import Record, best_curve, mean_curve, methods_of, tasks_of
+from experiments.mad.report import Record, best_run, methods_of, tasks_of
 from experiments.mad.tasks.settings import PUBLISHED
 from ttcd_jax.eval.report import COLOURS, MARKERS, save_figure
 from ttcd_jax.methods import METHODS
@@ -12,11 +14,22 @@ from ttcd_jax.methods import METHODS
 _COLUMNS = 3
 
 
+def mean_curve(records: list[Record]) -> np.ndarray:
+    """[evaluations, 2]: step and macro accuracy, mean over records and the seeds of their best
+    pairs of rate and decay, as far as all curves go (one may end early, an option); empty where
+    no run stayed finite."""
+    curves = []
+    for record in records:
+        steps, best = record["steps"] / record["epochs"], best_run(record)
+        for curve in best["curves"] if best else ():
+            curves.append([(point["epoch"] * steps, point["macro_accuracy"]) for point in curve])
+    return np.mean([*zip(*curves, strict=False)], axis=1) if curves else np.empty((0, 2))
+
+
 def draw_curves(path: Path, records: list[Record]) -> None:
-    """A PNG with a panel per task: macro accuracy on the test rows by step, a line per method (the
-    best pair of rate and decay, mean over seeds and settings); at the right edge, hollow, the
-    published scores at full budget. Raises `UserError` without matplotlib.
-    """
+    """A PNG with a panel per task: macro accuracy on the test rows by step, a line per method; at
+    the right edge, hollow, the published scores at full budget. Raises `UserError` without
+    matplotlib."""
     tasks, methods = tasks_of(records), methods_of(records)
     num_rows = -(-len(tasks) // _COLUMNS)
 
@@ -44,12 +57,11 @@ def draw_curves(path: Path, records: list[Record]) -> None:
 
 def _draw_method(axes: Any, records: list[Record], task: str, method: str) -> None:
     """Line and published score; nothing where no run stayed finite."""
-    curves = [curve for record in records if (curve := best_curve(record)) is not None]
-    if not curves:
+    steps, accuracy = mean_curve(records).T
+    if not len(steps):
         return
     index = MAD_METHODS.index(method)
     look = {"color": COLOURS[index], "marker": MARKERS[index]}
-    steps, accuracy = mean_curve(curves).T
     axes.plot(steps, 100 * accuracy, label=METHODS[method].label, markersize=4, **look)
     if method in PUBLISHED:
         look |= {"markerfacecolor": "none", "markersize": 9, "linestyle": "", "clip_on": False}

@@ -21,42 +21,24 @@ _SCORE = "macro_accuracy"
 _FACTS = {"|eta S|/|W|": "memory_ratio", "beta": "gate_mean", "key rank": "key_rank"}
 
 
-def _best_pair(record: Record) -> list[dict[str, Any]]:
-    """The runs, one per seed, of the pair of rate and decay with the highest mean accuracy; none
-    where every pair has a run that failed."""
+def best_run(record: Record) -> dict[str, Any] | None:
+    """The pair of rate and decay with the highest mean accuracy as one run: `metrics`, the means
+    over its seeds, and `curves`, one per seed; None where every pair has a run that failed."""
     pairs: dict[tuple[float, float], list[dict[str, Any]]] = {}
     for run in record["runs"]:
         pairs.setdefault((run["rate"], run["weight_decay"]), []).append(run)
-    complete = [runs for runs in pairs.values() if all(run["metrics"] for run in runs)]
-    return max(complete, key=lambda runs: _mean_metrics(runs)[_SCORE], default=[])
+    complete = [
+        runs[0] | {"metrics": _mean(runs), "curves": [run["curve"] for run in runs]}
+        for runs in pairs.values()
+        if all(run["metrics"] for run in runs)
+    ]
+    return max(complete, key=lambda run: run["metrics"][_SCORE], default=None)
 
 
-def _mean_metrics(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _mean(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each of their metrics; empty without a run."""
     names = runs[0]["metrics"] if runs else ()
     return {name: np.mean([run["metrics"][name] for run in runs], axis=0) for name in names}
-
-
-def best_run(record: Record) -> dict[str, Any] | None:
-    """The best pair of rate and decay as one run, its metrics the means over the seeds."""
-    runs = _best_pair(record)
-    return runs[0] | {"metrics": _mean_metrics(runs)} if runs else None
-
-
-def best_curve(record: Record) -> np.ndarray | None:
-    """[evaluations, 2]: step and macro accuracy of the best pair of rate and decay, mean over
-    the seeds; None where every pair failed."""
-    steps = record["steps"] / record["epochs"]
-    curves = [
-        np.array([(point["epoch"] * steps, point["macro_accuracy"]) for point in run["curve"]])
-        for run in _best_pair(record)
-    ]
-    return mean_curve(curves) if curves else None
-
-
-def mean_curve(curves: list[np.ndarray]) -> np.ndarray:
-    """Over the shortest curve: one that ended early (an option) ends them all."""
-    shortest = min(map(len, curves))
-    return np.mean([curve[:shortest] for curve in curves], axis=0)
 
 
 def report(records: list[Record]) -> str:
@@ -76,15 +58,13 @@ def score_table(records: list[Record]) -> list[dict[str, str]]:
     for method in methods_of(records):
         row, scores, published = {"method": METHODS[method].label}, [], []
         for task in tasks_of(records):
-            metrics = _task_metrics(records, task, method)
-            cell = "-"
-            if metrics:
+            row[task] = "-"
+            if metrics := _task_metrics(records, task, method):
                 scores.append(100 * metrics[_SCORE])
-                cell = f"{scores[-1]:.1f} / {100 * metrics['micro_accuracy']:.1f}"
+                row[task] = f"{scores[-1]:.1f} / {100 * metrics['micro_accuracy']:.1f}"
                 if method in PUBLISHED:
                     published.append(PUBLISHED[method][task])
-                    cell += f" ({published[-1]:.1f})"
-            row[task] = cell
+                    row[task] += f" ({published[-1]:.1f})"
         row["mean"] = f"{np.mean(scores):.1f}" if scores else "-"
         if published:
             row["mean"] += f" ({np.mean(published):.1f})"
@@ -114,9 +94,10 @@ def footnotes(records: list[Record]) -> list[str]:
     """Budget, sweep, options, device, and runs that failed."""
     runs = [run for record in records for run in record["runs"]]
     failed = sum(run["failed_at"] is not None for run in runs)
-    done = {task: len({r["setting"] for r in records if r["task"] == task}) for task in TASKS}
+    done = {(record["task"], record["setting"]) for record in records}
     counts = ", ".join(
-        f"{task} {count} of {len(settings(task))}" for task, count in done.items() if count
+        f"{task} {sum(name == task for name, _ in done)} of {len(settings(task))}"
+        for task in tasks_of(records)
     )
     rates, decays, seeds = (_values(runs, name) for name in ("rate", "weight_decay", "seed"))
     options = ("schedule", "selects", "stops_at")
@@ -162,7 +143,7 @@ def _task_metrics(records: list[Record], task: str, method: str) -> dict[str, An
     """Metrics of the best runs, mean over the settings that have one; the footnotes report how many
     runs failed."""
     chosen = [r for r in records if r["task"] == task and r["method"] == method]
-    return _mean_metrics([run for run in map(best_run, chosen) if run is not None])
+    return _mean([run for run in map(best_run, chosen) if run is not None])
 
 
 def _span(values: Iterable[int]) -> str:

@@ -23,31 +23,6 @@ class MADScores(NamedTuple):
     loss: Float[Array, ""]
 
 
-def macro_accuracy(
-    predictions: Int[Array, "..."], targets: Int[Array, "..."], num_classes: int
-) -> Float[Array, ""]:
-    """Mean over classes c with tp + fp + fn > 0 of tp_c / (tp_c + fn_c), 0 without targets of c; 0
-    for a batch without a scored position."""
-    is_scored = targets != IGNORE
-
-    def count(classes: jax.Array, chosen: jax.Array) -> jax.Array:
-        weights = chosen.ravel().astype(jnp.int32)
-        return jnp.bincount(classes.ravel(), weights, length=num_classes)
-
-    num_targets = count(targets, is_scored)
-    num_predicted = count(predictions, is_scored)
-    num_hits = count(targets, is_scored & (predictions == targets))
-    num_present = jnp.sum(num_targets + num_predicted > 0)
-    return jnp.sum(num_hits / jnp.maximum(num_targets, 1)) / jnp.maximum(num_present, 1)
-
-
-def micro_accuracy(predictions: Int[Array, "..."], targets: Int[Array, "..."]) -> Float[Array, ""]:
-    """Share of scored positions that are right; 0 for a batch without a scored position."""
-    is_scored = targets != IGNORE
-    is_hit = is_scored & (predictions == targets)
-    return jnp.sum(is_hit) / jnp.maximum(jnp.sum(is_scored), 1)
-
-
 def summed_loss(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Float[Array, ""]:
     """Cross entropy summed over scored positions in nats, float32 or better. Differentiable in
     `logits`."""
@@ -60,10 +35,19 @@ def summed_loss(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Fl
 
 def batch_scores(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> MADScores:
     """All three of one batch; the prediction is the first of the likeliest classes. Without a
-    scored position the mean loss is NaN."""
-    predictions = jnp.argmax(logits, axis=-1)
+    scored position the accuracies are 0 and the mean loss is NaN."""
+    predictions, is_scored = jnp.argmax(logits, axis=-1), targets != IGNORE
+    is_hit = is_scored & (predictions == targets)
+
+    def count(classes: jax.Array, chosen: jax.Array) -> jax.Array:
+        weights = chosen.ravel().astype(jnp.int32)
+        return jnp.bincount(classes.ravel(), weights, length=logits.shape[-1])
+
+    num_targets, num_hits = count(targets, is_scored), count(targets, is_hit)
+    num_present = jnp.sum(num_targets + count(predictions, is_scored) > 0)
+    recalls = num_hits / jnp.maximum(num_targets, 1)
     return MADScores(
-        macro_accuracy=macro_accuracy(predictions, targets, logits.shape[-1]),
-        micro_accuracy=micro_accuracy(predictions, targets),
-        loss=summed_loss(logits, targets) / jnp.sum(targets != IGNORE),
+        macro_accuracy=jnp.sum(recalls) / jnp.maximum(num_present, 1),
+        micro_accuracy=jnp.sum(is_hit) / jnp.maximum(jnp.sum(is_scored), 1),
+        loss=summed_loss(logits, targets) / jnp.sum(is_scored),
     )

@@ -20,18 +20,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from experiments.mad.tasks.rows import IGNORE, Rows
-from ttcd_jax.config import Config, Decay, NonNegativeFloat, Positive, PositiveFloat
+from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.train.optimizer import OptimizerConfig, build_with_schedule
-from ttcd_jax.train.state import TrainState
-from ttcd_jax.train.step import Batch, Metrics, TrainStep, is_finite, step_with
+from ttcd_jax.train.state import TrainState, state_of
+from ttcd_jax.train.step import Batch, Metrics, is_finite, step_with
 
 Params = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeConfig(Config):
-    """AdamW without a clip or warm-up, decay on every tensor, the rate constant within an epoch:
-    min_rate + (rate - min_rate) (1 + cos(pi epoch / epochs)) / 2.
+    """AdamW (beta 0.9 and 0.999, eps 1e-8) without a clip or warm-up, decay on every tensor, the
+    rate constant within an epoch: min_rate + (rate - min_rate) (1 + cos(pi epoch / epochs)) / 2.
 
     `max_steps` shortens the run to the epochs that hold so many steps. Options for the published
     code's behaviour, most of it accidental: `schedule="constant"` (its cosine is never applied),
@@ -42,9 +42,6 @@ class RecipeConfig(Config):
     epochs: Positive = 200
     max_steps: Positive | None = None
     batch_size: Positive = 128
-    beta1: Decay = 0.9
-    beta2: Decay = 0.999
-    eps: PositiveFloat = 1e-8
     min_rate: NonNegativeFloat = 1e-6
     num_evaluations: Positive = 10  # at the ends of equally many epochs, and of the last one
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -127,40 +124,26 @@ def _batches(config: RecipeConfig, order: jax.Array) -> jax.Array:
     return filled.reshape(steps, config.batch_size)
 
 
-def _optimizer(
-    config: RecipeConfig, schedule: optax.Schedule, weight_decay: jax.Array | float
-) -> optax.GradientTransformation:
-    constants: Any = {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
-    optimizer = OptimizerConfig(clip_norm=None, **constants)
-    return build_with_schedule(optimizer, schedule, {}, weight_decay)
+def _optimizer(schedule: optax.Schedule, weight_decay: Any) -> optax.GradientTransformation:
+    adamw = OptimizerConfig(beta2=0.999, clip_norm=None)
+    return build_with_schedule(adamw, schedule, {}, weight_decay)
 
 
-def _init(config: RecipeConfig, problem: Problem, hyper: Hyper) -> RunState:
+def _init(problem: Problem, hyper: Hyper) -> RunState:
     params = problem.init(jax.random.key(hyper.seed))
-    opt_state = _optimizer(config, lambda _: 0.0, 0.0).init(params)
-    zero = jnp.zeros((), jnp.int32)
-    state = TrainState(params=params, opt_state=opt_state, step=zero)
-    return RunState(state, jnp.array(True), zero - 1, jnp.full((), jnp.nan, jnp.float32))
-
-
-def _run_step(step: TrainStep, run: RunState, batch: Batch) -> tuple[RunState, jax.Array]:
-    """One step, and its loss; nothing of an inactive run changes, nor in a step that fails."""
-    new, metrics = step(run.train, batch)
-    is_taken = run.is_active & is_finite(metrics)
-    train = jax.tree.map(functools.partial(jnp.where, is_taken), new, run.train)
-    failed_at = jnp.where(run.is_active & ~is_taken, run.train["step"], run.failed_at)
-    return RunState(train, is_taken, failed_at, run.loss), metrics["loss"]
+    state = state_of(_optimizer(lambda _: 0.0, 0.0), params)
+    return RunState(state, jnp.array(True), state["step"] - 1, jnp.full((), jnp.nan, jnp.float32))
 
 
 def _train(
     config: RecipeConfig,
     problem: Problem,
     epochs: int,
+    run: RunState,
+    hyper: Hyper,
     rows: Rows,
     first: jax.Array,
     stop: jax.Array,
-    run: RunState,
-    hyper: Hyper,
 ) -> RunState:
     """Epochs first .. stop - 1 of one run, each over all rows in a new order."""
     key = jax.random.fold_in(jax.random.key(hyper.seed), 1)
@@ -173,10 +156,15 @@ def _train(
     gradients = jax.value_and_grad(
         lambda params, batch: (problem.loss_sum(params, batch), None), has_aux=True
     )
-    step = step_with(gradients, _optimizer(config, rate, hyper.weight_decay), rate)
+    step = step_with(gradients, _optimizer(rate, hyper.weight_decay), rate)
 
     def one_step(run: RunState, index: jax.Array) -> tuple[RunState, jax.Array]:
-        return _run_step(step, run, take_rows(rows, index))
+        """Nothing of an inactive run changes, nor in a step that fails."""
+        new, metrics = step(run.train, take_rows(rows, index))
+        is_taken = run.is_active & is_finite(metrics)
+        train = jax.tree.map(functools.partial(jnp.where, is_taken), new, run.train)
+        failed_at = jnp.where(run.is_active & ~is_taken, run.train["step"], run.failed_at)
+        return RunState(train, is_taken, failed_at, run.loss), metrics["loss"]
 
     def epoch_of(epoch: jax.Array, run: RunState) -> RunState:
         order = jax.random.permutation(jax.random.fold_in(key, epoch), num_rows)
@@ -185,6 +173,12 @@ def _train(
         return new._replace(loss=loss)
 
     return jax.lax.fori_loop(first, stop, epoch_of, run)
+
+
+def _measure(config: RecipeConfig, problem: Problem, params: Params, rows: Rows) -> Metrics:
+    indices = _batches(config, jnp.arange(len(rows.inputs)))
+    per_batch = jax.lax.map(lambda i: problem.measure(params, take_rows(rows, i)), indices)
+    return jax.tree.map(lambda x: x.mean(0), per_batch)
 
 
 def sweep_mesh(devices: Sequence[Any]) -> Mesh:
@@ -197,28 +191,15 @@ def programs(config: RecipeConfig, problem: Problem, epochs: int, mesh: Mesh) ->
     take arrays of the host and of the devices; `train` consumes its state."""
     runs, whole = PartitionSpec("runs"), PartitionSpec()
 
-    def init(hyper: Hyper) -> RunState:
-        return jax.vmap(functools.partial(_init, config, problem))(hyper)
-
-    def train(state: RunState, hyper: Hyper, rows: Rows, *epochs_range: jax.Array) -> RunState:
-        run = functools.partial(_train, config, problem, epochs, rows, *epochs_range)
-        return jax.vmap(run)(state, hyper)
-
-    def measure(params: Params, rows: Rows) -> Metrics:
-        def one(params: Params) -> Metrics:
-            indices = _batches(config, jnp.arange(len(rows.inputs)))
-            per_batch = jax.lax.map(lambda i: problem.measure(params, take_rows(rows, i)), indices)
-            return jax.tree.map(lambda x: x.mean(0), per_batch)
-
-        return jax.vmap(one)(params)
-
-    def on_devices(function: Callable[..., Any], *specs: PartitionSpec, donated: tuple = ()) -> Any:
-        mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=runs, check_vma=False)
+    def of_all(function: Callable[..., Any], *specs: PartitionSpec, donated: tuple = ()) -> Any:
+        every = jax.vmap(function, tuple(0 if spec == runs else None for spec in specs))
+        mapped = jax.shard_map(every, mesh=mesh, in_specs=specs, out_specs=runs, check_vma=False)
         shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
         return jax.jit(mapped, in_shardings=shardings, donate_argnums=donated)
 
+    train = functools.partial(_train, config, problem, epochs)
     return Programs(
-        on_devices(init, runs),
-        on_devices(train, runs, runs, whole, whole, whole, donated=(0,)),
-        on_devices(measure, runs, whole),
+        of_all(functools.partial(_init, problem), runs),
+        of_all(train, runs, runs, whole, whole, whole, donated=(0,)),
+        of_all(functools.partial(_measure, config, problem), runs, whole),
     )

@@ -5,17 +5,17 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from ttcd_kernels import measure
 
 from experiments.mad.sweep import Hyper, Problem, Programs, RecipeConfig, programs, sweep_mesh
 from experiments.mad.tasks.instances import Splits
+from ttcd_jax.sharding.batch import replicated
 
 
 class Outcome(NamedTuple):
     """One run. `metrics` are those of the epoch that the recipe selects, None for a run that
     failed, which has a curve until then. `curve`: epoch, macro accuracy and loss on the test rows,
-    training loss."""
+    training loss (None where not finite: JSON has no NaN)."""
 
     rate: float
     weight_decay: float
@@ -25,15 +25,6 @@ class Outcome(NamedTuple):
     epoch: int | None
     metrics: dict[str, Any] | None
     curve: list[dict[str, float | None]]
-
-
-class _Point(NamedTuple):
-    """All runs of a group after an epoch; arrays have the runs first."""
-
-    epoch: int
-    was_active: np.ndarray
-    training_loss: np.ndarray
-    metrics: dict[str, np.ndarray]
 
 
 def train_runs(
@@ -49,14 +40,13 @@ def train_runs(
     compiler's account of all runs together. Devices beyond the number of runs stay idle.
     `on_evaluation` gets the share of the work done and the best macro accuracy of the group."""
     num_runs = len(hyper.rate)
-    devices = jax.devices()[:num_runs]
-    mesh = sweep_mesh(devices)
-    splits = jax.device_put(splits, NamedSharding(mesh, PartitionSpec()))
+    mesh = sweep_mesh(jax.devices()[:num_runs])
+    splits = jax.device_put(splits, replicated(mesh))
     jitted = programs(config, problem, config.num_epochs(len(splits.train.inputs)), mesh)
-    size = group_size(num_runs, len(devices), 0, None)
+    size = group_size(num_runs, mesh.size, 0, None)
     compiled = _compiled(jitted, size, splits)
     needed = measure.needed_bytes(compiled.train)
-    fitting = group_size(num_runs, len(devices), needed, budget_bytes)
+    fitting = group_size(num_runs, mesh.size, needed, budget_bytes)
     if fitting != size:
         size, compiled = fitting, _compiled(jitted, fitting, splits)
     outcomes = []
@@ -89,11 +79,7 @@ def _on_device(hyper: Hyper) -> Hyper:
 def _compiled(jitted: Programs, size: int, splits: Splits) -> Programs:
     hyper = _on_device(Hyper(*np.zeros((3, size))))
     state = jax.eval_shape(jitted.init, hyper)
-    return Programs(
-        jitted.init.lower(hyper).compile(),
-        jitted.train.lower(state, hyper, splits.train, 0, 0).compile(),
-        jitted.measure.lower(state.train["params"], splits.test).compile(),
-    )
+    return jitted._replace(train=jitted.train.lower(state, hyper, splits.train, 0, 0).compile())
 
 
 def _train_group(
@@ -105,12 +91,17 @@ def _train_group(
 ) -> list[Outcome]:
     hyper, epochs = _on_device(part), config.num_epochs(len(splits.train.inputs))
     state, every = compiled.init(hyper), config.epochs_per_evaluation(epochs)
-    is_active, history = np.ones(len(part.rate), bool), []
+    is_active, points = np.ones(len(part.rate), bool), [[] for _ in part.rate]
     for first in range(0, epochs, every):
         stop = min(first + every, epochs)
         state = compiled.train(state, hyper, splits.train, first, stop)
-        metrics = jax.device_get(compiled.measure(state.train["params"], splits.test))
-        history.append(_Point(stop, is_active, np.asarray(state.loss), metrics))
+        measured = compiled.measure(state.train["params"], splits.test)
+        losses, metrics = jax.device_get((state.loss, measured))
+        for run in np.flatnonzero(is_active):
+            own = {name: x[run].tolist() for name, x in metrics.items()}
+            point = {"epoch": stop, "macro_accuracy": own["macro_accuracy"], "loss": own["loss"]}
+            point["training_loss"] = float(losses[run]) if np.isfinite(losses[run]) else None
+            points[run].append((point, own))
         report(stop / epochs, float(metrics["macro_accuracy"].max()))
         is_active = np.asarray(state.is_active)
         if config.stops_at is not None:
@@ -118,34 +109,31 @@ def _train_group(
             state = state._replace(is_active=is_active)
         if not is_active.any():
             break
-    steps, failed_at = jax.device_get((state.train["step"], state.failed_at))
-    return [
-        _outcome(config, Hyper(*(x[run] for x in part)), history, run, steps[run], failed_at[run])
-        for run in range(len(part.rate))
-    ]
+    ends = jax.device_get((state.train["step"], state.failed_at))
+    return [_outcome(config, *run) for run in zip(*part, points, *ends, strict=True)]
 
 
 def _outcome(
-    config: RecipeConfig, hyper: Hyper, history: list[_Point], run: int, steps: int, failed_at: int
+    config: RecipeConfig,
+    rate: float,
+    weight_decay: float,
+    seed: int,
+    points: list[tuple[dict[str, Any], dict[str, Any]]],
+    steps: int,
+    failed_at: int,
 ) -> Outcome:
-    points = [point for point in history if point.was_active[run]]
-    chosen = points[-1]
+    """Of a run with these points, a pair of curve and metrics each."""
+    chosen, metrics = points[-1]
     if config.selects == "best_test_loss":
-        chosen = min(points, key=lambda point: point.metrics["loss"][run])
-    curve = []
-    for point in points:
-        scores = {name: float(point.metrics[name][run]) for name in ("macro_accuracy", "loss")}
-        loss = float(point.training_loss[run])
-        loss = loss if np.isfinite(loss) else None  # JSON has no NaN
-        curve.append({"epoch": point.epoch} | scores | {"training_loss": loss})
+        chosen, metrics = min(points, key=lambda point: point[0]["loss"])
     has_failed = failed_at >= 0
     return Outcome(
-        rate=float(hyper.rate),
-        weight_decay=float(hyper.weight_decay),
-        seed=int(hyper.seed),
+        rate=float(rate),
+        weight_decay=float(weight_decay),
+        seed=int(seed),
         steps=int(steps),
         failed_at=int(failed_at) if has_failed else None,
-        epoch=None if has_failed else chosen.epoch,
-        metrics=None if has_failed else {k: x[run].tolist() for k, x in chosen.metrics.items()},
-        curve=curve,
+        epoch=None if has_failed else chosen["epoch"],
+        metrics=None if has_failed else metrics,
+        curve=[point for point, _ in points],
     )

@@ -8,12 +8,13 @@ from typing import Any
 
 from ttcd_kernels import measure
 
-from experiments.mad.config import Job, MADSweepConfig, hyper, jobs, model_of
-from experiments.mad.models import mad_problem
+from experiments.mad.config import Job, MADSweepConfig, hyper, jobs
+from experiments.mad.models import mad_config, mad_problem
 from experiments.mad.records import Records
 from experiments.mad.report import best_run
 from experiments.mad.sweep_loop import train_runs
 from experiments.mad.tasks.instances import instances
+from ttcd_jax import units
 
 
 def train_jobs(config: MADSweepConfig, folder: Path) -> None:
@@ -35,15 +36,22 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
 
 def _train(config: MADSweepConfig, job: Job, rows: Any, progress: "_Progress") -> dict[str, Any]:
     """Trains one job; returns its record."""
-    model, task = model_of(config, job), job.setting.config
-    budget = config.memory_gib * 2**30 if config.memory_gib else measure.usable_bytes()
+    task = job.setting.config
+    model = mad_config(
+        job.method,
+        task,
+        dim=config.dim,
+        mlp_dim=config.mlp_dim,
+        init_std=config.init_std,
+        precision=config.precision,
+    )
     start = time.monotonic()
     outcomes = train_runs(
         config.recipe,
         mad_problem(task, model),
         rows(task, seed=config.data_seed, num_train=job.num_train, num_test=config.num_test),
         hyper(config),
-        budget_bytes=int(budget),
+        budget_bytes=measure.usable_bytes(),
         on_evaluation=progress.show,
     )
     return {
@@ -74,35 +82,34 @@ class _Progress:
 
     def start(self, job: Job) -> None:
         self._job, self._since = job, time.monotonic()
-        self._show_live("compiling")
+        self._show_live(f"{job.name}: compiling")
 
     def show(self, done: float, accuracy: float) -> None:
         """`done` is the finished share of the job."""
-        seconds, tokens = self._seconds + time.monotonic() - self._since, _tokens(self._job)
-        left = self._left(seconds, self._tokens + done * tokens, (1 - done) * tokens)
-        self._show_live(f"{done:.0%}, accuracy {accuracy:.3f}, {left}")
+        left = self._left(done)
+        self._show_live(f"{self._job.name}: {done:.0%}, accuracy {accuracy:.3f}, {left}")
 
     def finish(self, record: dict[str, Any]) -> None:
-        elapsed, best = time.monotonic() - self._since, best_run(record)
-        self._seconds += elapsed
-        self._tokens += _tokens(self._job)
-        score = "no run stayed finite"
+        score, best = "no run stayed finite", best_run(record)
         if best is not None:
             score = f"accuracy {best['metrics']['macro_accuracy']:.3f} at rate {best['rate']:g}, "
             score += f"decay {best['weight_decay']:g}"
-        left = f", {self._left(self._seconds, self._tokens, 0.0)}" if self.waiting else ""
+        elapsed = time.monotonic() - self._since
+        left = f", {self._left(1.0)}" if self.waiting else ""
+        self._seconds += elapsed
+        self._tokens += _tokens(self._job)
         self._show_live("")
         number = f"[{self._total - len(self.waiting)}/{self._total}]"
         print(f"{number} {self._job.name}: {score}, {elapsed:.0f} s{left}", flush=True)
 
     def _show_live(self, text: str) -> None:
         if sys.stdout.isatty():
-            print("\r\x1b[K" + (f"{self._job.name}: {text}" if text else ""), end="", flush=True)
+            print(f"\r\x1b[K{text}", end="", flush=True)
 
-    def _left(self, seconds: float, tokens: float, more: float) -> str:
-        more += sum(map(_tokens, self.waiting))
-        minutes, rest = divmod(round(more * seconds / tokens), 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{rest:02} left"
+    def _left(self, done: float) -> str:
+        seconds, tokens = self._seconds + time.monotonic() - self._since, _tokens(self._job)
+        left = (1 - done) * tokens + sum(map(_tokens, self.waiting))
+        return f"{units.clock(left * seconds / (self._tokens + done * tokens))} left"
 
 
 def _tokens(job: Job) -> float:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.mad.scores import batch_scores, macro_accuracy
-from experiments.mad.tasks import memorization
-from experiments.mad.tasks.config import MADConfig
+from experiments.mad.scores import batch_scores
+from experiments.mad.tasks.aligned import key_value_map
 from experiments.mad.tasks.instances import instances
+from experiments.mad.tasks.settings import MADConfig
 from experiments.parity.golden import Comparison, Golden, worst
 from ttcd_jax.errors import DataError
 
@@ -29,7 +29,7 @@ def check_instances(golden: Golden, dtype: str) -> Comparison:
             ours[f"{name}.{split}.inputs"] = rows.inputs
             ours[f"{name}.{split}.targets"] = rows.targets
         if f"{name}.kv_keys" in golden.arrays:
-            keys, values = memorization.key_value_map(config, source["seed"])
+            keys, values = key_value_map(config, source["seed"])
             ours |= {f"{name}.kv_keys": keys, f"{name}.kv_values": values}
     surplus = golden.arrays.keys() - ours.keys() - {"config_json"}
     if surplus:
@@ -54,6 +54,6 @@ def check_metrics(golden: Golden, dtype: str) -> Comparison:
         "out.batch_micro_acc": batches.micro_accuracy,
         "out.batch_loss": batches.loss,
         "out.epoch_macro_acc": np.mean(np.asarray(batches.macro_accuracy, np.float64)),
-        "out.global_macro_acc": macro_accuracy(logits.argmax(-1), targets, logits.shape[-1]),
+        "out.global_macro_acc": batch_scores(logits, targets).macro_accuracy,
     }
     return worst(ours, golden, dtype)

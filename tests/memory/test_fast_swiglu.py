@@ -15,7 +15,7 @@ from checks import (
 
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
 from ttcd_jax.memory.fast_swiglu import (
-    FastRule,
+    FastOptions,
     FastSwiGLU,
     FastWeights,
     FastWrites,
@@ -36,8 +36,8 @@ class Tokens(NamedTuple):
     momentum: jax.Array | None
 
 
-def _rule(**changes) -> FastRule:
-    return FastRule(state_dtype=jnp.float64, **changes)
+def _options(**changes) -> FastOptions:
+    return FastOptions(state_dtype=jnp.float64, **changes)
 
 
 def _start(seed=1) -> FastWeights:
@@ -50,10 +50,10 @@ def _tokens(seed=0, tokens=T, has_momentum=True) -> Tokens:
     return Tokens(q, k, v, jax.nn.softplus(rates), jax.nn.sigmoid(votes) if has_momentum else None)
 
 
-def _run(rule, start, tokens, ids=None, chunk_size=L):
+def _run(options, start, tokens, ids=None, chunk_size=L):
     size = tokens.q.shape[1]
     q, *writes = (None if x is None else to_chunks(x, chunk_size) for x in tokens)
-    memory = FastSwiGLU(start, rule._replace(has_momentum=tokens.momentum is not None))
+    memory = FastSwiGLU(start, options._replace(has_momentum=tokens.momentum is not None))
     segments = None if ids is None else chunk_segments(ids, chunk_size)
     prepared = memory.prepared(q, FastWrites(*writes), segments, length=size)
     return from_chunks(memory.row(prepared, needs_end=False)[0], size)
@@ -75,7 +75,7 @@ def _descent(weights, k, v, rates):
     return FastWeights(*(gradients[i][i] for i in range(3)))
 
 
-def _one_document(rule, start, tokens, is_mine):
+def _one_document(options, start, tokens, is_mine):
     """f(q) [C, L, H] of a row and head, its tokens in chunks, with those of one document alone."""
 
     def one_chunk(state, chunk):
@@ -84,7 +84,7 @@ def _one_document(rule, start, tokens, is_mine):
         mu = 0.0 if votes is None else jnp.where(mine, votes, 0).sum() / jnp.maximum(mine.sum(), 1)
         step = _descent(used, k, v, jnp.where(mine[:, None], rates, 0))
         step = jax.tree.map(lambda d, m: d + mu * m, step, before)
-        raw = jax.tree.map(jnp.add, raw if rule.keeps_raw else used, step)
+        raw = jax.tree.map(jnp.add, raw if options.keeps_raw else used, step)
 
         def rescaled(w, w_start):
             return w / (jnp.linalg.norm(w, axis=0) + 1e-5) * jnp.linalg.norm(w_start, axis=0)
@@ -96,13 +96,13 @@ def _one_document(rule, start, tokens, is_mine):
     return jax.lax.scan(one_chunk, state, (tuple(tokens), is_mine))[1]
 
 
-def _definition(rule, start, tokens, ids):
+def _definition(options, start, tokens, ids):
     """[B, T, N, H], every document from the start; `ids` are numpy's."""
     chunks = jax.tree.map(lambda x: to_chunks(x, L), tokens)
     rows, documents = np.array([(b, i) for b in range(B) for i in set(ids[b].tolist())]).T
     is_mine = np.pad(ids[rows] == documents[:, None], ((0, 0), (0, -T % L)))
     is_mine = is_mine.reshape(-1, T // L + 1, L)
-    heads = jax.vmap(functools.partial(_one_document, rule), (0, 2, None), 2)
+    heads = jax.vmap(functools.partial(_one_document, options), (0, 2, None), 2)
     each = jax.vmap(heads, (None, 0, 0))(start, jax.tree.map(lambda x: x[rows], chunks), is_mine)
     own = jnp.where(is_mine[..., None, None], each, 0)
     return from_chunks(jnp.zeros(chunks.q.shape).at[rows].add(own), T)
@@ -122,31 +122,31 @@ def _with_gradients(run, start, tokens):
 @pytest.mark.parametrize("keeps_raw", [False, True])
 def test_every_document_learns_alone_by_the_definition(keeps_raw, float64):
     """Values and gradients; the definition differentiates f where the memory has formulas."""
-    rule, start, tokens = _rule(keeps_raw=keeps_raw), _start(), _tokens()
+    options, start, tokens = _options(keeps_raw=keeps_raw), _start(), _tokens()
     ids = jnp.asarray(TWO_ROWS)
-    ours = _with_gradients(lambda s, t: _run(rule, s, t, ids), start, tokens)
-    theirs = _with_gradients(lambda s, t: _definition(rule, s, t, TWO_ROWS), start, tokens)
+    ours = _with_gradients(lambda s, t: _run(options, s, t, ids), start, tokens)
+    theirs = _with_gradients(lambda s, t: _definition(options, s, t, TWO_ROWS), start, tokens)
     assert_close(ours, theirs, 1e-9)
 
 
 def test_without_momentum_steps_forget_each_other(float64):
-    rule, start, tokens = _rule(), _start(), _tokens(has_momentum=False)
+    options, start, tokens = _options(), _start(), _tokens(has_momentum=False)
     one = np.zeros_like(TWO_ROWS)
-    assert_close(_run(rule, start, tokens), _definition(rule, start, tokens, one), 1e-9)
+    assert_close(_run(options, start, tokens), _definition(options, start, tokens, one), 1e-9)
 
 
 def test_one_document_needs_no_ids(float64):
-    rule, start, tokens = _rule(), _start(), _tokens()
+    options, start, tokens = _options(), _start(), _tokens()
     ids = jnp.zeros((B, T), jnp.int32)
-    assert_close(_run(rule, start, tokens), _run(rule, start, tokens, ids))
+    assert_close(_run(options, start, tokens), _run(options, start, tokens, ids))
 
 
 @pytest.mark.parametrize("size", [1, L - 1, L])
 def test_one_chunk_is_read_and_not_written(size, float64):
     start, tokens = _start(), _tokens(tokens=size)
     plain = jax.vmap(jax.vmap(_f, (0, 1), 1), (None, 0))(start, tokens.q)
-    assert_close(_run(_rule(), start, tokens), plain)
-    gradients = jax.grad(lambda t: _run(_rule(), start, t).sum())(tokens)
+    assert_close(_run(_options(), start, tokens), plain)
+    gradients = jax.grad(lambda t: _run(_options(), start, t).sum())(tokens)
     assert not any(np.asarray(x).any() for x in gradients[1:])
     assert np.asarray(gradients.q).all()
 
@@ -154,9 +154,9 @@ def test_one_chunk_is_read_and_not_written(size, float64):
 def test_rates_of_zero_leave_the_start_in_place(float64):
     """But for the 1e-5 of every normalisation."""
     start, tokens = _start(), _tokens()._replace(rates=jnp.zeros((B, T, N, 3)))
-    whole = _run(_rule(), start, tokens, chunk_size=T)
-    assert_close(_run(_rule(), start, tokens), whole, 1e-3)
-    assert_close(_run(_rule(orthogonalizes=True), start, tokens), whole, 1e-3)
+    whole = _run(_options(), start, tokens, chunk_size=T)
+    assert_close(_run(_options(), start, tokens), whole, 1e-3)
+    assert_close(_run(_options(orthogonalizes=True), start, tokens), whole, 1e-3)
 
 
 def test_lengths_have_a_gradient_of_zero_at_zero(float64):
@@ -176,7 +176,7 @@ def test_the_backward_keeps_states_and_no_activations():
     inputs = Tokens(
         *draw(1, *[(1, tokens, 1, H)] * 3), jnp.ones((1, tokens, 1, 3)), jnp.ones((1, tokens, 1))
     )
-    run = jax.grad(lambda s, t: _run(FastRule(), s, t, chunk_size=size).sum(), argnums=(0, 1))
+    run = jax.grad(lambda s, t: _run(FastOptions(), s, t, chunk_size=size).sum(), argnums=(0, 1))
     states = (tokens // size) * H * hidden
     assert largest_array(traced(run, start, inputs)) <= states < tokens * hidden
 
@@ -185,6 +185,6 @@ def test_narrow_operands_give_a_narrow_result_near_the_wide_one():
     start, tokens = _start(), _tokens()
     narrow = tokens._replace(**{x: getattr(tokens, x).astype(jnp.bfloat16) for x in "qkv"})
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
-    ours = _run(FastRule(), start, narrow)
+    ours = _run(FastOptions(), start, narrow)
     assert ours.dtype == jnp.bfloat16
-    assert_close(ours, _run(FastRule(), start, wide), 0.05)
+    assert_close(ours, _run(FastOptions(), start, wide), 0.05)

@@ -10,7 +10,7 @@ from checks import assert_close, assert_same, draw, temporary_bytes, traced
 from ttcd_jax.memory.chunks import chunk_segments, memory_mask
 from ttcd_jax.memory.newton_schulz import newton_schulz
 from ttcd_jax.memory.prefix import (
-    MemoryRule,
+    PrefixOptions,
     read_prefix,
     segmented_sum,
 )
@@ -25,11 +25,11 @@ def _operands(num_chunks, batch=B, dtype=None):
     return draw(0, features, features, errors, (F, D), (batch, F, D), dtype=dtype)
 
 
-def _rule(**changes) -> MemoryRule:
-    return MemoryRule(**({"eta": 0.3, "block_chunks": 3, "state_dtype": jnp.float64} | changes))
+def _options(**changes) -> PrefixOptions:
+    return PrefixOptions(**({"eta": 0.3, "block_chunks": 3, "state_dtype": jnp.float64} | changes))
 
 
-def _definition(rule, ids, length, z, keys, errors, w_base, initial):
+def _definition(options, ids, length, z, keys, errors, w_base, initial):
     """Token by token: p reads what q wrote if q stands in an earlier chunk and in p's document.
     The state belongs to the row's last document; what came before the row to its first."""
     B, C, L = z.shape[:3]
@@ -41,7 +41,7 @@ def _definition(rule, ids, length, z, keys, errors, w_base, initial):
     fast = jnp.einsum("bpf,bqf,bpq,bqd->bpd", z, keys, visible.astype(z.dtype), errors)
     # The row before is read by the first document, unless another one ends the chunk before.
     carried = (ids == ids[:, :1])[..., None] * jnp.einsum("bpf,bfd->bpd", z, initial)
-    y = z @ w_base + rule.eta * (fast + carried)
+    y = z @ w_base + options.eta * (fast + carried)
     writes = (ids == ids[:, -1:]) & (position < length)
     state = jnp.einsum("bq,bqf,bqd->bfd", writes.astype(z.dtype), keys, errors)
     state = state + (ids[:, 0] == ids[:, -1])[:, None, None] * initial
@@ -76,15 +76,17 @@ def test_three_forms_equal_the_definition(name, float64):
     length, documents, eta, block_chunks = CASES[name]
     ids = None if documents is None else _documents(*documents)
     mask = memory_mask(chunk_segments(ids, L), length, L)
-    rule = _rule(eta=eta, block_chunks=block_chunks)
+    options = _options(eta=eta, block_chunks=block_chunks)
     known = jnp.zeros((B, length), int) if ids is None else ids
-    _check_forms(rule, FORMS, mask, partial(_definition, rule, known, length), -(-length // L))
+    _check_forms(
+        options, FORMS, mask, partial(_definition, options, known, length), -(-length // L)
+    )
 
 
-def _check_forms(rule, forms, mask, definition, num_chunks, tolerance=None) -> None:
+def _check_forms(options, forms, mask, definition, num_chunks, tolerance=None) -> None:
     def form(form):
         def run(z, keys, errors, w_base, initial):
-            return read_prefix(rule._replace(form=form), z, keys, errors, w_base, mask, initial)
+            return read_prefix(options._replace(form=form), z, keys, errors, w_base, mask, initial)
 
         return run
 
@@ -105,7 +107,7 @@ def _check_forms(rule, forms, mask, definition, num_chunks, tolerance=None) -> N
 def test_no_initial_state_is_an_empty_one(float64):
     z, keys, errors, w_base, initial = _operands(4)
     mask = memory_mask(None, 12, L)
-    run = jax.jit(partial(read_prefix, _rule(), z, keys, errors, w_base, mask))
+    run = jax.jit(partial(read_prefix, _options(), z, keys, errors, w_base, mask))
     assert_same(run(), run(jnp.zeros_like(initial)))
 
 
@@ -124,18 +126,18 @@ def test_segmented_sum_is_associative(float64):
 
 
 def test_orthogonalised_updates_are_orthogonalised_chunk_by_chunk(float64):
-    rule = _rule(orthogonalizes=True)
+    options = _options(orthogonalizes=True)
 
     def definition(z, keys, errors, w_base, initial):
         state, y = initial, []
         for chunk in range(7):
-            y.append(jnp.einsum("BLF,BFD->BLD", z[:, chunk], w_base + rule.eta * state))
+            y.append(jnp.einsum("BLF,BFD->BLD", z[:, chunk], w_base + options.eta * state))
             written = errors[:, chunk] * (chunk * L + jnp.arange(L) < 20)[:, None]
             state = state + newton_schulz(jnp.einsum("BLF,BLD->BFD", keys[:, chunk], written))
         return jnp.stack(y, axis=1), state
 
     mask = memory_mask(None, 20, L)
-    _check_forms(rule, ("blocked", "associative"), mask, definition, 7, tolerance=1e-11)
+    _check_forms(options, ("blocked", "associative"), mask, definition, 7, tolerance=1e-11)
 
 
 def test_folding_the_state_changes_rounding_only(float64):
@@ -144,10 +146,12 @@ def test_folding_the_state_changes_rounding_only(float64):
 
     def run(folds, form, dtype):
         narrow = [x.astype(dtype) for x in (z, keys, errors, w_base)]
-        rule = _rule(folds_state=folds, form=form, state_dtype=jnp.promote_types(dtype, "float32"))
+        options = _options(
+            folds_state=folds, form=form, state_dtype=jnp.promote_types(dtype, "float32")
+        )
 
         def loss(*operands):
-            y, _ = read_prefix(rule, *operands, mask)
+            y, _ = read_prefix(options, *operands, mask)
             return (y.astype(float) ** 2).sum()
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*narrow)
@@ -167,8 +171,8 @@ def test_reading_the_memory_apart_keeps_what_folding_rounds_away():
 
     def read(folds, dtype):
         operands = [x.astype(dtype) for x in (z, keys, errors, w_base)]
-        rule = _rule(folds_state=folds, eta=1.0, state_dtype=jnp.float32)
-        return np.asarray(read_prefix(rule, *operands, memory_mask(None, 18, L))[0], np.float32)
+        options = _options(folds_state=folds, eta=1.0, state_dtype=jnp.float32)
+        return np.asarray(read_prefix(options, *operands, memory_mask(None, 18, L))[0], np.float32)
 
     exact = read(False, jnp.float32)
     apart, folded = (
@@ -189,9 +193,9 @@ def test_reading_the_memory_apart_keeps_what_folding_rounds_away():
 def test_what_does_not_fit_together_is_refused(changes, has_documents, message):
     z, keys, errors, w_base, _ = _operands(2)
     ids = jnp.zeros((B, 6), jnp.int32) if has_documents else None
-    rule = _rule(state_dtype=jnp.float32, **changes)
+    options = _options(state_dtype=jnp.float32, **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_prefix(rule, z, keys, errors, w_base, memory_mask(chunk_segments(ids, L), 6, L))
+        read_prefix(options, z, keys, errors, w_base, memory_mask(chunk_segments(ids, L), 6, L))
 
 
 def _wide_gradient(form, num_chunks):
@@ -199,10 +203,10 @@ def _wide_gradient(form, num_chunks):
     shape = (1, num_chunks, 2, 128)
     struct = jax.ShapeDtypeStruct
     operands = [struct(shape, jnp.float32)] * 3 + [struct((128, 128), jnp.float32)]
-    rule = MemoryRule(eta=0.3, form=form, block_chunks=4)
+    options = PrefixOptions(eta=0.3, form=form, block_chunks=4)
 
     def loss(*operands):
-        y, _ = read_prefix(rule, *operands, memory_mask(None, 2 * num_chunks, 2))
+        y, _ = read_prefix(options, *operands, memory_mask(None, 2 * num_chunks, 2))
         return (y**2).sum()
 
     return temporary_bytes(jax.grad(loss, argnums=(0, 1, 2, 3)), *operands)
@@ -227,9 +231,9 @@ def test_the_blocked_gradient_keeps_no_states():
 def test_auto_takes_the_form_that_multiplies_less(num_chunks, changes, expected):
     def program(form):
         shapes = [(1, num_chunks, 16, F) for F in (256, 256, 128)] + [(256, 128)]
-        rule = MemoryRule(eta=0.3, form=form, block_chunks=1, **changes)
+        options = PrefixOptions(eta=0.3, form=form, block_chunks=1, **changes)
         mask = memory_mask(None, 16 * num_chunks, 16)
-        read = jax.jit(lambda *operands: read_prefix(rule, *operands, mask)[0])
+        read = jax.jit(lambda *operands: read_prefix(options, *operands, mask)[0])
         lowered = read.lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
         return lowered.as_text()
 
@@ -240,12 +244,12 @@ def test_auto_takes_the_form_that_multiplies_less(num_chunks, changes, expected)
 @pytest.mark.parametrize("form", FORMS)
 def test_bfloat16_products_have_narrow_operands_and_float32_sums(form):
     z, keys, errors, w_base, _ = _operands(5, batch=1, dtype=jnp.bfloat16)
-    rule = _rule(form=form, state_dtype=jnp.float32)
+    options = _options(form=form, state_dtype=jnp.float32)
     ids = jnp.asarray(np.repeat([[1, 2]], [7, 8], axis=1))
 
     def run(*operands):
         (y, state), pull = jax.vjp(
-            lambda *xs: read_prefix(rule, *xs, memory_mask(chunk_segments(ids, L), 15, L)),
+            lambda *xs: read_prefix(options, *xs, memory_mask(chunk_segments(ids, L), 15, L)),
             *operands,
         )
         return y, pull((y, state))

@@ -7,7 +7,7 @@ import pytest
 from checks import assert_close, assert_same, draw
 
 from ttcd_jax.memory.chunks import chunk_segments
-from ttcd_jax.memory.prefix import MemoryRule
+from ttcd_jax.memory.prefix import PrefixOptions
 from ttcd_jax.memory.running import IdealMemory, RenormalizedMemory
 
 B, L, F, D = 2, 3, 6, 5
@@ -19,8 +19,8 @@ def _operands(num_chunks, batch=B):
     return draw(0, features, features, errors, (F, D))
 
 
-def _rule(**changes) -> MemoryRule:
-    return MemoryRule(**({"eta": 0.3, "state_dtype": jnp.float64} | changes))
+def _options(**changes) -> PrefixOptions:
+    return PrefixOptions(**({"eta": 0.3, "state_dtype": jnp.float64} | changes))
 
 
 def _row(memory, reads, writes, ids, length):
@@ -29,11 +29,11 @@ def _row(memory, reads, writes, ids, length):
     return memory.row(memory.prepared(reads, writes, segments, length=length))
 
 
-def _renormalised(rule, z, keys, errors, w_base, group_chunks, length, ids=None):
+def _renormalised(options, z, keys, errors, w_base, group_chunks, length, ids=None):
     """(y, what was written over eta)."""
-    memory = RenormalizedMemory(w_base, rule, group_chunks)
+    memory = RenormalizedMemory(w_base, options, group_chunks)
     y, end = _row(memory, z, (keys, errors), ids, length)
-    return y, (memory._weight(end) - w_base) / (rule.eta or 1.0)
+    return y, (memory._weight(end) - w_base) / (options.eta or 1.0)
 
 
 def _renormalised_loop(eta, length, z, keys, errors, w_base, group_chunks):
@@ -56,7 +56,7 @@ def _renormalised_loop(eta, length, z, keys, errors, w_base, group_chunks):
 @pytest.mark.parametrize("group_chunks", [1, 2, 16])
 def test_renormalised_memory_follows_its_loop(group_chunks, float64):
     z, keys, errors, w_base = _operands(5)
-    run = jax.jit(partial(_renormalised, _rule(), group_chunks=group_chunks, length=14))
+    run = jax.jit(partial(_renormalised, _options(), group_chunks=group_chunks, length=14))
     y, state = run(z, keys, errors, w_base)
     for row in range(B):
         arrays = (np.asarray(x) for x in (z[row], keys[row], errors[row], w_base))
@@ -75,7 +75,7 @@ def test_renormalised_documents_of_a_row_equal_rows_of_their_own(float64):
     def run(z, keys, errors):
         def memory(part, ids, length):
             operands = (x[:, part] for x in (z, keys, errors))
-            return _renormalised(_rule(), *operands, w_base, 2, length, ids)[0]
+            return _renormalised(_options(), *operands, w_base, 2, length, ids)[0]
 
         alone = [memory(slice(0, 3), None, 9), memory(slice(3, 6), None, 9)]
         return memory(slice(None), ids, 18), jnp.concatenate(alone, axis=1)
@@ -85,7 +85,7 @@ def test_renormalised_documents_of_a_row_equal_rows_of_their_own(float64):
 
 def test_renormalised_memory_that_learns_nothing_is_the_base(float64):
     z, keys, errors, w_base = _operands(3)
-    y, state = _renormalised(_rule(eta=0.0), z, keys, errors, w_base, 2, 9)
+    y, state = _renormalised(_options(eta=0.0), z, keys, errors, w_base, 2, 9)
     assert_close(y, z @ w_base)
     assert_close(state, jnp.zeros_like(state), 1e-12)
 

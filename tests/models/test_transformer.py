@@ -19,7 +19,7 @@ from small_models import config_of
 
 from ttcd_jax.axes import LOGICAL_AXES
 from ttcd_jax.models.config import TransformerConfig, block_configs
-from ttcd_jax.models.transformer import Place, Run, Transformer, place_of_layer, scan_plan
+from ttcd_jax.models.transformer import Slot, Run, Transformer, slot_of_layer, scan_plan
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.loss import next_token_loss
 
@@ -68,20 +68,20 @@ def test_plans_hold_every_layer_in_order(num_layers, fast_layers, runs):
 def test_every_layer_has_its_own_place_with_its_configuration(fast_layers):
     config = _config(num_layers=24, fast_layers=fast_layers)
     blocks, plan = block_configs(config), scan_plan(block_configs(config))
-    places = [place_of_layer(config, layer) for layer in range(24)]
-    assert len(set(places)) == 24
-    for layer, place in enumerate(places):
+    slots = [slot_of_layer(config, layer) for layer in range(24)]
+    assert len(set(slots)) == 24
+    for layer, place in enumerate(slots):
         run = plan[int(place.group.removeprefix("group_"))]
         assert run.unit[int(place.block.removeprefix("block_"))] == blocks[layer]
         assert place.row < run.repeats
     with pytest.raises(IndexError, match="layer 24 of 24"):
-        place_of_layer(config, 24)
+        slot_of_layer(config, 24)
 
 
 def test_rows_of_the_stack_count_repeats_of_the_unit():
     config = _config(num_layers=24, fast_layers=(0, 6, 12, 18))
-    assert place_of_layer(config, 12) == Place("group_0", "block_0", 2)
-    assert place_of_layer(config, 23) == Place("group_0", "block_5", 3)
+    assert slot_of_layer(config, 12) == Slot("group_0", "block_0", 2)
+    assert slot_of_layer(config, 23) == Slot("group_0", "block_5", 3)
 
 
 def _gradients(tokens=TOKENS, **changes):
@@ -141,8 +141,8 @@ def test_on_a_gpu_the_offloaded_stream_waits_in_pinned_host_memory():
     config = _config(precision=Precision(), remat="offload", attention_implementation="xla")
     gradient, args = _gradient_of_loss(config)
     lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    places = re.findall(r'_xla_buffer_placement = "(\w+)"', lowered)
-    assert sorted(places) == ["device", "device", "pinned_host", "pinned_host"]
+    slots = re.findall(r'_xla_buffer_placement = "(\w+)"', lowered)
+    assert sorted(slots) == ["device", "device", "pinned_host", "pinned_host"]
 
 
 def test_recomputed_blocks_save_memory_also_outside_a_loop():

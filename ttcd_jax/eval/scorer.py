@@ -35,12 +35,12 @@ def score_rows(model: Transformer, rows: dict[str, np.ndarray], *, batch_size: i
     graph, params = nnx.split(model)
     mesh = jax.sharding.get_mesh()
     length = rows["tokens"].shape[1]
-    place = None if mesh.empty else Placement(mesh, batch_size=batch_size, length=length)
+    placement = None if mesh.empty else Placement(mesh, batch_size=batch_size, length=length)
     results = []
     for index, count in batches(len(rows["tokens"]), batch_size):
         batch = {name: rows[name][index] for name in ("tokens", "targets", "segment_ids")}
-        if place is not None:
-            batch = place({name: field[list(place.rows)] for name, field in batch.items()})
+        if placement is not None:
+            batch = placement({name: field[list(placement.rows)] for name, field in batch.items()})
         results.append([x[:count] for x in jax.device_get(_scored(graph, mesh, params, batch))])
     return Scores(*(np.concatenate(parts) for parts in zip(*results, strict=True)))
 

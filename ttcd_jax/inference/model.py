@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.models.transformer import Transformer, place_of_layer
+from ttcd_jax.models.transformer import Transformer, slot_of_layer
 from ttcd_jax.sharding.rules import rounded
 
 
@@ -38,10 +38,10 @@ def inference_model(model: Transformer) -> InferenceModel:
 
     graphs, layers = [], []
     for layer in range(model.config.num_layers):
-        place = place_of_layer(model.config, layer)
-        graph, params = nnx.split(getattr(getattr(model, place.group), place.block))
+        slot = slot_of_layer(model.config, layer)
+        graph, params = nnx.split(getattr(getattr(model, slot.group), slot.block))
         graphs.append(graph)
-        rows = functools.partial(own, row=place.row)
+        rows = functools.partial(own, row=slot.row)
         layers.append(jax.tree.map(rows, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
     embedding, final_norm = own(model.embedding), own(model.final_norm)
     head = embedding if model.config.has_tied_head else own(model.head)

@@ -14,7 +14,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ttcd_jax.models.config import TransformerConfig, block_configs
-from ttcd_jax.models.transformer import place_of_layer
+from ttcd_jax.models.transformer import slot_of_layer
 from ttcd_jax.nn.block import Names
 from ttcd_jax.train.state import abstract_model
 
@@ -61,17 +61,17 @@ def model_from_reference(tensors: Mapping[str, np.ndarray], config: TransformerC
     flat: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     blocks = block_configs(config)
-    places = [place_of_layer(config, layer) for layer in range(config.num_layers)]
+    slots = [slot_of_layer(config, layer) for layer in range(config.num_layers)]
     for name, value in tensors.items():
         if not name.startswith(_LAYER_PREFIX):
             path, layout = MODEL_NAMES[name]
             flat[path] = _LAYOUTS[layout][0](value)
             continue
         layer, _, own_name = name.removeprefix(_LAYER_PREFIX).partition(".")
-        place = places[int(layer)]
+        slot = slots[int(layer)]
         path, layout = blocks[int(layer)].reference_names[own_name]
-        stack = stacks.setdefault(f"{place.group}/{place.block}/{path}", {})
-        stack[place.row] = _LAYOUTS[layout][0](value)
+        stack = stacks.setdefault(f"{slot.group}/{slot.block}/{path}", {})
+        stack[slot.row] = _LAYOUTS[layout][0](value)
     for path, stack in stacks.items():
         flat[path] = np.stack([stack[row] for row in range(len(stack))])
     return unflatten_dict(flat, sep="/")
@@ -102,8 +102,8 @@ def _named(params: Params, config: TransformerConfig) -> Iterator[tuple[str, Any
         if path in params:
             yield name, params[path], layout
     for layer, block in enumerate(block_configs(config)):
-        place = place_of_layer(config, layer)
-        own: dict[str, Any] = flatten_dict(params[place.group][place.block], sep="/")
+        slot = slot_of_layer(config, layer)
+        own: dict[str, Any] = flatten_dict(params[slot.group][slot.block], sep="/")
         for name, (path, layout) in block.reference_names.items():
             if path in own:
-                yield f"{_LAYER_PREFIX}{layer}.{name}", own[path][place.row], layout
+                yield f"{_LAYER_PREFIX}{layer}.{name}", own[path][slot.row], layout

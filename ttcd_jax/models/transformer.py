@@ -26,7 +26,7 @@ class Run(NamedTuple):
     repeats: int
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """Where a layer's parameters are: attribute names, and the row of the stacked arrays."""
 
     group: str
@@ -50,14 +50,14 @@ def scan_plan(blocks: tuple[BlockConfig, ...]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def place_of_layer(config: TransformerConfig, layer: int) -> Place:
+def slot_of_layer(config: TransformerConfig, layer: int) -> Slot:
     """Where to find layer `layer` in the parameter tree."""
     first = 0
     for index, run in enumerate(scan_plan(block_configs(config))):
         size = len(run.unit)
         if layer < first + size * run.repeats:
             row, block = divmod(layer - first, size)
-            return Place(f"group_{index}", f"block_{block}", row)
+            return Slot(f"group_{index}", f"block_{block}", row)
         first += size * run.repeats
     raise IndexError(f"layer {layer} of {config.num_layers}")
 

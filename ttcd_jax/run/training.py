@@ -62,12 +62,12 @@ def train_run(
         mesh = run_mesh(config)
         is_first = jax.process_index() == 0
         with directory.lock() if is_first else contextlib.nullcontext(), jax.set_mesh(mesh):
-            place = build.placement(config, mesh)
-            data, manifest = build.build_data(config, place.rows, batches)
+            placement = build.placement(config, mesh)
+            data, manifest = build.build_data(config, placement.rows, batches)
             if is_first:
                 directory.claim(config.to_dict(), source, manifest, LAYOUT)
             multihost_utils.sync_global_devices("the run directory is claimed")
-            return _train(config, directory, mesh, watchdog, data, place, on_metrics, profile)
+            return _train(config, directory, mesh, watchdog, data, placement, on_metrics, profile)
 
 
 def check(config: RunConfig, directory: RunDirectory) -> None:
@@ -83,7 +83,7 @@ def _train(
     mesh: Mesh,
     watchdog: Watchdog,
     batches: StepBatches,
-    place: Placement,
+    placement: Placement,
     on_metrics: Sequence[MetricCallback],
     profile: range,
 ) -> TrainedRun:
@@ -115,7 +115,7 @@ def _train(
                 batches,
                 start=start,
                 steps=config.steps,
-                place=place,
+                placement=placement,
                 on_metrics=[*callbacks, *on_metrics, beat],
                 on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
                 is_stopping=stop.is_set,

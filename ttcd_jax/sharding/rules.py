@@ -184,7 +184,7 @@ def shardings(mesh: Mesh, axes: Any, arrays: Any) -> Any:
     Raises `UserError` where a dimension does not divide among its devices, with both numbers.
     """
 
-    def place(path: Any, names: Names, array: Any) -> NamedSharding:
+    def sharding(path: Any, names: Names, array: Any) -> NamedSharding:
         for name, size in zip(names, array.shape, strict=True):
             mesh_axes = RULES[name] if name is not None else ()
             parts = math.prod(mesh.shape[axis] for axis in mesh_axes)
@@ -196,4 +196,4 @@ def shardings(mesh: Mesh, axes: Any, arrays: Any) -> Any:
                 )
         return NamedSharding(mesh, spec(names, mesh))
 
-    return jax.tree_util.tree_map_with_path(place, axes, arrays, is_leaf=_is_names)
+    return jax.tree_util.tree_map_with_path(sharding, axes, arrays, is_leaf=_is_names)

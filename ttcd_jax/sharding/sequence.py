@@ -96,25 +96,25 @@ def exclusive_prefix(
 
 
 def passed_along(
-    shard: Shard, step: Callable[[Any], tuple[Any, Any]], state: Any
+    shard: Shard, advance: Callable[[Any], tuple[Any, Any]], state: Any
 ) -> tuple[Any, Any]:
-    """(state, result) of step(state): the first device starts from `state`, every other from the
+    """(state, result) of advance(state): the first device starts from `state`, every other from the
     result of its left neighbor.
 
     For chains that no prefix replaces: devices take turns, so the time is that of one device; each
     sends one state. The backward recomputes each call.
     """
     if shard.size(SEQ) == 1:
-        return step(state)
+        return advance(state)
     index = shard.index(SEQ)
-    _, result = jax.eval_shape(step, state)
+    _, result = jax.eval_shape(advance, state)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)
-    step = jax.checkpoint(step)
+    advance = jax.checkpoint(advance)
 
     def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
         given, done = carry
         mine = index == number
-        after, result = jax.lax.cond(mine, step, lambda given: (given, nothing), given)
+        after, result = jax.lax.cond(mine, advance, lambda given: (given, nothing), given)
         done = jax.tree.map(jnp.add, done, result)
         choose = functools.partial(jnp.where, index == number + 1)
         return (jax.tree.map(choose, from_left(shard, after), after), done), None

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.models.transformer import place_of_layer
+from ttcd_jax.models.transformer import slot_of_layer
 from ttcd_jax.train.fit import by_name
 from ttcd_jax.train.state import abstract_params
 
@@ -54,9 +54,9 @@ def stacked(config: TransformerConfig, rows: Leaves, like: Leaves) -> Leaves:
 def _layers(config: TransformerConfig) -> Layers:
     layers: Layers = {}
     for layer in range(config.num_layers):
-        place = place_of_layer(config, layer)
-        rows = layers.setdefault((place.group, place.block), [])
-        assert place.row == len(rows), f"layer {layer} is row {place.row} of {place.group}"
+        slot = slot_of_layer(config, layer)
+        rows = layers.setdefault((slot.group, slot.block), [])
+        assert slot.row == len(rows), f"layer {layer} is row {slot.row} of {slot.group}"
         rows.append(str(layer))
     return layers
 

@@ -36,14 +36,14 @@ def train(
     *,
     start: int,
     steps: int,
-    place: Callable[[dict[str, np.ndarray]], Batch] = jax.device_put,
+    placement: Callable[[dict[str, np.ndarray]], Batch] = jax.device_put,
     on_metrics: Sequence[MetricCallback] = (),
     on_state: Sequence[StateCallback] = (),
     is_stopping: Callable[[int], bool] = lambda step: False,
 ) -> tuple[TrainState, int]:
     """(state, steps done) after steps `start` to `steps`, or earlier if `is_stopping` (steps done).
 
-    `place` puts a batch on the devices. Metrics are fetched while the next step runs. Raises
+    `placement` puts a batch on the devices. Metrics are fetched while the next step runs. Raises
     `NonFiniteError` with the metric and step; no state callback gets the state after it.
     """
     done, pending = start, None
@@ -56,7 +56,7 @@ def train(
                 callback.call(number, host)
 
     for step, batch in batches.iterate(start, steps - start):
-        placed = place(batch)
+        placed = placement(batch)
         with jax.transfer_guard("disallow"):
             state, metrics = train_step(state, placed)
         done = step + 1

@@ -1,14 +1,9 @@
 """The six synthetic tasks of MAD (Poli et al. 2024, "Mechanistic Design and Scaling of Hybrid
 Architectures"), bit-equal to the published generators.
 
-    config.MADConfig, config.BASELINES          a task and its sizes; the published ones
-    instances.instances(config, seed=, num_train=, num_test=) -> Splits(train, test)
-    rows.Rows(inputs, targets), rows.IGNORE     int32 [N, T]; ignored targets are -100
-    memorization.key_value_map(config, seed)    the fixed map of that task
-
-Everything is a pure function of (config, seed, num_train, num_test): one stream serves the training
-rows first, then the test rows. So test rows change with `num_train`, while a shorter training split
-is a prefix of a longer one.
+Rows (`instances`) are a pure function of (config, seed, num_train, num_test): one stream serves the
+training rows first, then the test rows. So test rows change with `num_train`, while a shorter
+training split is a prefix of a longer one.
 
 Recall tasks train on every next token, noise and padding included, and are tested on the values a
 model can know. Compression, memorization and selective copying have the same kind of targets in

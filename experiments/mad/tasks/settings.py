@@ -1,15 +1,65 @@
-"""The published sweep: 66 settings, each the baseline of a task or one change of it, and scores."""
+"""The published sweep: the sizes of a task, 66 settings, each the baseline of a task or one change
+of it, and scores."""
 
-from typing import Any, NamedTuple, get_args
+import dataclasses
+from typing import Any, Literal, NamedTuple, get_args
 
-from experiments.mad.tasks.config import BASELINES, MADConfig, TaskName
+from ttcd_jax.config import Config, Decay, NonNegative, Positive
 
+TaskName = Literal[
+    "in-context-recall",
+    "noisy-in-context-recall",
+    "fuzzy-in-context-recall",
+    "memorization",
+    "compression",
+    "selective-copying",
+]
+TASKS: tuple[TaskName, ...] = get_args(TaskName)
 NUM_TEST = 1280
-DEFAULT = "default"
-_NUM_TRAIN = {"memorization": 256}
-_USUAL_NUM_TRAIN = 12_800
 
-# Task -> the other values that each size takes. Noise ids are part of the vocabulary.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MADConfig(Config):
+    """A task and its sizes, with the published defaults; sizes of other tasks stay as they are.
+
+    Every recall is multi-query: the value of each key that appeared before is asked for, not that
+    of the last alone.
+    """
+
+    task: TaskName
+    vocab_size: Positive = 16  # noise ids are part of it
+    seq_len: Positive = 128
+    frac_noise: Decay = 0.0
+    noise_vocab_size: NonNegative = 0
+    num_tokens_to_copy: NonNegative = 0
+    k_motif_size: Positive = 1
+    v_motif_size: Positive = 1
+
+    @property
+    def num_positions(self) -> int:
+        """T of a row. Exact recall loses a token to the shift; fuzzy recall is padded by one."""
+        is_exact_recall = self.task in ("in-context-recall", "noisy-in-context-recall")
+        return self.seq_len - 1 if is_exact_recall else self.seq_len
+
+
+class Setting(NamedTuple):
+    """A task at one size. `name` is "default" or the change, as "seq_len=256"."""
+
+    name: str
+    config: MADConfig
+    num_train: int
+
+
+_PUBLISHED = (
+    MADConfig(task="in-context-recall"),
+    MADConfig(task="noisy-in-context-recall", vocab_size=32, frac_noise=0.2, noise_vocab_size=16),
+    MADConfig(task="fuzzy-in-context-recall", k_motif_size=3, v_motif_size=3),
+    MADConfig(task="memorization", vocab_size=256, seq_len=32),
+    MADConfig(task="compression", seq_len=32),
+    MADConfig(task="selective-copying", seq_len=256, num_tokens_to_copy=16),
+)
+BASELINES: dict[str, MADConfig] = {config.task: config for config in _PUBLISHED}
+# Task -> the other values that each size takes.
 _RECALL: dict[str, tuple[float, ...]] = {
     "vocab_size": (32, 64, 128),
     "seq_len": (256, 512, 1024),
@@ -24,8 +74,6 @@ _CHANGES: dict[str, dict[str, tuple[float, ...]]] = {
     "compression": _RECALL | {"seq_len": (64, 128, 256)},
     "selective-copying": _RECALL | {"seq_len": (512, 1024), "num_tokens_to_copy": (32, 64, 96)},
 }
-TASKS: tuple[TaskName, ...] = get_args(TaskName)
-
 # The published table, in percent, in the order of TASKS: best of 3 rates and 2 decays for each of
 # the 66 settings. Its "overall" of DeltaNet, Gated DeltaNet and LaCT is not the mean of the six.
 PUBLISHED: dict[str, dict[str, float]] = {
@@ -40,17 +88,9 @@ PUBLISHED: dict[str, dict[str, float]] = {
 }
 
 
-class Setting(NamedTuple):
-    """A task at one size. `name` is "default" or the change, as "seq_len=256"."""
-
-    name: str
-    config: MADConfig
-    num_train: int
-
-
 def settings(task: str) -> tuple[Setting, ...]:
     """All settings of a task, its baseline first."""
-    first = Setting(DEFAULT, BASELINES[task], _NUM_TRAIN.get(task, _USUAL_NUM_TRAIN))
+    first = Setting("default", BASELINES[task], num_train=256 if task == "memorization" else 12_800)
     changes = [(field, value) for field, values in _CHANGES[task].items() for value in values]
     return (first, *(_changed(first, *change) for change in changes))
 

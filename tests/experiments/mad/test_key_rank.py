@@ -6,7 +6,10 @@ from checks import draw, randomize
 
 from experiments.mad.key_rank import effective_rank, key_ranks
 from experiments.mad.models import mad_config
+from experiments.mad.tasks.settings import BASELINES
 from ttcd_jax.models.transformer import Transformer
+
+TASK = BASELINES["in-context-recall"]
 
 
 def test_effective_rank_of_known_matrices():
@@ -23,7 +26,7 @@ def test_effective_rank_of_known_matrices():
 
 @pytest.mark.parametrize("method", ["ipttcd", "ipttt"])
 def test_keys_are_those_of_each_layer(method):
-    config = mad_config(method, vocab_size=8, window=4, dim=16, mlp_dim=12)
+    config = mad_config(method, TASK, window=4, dim=16, mlp_dim=12)
     model = randomize(Transformer, config)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 8, (3, 11)), jnp.int32)
     ranks_of = jax.jit(lambda tokens: key_ranks(model, tokens))
@@ -36,6 +39,6 @@ def test_keys_are_those_of_each_layer(method):
 
 
 def test_a_model_without_an_in_place_memory_has_none():
-    config = mad_config("lact", vocab_size=8, window=4, dim=16, mlp_dim=12)
+    config = mad_config("lact", TASK, window=4, dim=16, mlp_dim=12)
     model = randomize(Transformer, config)
     assert jax.eval_shape(lambda x: key_ranks(model, x), jnp.zeros((1, 4), jnp.int32)) is None

@@ -1,18 +1,18 @@
 import numpy as np
 import pytest
 
-from experiments.mad.picture import draw_curves
-from experiments.mad.report import best_curve, best_run, footnotes, memory_table, score_table
+from experiments.mad.picture import draw_curves, mean_curve
+from experiments.mad.report import best_run, footnotes, memory_table, score_table
 from experiments.mad.tasks.settings import PUBLISHED
 
 
-def run(accuracy, rate=1e-3, decay=0.0, seed=1, **metrics):
+def run(accuracy, rate=1e-3, decay=0.0, seed=1, curve=(), **metrics):
+    points = [{"epoch": 1 + i, "macro_accuracy": x} for i, x in enumerate(curve)]
+    run = {"rate": rate, "weight_decay": decay, "seed": seed, "curve": points}
     if accuracy is None:
-        return {"rate": rate, "weight_decay": decay, "seed": seed, "failed_at": 7, "metrics": None}
+        return run | {"failed_at": 7, "metrics": None}
     metrics = {"macro_accuracy": accuracy, "micro_accuracy": accuracy / 2, "loss": 1.0} | metrics
-    return {"rate": rate, "weight_decay": decay, "seed": seed, "failed_at": None} | {
-        "metrics": metrics
-    }
+    return run | {"failed_at": None, "metrics": metrics}
 
 
 def record(task, setting, method, *runs, **recipe):
@@ -61,24 +61,17 @@ def test_seeds_are_averaged_before_the_best_is_taken():
     assert best_run(record("compression", "default", "swa", *half_failed)) is None
 
 
-def _with_curve(run, *accuracies):
-    return run | {
-        "curve": [{"epoch": 1 + i, "macro_accuracy": x} for i, x in enumerate(accuracies)]
-    }
-
-
 def test_a_curve_is_the_mean_over_the_seeds_of_the_best_pair_in_steps():
-    other = _with_curve(run(0.1, rate=1e-4), 0.0, 0.1)
-    pair = [_with_curve(run(0.5, seed=1), 0.1, 0.5), _with_curve(run(0.7, seed=2), 0.3)]
-    curve = best_curve(record("compression", "default", "swa", other, *pair))
+    other = run(0.1, rate=1e-4, curve=(0.0, 0.1))
+    pair = [run(0.5, seed=1, curve=(0.1, 0.5)), run(0.7, seed=2, curve=(0.3,))]
+    curve = mean_curve([record("compression", "default", "swa", other, *pair)])
     np.testing.assert_allclose(curve, [[20, 0.2]])  # both seeds have it; 40 steps in 2 epochs
-    assert best_curve(record("compression", "default", "swa", run(None))) is None
+    assert mean_curve([record("compression", "default", "swa", run(None))]).shape == (0, 2)
 
 
 def test_the_picture_has_a_panel_per_task_also_where_a_method_failed(tmp_path):
-    runs = [_with_curve(run(0.5), 0.1, 0.5)]
     tasks = ("compression", "memorization", "selective-copying", "in-context-recall")
-    records = [record(task, "default", "ipttcd", *runs) for task in tasks]
+    records = [record(task, "default", "ipttcd", run(0.5, curve=(0.1, 0.5))) for task in tasks]
     records.append(record("compression", "default", "swa", run(None)))
     sizes = []
     for count in (1, 5):

@@ -1,16 +1,13 @@
 """Runs that share a program: each is what it would be alone."""
 
 import functools
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from checks import assert_close, assert_same
-from devices import environment
+from devices import printed
 
 from experiments.mad.scores import batch_scores, summed_loss
 from experiments.mad.sweep import (
@@ -176,25 +173,14 @@ def test_the_published_options_do_what_they_say():
     assert_close(stopped[1].metrics, plain[1].metrics, 1e-6)
 
 
-PROGRAM = """
-import jax
-from test_sweep import trained
-assert jax.device_count() == 2
-for run in trained():
-    print(run.steps, f"{run.metrics['loss']:.5f}")
-"""
+def summary(outcomes):
+    return [f"{run.steps} {run.metrics['loss']:.5f}" for run in outcomes]
 
 
 def test_several_devices_share_the_runs():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=Path(__file__).parent,
-        env=environment(2),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        f"{run.steps} {run.metrics['loss']:.5f}" for run in together()
-    ]
+    assert printed(__file__, count=2).splitlines() == ["2 devices", *summary(together())]
+
+
+if __name__ == "__main__":
+    print(jax.device_count(), "devices")
+    print(*summary(trained()), sep="\n")

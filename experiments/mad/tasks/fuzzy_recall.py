@@ -6,69 +6,58 @@ Ids: key tokens, value tokens, and the last id pads. Training draws a key's leng
 position on unless its key was drawn before, and asked for at the end (seldom the pairs end before
 that position: then the probe was never presented). Rows are padded on the left. Masked targets are
 the values of keys presented before, and the probe's at the end.
-
-A motif is the tuple (length, index among all motifs of that length in lexicographic order).
 """
 
 import functools
-import math
+import itertools
 
 import numpy as np
 
-from experiments.mad.tasks.config import MADConfig
 from experiments.mad.tasks.draws import Draws
 from experiments.mad.tasks.rows import IGNORE, Rows, shifted
+from experiments.mad.tasks.settings import MADConfig
 
-Motif = tuple[int, int]
-Tokens = tuple[int, ...]
+Motif = tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=2**16)
-def motif_tokens(motif: Motif, num_tokens: int) -> Tokens:
-    """The motif's distinct tokens of 0 .. num_tokens - 1: item `index` of
-    `itertools.permutations(range(num_tokens), length)`."""
-    length, index = motif
-    left = list(range(num_tokens))
-    tokens = []
-    for remaining in reversed(range(length)):
-        position, index = divmod(index, math.perm(len(left) - 1, remaining))
-        tokens.append(left.pop(position))
-    return tuple(tokens)
+@functools.cache
+def _all_motifs(tokens: range, length: int) -> list[Motif]:
+    return list(itertools.permutations(tokens, length))
 
 
 class _Motifs:
     """Motifs of several lengths, shuffled as the published code shuffles them for each row."""
 
-    def __init__(self, draws: Draws, num_tokens: int, lengths: range) -> None:
+    def __init__(self, draws: Draws, tokens: range, lengths: range) -> None:
         self._draws, self._lengths = draws, lengths
-        self._shuffled = [
-            draws.generator.permutation(math.perm(num_tokens, length)) for length in lengths
-        ]
+        self._motifs = {length: _all_motifs(tokens, length) for length in lengths}
+        self._order = {
+            length: draws.generator.permutation(len(motifs))
+            for length, motifs in self._motifs.items()
+        }
 
     def draw_length(self) -> int:
         return self._lengths[self._draws.below(len(self._lengths))]
 
     def draw(self, length: int) -> Motif:
-        shuffled = self._shuffled[length - self._lengths[0]]
-        return length, int(shuffled[self._draws.below(len(shuffled))])
+        motifs = self._motifs[length]
+        return motifs[self._order[length][self._draws.below(len(motifs))]]
 
 
 def draw(config: MADConfig, draws: Draws, num_rows: int, is_training: bool) -> Rows:
     """Rows of T = L."""
-    num_keys = (config.vocab_size - 1) // 2
-    num_values = config.vocab_size - 1 - num_keys
-    x = np.full((num_rows, config.seq_len + 1), config.vocab_size - 1, np.int32)
+    pad = config.vocab_size - 1
+    x = np.full((num_rows, config.seq_len + 1), pad, np.int32)
     t = np.full_like(x, IGNORE)
     shortest = 1 if is_training else config.k_motif_size
     for row in range(num_rows):
-        keys = _Motifs(draws, num_keys, range(shortest, config.k_motif_size + 1))
-        values = _Motifs(draws, num_values, range(1, config.v_motif_size + 1))
+        keys = _Motifs(draws, range(pad // 2), range(shortest, config.k_motif_size + 1))
+        values = _Motifs(draws, range(pad // 2, pad), range(1, config.v_motif_size + 1))
         tokens, targets = [], []
         for key, value, is_target in _pairs(config, draws, keys, values):
-            value_tokens = [num_keys + token for token in motif_tokens(value, num_values)]
-            tokens += [*motif_tokens(key, num_keys), *value_tokens]
-            targets += [IGNORE] * key[0]
-            targets += value_tokens if is_target else [IGNORE] * value[0]
+            tokens += key + value
+            targets += [IGNORE] * len(key)
+            targets += value if is_target else [IGNORE] * len(value)
         x[row, -len(tokens) :], t[row, -len(tokens) :] = tokens, targets
     return shifted(x, t, is_training)
 
@@ -94,5 +83,5 @@ def _pairs(
             value_of[key] = values.draw(value_length)
         pairs.append((key, value_of[key], key in presented))
         presented.add(key)
-        num_tokens += key[0] + value_of[key][0]
+        num_tokens += len(key + value_of[key])
     return [*pairs, (probe, value_of[probe], True)]

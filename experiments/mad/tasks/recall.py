@@ -8,39 +8,30 @@ are the values of keys that an earlier slot has.
 
 import numpy as np
 
-from experiments.mad.tasks.config import MADConfig
 from experiments.mad.tasks.draws import Draws
 from experiments.mad.tasks.rows import IGNORE, Rows, shifted
-
-
-def _num_ids(config: MADConfig) -> tuple[int, int]:
-    """(keys, keys and values)."""
-    num_ids = config.vocab_size - config.noise_vocab_size
-    return num_ids // 2, num_ids
+from experiments.mad.tasks.settings import MADConfig
 
 
 def draw(config: MADConfig, draws: Draws, num_rows: int, is_training: bool) -> Rows:
     """Rows of T = L - 1."""
     x, t = (np.empty((num_rows, config.seq_len), np.int32) for _ in range(2))
     for row in range(num_rows):
-        x[row], t[row] = _sequence(config, draws)
+        tokens, targets, value_of = _slots(config, draws)
+        while not value_of:  # noise alone: no key to ask for, and the published code fails
+            tokens, targets, value_of = _slots(config, draws)
+        probe = list(value_of)[draws.below(len(value_of))]
+        x[row] = [*tokens, probe, value_of[probe]]
+        t[row] = [*targets, IGNORE, value_of[probe]]
     return shifted(x, t, is_training)
-
-
-def _sequence(config: MADConfig, draws: Draws) -> tuple[list[int], list[int]]:
-    x, t, value_of = _slots(config, draws)
-    while not value_of:  # Noise throughout: there is no key to ask for, the published code fails.
-        x, t, value_of = _slots(config, draws)
-    probe = list(value_of)[draws.below(len(value_of))]
-    return [*x, probe, value_of[probe]], [*t, IGNORE, value_of[probe]]
 
 
 def _slots(config: MADConfig, draws: Draws) -> tuple[list[int], list[int], dict[int, int]]:
     """All slots but the last: tokens, masked targets, and the value of each key in the order of
     first appearance."""
-    num_keys, num_ids = _num_ids(config)
+    num_ids = config.vocab_size - config.noise_vocab_size
+    num_keys, num_slots = num_ids // 2, config.seq_len // 2
     frac_noise, below, random = config.frac_noise, draws.below, draws.generator.random
-    num_slots = config.seq_len // 2
     clean_slot = below(num_slots)
     x, t, value_of = [], [], {}
     for slot in range(num_slots - 1):
