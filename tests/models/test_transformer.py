@@ -19,7 +19,7 @@ from small_models import config_of
 
 from ttcd_jax.axes import LOGICAL_AXES
 from ttcd_jax.models.config import TransformerConfig, block_configs
-from ttcd_jax.models.transformer import Slot, Run, Transformer, slot_of_layer, scan_plan
+from ttcd_jax.models.transformer import Run, Slot, Transformer, scan_plan, slot_of_layer
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.loss import next_token_loss
 
