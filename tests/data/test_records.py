@@ -129,21 +129,41 @@ def test_the_manifest_tells_text_and_tokenizer(corpus, folder):
         assert facts == {"num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
+@pytest.fixture
+def two_folders(tmp_path):
+    """A folder that holds records a, of one document, and b, of four."""
+    (tmp_path / "both").mkdir()
+    for name, count, length in (("a", 1, 3000), ("b", 4, 98)):
+        corpus = _write(tmp_path / f"{name}.text", {f"{i}": name * length for i in range(count)})
+        _prepared(corpus.replace(validation_percent=0), tmp_path / "both" / name)
+    return RecordsConfig(paths=str(tmp_path / "both"), folders=("a", "b"), seq_len=SEQ_LEN)
+
+
+def _share_of_a(config, num_drawn=310):
+    rows, manifest = config.rows(seed=0)
+    assert manifest["num_rows"] == 3001 // SEQ_LEN + 399 // SEQ_LEN
+    return np.cumsum([ord("a") in rows[i]["tokens"] for i in range(num_drawn)])
+
+
 @pytest.mark.parametrize("weights", [(8, 2), (0.5, 0.5), (1, 30)])
-def test_weights_are_shares_of_rows(tmp_path, weights):
-    paths = []
-    for name, length in (("a", 3000), ("b", 400)):
-        corpus = _write(tmp_path / f"{name}.text", {name: name * length})
-        _prepared(corpus.replace(validation_percent=0), tmp_path / name)
-        paths.append(str(tmp_path / name))
-    config = RecordsConfig(paths=tuple(paths), weights=weights, seq_len=SEQ_LEN)
-    rows, num_distinct = mixed_rows(config.open("train"), weights, seq_len=SEQ_LEN, seed=0)
-    num_drawn = 310
-    of_a = [ord("a") in rows[i]["tokens"] for i in range(num_drawn)]
+def test_weights_are_shares_of_rows(two_folders, weights):
+    drawn = _share_of_a(two_folders.replace(weights=weights))
     share = weights[0] / sum(weights)
-    for stop in (31, 155, num_drawn):
-        assert abs(sum(of_a[:stop]) - share * stop) <= 1
-    assert num_distinct == 3001 // SEQ_LEN + 401 // SEQ_LEN
+    assert np.all(np.abs(drawn - share * np.arange(1, 311)) <= 1)
+
+
+def test_weights_of_documents_count_the_tokens_of_a_mean_document(two_folders):
+    config = two_folders.replace(weights=(1, 30), weights_per="document")
+    assert abs(_share_of_a(config)[-1] / 310 - 3002 / (3002 + 30 * 100)) < 0.01
+
+
+def test_a_folder_of_records_is_read_alone(two_folders):
+    alone = two_folders.replace(paths=f"{two_folders.paths}/a", weights=(8, 2))
+    _, manifest = alone.rows(seed=0)
+    assert manifest["num_rows"] == 3001 // SEQ_LEN
+    assert len(manifest["sha256"]) == 1
+    with pytest.raises(DataError, match="both/c holds no token records"):
+        two_folders.replace(folders=("a", "c")).manifests()
 
 
 def test_a_folder_is_passed_over_before_a_row_of_it_comes_again(tmp_path, folder):
@@ -283,5 +303,7 @@ def test_a_split_that_is_not_there(tmp_path, folder):
 def test_config_errors():
     with pytest.raises(UserError, match="names no folder"):
         RecordsConfig(paths=(), seq_len=8)
-    with pytest.raises(UserError, match=r"weights \(1\.0, 2\.0\) are 2 numbers for 1 paths"):
+    with pytest.raises(UserError, match=r"folders \('a',\) are names below one path"):
+        RecordsConfig(paths=("x", "y"), folders=("a",), seq_len=8)
+    with pytest.raises(UserError, match=r"weights \(1\.0, 2\.0\) are 2 numbers for 1 folders"):
         RecordsConfig(paths=("x",), weights=(1.0, 2.0), seq_len=8)

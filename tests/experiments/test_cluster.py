@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 import yaml
 
@@ -124,6 +125,18 @@ def test_a_jobset_is_one_indexed_job_with_a_pod_per_process(jobset, pod):
     _, run_dir, distributed = _launch_flags(container["command"] + container["args"])
     assert any(run_dir.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
     assert distributed == "jobset"
+
+
+def test_the_jobset_and_the_slurm_job_plan_64_devices_that_the_recipe_fits(jobset, pod):
+    (container,) = pod["containers"]
+    nodes = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["completions"]
+    assert nodes * container["resources"]["limits"]["nvidia.com/gpu"] == 64
+    options = dict(re.findall(r"^#SBATCH --(\S+)=(\S+)$", SBATCH.read_text(), re.MULTILINE))
+    assert int(options["nodes"]) * int(options["gpus-per-node"]) == 64
+    flags = [flag for flag in container["args"] if not flag.startswith(("--dist", "--run_dir"))]
+    plan = commands.output("launch", *flags, "--dry_run", "--topology=h100x64")
+    assert re.search(r"^fits +yes$", plan, re.MULTILINE), plan
+    assert "data 1 x fsdp 32 x seq 2 x tensor 1; parts 1; remat block" in plan
 
 
 def test_a_jobsets_pods_find_their_coordinator(jobset, pod):

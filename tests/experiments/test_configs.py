@@ -12,7 +12,7 @@ from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.run import build, start
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
-from ttcd_jax.sharding.mesh import AXES, MeshConfig
+from ttcd_jax.sharding.mesh import AXES
 
 CONFIG_DIR = Path(__file__).parents[2] / "experiments" / "configs"
 RUNS = sorted(
@@ -21,20 +21,12 @@ RUNS = sorted(
     if "experiments.launch" in path.read_text()
 )
 
-# The published from-scratch recipes and their ablations: they want the user's tokenizer.
+# The published from-scratch recipes and their ablations: they train on the user's records.
 RECIPES = [name for name in RUNS if name.endswith(("_340m.gin", "_760m.gin")) or "ablation" in name]
-WITHOUT_FILES = ("TokenizerConfig.kind='byte'", "TokenizerConfig.path=None")
-POD_WITHOUT_FILES = ("include 'data/stdlib_bytes.gin'", "TextConfig.seq_len=32768")
 
 
 def load(name, *params, **options):
     return load_config(RunConfig, name, params, config_dir=CONFIG_DIR, **options)
-
-
-def load_recipe(name):
-    """A recipe, changed so that it needs no file of the user's."""
-    params = POD_WITHOUT_FILES if name.startswith("pod/") else WITHOUT_FILES
-    return load(name, *params)
 
 
 # As published, or derived from what is: dim, heads, mlp_dim, rows of a batch, billions of tokens.
@@ -68,15 +60,14 @@ def other_run(tmp_path_factory):
 @pytest.mark.parametrize("name", RUNS)
 def test_every_config_builds_and_has_the_parameters_its_header_states(name, other_run, tmp_path):
     header = (CONFIG_DIR / name).read_text()
-    if name in (*RECIPES, "ipttcd_8b.gin"):
-        config = load_recipe(name)
-    elif "%START" in header:
+    if "%START" in header:
         inherit = start.inherited_model(RunDirectory(tmp_path))
         config = load(name, f"START='{other_run}'", inherit=inherit)
         start.plan_start(config)
     else:
         config = load(name)
-    build.check(config)
+    if not isinstance(config.data, RecordsConfig):  # which are the user's
+        build.check(config)
     assert RunConfig.from_dict(config.to_dict()) == config
     assert f"--gin={name}" in header
     stated = re.search(r"parameters: ([\d.]+)([KMB])", header)
@@ -87,7 +78,7 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_divides_among_devices(name):
-    config = load_recipe(name)
+    config = load(name)
     mesh = AbstractMesh((1, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
     state = build.abstract_state(config, mesh)
     stored = sum(
@@ -100,7 +91,7 @@ def test_every_recipe_divides_among_devices(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_published_size_and_budget(name):
-    config = load_recipe(name)
+    config = load(name)
     size = "760m" if "760m" in name else "340m"
     dim, num_heads, mlp_dim, rows, billions = PUBLISHED_SIZES[size]
     model = config.model
@@ -122,13 +113,13 @@ def test_a_recipe_has_the_published_size_and_budget(name):
 
 def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
     assert {f"{name}.gin" for name in PUBLISHED_PARAMS} <= set(RUNS)
-    base = load_recipe("ipttcd_340m.gin")
+    base = load("ipttcd_340m.gin")
     assert (base.model.window, base.model.student_window) == (2048, 1024)
     assert base.model.fast_layers == (0, 6, 12, 18)
     assert (base.model.memory.chunk_size, base.model.memory.eta) == (1024, 0.3)
     changes = {}
     for name in (name for name in RECIPES if "ablation" in name):
-        config = load_recipe(name)
+        config = load(name)
         assert config.replace(model=base.model) == base
         memory, model = config.model.memory, config.model
         convs = memory.has_teacher_conv, memory.has_student_conv, memory.has_proj
@@ -147,24 +138,21 @@ def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
 
 
 def test_the_8b_model_is_the_base_model_and_its_memories():
-    config = load_recipe("ipttcd_8b.gin")
+    config = load("ipttcd_8b.gin")
     model = config.model
     # Of a fast layer: P, the rate's vector, two convolutions.
     memory = model.dim**2 + model.dim + 2 * model.memory.num_taps * model.mlp_dim
     assert plan.num_params(config) == 8_190_735_360 + len(model.fast_layers) * memory  # Qwen3-8B's
 
 
-def test_the_recipe_of_a_pod_is_the_paper_s_in_another_layout():
-    paper = load("ipttcd_760m.gin", "include 'data/records.gin'").to_dict()
-    pod = load("pod/ipttcd_760m.gin").to_dict()
-    assert {name for name in pod if pod[name] != paper[name]} == {"mesh", "accumulation_steps"}
-    assert MeshConfig.from_dict(pod["mesh"]).sizes(64)["fsdp"] == 32
-
-
-def test_a_recipe_takes_token_records():
-    params = ("include 'data/records.gin'", "RECORDS=('a', 'b')", "RecordsConfig.weights=(8, 2)")
-    config = load("ipttcd_760m.gin", *params)
-    assert config.data == RecordsConfig(paths=("a", "b"), weights=(8, 2), seq_len=32_768)
+def test_a_recipe_takes_token_records_mixed_8_to_2():
+    data = RecordsConfig(
+        paths="DIR",
+        folders=("long_data_collections", "books"),
+        weights=(8, 2),
+        seq_len=32_768,
+    )
+    assert load("ipttcd_760m.gin", "RECORDS='DIR'").data == data
 
 
 FILES = sorted(str(path.relative_to(CONFIG_DIR)) for path in CONFIG_DIR.rglob("*.gin"))

@@ -9,6 +9,7 @@ import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from devices import environment
 from jax.sharding import AbstractMesh, Mesh
 
@@ -73,6 +74,17 @@ def test_a_model_that_no_layout_fits_ends_with_the_last_change(monkeypatch):
     params, total = _changes(monkeypatch, 5)
     assert total > 5
     assert "MeshConfig.seq=16" in params[-1]  # 512 tokens: a chunk on each device
+
+
+@pytest.mark.parametrize("name", ["deltanet_340m.gin", "ablation/8_layers.gin"])
+def test_a_recipe_fits_a_node_without_data(name):
+    flags = (f"--gin={name}", "--dry_run", "--topology=h100x8")
+    result = commands.run("launch", *flags)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"^fits +yes$", result.stdout, re.MULTILINE), result.stdout
+    assert "fsdp 8 x seq 1 x tensor 1; parts 2; remat block" in result.stdout
+    assert "RECORDS='DIR'" in result.stderr
+    assert "experiments.prepare_data --input=" in result.stderr
 
 
 def _resident(key):

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import grain
 
@@ -11,7 +11,7 @@ from ttcd_jax.config import AtLeast, Config, PositiveFloat
 from ttcd_jax.data.corpus import Split
 from ttcd_jax.data.packing import PackedRows
 from ttcd_jax.data.pipeline import ENDLESS, RowSource
-from ttcd_jax.data.records import TokenRecords, open_records, read_manifest
+from ttcd_jax.data.records import MANIFEST, TokenRecords, open_records, read_manifest
 from ttcd_jax.errors import DataError, UserError
 
 
@@ -19,22 +19,41 @@ from ttcd_jax.errors import DataError, UserError
 class RecordsConfig(Config):
     """Folders of `python -m experiments.prepare_data`, in rows of `seq_len` tokens.
 
-    `weights`: the shares of the rows, one for each of `paths`, in any unit, exact to a hundredth of
-    the smallest. Without weights every row of every folder is equally likely.
+    `paths`: a folder of records, several of them, or one that holds them under the names `folders`.
+    `weights`: the shares of the rows, one for each folder, in any unit, exact to a hundredth of the
+    smallest; per "document" they are shares of the documents, at each folder's mean length. Without
+    weights every row of every folder is equally likely. A single folder has all rows.
     """
 
-    paths: tuple[str, ...]
+    paths: str | tuple[str, ...]
+    folders: tuple[str, ...] = ()
     weights: tuple[PositiveFloat, ...] = ()
+    weights_per: Literal["token", "document"] = "token"
     seq_len: Annotated[int, AtLeast(2)]
 
     def validate(self) -> None:
-        if not self.paths:
-            raise UserError("RecordsConfig.paths () names no folder; name one or more")
-        if self.weights and len(self.weights) != len(self.paths):
+        paths = [self.paths] if isinstance(self.paths, str) else self.paths
+        if not all(paths) or not paths:
+            raise UserError(f"RecordsConfig.paths {self.paths!r} names no folder; name one or more")
+        if self.folders and len(paths) > 1:
+            raise UserError(
+                f"RecordsConfig.folders {self.folders} are names below one path, and there are "
+                f"{len(paths)}: list all folders in paths, or give one"
+            )
+        names = self.folders or paths
+        if self.weights and len(self.weights) != len(names):
             raise UserError(
                 f"RecordsConfig.weights {self.weights} are {len(self.weights)} numbers for "
-                f"{len(self.paths)} paths; give one each, or none"
+                f"{len(names)} folders; give one each, or none"
             )
+
+    def located(self) -> list[Path]:
+        """The folders of records."""
+        if not isinstance(self.paths, str):
+            return [Path(path) for path in self.paths]
+        path = Path(self.paths)
+        is_whole = (path / MANIFEST).exists() or not path.is_dir()
+        return [path] if is_whole else [path / name for name in self.folders or ("",)]
 
     @property
     def vocab_size(self) -> int:
@@ -42,29 +61,40 @@ class RecordsConfig(Config):
 
     def manifests(self) -> list[dict[str, Any]]:
         """The manifest of each folder. Raises `DataError` unless one tokenizer made all."""
-        manifests = [read_manifest(Path(path)) for path in self.paths]
-        for path, manifest in zip(self.paths, manifests, strict=True):
+        folders = self.located()
+        manifests = [read_manifest(folder) for folder in folders]
+        for folder, manifest in zip(folders, manifests, strict=True):
             if manifest["tokenizer"] != manifests[0]["tokenizer"]:
                 raise DataError(
-                    f"{path} was made by another tokenizer ({manifest['tokenizer']}) than "
-                    f"{self.paths[0]} ({manifests[0]['tokenizer']}); prepare both with one"
+                    f"{folder} was made by another tokenizer ({manifest['tokenizer']}) than "
+                    f"{folders[0]} ({manifests[0]['tokenizer']}); prepare both with one"
                 )
         return manifests
 
     def open(self, split: Split) -> list[TokenRecords]:
         """The records of the folders that have the split. Raises `DataError` when none has."""
+        folders = self.located()
         having = [
-            path
-            for path, manifest in zip(self.paths, self.manifests(), strict=True)
+            folder
+            for folder, manifest in zip(folders, self.manifests(), strict=True)
             if split in manifest["splits"]
         ]
-        return [open_records(Path(path), split) for path in having or self.paths]
+        return [open_records(folder, split) for folder in having or folders]
 
     def rows(self, seed: int) -> tuple[RowSource, dict[str, Any]]:
         """(endless rows of the training splits, manifest)."""
-        digests = [manifest["sha256"] for manifest in self.manifests()]
         records = self.open("train")
-        rows, num_rows = mixed_rows(records, self.weights, seq_len=self.seq_len, seed=seed)
+        weights: Sequence[float] = self.weights if len(records) > 1 else ()
+        if weights and len(weights) != len(records):
+            raise DataError(
+                f"RecordsConfig.weights {self.weights} are for {len(weights)} folders, and "
+                f"{len(records)} have a train split: prepare the others with one"
+            )
+        if self.weights_per == "document":
+            means = [entry.sizes.mean() for entry in records]
+            weights = [w * mean for w, mean in zip(weights, means, strict=bool(weights))]
+        rows, num_rows = mixed_rows(records, weights, seq_len=self.seq_len, seed=seed)
+        digests = [manifest["sha256"] for manifest in self.manifests()]
         return rows, {"kind": "records", "num_rows": num_rows, "sha256": digests}
 
 

@@ -81,8 +81,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise DataError(
-            f"{folder} holds no token records (no {MANIFEST}); make them by "
-            "python -m experiments.prepare_data"
+            f"{folder} holds no token records (no {MANIFEST}); make them (python -m "
+            "experiments.prepare_data --input=TEXT --tokenizer=tokenizer.json --output=DIR) and "
+            "name them (RecordsConfig.paths; in a recipe --param=\"RECORDS='DIR'\")"
         )
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:

@@ -206,7 +206,7 @@ def run_tokenizer(directory: RunDirectory) -> Tokenizer | None:
     over the configured path."""
     data = directory.read_config()["data"]
     if data["type"] == RecordsConfig.__name__:
-        config = records_tokenizer(Path(data["paths"][0]))
+        config = records_tokenizer(RecordsConfig.from_dict(data).located()[0])
     elif "tokenizer" in data:
         config = TokenizerConfig.from_dict(data["tokenizer"])
     else:

@@ -36,7 +36,7 @@ def test_a_bound_that_fails_is_exit_status_1(tmp_path):
         "try:\n    cli.run(command.main)\n"
         "except SystemExit as end:\n    print('status', end.code)\n"
     )
-    output = commands.script(program, *TINY, f"--out_dir={tmp_path}")
+    output = commands.output(program, *TINY, f"--out_dir={tmp_path}")
     assert "the bound FAILED in an orthogonal case" in output
     assert output.endswith("status 1\n")
     assert json.loads((tmp_path / "proposition.json").read_text())["bound_held"] is False
