@@ -46,7 +46,7 @@ def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir):
         if event.endswith("backend_compile_duration"):
             compiled.append(kwargs["fun_name"])
 
-    (callback,) = evaluation_callbacks(CONFIG, run_dir, written.__setitem__)
+    (callback,) = evaluation_callbacks(CONFIG, run_dir, written.__setitem__, 2)
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         for step in (2, 3, 4, 5):  # at 3 the run is stopped
@@ -59,11 +59,11 @@ def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir):
 
 
 def test_a_run_evaluates_nothing_unless_asked(run_dir):
-    assert evaluation_callbacks(CONFIG.replace(evaluate_every=None), run_dir, print) == []
+    assert evaluation_callbacks(CONFIG.replace(evaluate_every=None), run_dir, print, 2) == []
 
 
 def test_a_task_that_does_not_fit_is_refused_before_the_first_step(run_dir):
     with pytest.raises(UserError, match="trained on recall data, not on text: measure it by"):
-        evaluation_callbacks(CONFIG.replace(tasks=("ppl",)), run_dir, print)
+        evaluation_callbacks(CONFIG.replace(tasks=("ppl",)), run_dir, print, 2)
     with pytest.raises(UserError, match="no evaluation task 'pp'; did you mean 'ppl'"):
         CONFIG.replace(tasks=("pp",))

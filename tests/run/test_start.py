@@ -20,8 +20,8 @@ from ttcd_jax.precision import Precision
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, load_params
+from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.run.start import plan_start, started_state
-from ttcd_jax.sharding.mesh import build_mesh
 from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.fit import by_name
 from ttcd_jax.train.layers_on_disk import stored_params
@@ -67,7 +67,7 @@ def run_config(model: TransformerConfig, **changes) -> RunConfig:
 
 @pytest.fixture(scope="module", autouse=True)
 def mesh():
-    mesh = build_mesh(run_config(PLAIN).mesh)
+    mesh = run_mesh(run_config(PLAIN))
     with jax.set_mesh(mesh):
         yield mesh
 
