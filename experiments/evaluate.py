@@ -27,8 +27,8 @@ flags.DEFINE_string("label", None, "Name of this run in tables and pictures; def
 
 def main(argv: list[str]) -> None:
     import jax
+    from ttcd_kernels.table import format_table
 
-    from ttcd_jax.eval.report import format_table
     from ttcd_jax.eval.results import evaluate, write_results
     from ttcd_jax.eval.task import Subject
     from ttcd_jax.eval.tasks import find_task

@@ -18,7 +18,8 @@ flags.DEFINE_multi_string("next", [], "A line of the page's and the terminal's '
 
 
 def main(argv: list[str]) -> None:
-    from ttcd_jax.eval.report import format_table
+    from ttcd_kernels.table import format_table
+
     from ttcd_jax.eval.results import write_report
 
     run_dirs = [Path(path) for path in FLAGS.run_dir]

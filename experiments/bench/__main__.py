@@ -48,9 +48,8 @@ def main(argv: list[str]) -> None:
     options = case.options(**(case.quick if FLAGS.quick else {}) | given)
     import jax
     from ttcd_kernels import measure
-
-    from experiments.bench.frame import MIB, over
-    from ttcd_jax.eval.report import format_table
+    from ttcd_kernels.measure import MIB, over
+    from ttcd_kernels.table import format_table
 
     if name == "mad":
         cli.use_every_core()

@@ -1,15 +1,14 @@
-"""Shared by the benchmark cases: the type of the table of cases, limits, units."""
+"""Shared by the benchmark cases: the type of the table of cases, limits."""
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ttcd_kernels import measure
+from ttcd_kernels.measure import Row
 
 from ttcd_jax.config import Config
 
-Row = dict[str, Any]
-MILLISECOND, MIB, TERA = 1e-3, 2**20, 1e12
 _ceilings = functools.cache(measure.ceilings)
 
 
@@ -19,11 +18,6 @@ class Case(NamedTuple):
     options: type[Config]
     quick: Row
     measured: Callable[..., Iterator[list[Row]]]
-
-
-def over(value: float | None, unit: float | None) -> float | None:
-    """The value in that unit, or over a baseline; None where one of them was not measured."""
-    return None if value is None or unit is None else value / unit
 
 
 def why_not_run(needed: int, flops: float, max_seconds: float) -> str:

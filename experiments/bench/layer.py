@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ttcd_kernels import measure
+from ttcd_kernels.measure import MIB, MILLISECOND, TERA, Row, over
 
 from experiments import cli
-from experiments.bench.frame import MIB, MILLISECOND, TERA, Case, Row, over, why_not_run
+from experiments.bench.frame import Case, why_not_run
 from experiments.gin_loading import load_config
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.methods.ipttcd import MemoryConfig

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 from ttcd_kernels import measure
+from ttcd_kernels.measure import MILLISECOND, Row
 
-from experiments.bench.frame import MILLISECOND, Case, Row
+from experiments.bench.frame import Case
 from experiments.mad.models import MADMethod, mad_config, mad_problem
 from experiments.mad.sweep import Hyper, RecipeConfig, programs, sweep_mesh
 from experiments.mad.tasks.instances import instances

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 from ttcd_kernels import measure
+from ttcd_kernels.measure import MIB, MILLISECOND, Row, over
 
 from experiments import cli
-from experiments.bench.frame import MIB, MILLISECOND, Case, Row, over
+from experiments.bench.frame import Case
 from experiments.gin_loading import load_config
 from ttcd_jax.config import DISTINCT, Config, NonNegative, Positive
 from ttcd_jax.run import build

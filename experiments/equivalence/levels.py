@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from ttcd_kernels.table import format_table
 
 from experiments.equivalence.compare import (
     QUANTILES,
@@ -20,7 +21,7 @@ from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.tokenizer import check_tokens
 from ttcd_jax.errors import DataError
-from ttcd_jax.eval.report import format_table, plot_bars
+from ttcd_jax.eval.report import plot_bars
 
 Pair = tuple[Computed, Computed]  # reference, candidate
 Facts = dict[str, Any]

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from ttcd_kernels.table import format_table
 
 from experiments.mad.models import MAD_METHODS
 from experiments.mad.tasks.settings import PUBLISHED, TASKS, settings
-from ttcd_jax.eval.report import format_table
 from ttcd_jax.methods import METHODS
 
 Record = dict[str, Any]

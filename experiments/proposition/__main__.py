@@ -37,10 +37,10 @@ def main(argv: list[str]) -> None:
 
     jax.config.update("jax_enable_x64", True)
     from ttcd_kernels import measure
+    from ttcd_kernels.table import format_table
 
     from experiments.proposition import construction
     from experiments.proposition.picture import draw_proposition
-    from ttcd_jax.eval.report import format_table
 
     chunk_sizes, num_fillers = cli.positives("chunk_sizes"), cli.positives("num_fillers")
     config = construction.PropositionConfig(

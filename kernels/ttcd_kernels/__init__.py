@@ -1,9 +1,8 @@
 """Kernels of ttcd_jax as a leaf library: needs jax and numpy, knows no layer and no model.
 
-A folder per op: `api` (the call), `reference` (its definition), `xla`, `triton_call` and
-`triton_kernels` (implementations), `tuning`, `bench` (shapes, programs and peers). Shared:
-`dispatch`, `launch`, `partitioning`, `windows`, `normalize`. Tools: `measure`, `parity`, `bench`,
-`tune`, `aot`.
+A folder per op: `api` (the call and its contract), `xla`, `triton_call` and `triton_kernels`
+(implementations), `tuning`, `bench` (shapes, programs and peers). Shared: `dispatch`, `launch`,
+`partitioning`, `windows`, `normalize`. Tools: `measure`, `parity`, `bench`, `tune`, `aot`.
 """
 
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse

@@ -24,6 +24,7 @@ import jax
 from ttcd_kernels import bench, launch, measure
 from ttcd_kernels.dual_window import mosaic_call
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES
+from ttcd_kernels.table import format_table
 
 # Each becomes one instruction of the machine.
 _TENSOR_CORES = re.compile(r"\b(?:wgmma\.mma_async|mma)\.sync")
@@ -158,13 +159,13 @@ def main(arguments: list[str] | None = None) -> None:
     for op in options.op:
         for case in bench.OPS[op].SHAPES["aot"]:
             kernels, _ = compile_kernels(bench.OPS[op], case, options.capability)
-            rows += [(case.name, *map(str, kernel)) for kernel in kernels]
+            rows += [{"variant": case.name, **kernel._asdict()} for kernel in kernels]
         if op == "dual_window" and options.capability == mosaic_call.CAPABILITY:
             rows += _mosaic_rows()
-    print(measure.table(("variant", *Compiled._fields), rows))
+    print(format_table(rows))
 
 
-def _mosaic_rows() -> list[tuple[str, ...]]:
+def _mosaic_rows() -> list[measure.Row]:
     """The Mosaic forward for Hopper, where its compiler is installed."""
     from ttcd_kernels.dual_window import mosaic_aot
 
@@ -173,7 +174,7 @@ def _mosaic_rows() -> list[tuple[str, ...]]:
         print(f"without the Mosaic kernel: {reason}", file=sys.stderr)
         return []
     return [
-        (f"D{head_dim} Mosaic", *map(str, mosaic_aot.compile_mosaic(head_dim)))
+        {"variant": f"D{head_dim} Mosaic", **mosaic_aot.compile_mosaic(head_dim)._asdict()}
         for head_dim in MOSAIC_TILES
     ]
 

@@ -3,8 +3,8 @@
     python -m ttcd_kernels.bench [--op dual_window ...] [--shapes tiny|cpu|paper] [--case NAME ...]
                                  [--json FILE]
 
-All ops by default. First every implementation is compared with the definition in float64 (`parity`:
-small odd shapes), then timed. Times are medians of rounds in which all implementations take turns;
+All ops by default. First every implementation is compared with XLA's in float64 (`parity`: small
+odd shapes), then timed. Times are medians of rounds in which all implementations take turns;
 bytes are the compiler's; the floor is the time that the least arithmetic and the least traffic
 would take at this device's own ceilings. `tiny` takes a minute or two, `cpu` some more on two
 cores, `paper` needs a GPU.
@@ -14,40 +14,18 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import jax
+from typing import Any
 
 from ttcd_kernels import measure, parity
 from ttcd_kernels.decode import bench as decode
 from ttcd_kernels.dual_window import bench as dual_window
+from ttcd_kernels.measure import MIB, MILLISECOND, TERA, Row, over
+from ttcd_kernels.parity import BASELINE
 from ttcd_kernels.short_conv import bench as short_conv
+from ttcd_kernels.table import format_table
 
 OPS: dict[str, Any] = {"dual_window": dual_window, "decode": decode, "short_conv": short_conv}
-BASELINE = "xla"  # ratios are times over this one's
 SETS = ("tiny", "cpu", "paper")
-COLUMNS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("case", "pass", "implementation"), ()),
-    **{"time ms": (1e-3,), "/ baseline": (1,)},
-    **dict.fromkeys(("Tflop/s", "TB/s"), (1e12, ",.3g")),
-    **{"% of floor": (0.01, ".1f"), "temp MiB": (2**20, ",.1f"), "note": ()},
-}
-
-
-class Row(NamedTuple):
-    """One implementation in one direction; None where it was not run. Rates count the work that
-    any implementation has to do, `floor_share` is the time of that work over the time taken."""
-
-    case: str
-    direction: str
-    implementation: str
-    seconds: float | None
-    ratio: float | None  # to the baseline's time
-    flops_per_second: float | None
-    bytes_per_second: float | None
-    floor_share: float | None
-    temp_bytes: int | None
-    note: str
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -55,35 +33,31 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(parser("bench", about, list(OPS), "tiny"), arguments)
     report: dict[str, Any] = {"environment": environment()}
     ceilings = measure.ceilings()
-    flops, rate = (measure.number(value, 1e12, ",.3g") for value in ceilings)
-    print(f"ceilings of this device: {flops} Tflop/s, {rate} TB/s", flush=True)
+    flops, rate = (value / TERA for value in ceilings)
+    print(f"ceilings of this device: {flops:.3g} Tflop/s, {rate:.3g} TB/s", flush=True)
     report |= {"ceilings": ceilings._asdict(), "ops": {}}
     failed = {}
     for name in options.op:
         op = OPS[name]
         compared = [row for case in op.SHAPES["parity"] for row in parity.compare(op, case)]
-        print(f"\n{name}\n{measure.numbered(parity.COLUMNS, compared)}", flush=True)
-        entry = report["ops"][name] = {"shapes": [], "rows": []}
-        entry["parity"] = [row._asdict() for row in compared]
+        print(f"\n{name}\n{format_table(compared)}", flush=True)
+        report["ops"][name] = {"parity": compared, "shapes": [], "rows": []}
         failed |= _failed(op, compared)
     for name, case in cases(options):
         rows = measured(OPS[name], case, ceilings)
-        print(f"\n{measure.numbered(COLUMNS, rows)}", flush=True)
+        print(f"\n{format_table(rows)}", flush=True)
         report["ops"][name]["shapes"].append(case._asdict())
-        report["ops"][name]["rows"] += [row._asdict() for row in rows]
+        report["ops"][name]["rows"] += rows
         failed |= _failed(OPS[name], rows)
         write(report, options.json)  # after every case: a long run may be cut off
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}; the notes above say why")
 
 
-def _failed(op: Any, rows: Sequence[parity.Parity | Row]) -> dict[str, None]:
+def _failed(op: Any, rows: Sequence[Row]) -> dict[str, None]:
     """Which of our own implementations refused."""
-    return {
-        row.implementation: None
-        for row in rows
-        if row.note.startswith(measure.FAILED) and not row.implementation.startswith(op.PEERS)
-    }
+    refused = [row["implementation"] for row in rows if row["note"].startswith(measure.FAILED)]
+    return dict.fromkeys(name for name in refused if not name.startswith(op.PEERS))
 
 
 def parser(command: str, about: str, ops: list[str], shapes: str) -> argparse.ArgumentParser:
@@ -130,20 +104,22 @@ def write(report: dict[str, Any], file: Path | None) -> None:
 
 
 def measured(op: Any, case: Any, ceilings: measure.Ceilings) -> list[Row]:
-    """All implementations of an op in both directions: compiled, and timed if they fit."""
-    programs, skipped = measure.programs(op, case), {}
-    if jax.default_backend() != "cpu":  # a GPU's compiler tries products out in memory
-        note = "compared above, timed on a CPU only"
-        skipped = {key: note for key in programs if key[1] == "reference"}
-    found = measure.timed(programs, op.operand_shapes(case), case.rounds, skipped)
+    """All implementations of an op in both directions: compiled, and timed if they fit. Rates count
+    the work that any implementation has to do, the floor is the least time of that work."""
+    programs = measure.programs(op, case)
+    found = measure.timed(programs, op.operand_shapes(case), case.rounds)
     rows = []
     for (direction, name), (seconds, temp_bytes, note) in found.items():
-        rates: tuple[float | None, ...] = None, None, None, None
-        if seconds:
-            work, base = op.work(case, direction), found[direction, BASELINE].seconds
-            ratio, floor = base and seconds / base, ceilings.floor_seconds(work)
-            rates = ratio, work.flops / seconds, work.bytes / seconds, floor / seconds
-        rows.append(Row(case.name, direction, name, seconds, *rates, temp_bytes, note))
+        work = op.work(case, direction)
+        row: Row = {"case": case.name, "pass": direction, "implementation": name}
+        row |= {
+            "time ms": over(seconds, MILLISECOND),
+            f"/ {BASELINE}": over(seconds, found[direction, BASELINE].seconds),
+            "Tflop/s": over(work.flops / TERA, seconds),
+            "TB/s": over(work.bytes / TERA, seconds),
+            "% of floor": over(100 * ceilings.floor_seconds(work), seconds),
+        }
+        rows.append(row | {"temp MiB": over(temp_bytes, MIB), "note": note})
     return rows
 
 

@@ -1,5 +1,5 @@
 """Tools of every benchmark, of kernels and of models: interleaved timing, compiled bytes, the
-machine and its ceilings, a table."""
+machine and its ceilings, units."""
 
 import functools
 import importlib.metadata
@@ -20,6 +20,9 @@ import numpy as np
 # tiny: milliseconds; cpu: minutes on two cores; paper: a GPU; parity: small enough to compare
 # results with the definition; aot: compiled for a GPU, not run.
 SetName = Literal["tiny", "cpu", "paper", "parity", "aot"]
+
+type Row = dict[str, Any]  # of a table: values by column
+MILLISECOND, MIB, TERA = 1e-3, 2**20, 1e12
 
 _MIN_SAMPLE_SECONDS = 0.02  # shorter programs are called several times per sample
 _MAX_CALLS = 50
@@ -64,15 +67,10 @@ def timed[Name: Hashable](
     programs: Mapping[Name, Callable[..., Any]],
     shapes: Sequence[jax.ShapeDtypeStruct],
     rounds: int,
-    skipped: Mapping[Name, str],
 ) -> dict[Name, Timed]:
-    """Each program compiled, and timed on random operands if it fits; neither where it is skipped,
-    by reason."""
+    """Each program compiled, and timed on random operands if it fits."""
     found, compiled, calls = {}, {}, {}
     for name, function in programs.items():
-        found[name] = Timed(note=skipped.get(name, ""))
-        if name in skipped:
-            continue
         try:
             program = jax.jit(function).lower(*shapes).compile()
         except REFUSALS as error:
@@ -241,27 +239,6 @@ def gibibytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def number(value: Any, unit: float = 1, form: str = ",.2f") -> str:
-    """The value in a unit; "-" where it was not measured."""
-    return "-" if value is None else f"{value / unit:{form}}"
-
-
-def numbered(columns: Mapping[str, tuple[Any, ...]], rows: Sequence[Sequence[Any]]) -> str:
-    """A table of rows whose columns are numbers, in a unit and format, or text: an empty tuple."""
-
-    def cell(value: Any, unit: tuple[Any, ...]) -> str:
-        return number(value, *unit) if unit else value
-
-    cells = [list(map(cell, row, columns.values())) for row in rows]
-    return table(list(columns), cells)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell."""
-    lines = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
-    padded = (zip(line, widths, strict=True) for line in lines)
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in padded
-    )
+def over(value: float | None, unit: float | None) -> float | None:
+    """The value in that unit, or over a baseline; None where one of them was not measured."""
+    return None if value is None or unit is None else value / unit

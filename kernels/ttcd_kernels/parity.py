@@ -1,56 +1,47 @@
-"""How far the implementations of an op are from its definition in float64."""
+"""How far the implementations of an op are from XLA's in float64."""
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ttcd_kernels import measure
+from ttcd_kernels.measure import Row
 
-COLUMNS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("parity", "dtype", "pass", "implementation"), ()),
-    **{"% equal": (0.01, ".1f"), "ulp (99 %)": (1, ".0f"), "max rel. error": (1, ".1e")},
-    "note": (),
-}
+BASELINE = "xla"  # the implementation, by name, whose results and times others are compared with
 
 
-class Parity(NamedTuple):
-    """One implementation in one direction: the worst of its results."""
+def compare(op: Any, case: Any) -> list[Row]:
+    """Each implementation whose results have the baseline's form, on random operands: the worst of
+    its results and, of a differentiable op, gradients.
 
-    case: str
-    dtype: str
-    direction: str
-    implementation: str
-    equal_share: float  # elements that are the definition's, rounded to the dtype
-    ulp: float  # 99 % of the elements are within so many units in the last place
-    max_relative_error: float  # largest difference over the largest magnitude
-    note: str = ""
-
-
-def compare(op: Any, case: Any) -> list[Parity]:
-    """Each implementation whose results have the definition's form, on random operands: results
-    and, of a differentiable op, gradients."""
+    `% equal`: elements that are the baseline's, rounded to the dtype; `ulp (99 %)`: 99 % of the
+    elements are within so many units in the last place; `max rel. error`: the largest difference
+    over the largest magnitude.
+    """
     arrays = measure.operands(op.operand_shapes(case))
     programs = measure.programs(op, case)
     direction = list(programs)[-1][0]  # the gradient's programs return the results as well
-    expected = _in_float64(programs[direction, "reference"], arrays)
+    expected = _in_float64(programs[direction, BASELINE], arrays)
     rows = []
     for (its_direction, name), function in programs.items():
-        if its_direction != direction or name == "reference":
+        if its_direction != direction:
             continue
-        facts = case.name, case.dtype, direction, name
+        numbers, note = (None, None, None), ""
         try:
             found = jax.device_get(jax.jit(function)(*arrays))
         except measure.REFUSALS as error:
-            rows.append(Parity(*facts, math.nan, math.nan, math.nan, measure.refusal(error)))
-            continue
-        if jax.tree.structure(found) != jax.tree.structure(expected):
-            continue
-        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-        equal, ulp, error = zip(*(distance(x, y) for x, y in pairs), strict=True)
-        rows.append(Parity(*facts, min(equal), max(ulp), max(error)))
+            note = measure.refusal(error)
+        else:
+            if jax.tree.structure(found) != jax.tree.structure(expected):
+                continue
+            pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+            equal, ulp, error = zip(*(distance(x, y) for x, y in pairs), strict=True)
+            numbers = 100 * min(equal), max(ulp), max(error)
+        row = {"case": case.name, "dtype": case.dtype, "pass": direction, "implementation": name}
+        row |= zip(("% equal", "ulp (99 %)", "max rel. error"), numbers, strict=True)
+        rows.append(row | {"note": note})
     return rows
 
 

@@ -7,23 +7,12 @@ One kernel is varied at a time, the others as the table has them; candidates tak
 do not compile (too many registers, too much shared memory) are noted. Needs the GPU it tunes for.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from ttcd_kernels import bench, launch, measure
 from ttcd_kernels.bench import OPS
-
-COLUMNS = {"case": (), "kernel": (), "tile": (), "time ms": (1e-3,), "/ table": (1,), "note": ()}
-
-
-class Row(NamedTuple):
-    """One tile of one kernel; `seconds` is of the whole pass, None where it did not compile."""
-
-    case: str
-    kernel: str
-    tile: str
-    seconds: float | None
-    ratio: float | None  # to the time with the table's tile
-    note: str
+from ttcd_kernels.measure import MILLISECOND, Row, over
+from ttcd_kernels.table import format_table
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,14 +24,14 @@ def main(arguments: list[str] | None = None) -> None:
     report: dict[str, Any] = {"environment": bench.environment(), "rows": []}
     for name, case in bench.cases(options):
         rows = tuned(OPS[name], case)
-        print(measure.numbered(COLUMNS, rows), flush=True)
-        report["rows"] += [{"op": name, **row._asdict()} for row in rows]
+        print(format_table(rows), flush=True)
+        report["rows"] += [{"op": name, **row} for row in rows]
         bench.write(report, options.json)
 
 
 def tuned(op: Any, case: Any) -> list[Row]:
-    """Every candidate of every kernel, the fastest first; the table's is among them. A backward
-    kernel is timed with its forward."""
+    """Every candidate of every kernel, the fastest first; the table's is among them. Times are of
+    the whole pass: a backward kernel's with its forward."""
     rows, tuning = [], op.tuning(case)
     for kernel, best in tuning._asdict().items():
         make = measure.gradient if kernel.startswith("backward") else measure.forward
@@ -50,13 +39,13 @@ def tuned(op: Any, case: Any) -> list[Row]:
             tile: make(op.with_tuning(case, tuning._replace(**{kernel: tile})), op.NUM_INPUTS)
             for tile in dict.fromkeys((best, *op.CANDIDATES[kernel]))
         }
-        found = measure.timed(programs, op.operand_shapes(case), case.rounds, {})
+        found = measure.timed(programs, op.operand_shapes(case), case.rounds)
         base = found[best].seconds
         for tile in sorted(found, key=lambda tile: found[tile].seconds or float("inf")):
             seconds, _, note = found[tile]
-            ratio = seconds / base if seconds and base else None
-            note = note or "the table's" * (tile == best)
-            rows.append(Row(case.name, kernel, str(tuple(tile)), seconds, ratio, note))
+            row = {"case": case.name, "kernel": kernel, "tile": str(tuple(tile))}
+            row |= {"time ms": over(seconds, MILLISECOND), "/ table": over(seconds, base)}
+            rows.append(row | {"note": note or "the table's" * (tile == best)})
     return rows
 
 

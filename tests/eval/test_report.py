@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from ttcd_kernels.table import format_table
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.report import Section, format_table, plot_bars, plot_lines, write_page
+from ttcd_jax.eval.report import Section, plot_bars, plot_lines, write_page
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

@@ -2,9 +2,9 @@
 `python interpreted.py decode '[{"positions": [3], ...}, ...]'` prints a JSON line of relative
 errors each, by result.
 
-Every case is compared with `reference` in float64 on the same (rounded) operands, under vmap with
-`reference` under vmap. A student vector of zero is compared with `xla`, whose gradient knows
-`zero_slope`.
+Every case is compared with the definition in float64 on the same (rounded) operands, under vmap
+with the definition under vmap. A student vector of zero is compared with `xla`, whose gradient
+knows `zero_slope`.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,17 +27,14 @@ from ttcd_kernels import (
     launch,
     short_conv_residual,
 )
-from ttcd_kernels.decode import reference as decode_reference
 from ttcd_kernels.decode import triton_call as decode_call
 from ttcd_kernels.decode import tuning as decode_tuning
-from ttcd_kernels.dual_window import reference as dual_window_reference
 from ttcd_kernels.dual_window import triton_call as dual_window_call
 from ttcd_kernels.dual_window import tuning as dual_window_tuning
-from ttcd_kernels.short_conv import reference as short_conv_reference
 from ttcd_kernels.short_conv import triton_call as short_conv_call
 from ttcd_kernels.short_conv import tuning as short_conv_tuning
 from ttcd_kernels.short_conv import xla as short_conv_xla
-from ttcd_kernels.short_conv.reference import Facts, Operands
+from ttcd_kernels.short_conv.operands import Facts, Operands
 from ttcd_kernels.windows import Windows
 
 ATTENTION = ("teacher", "student", "teacher_lse", "student_lse")
@@ -80,7 +78,7 @@ def dual_window(case):
     if case.get("is_public"):
         options = _public_windows(case) | {"segment_ids": ids, "implementation": "triton"}
         call = partial(dual_window_attention_with_lse, **options)
-    definition = partial(dual_window_reference.dual_window, segment_ids=ids, windows=windows)
+    definition = partial(definitions.dual_window, segment_ids=ids, windows=windows)
     dtypes = [case.get("dtype", "float32")] * 5 + ["float32"] * 2
     names = *ATTENTION, "dq", "dk", "dv"
     return Problem(call, definition, inputs, cotangents, dtypes, names)
@@ -97,7 +95,7 @@ def decode(case):
     if case.get("is_public"):
         options = _public_windows(case) | {"implementation": "triton"}
         call = partial(decode_attention_with_lse, **options)
-    definition = partial(decode_reference.decode, windows=windows)
+    definition = partial(definitions.decode, windows=windows)
     dtypes = [case.get("dtype", "float32")] * 3 + ["int32"]
     return Problem(call, definition, inputs, [], dtypes, ATTENTION)
 
@@ -115,7 +113,7 @@ def short_conv(case):
     facts = Facts(case["is_causal"], case["normalizes_keys"], case.get("zero_slope", 1.0))
     tiles = (short_conv_tuning.Tile(*case[name], num_warps=4) for name in ("forward", "backward"))
     tuning = short_conv_tuning.Tuning(*tiles)
-    oracle = short_conv_xla if case.get("has_zero_row") else short_conv_reference
+    oracle = short_conv_xla if case.get("has_zero_row") else definitions
 
     def call(*arrays):
         return short_conv_call.short_conv_residual(Operands(*arrays, ids), facts, tuning)

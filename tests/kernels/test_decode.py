@@ -3,6 +3,7 @@ against whole sequences."""
 
 from functools import partial
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from ttcd_kernels.decode import bench
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
 from ttcd_kernels.decode.bench import SHAPES
 from ttcd_kernels.decode.tuning import TABLE, Slices, Tile, slices_for
+from ttcd_kernels.windows import Windows
 
 # A row that waits, the beginning, both windows' ends, the ring's edge, far beyond.
 PHASES = [-1, 0, 5, 19, 20, 47, 48, 52, 53, 54, 110, 2_000_000_011]
@@ -94,6 +96,17 @@ def test_slices_fill_the_gpu_and_no_more():
     assert slices_for(tile, 1, 3, 1) == Slices(64, 1, 1)
 
 
+def _definition(*operands, teacher_window, student_window, scale=8**-0.5):
+    """Of heads of 8."""
+    return definitions.decode(*operands, Windows(teacher_window, student_window, scale))
+
+
+FORMS = {
+    "definition": _definition,
+    "xla": partial(decode_attention_with_lse, implementation="xla"),
+}
+
+
 def _rings(positions, N, K, W, dtype=None):
     """q, k_cache, v_cache, position of heads of 8."""
     B = len(positions)
@@ -107,8 +120,7 @@ def test_xla_computes_the_definition(teacher, student, N, K, float64):
     operands = _rings(PHASES, N, K, 53)
     scale = 0.7 if K == 2 else 300.0  # scores whose exponentials overflow
     options = {"teacher_window": teacher, "student_window": student, "scale": scale}
-    ours = decode_attention_with_lse(*operands, implementation="xla", **options)
-    theirs = decode_attention_with_lse(*operands, implementation="reference", **options)
+    ours, theirs = (FORMS[form](*operands, **options) for form in ("xla", "definition"))
     waiting = tuple(x[:1] for x in ours)
     assert_same(waiting, tuple(x[:1] for x in theirs))
     assert not np.any(waiting[0])
@@ -116,15 +128,15 @@ def test_xla_computes_the_definition(teacher, student, N, K, float64):
     assert_close(tuple(x[1:] for x in ours), tuple(x[1:] for x in theirs))
 
 
-@pytest.mark.parametrize("form", ["xla", "reference"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_narrow_results_are_near_those_of_float64(form, dtype):
     operands = _rings([3, 70], 4, 2, 24, dtype)
     options = {"teacher_window": 24, "student_window": 9}
     with jax.enable_x64(True):
         wide = (jnp.asarray(x, jnp.float64) for x in operands[:3])
-        expected = decode_attention_with_lse(*wide, operands[3], implementation="xla", **options)
-    found = decode_attention_with_lse(*operands, implementation=form, **options)
+        expected = FORMS["xla"](*wide, operands[3], **options)
+    found = FORMS[form](*operands, **options)
     assert [x.dtype.name for x in found] == [dtype, dtype, "float32", "float32"]
     assert all(distance(x, y) < BOUND[dtype] for x, y in zip(found[:2], expected[:2], strict=True))
     assert all(
@@ -132,7 +144,7 @@ def test_narrow_results_are_near_those_of_float64(form, dtype):
     )
 
 
-@pytest.mark.parametrize("form", ["xla", "reference"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_slots", [12, 17])
 def test_decoding_position_by_position_equals_the_whole_sequence(num_slots, form):
     """Rows start at different positions of their sequences, so their rings are in other phases."""
@@ -150,10 +162,7 @@ def test_decoding_position_by_position_equals_the_whole_sequence(num_slots, form
     def step(caches, t):
         position = (t + lead).astype(jnp.int32)
         caches = write(caches, position)
-        out = decode_attention_with_lse(
-            q[rows, position], *caches, position, implementation=form, **windows
-        )
-        return caches, out
+        return caches, FORMS[form](q[rows, position], *caches, position, **windows)
 
     def prefix(x, cache):
         return cache.at[1, jnp.arange(7)].set(x[1, :7])
@@ -165,7 +174,7 @@ def test_decoding_position_by_position_equals_the_whole_sequence(num_slots, form
         assert_close(found[:, 1], expected[1, 7:])
 
 
-@pytest.mark.parametrize("form", ["triton", "xla", "reference"])
+@pytest.mark.parametrize("form", ["triton", "xla"])
 def test_a_gradient_is_refused(form):
     q, k, v, position = _rings([3, 4], 2, 2, 8, "float32")
     q, k, v = (jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, 24),)) for x in (q, k, v))

@@ -2,6 +2,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from checks import assert_close, distance, draw, largest_array, temporary_bytes, traced
 from ttcd_kernels import dual_window_attention_with_lse, window_attention
 from ttcd_kernels.dual_window import xla
+from ttcd_kernels.windows import Windows
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -21,8 +23,23 @@ def _inputs(B, T, S, N, K, H, dtype=None):
     return (q, k, v), tuple(cotangents)
 
 
-def _results_and_gradients(operands, cotangents, **options):
-    results, pull = jax.vjp(partial(dual_window_attention_with_lse, **options), *operands)
+def _definition(q, k, v, *, teacher_window, student_window, scale, segment_ids=None):
+    S = k.shape[1]
+    windows = Windows(teacher_window or S, student_window or S, scale)
+    return definitions.dual_window(q, k, v, segment_ids, windows)
+
+
+FORMS = {
+    "definition": _definition,
+    **{
+        name: partial(dual_window_attention_with_lse, implementation=name)
+        for name in ("xla", "lse")
+    },
+}
+
+
+def _results_and_gradients(operands, cotangents, form="xla", **options):
+    results, pull = jax.vjp(partial(FORMS[form], **options), *operands)
     return results, pull(cotangents)
 
 
@@ -72,8 +89,9 @@ def test_all_forms_equal_the_definition(name, float64, monkeypatch):
     @jax.jit
     def all_forms(operands, cotangents):
         return [
-            _results_and_gradients(operands, cotangents, implementation=form, **options)
-            for form in ("reference", "xla", *([] if has_segments else ["lse"]))
+            _results_and_gradients(operands, cotangents, form, **options)
+            for form in FORMS
+            if form != "lse" or not has_segments
         ]
 
     expected, *found = all_forms(operands, cotangents)
@@ -82,7 +100,7 @@ def test_all_forms_equal_the_definition(name, float64, monkeypatch):
 
 
 @pytest.mark.parametrize("name", "abcd")
-@pytest.mark.parametrize("form", ["xla", "reference"])
+@pytest.mark.parametrize("form", ["xla", "definition"])
 def test_published_values_are_met(name, form, float64, monkeypatch):
     monkeypatch.setattr(xla, "_MAX_BLOCK", 16)
     inputs = np.load(GOLDEN / "dual_attn_inputs.npz")
@@ -95,11 +113,10 @@ def test_published_values_are_met(name, form, float64, monkeypatch):
     def ours(operands):
         results, pull = jax.vjp(
             partial(
-                dual_window_attention_with_lse,
+                FORMS[form],
                 teacher_window=config["window_teacher"],
                 student_window=config["window_student"],
                 scale=config["scale"],
-                implementation=form,
             ),
             *operands,
         )

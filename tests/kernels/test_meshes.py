@@ -9,6 +9,7 @@ import json
 import sys
 from functools import partial
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +18,10 @@ from checks import distance, draw
 from devices import COLLECTIVES, printed
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch
-from ttcd_kernels.decode import reference as decode_reference
 from ttcd_kernels.decode import triton_call as decode_call
-from ttcd_kernels.dual_window import mosaic_call, reference, triton_call
-from ttcd_kernels.short_conv import reference as short_conv_reference
+from ttcd_kernels.dual_window import mosaic_call, triton_call
 from ttcd_kernels.short_conv import triton_call as short_conv_call
-from ttcd_kernels.short_conv.reference import Facts, Operands
+from ttcd_kernels.short_conv.operands import Facts, Operands
 from ttcd_kernels.windows import Windows
 
 WINDOWS = Windows(16, 8, 0.2)
@@ -64,7 +63,7 @@ def _dual_window(mesh):
         return results, pull(results)
 
     def forward(shape, q, k, v, ids):
-        return reference.dual_window(q, k, v, ids, shape.windows)
+        return definitions.dual_window(q, k, v, ids, shape.windows)
 
     triton_call._launch_forward, triton_call._launch_backward = forward, backward
     split, rows = PartitionSpec(*HEADS), PartitionSpec(*BATCH)
@@ -87,13 +86,13 @@ def _mosaic(mesh):
 
     def launch_forward(windows, q, k, v):
         launched.append((q.shape, k.shape))  # the last time as a device's part
-        return reference.dual_window(q, k, v, None, windows)
+        return definitions.dual_window(q, k, v, None, windows)
 
     def attend(q, k, v):
         return mosaic_call.dual_window(q, k, v, None, WINDOWS)
 
     def definition(q, k, v):
-        return reference.dual_window(q, k, v, None, WINDOWS)
+        return definitions.dual_window(q, k, v, None, WINDOWS)
 
     mosaic_call.launch_forward = launch_forward
     found = _measured(mesh, attend, [HEADS] * 3, _attention_operands()[:3], definition)
@@ -105,12 +104,12 @@ def _decode(mesh):
 
     def launch_one(windows, _, *arrays):
         launched.append(arrays[0].shape)
-        return decode_reference.decode(*arrays, windows)
+        return definitions.decode(*arrays, windows)
 
     decode_call._launch = launch_one
     operands = *draw(0, (2, 4, 32), *[(2, 24, 2, 32)] * 2), jnp.asarray([30, 11], jnp.int32)
     call = partial(decode_call.decode, windows=WINDOWS)
-    definition = partial(decode_reference.decode, windows=WINDOWS)
+    definition = partial(definitions.decode, windows=WINDOWS)
     found = _measured(mesh, call, [("data", "tensor"), HEADS, HEADS, BATCH], operands, definition)
     return found | {"launched": launched[-1]}
 
@@ -118,7 +117,7 @@ def _decode(mesh):
 def _short_conv_forward(shape, z_teacher, z_student, teacher_taps, student_taps, ids):
     def one_row(z_teacher, z_student, teacher_taps, student_taps, ids):
         x = Operands(z_teacher[None], z_student[None], teacher_taps, student_taps, ids[None])
-        found = short_conv_reference.short_conv_residual(x, shape.facts)
+        found = definitions.short_conv_residual(x, shape.facts)
         norm = jnp.linalg.norm(found[1] - found[0], axis=-1)
         return tuple(x[0] for x in (*found, *([norm] if shape.facts.normalizes_keys else [])))
 

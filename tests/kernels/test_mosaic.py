@@ -10,6 +10,7 @@ import re
 import sys
 from typing import Any
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ from devices import printed
 from jax.experimental.pallas import mosaic_gpu
 from launched import launched_kernels
 from ttcd_kernels import launch
-from ttcd_kernels.dual_window import mosaic_aot, mosaic_call, reference
+from ttcd_kernels.dual_window import mosaic_aot, mosaic_call
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile
 from ttcd_kernels.windows import Windows
 
@@ -58,7 +59,7 @@ def _errors(case):
     simulator = mosaic_gpu.InterpretGPUParams(detect_races=True)
     found = mosaic_call.launch_forward(windows, q, k, v, tile, simulator)
     q, k, v = (x.astype(jnp.float64) for x in (q, k, v))
-    expected = reference.dual_window(q, k, v, None, windows)
+    expected = definitions.dual_window(q, k, v, None, windows)
     dtypes = [x.dtype.name for x in found]
     assert dtypes == [case.get("dtype", "bfloat16")] * 2 + ["float32"] * 2
     # NumPy's maximum keeps a NaN.
@@ -79,7 +80,7 @@ def test_results_are_those_of_the_definition_and_nothing_races(name):
 
 def _define(windows, q, k, v):
     """The definition in place of the launch."""
-    return reference.dual_window(q, k, v, None, windows)
+    return definitions.dual_window(q, k, v, None, windows)
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
@@ -99,7 +100,7 @@ def test_gradients_pass_through_all_four_results(monkeypatch, transform):
 
         return jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv)
 
-    assert_close(gradients(mosaic_call.dual_window), gradients(reference.dual_window))
+    assert_close(gradients(mosaic_call.dual_window), gradients(definitions.dual_window))
 
 
 def _shapes(length, num_heads, num_kv_heads, head_dim, dtype=jnp.bfloat16) -> tuple[Any, Any, Any]:

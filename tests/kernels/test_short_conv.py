@@ -3,6 +3,7 @@ interpreter and as machine code."""
 
 import functools
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from ttcd_kernels.aot import compile_kernels
 from ttcd_kernels.normalize import PUBLISHED_ZERO_SLOPE, l2_normalize
 from ttcd_kernels.short_conv import bench, xla
 from ttcd_kernels.short_conv.api import short_conv_residual
+from ttcd_kernels.short_conv.operands import Facts, Operands
 
 B, C, L, F = 2, 3, 7, 5
 CAUSAL = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "symmetric"])
@@ -66,6 +68,16 @@ def _operands(num_taps, has_documents, dtype=None):
     return arrays, ids, (d_difference, d_target, d_key)
 
 
+def _definition(*arrays, segment_ids, **facts):
+    return definitions.short_conv_residual(Operands(*arrays, segment_ids), Facts(**facts))
+
+
+FORMS = {
+    "definition": _definition,
+    "xla": functools.partial(short_conv_residual, implementation="xla"),
+}
+
+
 def _by_hand(x, taps, ids, is_causal):
     """The convolution, one product at a time."""
     x, taps = np.asarray(x), np.asarray(taps)
@@ -81,9 +93,9 @@ def _by_hand(x, taps, ids, is_causal):
 @CAUSAL
 @DOCUMENTS
 @pytest.mark.parametrize("num_taps", [1, 3, 4, 9])  # 9 reach past both ends of a chunk
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("form", FORMS)
 def test_definition_and_composition_follow_the_formula(
-    implementation, num_taps, has_documents, is_causal, float64
+    form, num_taps, has_documents, is_causal, float64
 ):
     arrays, ids, _ = _operands(num_taps, has_documents)
     target, student = (
@@ -91,13 +103,8 @@ def test_definition_and_composition_follow_the_formula(
     )
     unit = student / np.linalg.norm(student, axis=-1, keepdims=True)
     for normalizes_keys, key in ((True, unit), (False, student)):
-        found = short_conv_residual(
-            *arrays,
-            is_causal=is_causal,
-            normalizes_keys=normalizes_keys,
-            segment_ids=ids,
-            implementation=implementation,
-        )
+        facts = {"is_causal": is_causal, "normalizes_keys": normalizes_keys}
+        found = FORMS[form](*arrays, segment_ids=ids, **facts)
         assert_close(found, tuple(map(jnp.asarray, (target - student, target, key))))
 
 
@@ -112,10 +119,7 @@ def test_gradients_of_the_composition_are_those_of_the_definition(
 
     @jax.jit
     def gradients():
-        calls = (
-            functools.partial(short_conv_residual, **facts, implementation=name)
-            for name in ("xla", "reference")
-        )
+        calls = (functools.partial(form, **facts) for form in FORMS.values())
         return [jax.vjp(call, *arrays)[1](cotangents) for call in calls]
 
     assert_close(*gradients())
@@ -157,8 +161,8 @@ def test_each_convolution_is_rounded_once_and_the_rest_starts_from_that(is_causa
     target = convolve(wide[0], wide[2]).astype(jnp.bfloat16)
     student = convolve(wide[1], wide[3]).astype(jnp.bfloat16)
     facts = {"is_causal": is_causal, "normalizes_keys": True, "segment_ids": ids}
-    for name in ("xla", "reference"):
-        found = short_conv_residual(z_teacher, z_student, *taps, **facts, implementation=name)
+    for name, form in FORMS.items():
+        found = form(z_teacher, z_student, *taps, **facts)
         assert_same(found[:2], (target - student, target))
         assert_close(found[2], l2_normalize(student), 0 if name == "xla" else 2**-8)
 

@@ -1,10 +1,13 @@
 import math
 
+import definitions
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from small_models import config_of
+from ttcd_kernels.dispatch import Candidate
+from ttcd_kernels.dual_window import api
 
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.ideal import IdealMemoryConfig
@@ -23,7 +26,7 @@ MODEL = config_of(
     num_heads=4,
     num_kv_heads=2,
     student_window=4,
-    attention_implementation="reference",
+    attention_implementation="xla",
     scans_layers=False,
     precision=Precision(),
 )
@@ -69,7 +72,9 @@ NO_ATTENTION = ("deltanet", "gated_deltanet")
 
 
 @pytest.mark.parametrize("method", sorted(METHODS.keys() - {"swa"}))
-def test_the_formula_counts_every_matrix_product_of_an_unrolled_model(method):
+def test_the_formula_counts_every_matrix_product_of_an_unrolled_model(method, monkeypatch):
+    # The definition computes all T x T scores, on fast layers once per window.
+    monkeypatch.setitem(api.CANDIDATES, "xla", Candidate(definitions.dual_window))
     # LaCT's memory shares its keys: no grouped heads.
     is_everywhere = METHODS[method].layers == "all"
     config = MODEL.replace(
@@ -78,7 +83,6 @@ def test_the_formula_counts_every_matrix_product_of_an_unrolled_model(method):
         fast_layers=(1,) if METHODS[method].layers == "fast" else (),
         memory=SETTINGS.get(method),
     )
-    # The reference attention computes all T x T scores, on fast layers once per window.
     dense = 0 if method in NO_ATTENTION else config.num_layers
     surplus = dense * 4 * (LENGTH**2 - visible_pairs(LENGTH, None)) * config.dim
     if method in ("ipttcd", "ipttcd_ideal"):

@@ -1,4 +1,4 @@
-"""Pictures, tables and the HTML page of a report.
+"""Pictures and the HTML page of a report.
 
 A page links the PNGs in its folder. Files appear whole or not at all. matplotlib and jinja2 are
 optional: without them the functions that need one raise `UserError`.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from ttcd_kernels import measure
+from ttcd_kernels.table import Row, cells
 
 from ttcd_jax import units
 from ttcd_jax.errors import UserError
@@ -38,8 +38,6 @@ STYLE: dict[Any, Any] = {
 }
 MAX_MARKED_POINTS = 40
 MAX_LABELLED_BARS = 24
-
-Row = Mapping[str, Any]
 
 
 class Section(NamedTuple):
@@ -118,20 +116,6 @@ def plot_bars(
     _save_picture(path, draw, title, x_label, y_label, chance)
 
 
-def format_table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
-    """Plain text for a terminal: a header, a rule, a line per row; numbers are right-aligned."""
-    header, cells = _table(rows, columns)
-    texts = zip([name for name, _ in header], *cells, strict=True)
-    aligned = [
-        [text.rjust(max(map(len, column))) for text in column] if is_numeric else column
-        for (_, is_numeric), column in zip(header, texts, strict=True)
-    ]
-    if not aligned:
-        return ""
-    names, *lines = zip(*aligned, strict=True)
-    return measure.table(names, lines)
-
-
 def write_page(
     path: Path, *, title: str, summary: str, sections: Sequence[Section], next_steps: Sequence[str]
 ) -> None:
@@ -151,38 +135,10 @@ def write_page(
     page = environment.get_template("report.html").render(
         title=title,
         summary=summary,
-        sections=[(x.title, *_table(x.table), quote(x.picture.as_posix())) for x in sections],
+        sections=[(x.title, *cells(x.table), quote(x.picture.as_posix())) for x in sections],
         next_steps=next_steps,
     )
     write_whole(path, page)
-
-
-def _table(
-    rows: Sequence[Row], columns: Sequence[str] | None = None
-) -> tuple[list[tuple[str, bool]], list[list[str]]]:
-    """(name, is_numeric) per column, all of them by default, and the text of every cell."""
-    names = list(dict.fromkeys(x for row in rows for x in row)) if columns is None else columns
-    header = [(name, _is_numeric(rows, name)) for name in names]
-    return header, [[_cell(row.get(name)) for name in names] for row in rows]
-
-
-def _is_numeric(rows: Sequence[Row], name: str) -> bool:
-    numbers = [row[name] for row in rows if row.get(name) is not None]
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        # Four significant digits, zeros included, so that columns line up.
-        return f"{value:,.0f}" if 10_000 <= abs(value) < 1e12 else f"{value:#.4g}".rstrip(".")
-    # A control character in a name could rewrite the terminal or break the table.
-    return "".join(letter if letter.isprintable() else "�" for letter in str(value))
 
 
 def _save_picture(

@@ -8,16 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ttcd_kernels.decode import reference, triton_call, xla
+from ttcd_kernels.decode import triton_call, xla
 from ttcd_kernels.dispatch import Candidate, choose
 from ttcd_kernels.windows import Windows, checked
 
-Implementation = Literal["auto", "triton", "xla", "reference"]
+Implementation = Literal["auto", "triton", "xla"]
 # "auto" takes the first that can run.
 CANDIDATES = {
     "triton": Candidate(triton_call.decode, triton_call.unsupported),
     "xla": Candidate(xla.decode),
-    "reference": Candidate(reference.decode, is_automatic=False),
 }
 
 
@@ -33,19 +32,22 @@ def decode_attention_with_lse(
     implementation: Implementation = "auto",
 ) -> tuple[Float[Array, "B N H"], Float[Array, "B N H"], Float[Array, "B N"], Float[Array, "B N"]]:
     """Attention of one query per row over its cache under two sliding windows: (teacher, student,
-    teacher lse, student lse).
+    teacher lse, student lse), with sums over the slots s that a window sees:
+
+        lse = log sum_s exp(scale * q . k_s),    out = sum_s exp(scale * q . k_s - lse) v_s
 
     `position` is that of each row's query, whose key and value are in the cache already. A row's
-    cache is a ring: position p is stored in slot p mod W, W at least `teacher_window`. Unseen slots
-    must be finite. A window counts the query itself, and sees only written slots: at position 0 the
-    query alone, at a negative position nothing (outputs 0, lse -inf). `scale` defaults to H**-0.5.
-    Query head n reads kv head n // (N / K). Log-sum-exps are natural, float32 (float64 for float64
-    inputs). Not differentiable. `vmap` and meshes shard batch and kv heads without communication.
+    cache is a ring: position p is stored in slot p mod W, W at least `teacher_window`. Slot s holds
+    the position d = (position - s) mod W before the query's. A window w counts the query itself and
+    sees only written slots, d < w and d <= position: at position 0 the query alone, at a negative
+    position nothing (outputs 0, lse -inf). Unseen slots must be finite. `scale` defaults to
+    H**-0.5. Query head n reads kv head n // (N / K). Sums and log-sum-exps are float32 (float64 for
+    float64 inputs). Not differentiable. `vmap` and meshes shard batch and kv heads without
+    communication.
 
     `implementation`: "triton" is one kernel for GPUs of compute capability 8.0 and up, head dims
     32, 64, 128, up to 64 query heads per kv head, that reads each key of the teacher's window
-    once; "xla" masks the whole cache; "reference" is the definition; "auto" is the first of
-    "triton" and "xla" that can run.
+    once; "xla" masks the whole cache; "auto" is the first of them that can run.
 
     Raises:
         ValueError: shapes or windows that do not fit, naming both numbers; differentiation.

@@ -12,9 +12,9 @@ import numpy as np
 from ttcd_kernels import launch
 from ttcd_kernels.decode import triton_call
 from ttcd_kernels.decode.api import Implementation, decode_attention
-from ttcd_kernels.decode.reference import visible_slots
 from ttcd_kernels.decode.tuning import CANDIDATES as CANDIDATES
 from ttcd_kernels.decode.tuning import HEAD_DIMS, Tuning, tuning_for
+from ttcd_kernels.decode.xla import visible_slots
 from ttcd_kernels.measure import SetName, Work
 from ttcd_kernels.windows import Results, Windows
 
@@ -82,7 +82,7 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
         attend: Any = functools.partial(decode_attention, **windows, implementation=implementation)
         return lambda *arrays: attend(*arrays, case.positions)
 
-    found = {"xla": dual("xla"), "reference": dual("reference")}
+    found = {"xla": dual("xla")}
     operands: Any = operand_shapes(case)
     if triton_call.unsupported(*operands) is None:
         found["triton"] = dual("triton")

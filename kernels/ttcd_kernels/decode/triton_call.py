@@ -31,8 +31,8 @@ def decode(
     windows: Windows,
     tuning: Tuning | None = None,
 ) -> Results:
-    """Same contract as `reference.decode`, for operands that are not `unsupported`; deterministic.
-    float32 operands are multiplied in full float32, not TF32."""
+    """All four results of the call, for operands that are not `unsupported`; deterministic. float32
+    operands are multiplied in full float32, not TF32."""
     size = q.dtype.itemsize
     tuning = tuning or tuning_for(launch.known_capability(), q.shape[-1], size)
     axes = {"Q": "b (k g) h", "K": "b s k h", "P": "b", "L": "b (k g)"}

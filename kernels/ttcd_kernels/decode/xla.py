@@ -8,14 +8,19 @@ temporaries against 127 ms and 97 MiB.)
 import jax
 import jax.numpy as jnp
 
-from ttcd_kernels.decode.reference import visible_slots
 from ttcd_kernels.windows import Results, Windows
+
+
+def visible_slots(position: jax.Array, num_slots: int, window: int) -> jax.Array:
+    """[B, W]: which slots hold one of the last `window` positions."""
+    distance = (position[:, None] - jnp.arange(num_slots)) % num_slots
+    return (distance < window) & (distance <= position[:, None])
 
 
 def decode(
     q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, position: jax.Array, windows: Windows
 ) -> Results:
-    """Same contract as `reference.decode`. Axis X: the teacher's window, the student's."""
+    """All four results of the call. Axis X: the teacher's window, the student's."""
     state = jnp.promote_types(q.dtype, jnp.float32)
     (B, N, H), (W, K) = q.shape, k_cache.shape[1:3]
     q_BKGH = q.reshape(B, K, N // K, H).astype(state)

@@ -6,17 +6,16 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.dispatch import Candidate, choose
-from ttcd_kernels.dual_window import lse, mosaic_call, reference, triton_call, xla
+from ttcd_kernels.dual_window import lse, mosaic_call, triton_call, xla
 from ttcd_kernels.windows import checked
 
-Implementation = Literal["auto", "triton", "mosaic", "lse", "xla", "reference"]
+Implementation = Literal["auto", "triton", "mosaic", "lse", "xla"]
 # "auto" takes the first that can run.
 CANDIDATES = {
     "triton": Candidate(triton_call.dual_window, triton_call.unsupported),
     "xla": Candidate(xla.dual_window),
     "mosaic": Candidate(mosaic_call.dual_window, mosaic_call.unsupported, is_automatic=False),
     "lse": Candidate(lse.dual_window, lse.unsupported, is_automatic=False),
-    "reference": Candidate(reference.dual_window, is_automatic=False),
 }
 
 
@@ -35,22 +34,25 @@ def dual_window_attention_with_lse(
 ]:
     """Causal attention under two sliding windows: (teacher, student, teacher lse, student lse).
 
-    The queries are the last T of the S positions (the first S - T keys are halo). A window counts
-    the query itself; `None` sees everything. `scale` defaults to H**-0.5. Query head n reads kv
-    head n // (N / K). Keys of another segment are invisible. Log-sum-exps are natural, float32
-    (float64 for float64 inputs). Differentiable in q, k, v through all four results, at five matrix
-    products per key pair of the teacher's window (seven in Triton: two kernels
-    without atomics). `implementation`:
+    The queries are the last T of the S positions (the first S - T keys are halo). A window w
+    counts the query itself, `None` sees everything: the query at position i sees key j when
+    0 <= i - j < w and both belong to one segment. With the sums over those keys
 
-        triton     a fused kernel: one sweep, GPUs of compute capability 8.0 and up, head dims 32,
-                   64, 128
-        mosaic     the same sweep for Hopper alone (wgmma, TMA), backward by Triton; 16-bit
-                   operands, head dims 64, 128, no documents, scale > 0
-        lse        two single-window calls (cuDNN's where it can) joined by their log-sum-exps; no
-                   documents
-        xla        blocks of queries, O(T * window) bytes, everywhere
-        reference  the definition, O(T * S) bytes
-        auto       triton where it can run, else xla
+        lse_i = log sum_j exp(scale * q_i . k_j),  out_i = sum_j exp(scale * q_i . k_j - lse_i) v_j
+
+    `scale` defaults to H**-0.5. Query head n reads kv head n // (N / K). Log-sum-exps are float32
+    (float64 for float64 inputs). Differentiable in q, k, v through all four results, at five matrix
+    products per key pair of the teacher's window (seven in Triton: two kernels without atomics).
+    `implementation`:
+
+        triton  a fused kernel: one sweep, GPUs of compute capability 8.0 and up, head dims 32, 64,
+                128
+        mosaic  the same sweep for Hopper alone (wgmma, TMA), backward by Triton; 16-bit operands,
+                head dims 64, 128, no documents, scale > 0
+        lse     two single-window calls (cuDNN's where it can) joined by their log-sum-exps; no
+                documents
+        xla     blocks of queries, O(T * window) bytes, everywhere
+        auto    triton where it can run, else xla
 
     Raises:
         ValueError: shapes or windows that do not fit, naming both numbers, or an implementation

@@ -123,7 +123,6 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
         return lambda *qkv: tuple(window_attention(*qkv, window=w, **options) for w in windows)
 
     found = {"xla": dual("xla"), "xla two calls": single("xla", *windows)}
-    found["reference"] = dual("reference")
     qkv: Any = operand_shapes(case)[:3]
     if triton_call.unsupported(*qkv) is None:
         found |= {"triton": dual("triton"), "triton teacher": single("triton", windows[0])}

@@ -39,9 +39,8 @@ type Backward = Callable[[Any, Residuals, Results], QKV]
 def with_gradients(
     forward: Forward, backward: Backward, static: Any, *operands: jax.Array | None
 ) -> Results:
-    """`forward(static, q, k, v, segment_ids)`, which returns the results of
-    `reference.dual_window`, made differentiable in q, k, v through all four of them by
-    `backward(static, residuals, cotangents)`."""
+    """`forward(static, q, k, v, segment_ids)`, made differentiable in q, k, v through all four
+    results by `backward(static, residuals, cotangents)`."""
 
     @jax.custom_vjp
     def call(*operands: Any) -> Results:

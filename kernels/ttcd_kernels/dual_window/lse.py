@@ -74,8 +74,8 @@ def dual_window(
     windows: Windows,
     attend: SingleWindow | None = None,
 ) -> Results:
-    """Same contract as `reference.dual_window`, without documents. `attend`, the best one here
-    unless given, is called twice and need not be differentiable."""
+    """All four results of the call, without documents; differentiable. `attend`, the best one here
+    unless given, is called twice and need not be so."""
     forward = functools.partial(_forward, best_single_window(q, k, v) if attend is None else attend)
     windows = windows.within(k.shape[1])
     return with_gradients(forward, triton_call.gradients, windows, q, k, v, segment_ids)

@@ -46,7 +46,7 @@ def _toolkit() -> int | None:
 def dual_window(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: None, windows: Windows
 ) -> Results:
-    """Same contract as `xla.dual_window`, for operands that are not `unsupported`.
+    """All four results of the call, for operands that are not `unsupported`; differentiable.
 
     Raises:
         ValueError: scale is not above 0.

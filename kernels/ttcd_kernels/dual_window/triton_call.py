@@ -35,9 +35,8 @@ def dual_window(
     windows: Windows,
     tuning: Tuning | None = None,
 ) -> Results:
-    """Same contract as `reference.dual_window`, for operands that are not `unsupported`;
-    differentiable in q, k, v through all four results, deterministic. float32 operands are
-    multiplied in full float32, not TF32."""
+    """All four results of the call, for operands that are not `unsupported`; differentiable through
+    all of them, deterministic. float32 operands are multiplied in full float32, not TF32."""
     shape = _shape(windows, q, k, tuning)
     return with_gradients(_forward, _backward, shape, q, k, v, segment_ids)
 

@@ -55,7 +55,7 @@ def block_rows(batch_heads: int, length: int, window: int) -> int:
 def dual_window(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
 ) -> Results:
-    """Same contract as `reference.dual_window`; differentiable through all four results."""
+    """All four results of the call, differentiable through all of them."""
     T, S = q.shape[1], k.shape[1]
     if windows.teacher >= S and 8 * _shape(windows, q, k).block <= T:
         return _causal_halves(q, k, v, segment_ids, windows)

@@ -5,15 +5,14 @@ from typing import Literal
 from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.dispatch import Candidate, choose
-from ttcd_kernels.short_conv import reference, triton_call, xla
-from ttcd_kernels.short_conv.reference import Facts, Operands
+from ttcd_kernels.short_conv import triton_call, xla
+from ttcd_kernels.short_conv.operands import Facts, Operands
 
-Implementation = Literal["auto", "triton", "xla", "reference"]
+Implementation = Literal["auto", "triton", "xla"]
 # "auto" takes the first that can run.
 CANDIDATES = {
     "triton": Candidate(triton_call.short_conv_residual, triton_call.unsupported),
     "xla": Candidate(xla.short_conv_residual),
-    "reference": Candidate(reference.short_conv_residual, is_automatic=False),
 }
 
 
@@ -41,7 +40,7 @@ def short_conv_residual(
     key start from the rounded values. Differentiable in z and taps; where |student| <= 1e-6 a
     normalised key has the gradient `zero_slope` times the identity. `implementation`: "triton" is
     one kernel forward and one backward for GPUs of compute capability 8.0 and up; "xla" composes
-    them; "reference" is the definition; "auto" is the first of "triton" and "xla" that can run.
+    them; "auto" is the first of them that can run.
 
     Raises:
         ValueError: shapes that do not fit, naming both, or an implementation that cannot run.

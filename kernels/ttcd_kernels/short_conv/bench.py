@@ -14,7 +14,7 @@ from ttcd_kernels.measure import SetName, Work
 from ttcd_kernels.normalize import l2_normalize
 from ttcd_kernels.short_conv import triton_call
 from ttcd_kernels.short_conv.api import Implementation, short_conv_residual
-from ttcd_kernels.short_conv.reference import Facts, Operands, Results
+from ttcd_kernels.short_conv.operands import Facts, Operands, Results
 from ttcd_kernels.short_conv.tuning import CANDIDATES as CANDIDATES
 from ttcd_kernels.short_conv.tuning import Tuning, tuning_for
 
@@ -118,7 +118,7 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
         options: Any = case.facts._asdict() | {"implementation": implementation}
         return functools.partial(short_conv_residual, segment_ids=ids, **options)
 
-    found = {"xla": call("xla"), "reference": call("reference")}
+    found = {"xla": call("xla")}
     operands: Any = operand_shapes(case)
     if triton_call.unsupported(Operands(*operands[:4])) is None:
         found["triton"] = call("triton")

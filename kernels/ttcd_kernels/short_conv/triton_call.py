@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ttcd_kernels import launch
 from ttcd_kernels.normalize import NORM_EPS
 from ttcd_kernels.partitioning import everywhere
-from ttcd_kernels.short_conv.reference import Facts, Operands, Results
+from ttcd_kernels.short_conv.operands import Facts, Operands, Results
 from ttcd_kernels.short_conv.tuning import Tile, Tuning, tuning_for
 
 _MAX_TAPS = 8  # the backward keeps that many rows of both branches in registers
@@ -42,8 +42,8 @@ def unsupported(x: Operands) -> str | None:
 
 
 def short_conv_residual(x: Operands, facts: Facts, tuning: Tuning | None = None) -> Results:
-    """Same contract as `xla.short_conv_residual`, for operands that are not `unsupported`;
-    deterministic. Cotangents are summed in float32, gradients rounded once."""
+    """All three results of the call, for operands that are not `unsupported`; deterministic.
+    Cotangents are summed in float32, gradients rounded once."""
 
     def per_row(taps: jax.Array) -> jax.Array:
         """Taps [B, R, F]: vmap may give every row of the batch its own."""

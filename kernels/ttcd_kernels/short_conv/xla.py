@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.normalize import l2_normalize
-from ttcd_kernels.short_conv.reference import Facts, Operands, Results
+from ttcd_kernels.short_conv.operands import Facts, Operands, Results
 
 
 def short_conv(
@@ -18,7 +18,7 @@ def short_conv(
     is_causal: bool,
     segment_ids: Int[Array, "B C L"] | None = None,
 ) -> Float[Array, "B C L F"]:
-    """Same contract as `reference.short_conv`. The backward keeps x, not its R shifted copies."""
+    """The convolution of `api.short_conv_residual`. The backward keeps x, not R shifted copies."""
     R, L = taps.shape[0], x.shape[2]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     before = R - 1 if is_causal else R // 2
@@ -43,8 +43,7 @@ def short_conv(
 
 
 def short_conv_residual(x: Operands, facts: Facts) -> Results:
-    """Same contract as `reference.short_conv_residual`; the gradient of a key follows
-    `l2_normalize`."""
+    """All three results of the call; the gradient of a key follows `l2_normalize`."""
     convolve = functools.partial(short_conv, is_causal=facts.is_causal, segment_ids=x.segment_ids)
     target, student = convolve(x.z_teacher, x.teacher_taps), convolve(x.z_student, x.student_taps)
     key = l2_normalize(student, facts.zero_slope) if facts.normalizes_keys else student

@@ -22,7 +22,7 @@ MODEL = byte_model(memory=MemoryConfig(chunk_size=8))
 ALL = "--levels=kernel,distribution"
 REFERENCE = "xla,blocked"  # one for all pairs, compiled once
 PAIRS = {
-    "attention": ("reference,blocked", ALL),
+    "attention": ("lse,blocked", ALL),
     "form": ("xla,attention", "--levels=distribution"),
     "precision": ("xla,blocked,bfloat16", ALL, "--max_kl=1e-9", "--max_flip_share=1"),
     "decoded": ("xla,blocked,decoded", "--levels=distribution", "--max_kl=1e-9"),

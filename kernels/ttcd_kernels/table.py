@@ -1,0 +1,50 @@
+"""Tables of commands and pages: the text of every cell, and columns for a terminal."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+type Row = Mapping[str, Any]
+
+
+def format_table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
+    """Plain text for a terminal: a header, a rule, a line per row; numbers are right-aligned."""
+    header, body = cells(rows, columns)
+    names = [name for name, _ in header]
+    widths = [max(map(len, column)) for column in zip(names, *body, strict=True)]
+
+    def line(texts: Sequence[str]) -> str:
+        aligned = (
+            text.rjust(width) if is_numeric else text.ljust(width)
+            for text, width, (_, is_numeric) in zip(texts, widths, header, strict=True)
+        )
+        return "  ".join(aligned).rstrip()
+
+    return "\n".join(map(line, (names, ["-" * width for width in widths], *body)))
+
+
+def cells(
+    rows: Sequence[Row], columns: Sequence[str] | None = None
+) -> tuple[list[tuple[str, bool]], list[list[str]]]:
+    """(name, is_numeric) per column, all of them by default, and the text of every cell."""
+    names = list(dict.fromkeys(x for row in rows for x in row)) if columns is None else columns
+    header = [(name, _is_numeric(rows, name)) for name in names]
+    return header, [[_cell(row.get(name)) for name in names] for row in rows]
+
+
+def _is_numeric(rows: Sequence[Row], name: str) -> bool:
+    numbers = [row[name] for row in rows if row.get(name) is not None]
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        # Four significant digits, zeros included, so that columns line up.
+        return f"{value:,.0f}" if 10_000 <= abs(value) < 1e12 else f"{value:#.4g}".rstrip(".")
+    # A control character in a name could rewrite the terminal or break the table.
+    return "".join(letter if letter.isprintable() else "�" for letter in str(value))
