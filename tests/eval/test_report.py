@@ -1,12 +1,10 @@
-"""Pictures are real PNGs, tables line up, the page lists everything and escapes it."""
+"""Pictures are real PNGs, the page lists everything and escapes it."""
 
-import math
 import struct
 import sys
 from pathlib import Path
 
 import pytest
-from ttcd_kernels.table import format_table
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.report import Section, plot_bars, plot_lines, write_page
@@ -71,27 +69,6 @@ def test_a_picture_replaces_the_old_one_only_when_whole(tmp_path):
     assert path.read_bytes() == b"old"
     _lines(path)
     assert _png_size(path) == (1600, 900)
-
-
-def test_a_table_lines_up_and_hides_control_characters():
-    rows = [
-        {"task": "recall", "accuracy": 0.98765, "tokens": 1234567, "passed": True},
-        {"task": "a\x1b[2Jb\n", "accuracy": None, "tokens": 8},
-    ]
-    assert format_table(rows).splitlines() == [
-        "task     accuracy     tokens  passed",
-        "-------  --------  ---------  ------",
-        "recall     0.9877  1,234,567  yes",
-        "a�[2Jb�         -          8  -",
-    ]
-    assert format_table(rows, ["tokens"]).splitlines()[2] == "1,234,567"
-    assert format_table([], ["task"]) == "task\n----"
-
-
-def test_floats_keep_four_digits():
-    values = (12345.6, 1e-7, math.nan, -3.14159, 1e15, 1.0)
-    texts = [line.strip() for line in format_table([{"x": x} for x in values]).splitlines()[2:]]
-    assert texts == ["12,346", "1.000e-07", "nan", "-3.142", "1.000e+15", "1.000"]
 
 
 def test_the_page_lists_everything(tmp_path):

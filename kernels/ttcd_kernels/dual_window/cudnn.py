@@ -14,10 +14,8 @@ from ttcd_kernels import launch
 _MAX_HEAD_DIM = {80: 128, 90: 256}  # by compute capability
 
 
-def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any = None) -> str | None:
+def unsupported(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
     """Why cuDNN cannot take these arrays on this machine; None if it can."""
-    if segment_ids is not None:
-        return "documents (segment_ids) are not supported"
     reason = launch.unsupported(("bfloat16", "float16"), q=q, k=k, v=v)
     found = launch.capability()
     if reason is not None or found is None:

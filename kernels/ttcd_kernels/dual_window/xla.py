@@ -37,6 +37,11 @@ class _Shape(NamedTuple):
     block: int
     halo: int  # keys before the first query
 
+    @property
+    def near_start(self) -> int:
+        """First column of the near keys; the far ones, if there are any, end c columns later."""
+        return self.teacher_window - self.student_window
+
 
 def block_rows(batch_heads: int, length: int, window: int) -> int:
     """Queries per block: the power of two at half the window, 16 to 256, fewer (down to 64) when a
@@ -148,17 +153,6 @@ def _padded(
     return pad(k), pad(v), None if segment_ids is None else pad(segment_ids)
 
 
-def _near_columns(shape: _Shape) -> slice:
-    """Columns of all near keys: the last w_S + c."""
-    return slice(shape.teacher_window - shape.student_window, None)
-
-
-def _far_columns(shape: _Shape) -> slice:
-    """Columns of all far keys: the first w_T - w_S + c, none of a single window."""
-    width = shape.teacher_window - shape.student_window
-    return slice(0, width + shape.block if width else 0)
-
-
 def _forward(
     windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
 ) -> Results:
@@ -166,7 +160,7 @@ def _forward(
     T, K = q.shape[1], k.shape[2]
     state = jnp.promote_types(q.dtype, jnp.float32)
     k_pad, v_pad, ids_pad = _padded(shape, q, k, v, segment_ids)
-    near_cols = _near_columns(shape)
+    near_start = shape.near_start
     dot = functools.partial(jnp.einsum, preferred_element_type=state)
 
     def attend(score: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -181,10 +175,10 @@ def _forward(
         index, q_BTNH = operands
         window = _window(shape, k_pad, v_pad, ids_pad, index)
         score = dot("BKGTH,BSKH->BKGTS", _grouped(q_BTNH, K), window.k) * shape.scale
-        near = jnp.where(window.near, score, -jnp.inf)[..., near_cols]
-        student, student_lse = attend(near, window.v[:, near_cols])
+        near = jnp.where(window.near, score, -jnp.inf)[..., near_start:]
+        student, student_lse = attend(near, window.v[:, near_start:])
         teacher, teacher_lse = student, student_lse
-        if near_cols.start:
+        if near_start:
             every = jnp.where(window.near | window.far, score, -jnp.inf)
             teacher, teacher_lse = attend(every, window.v)
         out = teacher.astype(q.dtype), student.astype(q.dtype), teacher_lse, student_lse
@@ -236,7 +230,7 @@ def _backward_block(
     """dq [B, c, N, H] of one block and its share of dk, dv [B, E, K, H]: five matrix products."""
     state = rows[3].dtype
     dot = functools.partial(jnp.einsum, preferred_element_type=state)
-    near_cols, far_cols = _near_columns(shape), _far_columns(shape)
+    near_start = shape.near_start
     K, dtype = window.k.shape[2], window.k.dtype
     q, d_near, D_near, lse_near, d_far, D_far, lse_far = (_grouped(x, K) for x in rows)
     score = dot("BKGTH,BSKH->BKGTS", q, window.k) * shape.scale
@@ -252,13 +246,12 @@ def _backward_block(
         d_values = dot("BKGTS,BKGTH->BSKH", weight.astype(dtype), d_out)
         return d_score, d_values
 
-    d_score, dv = band(window.near, near_cols, lse_near, d_near, D_near)
-    front = shape.teacher_window - shape.student_window
-    d_score = jnp.pad(d_score, ((0, 0),) * 4 + ((front, 0),))
-    dv = _pad_rows(dv, front, 0)
-    if far_cols.stop:
-        d_far_score, dv_far = band(window.far, far_cols, lse_far, d_far, D_far)
-        back = window.k.shape[1] - far_cols.stop
+    d_score, dv = band(window.near, slice(near_start, None), lse_near, d_near, D_near)
+    d_score = jnp.pad(d_score, ((0, 0),) * 4 + ((near_start, 0),))
+    dv = _pad_rows(dv, near_start, 0)
+    if near_start:
+        far_columns, back = slice(near_start + shape.block), shape.student_window
+        d_far_score, dv_far = band(window.far, far_columns, lse_far, d_far, D_far)
         d_score = d_score + jnp.pad(d_far_score, ((0, 0),) * 4 + ((0, back),))
         dv = dv + _pad_rows(dv_far, 0, back)
     dq = dot("BKGTS,BSKH->BKGTH", d_score, window.k) * shape.scale
