@@ -30,7 +30,7 @@ SETS = ("tiny", "cpu", "paper")
 
 def main(arguments: list[str] | None = None) -> None:
     about = "Parity, time and device memory of the kernels and their peers."
-    options = parse(parser("bench", about, list(OPS), "tiny"), arguments)
+    options = parse("bench", about, list(OPS), "tiny", arguments)
     report: dict[str, Any] = {"environment": environment()}
     ceilings = measure.ceilings()
     flops, rate = (value / TERA for value in ceilings)
@@ -60,19 +60,17 @@ def _failed(op: Any, rows: Sequence[Row]) -> dict[str, None]:
     return dict.fromkeys(name for name in refused if not name.startswith(op.PEERS))
 
 
-def parser(command: str, about: str, ops: list[str], shapes: str) -> argparse.ArgumentParser:
+def parse(
+    command: str, about: str, ops: list[str], shapes: str, arguments: list[str] | None
+) -> argparse.Namespace:
     """Options of a command over the ops' shapes, by default these."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"python -m ttcd_kernels.{command}", description=about, allow_abbrev=False
     )
-    made.add_argument("--op", choices=OPS, nargs="+", default=ops, help="kernels of these ops")
-    made.add_argument("--shapes", choices=SETS, default=shapes, help="set of shapes")
-    made.add_argument("--case", nargs="+", default=[], help="names in the set; default: all")
-    made.add_argument("--json", type=Path, help="file for the report, written after every case")
-    return made
-
-
-def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    parser.add_argument("--op", choices=OPS, nargs="+", default=ops, help="kernels of these ops")
+    parser.add_argument("--shapes", choices=SETS, default=shapes, help="set of shapes")
+    parser.add_argument("--case", nargs="+", default=[], help="names in the set; default: all")
+    parser.add_argument("--json", type=Path, help="file for the report, written after every case")
     options = parser.parse_args(arguments)
     known = [case.name for op in options.op for case in OPS[op].SHAPES[options.shapes]]
     for name in options.case:

@@ -16,8 +16,8 @@ from ttcd_kernels.table import format_table
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = bench.parser("tune", "Time of the Triton kernels by tile.", ["dual_window"], "paper")
-    options = bench.parse(parser, arguments)
+    about = "Time of the Triton kernels by tile."
+    options = bench.parse("tune", about, ["dual_window"], "paper", arguments)
     reason = launch.unavailable()
     if reason is not None:
         raise SystemExit(f"nothing to tune: {reason}")
