@@ -2,7 +2,8 @@
 
 A folder per op: `api` (the call and its contract), `xla`, `triton_call` and `triton_kernels`
 (implementations), `tuning`, `bench` (shapes, programs and peers). Shared: `dispatch`, `launch`,
-`partitioning`, `windows`, `normalize`. Tools: `measure`, `parity`, `bench`, `tune`, `aot`.
+`partitioning`, `windows`, `normalize`. Tools: `measure`, `table`, `parity`, `bench`, `tune`,
+`aot`.
 """
 
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse

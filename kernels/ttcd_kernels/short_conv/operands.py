@@ -1,4 +1,4 @@
-"""The operands and results of the convolved residual."""
+"""The types of the convolved residual: arrays and static facts of a call, results."""
 
 from typing import NamedTuple
 
