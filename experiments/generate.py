@@ -174,14 +174,14 @@ class _Session:
     def _generation(
         self, rows: "list[np.ndarray]", state: "InferenceState | None", **changes: Any
     ) -> "Generation":
-        from ttcd_jax.inference.generate import Request, generate
+        from ttcd_jax.inference.generate import Generation, Request
         from ttcd_jax.inference.sampling import SamplingConfig
 
         settings = {"sampling": SamplingConfig(**_given(*_SAMPLING)), "stop": tuple(FLAGS.stop)}
         settings |= _given("max_new_tokens") | changes
         requests = [Request(tokens=row, **settings) for row in rows]
         options = _given("piece_size", "memory")
-        return generate(self._model, self._tokenizer, requests, state=state, **options)
+        return Generation(self._model, self._tokenizer, requests, state=state, **options)
 
     def save(self, folder: Path) -> None:
         from ttcd_jax.inference.saved_state import save_state

@@ -6,7 +6,7 @@ from small_models import config_of
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.inference.generate import Event, Request, generate, next_token
+from ttcd_jax.inference.generate import Event, Generation, Request, next_token
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.inference.state import start_state
@@ -62,7 +62,7 @@ def _tokens(events, row=0):
 
 
 def _run(model, *requests, **options):
-    generation = generate(model, TOKENIZER, requests, **options)
+    generation = Generation(model, TOKENIZER, requests, **options)
     return list(generation), generation.state
 
 
@@ -106,7 +106,7 @@ def test_a_state_is_gone_on_from(model, greedy):
 
 
 def test_the_state_has_read_the_tokens_of_the_events_so_far(model, greedy):
-    generation = generate(model, TOKENIZER, [_request()])
+    generation = Generation(model, TOKENIZER, [_request()])
     assert [next(generation).token for _ in range(5)] == greedy[:5]
     assert generation.state.position.tolist() == [1 + len(PROMPT) + 5]
     rest = _request(tokens=[greedy[5]], max_new_tokens=6)
@@ -135,7 +135,7 @@ def test_the_tokenizers_eos_ends_a_row_by_default(model):
     first = _tokens(_run(model, _request())[0])[0]
     EndsWithGreedy.eos_id = first
     request = Request(tokens=TOKENIZER.encode(PROMPT), max_new_tokens=4)
-    events = list(generate(model, EndsWithGreedy(), [request]))
+    events = list(Generation(model, EndsWithGreedy(), [request]))
     assert events == [Event(0, "", first, "eos")]
 
 
@@ -148,7 +148,7 @@ def test_one_program_serves_all_tokens_and_settings(model):
 
 
 def test_reading_yields_the_tokens_read(model):
-    generation = generate(
+    generation = Generation(
         model, TOKENIZER, [_request(max_new_tokens=2), _request("ab")], piece_size=16
     )
     counts = list(generation.read())
@@ -182,7 +182,7 @@ def test_published_memory_is_another_text_and_needs_a_memory(model):
     assert _tokens(published) != _tokens(_run(model, request)[0])
     plain = _model(CONFIG.replace(method="swa", fast_layers=(), memory=None))
     with pytest.raises(UserError, match="published"):
-        generate(plain, TOKENIZER, [request], memory="published")
+        Generation(plain, TOKENIZER, [request], memory="published")
 
 
 def test_full_attention_takes_the_room_it_needs_and_no_more_than_it_has():
@@ -190,25 +190,25 @@ def test_full_attention_takes_the_room_it_needs_and_no_more_than_it_has():
     events, state = _run(full, _request(max_new_tokens=4))
     assert len(events) == 4
     with pytest.raises(UserError, match=r"33 tokens and the state .* holds 32: .*max_length"):
-        generate(full, TOKENIZER, [_request("a", max_new_tokens=0)], state=state)
+        Generation(full, TOKENIZER, [_request("a", max_new_tokens=0)], state=state)
     state = start_state(full, 1, max_length=10)
     with pytest.raises(UserError, match=r"would have 11 tokens .* holds 10"):
-        generate(full, TOKENIZER, [_request("abc", max_new_tokens=7)], state=state)
+        Generation(full, TOKENIZER, [_request("abc", max_new_tokens=7)], state=state)
 
 
 def test_what_cannot_be_generated_is_refused_by_name(model):
     with pytest.raises(UserError, match="no request"):
-        generate(model, TOKENIZER, [])
+        Generation(model, TOKENIZER, [])
     with pytest.raises(DataError, match="request 1: token 258 at position 2 is outside"):
-        generate(model, TOKENIZER, [_request(), _request(tokens=[1, 2, 258])])
+        Generation(model, TOKENIZER, [_request(), _request(tokens=[1, 2, 258])])
     with pytest.raises(UserError, match="2 requests for a state of 1 rows"):
-        generate(model, TOKENIZER, [_request()] * 2, state=start_state(model, 1))
+        Generation(model, TOKENIZER, [_request()] * 2, state=start_state(model, 1))
     _, state = _run(model, _request("ab", max_new_tokens=0))
     with pytest.raises(UserError, match="request 0 is empty and its state has read 3 tokens"):
-        generate(model, TOKENIZER, [_request("")], state=state)
+        Generation(model, TOKENIZER, [_request("")], state=state)
     small = _model(CONFIG.replace(vocab_size=200))
     with pytest.raises(UserError, match="tokenizer has 258 tokens, the model 200"):
-        generate(small, TOKENIZER, [_request()])
+        Generation(small, TOKENIZER, [_request()])
     with pytest.raises(UserError, match=r"max_new_tokens .* -1"):
         _request(max_new_tokens=-1)
     with pytest.raises(UserError, match=r"one row of tokens \[T\], not \(1, 3\)"):

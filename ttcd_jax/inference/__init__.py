@@ -1,8 +1,8 @@
 """Inference: rows are read piece by piece and continued token by token, with the memory on."""
 
 from ttcd_jax.inference.decode import decode as decode
+from ttcd_jax.inference.generate import Generation as Generation
 from ttcd_jax.inference.generate import Request as Request
-from ttcd_jax.inference.generate import generate as generate
 from ttcd_jax.inference.model import inference_model as inference_model
 from ttcd_jax.inference.prefill import prefill as prefill
 from ttcd_jax.inference.sampling import SamplingConfig as SamplingConfig

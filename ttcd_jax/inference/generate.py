@@ -1,7 +1,7 @@
 """Generation of text after prompts: a batch of requests, each with its own settings.
 
 requests = [Request(tokens=tokenizer.encode("def main("), max_new_tokens=50)]
-for event in generate(model, tokenizer, requests):
+for event in Generation(model, tokenizer, requests):
     print(event.text, end="", flush=True)
 """
 
@@ -67,9 +67,20 @@ class Event(NamedTuple):
 
 
 class Generation(Iterator[Event]):
-    """The events of a batch of requests (see `generate`). Between events, `state` has read all
-    tokens of the events so far, except a stop token and the token that completes a stop string; the
-    next event donates it."""
+    """The events of a batch of requests, one row each, in the order of generation.
+
+    `state` (one row per request; donated: do not use it again) has read the text before the
+    prompts; without it they begin a document, with bos. A row's text does not depend on the other
+    rows. Draws depend on positions, so a prompt that includes the beginning of a text is continued
+    as that text. The repetition penalty counts tokens of prompt and text, not those before `state`.
+
+    Between events, the attribute `state` has read all tokens of the events so far, except a stop
+    token and the token that completes a stop string; the next event donates it.
+
+    Raises `UserError` and `DataError` before anything is read: no requests, another number of them
+    than rows, tokens outside the vocabulary, an empty prompt after a state that has read tokens
+    (its last logits are not kept), more tokens than a state of full attention holds.
+    """
 
     def __init__(
         self,
@@ -77,9 +88,9 @@ class Generation(Iterator[Event]):
         tokenizer: Tokenizer,
         requests: Sequence[Request],
         *,
-        state: InferenceState | None,
-        piece_size: int,
-        memory: MemoryMode,
+        state: InferenceState | None = None,
+        piece_size: int = PIECE_SIZE,
+        memory: MemoryMode = "kept",
     ) -> None:
         if not requests:
             raise UserError("nothing to generate: there is no request")
@@ -141,29 +152,6 @@ class Generation(Iterator[Event]):
             pairs = zip(unfinished, events, strict=True)
             unfinished = [row for row, event in pairs if event.finish_reason is None]
             yield from events
-
-
-def generate(
-    model: InferenceModel,
-    tokenizer: Tokenizer,
-    requests: Sequence[Request],
-    *,
-    state: InferenceState | None = None,
-    piece_size: int = PIECE_SIZE,
-    memory: MemoryMode = "kept",
-) -> Generation:
-    """The events of all requests, one row each, in the order of generation.
-
-    `state` (one row per request; donated: do not use it again) has read the text before the
-    prompts; without it they begin a document, with bos. A row's text does not depend on the other
-    rows. Draws depend on positions, so a prompt that includes the beginning of a text is continued
-    as that text. The repetition penalty counts tokens of prompt and text, not those before `state`.
-
-    Raises `UserError` and `DataError` before anything is read: no requests, another number of them
-    than rows, tokens outside the vocabulary, an empty prompt after a state that has read tokens
-    (its last logits are not kept), more tokens than a state of full attention holds.
-    """
-    return Generation(model, tokenizer, requests, state=state, piece_size=piece_size, memory=memory)
 
 
 class _Row:
