@@ -14,7 +14,8 @@ from ttcd_jax.precision import Precision
 
 # Fields that choose the jobs, and change no result.
 _SELECTION = ("tasks", "settings", "methods")
-SEED = Bound("in 0 .. 2^32 - 1", lambda value: 0 <= value < 2**32)
+_Seed = Annotated[int, Bound("in 0 .. 2^32 - 1", lambda value: 0 <= value < 2**32)]
+DATA_SEED = 12345  # that of the published rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,12 +35,9 @@ class MADSweepConfig(Config):
     methods: Annotated[tuple[MADMethod, ...], DISTINCT] = MAD_METHODS
     rates: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = (1e-4, 5e-4, 1e-3)
     weight_decays: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = (0.0, 0.1)
-    seeds: Annotated[tuple[Annotated[int, SEED], ...], DISTINCT] = (12345,)
-    data_seed: Annotated[int, SEED] = 12345
+    seeds: Annotated[tuple[_Seed, ...], DISTINCT] = (12345,)
     num_train: Positive | None = None
     num_test: Positive = NUM_TEST
-    dim: Positive = 128
-    mlp_dim: Positive = 256
     init_std: PositiveFloat = 0.02
 
     def comparable(self) -> dict[str, Any]:
@@ -59,6 +57,11 @@ class Job(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.setting.config.task}.{self.setting.name}.{self.method}"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a run trains on, over the batch size, which all jobs share."""
+        return self.num_steps * self.setting.config.num_positions
 
 
 def jobs(config: MADSweepConfig) -> list[Job]:
