@@ -31,11 +31,12 @@ from ttcd_jax.train.state import TrainState, state_of
 from ttcd_jax.train.step import Batch, Metrics, is_finite, step_with
 
 Params = Any
-# One run as its record has it: rate, weight_decay, seed; `failed_at`, the first step that was not
-# finite, or None; `metrics` after the last epoch, None for a run that failed; `curve` until then, a
-# dict of epoch, macro_accuracy and loss on the test rows, and training_loss per evaluation. A loss
-# in it that is not finite is None, since JSON has no NaN.
+# A run as it is recorded: rate, weight_decay, seed; `failed_at`, the first step that was not
+# finite, or None; `metrics` after the last epoch, None if it failed; `curve`: epoch, macro_accuracy
+# and loss on the test rows, and training_loss of every evaluation up to the failure. A loss there
+# is None where it is not finite: JSON has no NaN.
 Outcome = dict[str, Any]
+
 _MIN_RATE = 1e-6
 _NUM_EVALUATIONS = 10
 
@@ -217,7 +218,8 @@ def train_runs(
 ) -> list[Outcome]:
     """All runs of `hyper`, in its order, in as few groups as fit `budget_bytes` of a device, by the
     compiler's account of all runs together. Devices beyond the number of runs stay idle.
-    `on_evaluation` gets the share of the work done and the best macro accuracy of the group."""
+    `on_evaluation` is called with the share of the work done and the group's best macro accuracy.
+    """
     num_runs = len(hyper.rate)
     mesh = sweep_mesh(jax.devices()[:num_runs])
     splits = jax.device_put(splits, replicated(mesh))

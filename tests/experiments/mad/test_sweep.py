@@ -44,7 +44,7 @@ def _loss_sum(params, batch):
 
 
 def _measure(params, batch):
-    return batch_scores(_logits(params, batch), batch["targets"])._asdict()
+    return batch_scores(_logits(params, batch), batch["targets"])
 
 
 # A bag-of-tokens classifier per position: small enough to compile at once.
