@@ -55,8 +55,8 @@ class Job(NamedTuple):
         return f"{self.setting.config.task}.{self.setting.name}.{self.method}"
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that a run trains on, over the batch size, which all jobs share."""
+    def work(self) -> int:
+        """Steps times positions of a row; times the batch size, which all jobs share: tokens."""
         return self.num_steps * self.setting.config.num_positions
 
 

@@ -24,7 +24,7 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
     pending = [job for job in every_job if not record_path(folder, job).exists()]
     print(f"{folder}: {len(every_job) - len(pending)} of {len(every_job)} recorded", flush=True)
     rows = functools.lru_cache(maxsize=1)(instances)
-    start, num_tokens = time.monotonic(), 0
+    start, work_done = time.monotonic(), 0
     for number, job in enumerate(pending, 1):
         path = record_path(folder, job)
         with claim(path) as is_ours:
@@ -32,10 +32,10 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
                 continue
             record = _train(config, job, rows)
             write(path, record)
-        num_tokens += job.num_tokens
-        tokens_left = sum(later.num_tokens for later in pending[number:])
-        seconds_left = (time.monotonic() - start) * tokens_left / num_tokens
-        left = f", {units.clock(seconds_left)} left" if tokens_left else ""
+        work_done += job.work
+        work_left = sum(later.work for later in pending[number:])
+        seconds_left = (time.monotonic() - start) * work_left / work_done
+        left = f", {units.clock(seconds_left)} left" if work_left else ""
         line = f"{job.name}: {_result(record)}, {record['seconds']:.0f} s{left}"
         _show_live("")
         print(f"[{number}/{len(pending)}] {line}", flush=True)

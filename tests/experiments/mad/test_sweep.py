@@ -1,6 +1,7 @@
 """Runs that share a program: each is what it would be alone."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -139,6 +140,8 @@ def test_a_run_that_diverges_reports_it_and_the_others_do_not_change_by_a_bit():
     assert mixed[1]["failed_at"] > 0
     assert mixed[1]["metrics"] is None
     assert len(mixed[1]["curve"]) < 6
+    assert mixed[1]["curve"][-1]["training_loss"] is None
+    json.dumps(mixed, allow_nan=False)
     for run in (0, 2):
         assert mixed[run] == together()[run]
         assert mixed[run]["failed_at"] is None
