@@ -47,7 +47,7 @@ def measured(options: Sweep) -> Iterator[list[Row]]:
     def trainer(num_runs: int) -> Callable[..., jax.Array]:
         """The function that trains so many runs."""
         mesh = sweep_mesh(jax.devices()[: math.gcd(num_runs, jax.device_count())])
-        init, train, _ = programs(recipe, problem, steps, mesh)
+        init, train, _ = programs(recipe, problem, mesh)
         rates = np.full(num_runs, 1e-3, np.float32)
         hyper = Hyper(rates, 0.1 * rates, np.arange(num_runs, dtype=np.uint32))
         rows, rows_of_step = jax.device_put((epoch, first), replicated(mesh))

@@ -28,7 +28,7 @@ flags.DEFINE_bool("dry_run", False, "Print the jobs; train and write nothing.")
 
 def main(argv: list[str]) -> None:
     from experiments.gin_loading import load_config
-    from experiments.mad.config import MADSweepConfig, plan
+    from experiments.mad.config import DATA_SEED, SELECTION, MADSweepConfig, plan
     from experiments.mad.picture import draw_curves
     from experiments.mad.records import gather
     from experiments.mad.report import report
@@ -45,7 +45,8 @@ def main(argv: list[str]) -> None:
     gather(beside)  # a mistake in them is reported before any training
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / f"mad-{Path(FLAGS.gin).stem}")
     with run_dir.lock(waits=True):
-        run_dir.claim(config.comparable(), " ".join(sys.argv) + "\n", {"seed": config.data_seed})
+        command, data = " ".join(sys.argv) + "\n", {"seed": DATA_SEED}
+        run_dir.claim(config.to_dict(), command, data, layout=SELECTION)
     train_jobs(config, run_dir.path)
     records = gather([run_dir.path, *beside])
     if not records:

@@ -2,19 +2,20 @@
 
 import dataclasses
 import itertools
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 
 from experiments.mad.models import MAD_METHODS, MADMethod
 from experiments.mad.sweep import Hyper, RecipeConfig
-from experiments.mad.tasks.settings import NUM_TEST, TASKS, Setting, TaskName, settings
+from experiments.mad.tasks.settings import TASKS, Setting, TaskName, settings
 from ttcd_jax.config import DISTINCT, Bound, Config, NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.precision import Precision
 
-# Fields that choose the jobs, and change no result.
-_SELECTION = ("tasks", "settings", "methods")
-SEED = Bound("in 0 .. 2^32 - 1", lambda value: 0 <= value < 2**32)
+# Fields that choose the jobs and change no result: records of one directory may differ in them.
+SELECTION = ("tasks", "settings", "methods")
+_Seed = Annotated[int, Bound("in 0 .. 2^32 - 1", lambda value: 0 <= value < 2**32)]
+DATA_SEED = 12345  # that of the published rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,17 +35,10 @@ class MADSweepConfig(Config):
     methods: Annotated[tuple[MADMethod, ...], DISTINCT] = MAD_METHODS
     rates: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = (1e-4, 5e-4, 1e-3)
     weight_decays: Annotated[tuple[NonNegativeFloat, ...], DISTINCT] = (0.0, 0.1)
-    seeds: Annotated[tuple[Annotated[int, SEED], ...], DISTINCT] = (12345,)
-    data_seed: Annotated[int, SEED] = 12345
+    seeds: Annotated[tuple[_Seed, ...], DISTINCT] = (12345,)
     num_train: Positive | None = None
-    num_test: Positive = NUM_TEST
-    dim: Positive = 128
-    mlp_dim: Positive = 256
+    num_test: Positive = 1280
     init_std: PositiveFloat = 0.02
-
-    def comparable(self) -> dict[str, Any]:
-        """The part that all records of one directory have in common."""
-        return {name: x for name, x in self.to_dict().items() if name not in _SELECTION}
 
 
 class Job(NamedTuple):
@@ -59,6 +53,11 @@ class Job(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.setting.config.task}.{self.setting.name}.{self.method}"
+
+    @property
+    def work(self) -> int:
+        """Steps times positions of a row; times the batch size, which all jobs share: tokens."""
+        return self.num_steps * self.setting.config.num_positions
 
 
 def jobs(config: MADSweepConfig) -> list[Job]:

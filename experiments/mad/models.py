@@ -30,7 +30,6 @@ from ttcd_jax.train.step import Batch, Metrics
 # The methods with published scores, and the two without a memory.
 MAD_METHODS = (*PUBLISHED, "swa", "full")
 MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
-_LONGEST_WAVE = 10_000.0
 
 
 def mad_config(
@@ -63,7 +62,7 @@ def mad_config(
 def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:
     """[sin | cos] of n * 10000^(-k / (dim/2 - 1)), k = 0 .. dim/2 - 1."""
     half = dim // 2
-    frequencies = _LONGEST_WAVE ** -(jnp.arange(half) / max(half - 1, 1))
+    frequencies = 10_000.0 ** -(jnp.arange(half) / max(half - 1, 1))
     angles = jnp.arange(length)[:, None] * frequencies
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
@@ -126,14 +125,14 @@ def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
         tokens, targets = batch["tokens"], batch["targets"]
         model = model_with(params)
         hidden, stats = model.forward(tokens)
-        metrics: Metrics = batch_scores(model.logits(hidden), targets)._asdict()
+        metrics = batch_scores(model.logits(hidden), targets)
         if stats is not None:
             metrics |= stats._asdict()
         if (ranks := key_ranks(model, tokens)) is not None:
             metrics["key_rank"] = ranks
         if off is not None:
-            scores = batch_scores(model_with(params, off)(tokens), targets)
-            metrics |= {f"{name}_off": value for name, value in scores._asdict().items()}
+            without = batch_scores(model_with(params, off)(tokens), targets)
+            metrics |= {f"{name}_off": value for name, value in without.items()}
         return metrics
 
     return Problem(init, loss_sum, measure)

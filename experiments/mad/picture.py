@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from experiments.mad.models import MAD_METHODS
-from experiments.mad.report import Record, best_run, methods_of, tasks_of
+from experiments.mad.records import Record
+from experiments.mad.report import best_run, methods_of, tasks_of
 from experiments.mad.tasks.settings import PUBLISHED
 from ttcd_jax.eval.report import COLOURS, MARKERS, save_figure
 from ttcd_jax.methods import METHODS
@@ -16,8 +17,7 @@ _COLUMNS = 3
 
 def mean_curve(records: list[Record]) -> np.ndarray:
     """[evaluations, 2]: step and macro accuracy, mean over records and the seeds of their best
-    pairs of rate and decay, as far as all curves go (one may end early, an option); empty where
-    no run stayed finite."""
+    pairs of rate and decay, as far as all curves go; empty where no run stayed finite."""
     curves = []
     for record in records:
         steps, best = record["steps"] / record["epochs"], best_run(record)

@@ -6,21 +6,12 @@ The score of an epoch is the plain mean over its batches, which differs from the
 batches at once. Micro accuracy is the share of scored positions that are right.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from experiments.mad.tasks.rows import IGNORE
-
-
-class MADScores(NamedTuple):
-    """Macro accuracy (the published score), micro accuracy, and cross entropy in nats."""
-
-    macro_accuracy: Float[Array, ""]
-    micro_accuracy: Float[Array, ""]
-    loss: Float[Array, ""]
+from ttcd_jax.train.step import Metrics
 
 
 def summed_loss(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Float[Array, ""]:
@@ -33,9 +24,10 @@ def summed_loss(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Fl
     return jnp.sum(jnp.where(targets != IGNORE, losses, 0))
 
 
-def batch_scores(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> MADScores:
-    """All three of one batch; the prediction is the first of the likeliest classes. Without a
-    scored position the accuracies are 0 and the mean loss is NaN."""
+def batch_scores(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Metrics:
+    """macro_accuracy (the published score), micro_accuracy and loss, the mean cross entropy in
+    nats, of one batch; the prediction is the first of the likeliest classes. Without a scored
+    position the accuracies are 0 and the loss is NaN."""
     predictions, is_scored = jnp.argmax(logits, axis=-1), targets != IGNORE
     is_hit = is_scored & (predictions == targets)
 
@@ -46,8 +38,8 @@ def batch_scores(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> M
     num_targets, num_hits = count(targets, is_scored), count(targets, is_hit)
     num_present = jnp.sum(num_targets + count(predictions, is_scored) > 0)
     recalls = num_hits / jnp.maximum(num_targets, 1)
-    return MADScores(
-        macro_accuracy=jnp.sum(recalls) / jnp.maximum(num_present, 1),
-        micro_accuracy=jnp.sum(is_hit) / jnp.maximum(jnp.sum(is_scored), 1),
-        loss=summed_loss(logits, targets) / jnp.sum(is_scored),
-    )
+    return {
+        "macro_accuracy": jnp.sum(recalls) / jnp.maximum(num_present, 1),
+        "micro_accuracy": jnp.sum(is_hit) / jnp.maximum(jnp.sum(is_scored), 1),
+        "loss": summed_loss(logits, targets) / jnp.sum(is_scored),
+    }

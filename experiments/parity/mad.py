@@ -50,10 +50,10 @@ def check_metrics(golden: Golden, dtype: str) -> Comparison:
     targets = jnp.asarray(golden.arrays["in.targets"], jnp.int32)
     batches = jax.jit(jax.vmap(batch_scores))(logits, targets)
     ours = {
-        "out.batch_macro_acc": batches.macro_accuracy,
-        "out.batch_micro_acc": batches.micro_accuracy,
-        "out.batch_loss": batches.loss,
-        "out.epoch_macro_acc": np.mean(np.asarray(batches.macro_accuracy, np.float64)),
-        "out.global_macro_acc": batch_scores(logits, targets).macro_accuracy,
+        "out.batch_macro_acc": batches["macro_accuracy"],
+        "out.batch_micro_acc": batches["micro_accuracy"],
+        "out.batch_loss": batches["loss"],
+        "out.epoch_macro_acc": np.mean(np.asarray(batches["macro_accuracy"], np.float64)),
+        "out.global_macro_acc": batch_scores(logits, targets)["macro_accuracy"],
     }
     return worst(ours, golden, dtype)

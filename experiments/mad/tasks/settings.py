@@ -15,7 +15,6 @@ TaskName = Literal[
     "selective-copying",
 ]
 TASKS: tuple[TaskName, ...] = get_args(TaskName)
-NUM_TEST = 1280
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
