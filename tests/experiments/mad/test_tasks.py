@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from mad_rules import check
 
-from experiments.mad.tasks.draws import Draws
 from experiments.mad.tasks.instances import instances
 from experiments.mad.tasks.rows import Rows
 from experiments.mad.tasks.settings import BASELINES, TASKS, MADConfig, settings
@@ -80,15 +79,6 @@ def test_row_of_noise_alone_is_drawn_anew():
         task="noisy-in-context-recall", vocab_size=8, seq_len=10, frac_noise=0.9, noise_vocab_size=2
     )
     checked(config, seed=0, num_train=300, num_test=100)
-
-
-def test_numbers_below_n_are_those_of_the_generator():
-    ours, theirs = Draws(7), np.random.default_rng(7)
-    # Large n draw anew now and then; permutations and random() share the stream.
-    for n in [1, 2, 3, 8, 1000, 2**31 + 1, 3 * 2**30, 2**32 - 1] * 50:
-        assert ours.below(n) == theirs.integers(0, n)
-        assert ours.generator.random() == theirs.random()
-        np.testing.assert_array_equal(ours.generator.permutation(5), theirs.permutation(5))
 
 
 @pytest.mark.parametrize(
