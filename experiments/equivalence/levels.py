@@ -55,16 +55,16 @@ def whole_rows(
 ) -> dict[str, np.ndarray]:
     """Tokens and targets of up to `max_rows` rows that a document fills, drawn from all. Raises
     `DataError` when there is none."""
-    longest = [part.sizes.max(initial=0) for part in records]
-    if max(longest) <= seq_len:
+    longest = max(part.sizes.max(initial=0) for part in records)
+    if longest <= seq_len:
         raise DataError(
-            f"no document fills a row: the longest has {max(longest)} tokens and a row with its "
-            f"last target takes {seq_len + 1}; pass a smaller --seq_len, or --text"
+            f"no document fills a row: the longest has {longest} tokens and a row with its last "
+            f"target takes {seq_len + 1}; pass a smaller --seq_len, or --text"
         )
     parts = [
         DocumentRows(part, seq_len=seq_len, min_tokens=seq_len + 1)
-        for part, size in zip(records, longest, strict=True)
-        if size > seq_len
+        for part in records
+        if part.sizes.max(initial=0) > seq_len
     ]
     places = [(part, i) for part in parts for i in range(len(part))]
     drawn = (places[i] for i in np.random.default_rng(0).permutation(len(places)))
