@@ -6,16 +6,15 @@ the unfinished files removed. Any other exception keeps its traceback.
 """
 
 import ast
-import contextlib
 import functools
 import os
 import select
 import signal
 import sys
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
@@ -78,20 +77,34 @@ def use_every_core() -> None:
     jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
 
 
-def parse_options[C: Config](config: type[C], owner: str, options: Iterable[str]) -> C:
-    """A configuration from `name=value` or `--name=value`, every other field its default. Raises
-    `UserError` for an option that `owner` does not take."""
+def parse_options[C: Config](
+    config: type[C], owner: str, options: Iterable[str], defaults: Mapping[str, Any] | None = None
+) -> C:
+    """A configuration from `name=value` or `--name=value`, every other field as in `defaults` or
+    the class. Values of a tuple are separated by commas; texts, which may contain one, are an
+    option each. Raises `UserError` for an option that `owner` does not take."""
     hints, values = typing.get_type_hints(config), {}
     for option in options:
         name, equals, text = option.removeprefix("--").partition("=")
         if name not in hints or not equals:
             takes = ", ".join(f"{name}=VALUE" for name in hints)
             raise UserError(f"{owner} has no option {option!r}: it takes {takes}")
-        values[name] = text
-        if str not in (hints[name], *typing.get_args(hints[name])):
-            with contextlib.suppress(SyntaxError, ValueError):  # the field refuses other text
-                values[name] = ast.literal_eval(text)
-    return config(**values)
+        hint = hints[name]
+        if hint == tuple[str, ...]:
+            values[name] = (*values.get(name, ()), text)
+        elif typing.get_origin(hint) is tuple:
+            values[name] = tuple(_literal(part) for part in text.split(","))
+        else:
+            values[name] = text if str in (hint, *typing.get_args(hint)) else _literal(text)
+    return config(**{**(defaults or {}), **values})
+
+
+def _literal(text: str) -> Any:
+    """The number or other value that `text` spells; else `text`, for a field to take or refuse."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
 
 
 def printable(text: str) -> str:

@@ -49,6 +49,8 @@ def _describe(hint: Any) -> str:
         return " | ".join(repr(choice) for choice in get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
         return " | ".join(_describe(option) for option in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"tuple[{_describe(get_args(hint)[0])}, ...]"
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
 

@@ -17,6 +17,7 @@ from experiments import cli
 from experiments.bench.frame import Case, why_not_run
 from experiments.gin_loading import load_config
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
+from ttcd_jax.memory.prefix import Form
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import Remat, TransformerConfig
 from ttcd_jax.run.config import RunConfig
@@ -33,7 +34,7 @@ class Layer(Config):
     param: tuple[str, ...] = ()
     num_layers: Positive = 1
     lengths: tuple[Positive, ...] = (32768,)
-    forms: tuple[str, ...] = ("blocked", "associative", "attention")
+    forms: tuple[Form, ...] = ("blocked", "associative", "attention")
     remat: tuple[Remat, ...] = ("none",)
     rounds: Positive = 3
     max_seconds: NonNegativeFloat = 60

@@ -4,7 +4,7 @@ methods in one shape, on random tokens."""
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,10 +18,9 @@ from experiments.bench.frame import Case, why_not_run
 from experiments.bench.models import Competitor, Models
 from experiments.gin_loading import load_config
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
-from ttcd_jax.errors import UserError
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.prefill import PIECE_SIZE, prefill, read_piece
+from ttcd_jax.inference.prefill import PIECE_SIZE, next_piece, prefill, read_piece
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memory_chunk
 from ttcd_jax.train.flops import forward_flops
@@ -53,20 +52,9 @@ class Prefill(Config):
         shape = load_config(TransformerConfig, self.gin, self.param, config_dir=cli.CONFIG_DIR)
         built = Models(shape)
         for window in self.windows:
-            self._check_pieces(built.config(name, window) for name in self.models)
             models = {name: built.build(name, window) for name in self.models}
             for batch_size, length in itertools.product(self.batch_sizes, self.lengths):
                 yield models, batch_size, length
-
-    def _check_pieces(self, configs: Iterable[TransformerConfig]) -> None:
-        """One program reads all pieces. Raises `UserError`."""
-        for chunk in filter(None, map(memory_chunk, configs)):
-            small, large = sorted((chunk, self.piece_size))
-            if large % small or (small == chunk and (large // small).bit_count() > 1):
-                raise UserError(
-                    f"--piece_size={self.piece_size} and chunk_size {chunk}: pieces must be chunks "
-                    "times a power of two, or divide them"
-                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,9 +145,11 @@ class _Reading:
         return prefill(self.model, state, self._tokens, piece_size=self._piece_size)
 
     def _program_bytes(self, state: InferenceState) -> int:
-        window, B = self.model.config.window, len(self._tokens)
+        window, (B, length) = self.model.config.window, self._tokens.shape
         assert window is not None
-        tokens = jax.ShapeDtypeStruct((B, self._piece_size), jnp.int32)
+        left, chunk_size = np.full(B, length), memory_chunk(self.model.config)
+        size, _ = next_piece(left, np.zeros_like(left), chunk_size, self._piece_size)
+        tokens = jax.ShapeDtypeStruct((B, size), jnp.int32)
         lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
         seen: Any = {"halo": window - 1, "has_gap": False}
         lowered = read_piece.lower(self.model, state, tokens, lengths, **seen)

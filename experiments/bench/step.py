@@ -1,13 +1,7 @@
 """Training steps of several configurations on random tokens, and their input pipelines."""
 
-import contextlib
 import dataclasses
-import functools
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import jax
@@ -18,34 +12,34 @@ from ttcd_kernels.measure import MIB, MILLISECOND, Row, over
 from experiments import cli
 from experiments.bench.frame import Case
 from experiments.gin_loading import load_config
-from ttcd_jax.config import DISTINCT, Config, NonNegative, Positive
+from experiments.plan import make_plan
+from ttcd_jax.config import DISTINCT, Config, Positive
+from ttcd_jax.data.pipeline import CallerBatches
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import run_mesh
-from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.flops import peak_flops, training_flops_per_token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Data(Config):
-    """A timed round makes `batches`."""
+class Step(Config):
+    """`param` overrides bindings of every file."""
 
     gin: Annotated[tuple[str, ...], DISTINCT] = ()
     param: tuple[str, ...] = ()
     rounds: Positive = 5
-    batches: Positive = 50
 
     def loaded(self) -> dict[str, RunConfig]:
         """The configurations by file."""
-        load = functools.partial(load_config, RunConfig, config_dir=cli.CONFIG_DIR)
-        return {gin: load(gin, self.param) for gin in self.gin}
+        where = cli.CONFIG_DIR
+        return {x: load_config(RunConfig, x, self.param, config_dir=where) for x in self.gin}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Step(Data):
-    """`saves` checkpoints per file go into the system's temporary folder (TMPDIR)."""
+class Data(Step):
+    """A timed round makes `batches`."""
 
-    saves: NonNegative = 1
+    batches: Positive = 50
 
 
 def measured_data(options: Data) -> Iterator[list[Row]]:
@@ -63,7 +57,7 @@ def measured_data(options: Data) -> Iterator[list[Row]]:
 
 def measured_steps(options: Step) -> Iterator[list[Row]]:
     """A row per file. "time" and "FLOPs" are per token, over those of the first file; memory is
-    that of the compiled step, the state included. Then every run steps on while it saves."""
+    that of the compiled step, the state included."""
     runs = {gin: _Run(config) for gin, config in options.loaded().items()}
     seconds = measure.median_seconds({gin: run.take for gin, run in runs.items()}, options.rounds)
     peak = over(peak_flops(jax.devices()[0].device_kind), 100 / jax.device_count())
@@ -73,22 +67,23 @@ def measured_steps(options: Step) -> Iterator[list[Row]]:
         row = {"gin": gin, "tokens": run.tokens, "step ms": over(seconds[gin], MILLISECOND)}
         row |= {"tokens/s": rates[gin], "MFU %": over(rates[gin] * run.flops_per_token, peak)}
         row |= {"MiB": over(run.bytes, MIB), "time": rates[first] / rates[gin]}
-        row |= {"FLOPs": run.flops_per_token / runs[first].flops_per_token}
-        rows.append(row | _saving(run, options))
+        rows.append(row | {"FLOPs": run.flops_per_token / runs[first].flops_per_token})
     yield rows
 
 
 class _Run:
-    """A compiled step, its state and a batch."""
+    """A compiled step, its state and a batch of random tokens."""
 
     def __init__(self, config: RunConfig) -> None:
-        mesh = run_mesh(config)
-        place, batch = build.placement(config, mesh), build.abstract_batch(config, mesh)
-        with jax.set_mesh(mesh):
-            step = build.build_step(config, mesh).lower(build.abstract_state(config, mesh), batch)
-        self._step, self._batch = step.compile(), place(_batch(batch, config.model.vocab_size))
-        self.tokens = config.batch_size * config.data.seq_len
-        self.flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
+        mesh, length, entries = run_mesh(config), config.data.seq_len, config.model.vocab_size
+        _, self._step = make_plan(config, mesh)
+        shape, rows = (config.batch_size, length + 1), range(config.batch_size)
+        tokens = np.random.default_rng(0).integers(0, entries, shape)
+        batches = CallerBatches(lambda _: [tokens], shape=shape, vocab_size=entries, rows=rows)
+        ((_, batch),) = batches.iterate(0, 1)
+        self._batch = build.placement(config, mesh)(batch)
+        self.tokens = config.batch_size * length
+        self.flops_per_token = training_flops_per_token(config.model, length)
         self.bytes = measure.needed_bytes(self._step)
         self.state = build.fresh_state(config, mesh)
 
@@ -98,42 +93,9 @@ class _Run:
         return metrics
 
 
-def _batch(shapes: dict[str, jax.ShapeDtypeStruct], vocab_size: int) -> dict[str, np.ndarray]:
-    """Random tokens, every one a target, one document per row."""
-    B, T = shapes["tokens"].shape
-    tokens = np.random.default_rng(0).integers(0, vocab_size, (B, T))
-    fields = {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1)}
-    fields |= {"segment_ids": np.zeros((B, T)), "loss_mask": np.ones((B, T))}
-    fields |= {"positions": np.tile(np.arange(T), (B, 1))}
-    return {name: x.astype(shapes[name].dtype) for name, x in fields.items()}
-
-
-def _saving(run: _Run, options: Step) -> Row:
-    """Medians: the loop's wait for a checkpoint, and a step while one is written."""
-    waits, steps = [], []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.closing(Checkpoints(folder, keep=1)) as checkpoints,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        for number in range(options.saves):
-            jax.block_until_ready(run.state)
-            save = functools.partial(checkpoints.save, number, dict(run.state))
-            waits.append(_milliseconds(save))
-            written = pool.submit(checkpoints.wait)
-            while not written.done():
-                steps.append(_milliseconds(run.take))
-            written.result()
-    wait, step = (statistics.median(taken) if taken else None for taken in (waits, steps))
-    return {"save ms": wait, "step ms, saving": step}
-
-
-def _milliseconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    return (time.perf_counter() - start) / MILLISECOND
-
-
 _SMALL = ("RunConfig.batch_size=2", "TransformerConfig.dim=8", "RecallConfig.num_slots=8")
-_QUICK: Row = {"gin": ("recall.gin", "recall_swa.gin"), "param": _SMALL, "rounds": 1, "batches": 2}
-CASES = {"step": Case(Step, _QUICK, measured_steps), "data": Case(Data, _QUICK, measured_data)}
+_QUICK: Row = {"gin": ("recall.gin", "recall_swa.gin"), "param": _SMALL, "rounds": 1}
+CASES = {
+    "step": Case(Step, _QUICK, measured_steps),
+    "data": Case(Data, _QUICK | {"batches": 2}, measured_data),
+}

@@ -5,7 +5,7 @@
                                       [--levels=kernel,distribution,task] [--niah_lengths=4096]
                                       [--max_flip_share=X] [--max_kl=X]
 
-A way names at most one of each: attention (xla, triton, lse, mosaic, reference), the form of the
+A way names at most one of each: attention (xla, triton, lse, mosaic), the form of the
 memory's read (auto, blocked, associative, attention), precision (float32, bfloat16, float64), and
 the path: forward (whole rows through the function that is trained), streamed[:PIECE] (a prefill in
 pieces), decoded (token by token). The rest is as in the run's configuration.
@@ -19,6 +19,7 @@ when the mean KL or the share of flips is above the limit given.
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def main(argv: list[str]) -> None:
         level.draw(folder / f"{name}.png")
     print(f"written to {folder}")
     if found := result.get("distribution"):
-        sys.exit(_status(found["kl"]["mean"], found["flip_share"]))
+        sys.exit("\n".join(_above_limits(found["kl"]["mean"], found["flip_share"])) or 0)
 
 
 def _check_levels() -> None:
@@ -113,16 +114,13 @@ def _check_levels() -> None:
             raise UserError(f"--{limit} limits the level distribution: name it in --levels")
 
 
-def _status(kl: float, flip_share: float) -> int:
-    """1 when a limit is exceeded, which is printed."""
-    limits = ("KL mean", kl, "max_kl"), ("share of flips", flip_share, "max_flip_share")
-    status = 0
-    for name, value, flag in limits:
+def _above_limits(kl: float, flip_share: float) -> Iterator[str]:
+    """A line for each limit that is exceeded."""
+    measured = {"max_kl": ("KL mean", kl), "max_flip_share": ("share of flips", flip_share)}
+    for flag, (name, value) in measured.items():
         limit = FLAGS[flag].value
         if limit is not None and not value <= limit:
-            print(f"{name} {value:.3g} is above --{flag} {limit:g}", file=sys.stderr)
-            status = 1
-    return status
+            yield f"{name} {value:.3g} is above --{flag} {limit:g}"
 
 
 if __name__ == "__main__":

@@ -19,16 +19,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 from ttcd_kernels import parity
-from ttcd_kernels.dual_window.api import Implementation, dual_window_attention
 
 from experiments.equivalence.ways import Computed
 from ttcd_jax.eval.scorer import batches
 from ttcd_jax.eval.tasks.perplexity import bucket_edges
-from ttcd_jax.nn.attention import Attention
 from ttcd_jax.nn.block import Block
-from ttcd_jax.nn.dual_window import DualWindowAttention
-from ttcd_jax.nn.norm import rms_norm
-from ttcd_jax.nn.row import Row
 
 QUANTILES = {"50%": 0.5, "90%": 0.9, "99%": 0.99, "99.9%": 0.999, "max": 1.0}
 _LOGITS = 2**26  # at once, of each way
@@ -56,24 +51,17 @@ def agreement(candidate: jax.Array, reference: jax.Array) -> dict[str, float]:
 
 def compare_layers(reference: Computed, candidate: Computed, tokens: np.ndarray) -> list[Facts]:
     """`agreement` on tokens [B, T], by what it is of (`outputs of`): every block on the reference's
-    input to it, so that an error shows in the block that makes it; of ways that differ in their
-    attention that alone, on the q, k and v of the reference's blocks; the hidden states before the
+    input to it, so that an error shows in the block that makes it, and the hidden states before the
     head. Where a state goes from piece to piece only these compare."""
     h = embeddings = reference.unstacked.embedding[...].astype(reference.dtype)[tokens]
-    names = candidate.config.attention_implementation, reference.config.attention_implementation
-    narrow = min(candidate.dtype, reference.dtype, key=lambda dtype: dtype.itemsize)
-    layers, attention = [], []
+    found = {}
     num_layers = reference.config.num_layers
     for layer in range(num_layers if reference.way.path == candidate.way.path == "forward" else 0):
-        block, other = reference.block(layer), candidate.block(layer)
-        expected = _outputs(*block, h, embeddings)
-        found = _outputs(*other, h.astype(candidate.dtype), embeddings.astype(candidate.dtype))
-        layers.append({"outputs of": f"layer {layer}"} | agreement(found, expected))
-        if names[0] != names[1] and (pair := _attended(*block, h, names, narrow)):
-            attention.append({"outputs of": f"attention {layer}"} | agreement(*pair))
-        h = expected
-    whole = agreement(candidate.hidden(tokens), reference.hidden(tokens))
-    return [*layers, *attention, {"outputs of": "whole model"} | whole]
+        inputs = h.astype(candidate.dtype), embeddings.astype(candidate.dtype)
+        h = _outputs(*reference.block(layer), h, embeddings)
+        found[f"layer {layer}"] = agreement(_outputs(*candidate.block(layer), *inputs), h)
+    found["whole model"] = agreement(candidate.hidden(tokens), reference.hidden(tokens))
+    return [{"outputs of": name} | shares for name, shares in found.items()]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -81,31 +69,6 @@ def _outputs(
     graph: nnx.GraphDef[Block], params: nnx.GraphState, h: jax.Array, embeddings: jax.Array
 ) -> jax.Array:
     return nnx.merge(graph, params)(h, embeddings=embeddings)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _attended(
-    graph: nnx.GraphDef[Block],
-    params: nnx.GraphState,
-    h: jax.Array,
-    names: tuple[Implementation, ...],
-    dtype: np.dtype,
-) -> list[jax.Array]:
-    """(teacher, student) [2, B, T, N, H] of a block's attention by each implementation; nothing for
-    a block without window attention."""
-    block = nnx.merge(graph, params)
-    mixer = block.mixer
-    if not isinstance(mixer, Attention):
-        return []
-    normed = rms_norm(h, block.mixer_norm[...], mixer.config.norm_eps)
-    q, k, v = (x.astype(dtype) for x in mixer.project(normed, Row.of(h).positions))
-    teacher = student = mixer.config.window
-    if isinstance(mixer, DualWindowAttention):
-        student = mixer.student_window
-    windows: Any = {"teacher_window": teacher, "student_window": student}
-    return [
-        jnp.stack(dual_window_attention(q, k, v, implementation=name, **windows)) for name in names
-    ]
 
 
 # ------------------------------------------------------------------------- distribution

@@ -26,11 +26,6 @@ from ttcd_jax.eval.report import plot_bars
 Pair = tuple[Computed, Computed]  # reference, candidate
 Facts = dict[str, Any]
 
-_DECODING = (
-    "forward: passes over whole rows until every token is confirmed; streamed: a prefill in "
-    "pieces, then a step per token; decoded: a step per token, prompts included"
-)
-
 
 class Level(NamedTuple):
     """The result of one level."""
@@ -38,8 +33,9 @@ class Level(NamedTuple):
     title: str
     facts: Facts  # for JSON
     table: list[Facts]
-    bars: dict[str, dict[str, float]]  # series -> group -> value
-    axes: tuple[str, str]  # names of groups and of values
+    bars: list[Facts]  # a group of bars each
+    series: tuple[str, ...]  # the values of a group
+    axes: tuple[str, str]  # the key of a group's name, the name of the values
     notes: tuple[str, ...] = ()
 
     def text(self) -> str:
@@ -48,9 +44,9 @@ class Level(NamedTuple):
 
     def draw(self, path: Path) -> None:
         """A PNG of the bars."""
-        series = {name: [*values.values()] for name, values in self.bars.items()}
-        groups = [*next(iter(self.bars.values()))]
         x, y = self.axes
+        groups = [bar[x] for bar in self.bars]
+        series = {name: [bar[name] for bar in self.bars] for name in self.series}
         plot_bars(path, title=self.title, x_label=x, y_label=y, groups=groups, series=series)
 
 
@@ -59,16 +55,16 @@ def whole_rows(
 ) -> dict[str, np.ndarray]:
     """Tokens and targets of up to `max_rows` rows that a document fills, drawn from all. Raises
     `DataError` when there is none."""
-    longest = [part.sizes.max(initial=0) for part in records]
-    if max(longest) <= seq_len:
+    longest = max(part.sizes.max(initial=0) for part in records)
+    if longest <= seq_len:
         raise DataError(
-            f"no document fills a row: the longest has {max(longest)} tokens and a row with its "
-            f"last target takes {seq_len + 1}; pass a smaller --seq_len, or --text"
+            f"no document fills a row: the longest has {longest} tokens and a row with its last "
+            f"target takes {seq_len + 1}; pass a smaller --seq_len, or --text"
         )
     parts = [
         DocumentRows(part, seq_len=seq_len, min_tokens=seq_len + 1)
-        for part, size in zip(records, longest, strict=True)
-        if size > seq_len
+        for part in records
+        if part.sizes.max(initial=0) > seq_len
     ]
     places = [(part, i) for part in parts for i in range(len(part))]
     drawn = (places[i] for i in np.random.default_rng(0).permutation(len(places)))
@@ -83,10 +79,9 @@ def kernel(pair: Pair, tokens: np.ndarray) -> Level:
     """The distances of layers on tokens [B, T], in units in the last place."""
     rows = compare_layers(*pair, tokens)
     shares = ("equal_share", "within_1_ulp", "within_2_ulp")
-    bars = {share: {row["outputs of"]: row[share] for row in rows} for share in shares}
     title = f"Units in the last place ({tokens.size:,} tokens)"
     facts = {"tokens": tokens.size, "outputs": rows}
-    return Level(title, facts, rows, bars, ("outputs", "share of elements"))
+    return Level(title, facts, rows, rows, shares, ("outputs of", "share of elements"))
 
 
 def distribution(pair: Pair, rows: dict[str, np.ndarray], batch_size: int) -> Level:
@@ -96,17 +91,15 @@ def distribution(pair: Pair, rows: dict[str, np.ndarray], batch_size: int) -> Le
         {"distance": label} | {name: facts[key][name] for name in ("mean", *QUANTILES)}
         for key, label in (("kl", "KL (nats)"), ("tv", "total variation"))
     ]
-    bars = {
-        name: {f"{row['start']}-{row['stop'] - 1}": row[name] for row in facts["by_position"]}
-        for name in ("tv", "flip_share")
-    }
+    axes = "position (tokens)", "mean"
+    bars = [{axes[0]: f"{x['start']}-{x['stop'] - 1}"} | x for x in facts["by_position"]]
     notes = (
         f"likeliest token differs: {100 * facts['flip_share']:.4f} %",
         f"loss: reference {facts['reference_nll']:.6f}, "
         f"candidate {facts['candidate_nll']:.6f} nats",
     )
     title = f"Next tokens ({facts['tokens']:,} positions in {facts['rows']:,} rows)"
-    return Level(title, facts, table, bars, ("position (tokens)", "mean"), notes)
+    return Level(title, facts, table, bars, ("tv", "flip_share"), axes, notes)
 
 
 def task(
@@ -120,13 +113,10 @@ def task(
     essay = _essay(records, tokenizer, max(cell.length for cell in cells))
     sizes = {"batch_size": batch_size}
     found = [compare_answers(*pair, cell, tokenizer, essay, **sizes) for cell in cells]
-    bars = {
-        name: {f"{row['task']}, {row['length']:,}": row[name] for row in found}
-        for name in ("reference_score", "candidate_score")
-    }
+    axes, scores = ("task, length (tokens)", "score (%)"), ("reference_score", "candidate_score")
+    bars = [{axes[0]: f"{x['task']}, {x['length']:,}"} | x for x in found]
     title = "Needles in a haystack (scores in percent)"
-    facts = {"note": _DECODING, "cells": found}
-    return Level(title, facts, found, bars, ("task, length (tokens)", "score (%)"))
+    return Level(title, {"cells": found}, found, bars, scores, axes)
 
 
 def _essay(records: Sequence[TokenRecords], tokenizer: Any, length: int) -> str:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict
 from ttcd_kernels.normalize import PUBLISHED_ZERO_SLOPE
 
 from experiments.parity.golden import BFLOAT16_NEWTON_SCHULZ, Comparison, Golden, worse, worst
@@ -20,6 +19,7 @@ from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import Block
 from ttcd_jax.precision import Precision
+from ttcd_jax.train.fit import by_name, misfit
 from ttcd_jax.train.loss import next_token_loss
 
 
@@ -161,12 +161,8 @@ def with_params[M: nnx.Module](build: Callable[..., M], params: reference.Params
     for one that misfits."""
     module = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     state = nnx.state(module, nnx.Param)
-    trees = nnx.to_pure_dict(state), params
-    needed, given = (flatten_dict(jax.tree.map(jnp.shape, tree), sep="/") for tree in trees)
-    for name in sorted(needed.keys() | given.keys()):
-        ours, theirs = needed.get(name), given.get(name)
-        if ours != theirs:
-            raise DataError(f"parameter {name}: shape {theirs} given, {ours} needed")
+    if problem := misfit(by_name(nnx.to_pure_dict(state)), by_name(params)):
+        raise DataError(problem)
     nnx.replace_by_pure_dict(state, jax.tree.map(lambda x: jnp.asarray(x, dtype), params))
     nnx.update(module, state)
     return module

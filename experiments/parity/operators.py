@@ -84,16 +84,10 @@ def _attention_inputs(golden: Golden) -> Golden:
 
 
 def check_attention_inputs(golden: Golden, dtype: str) -> Comparison:
-    """Kind dual_attn_inputs: the arrays have the stated shapes; on them one sweep agrees with two
-    calls joined by their log-sum-exps (the reference's outputs are in the dual_attn files)."""
-    arrays = golden.arrays
-    B, T, H, HK, D = (golden.config[name] for name in _HEADS)
-    shapes = {"in.q": (B, T, H, D), "in.k": (B, T, HK, D), "in.v": (B, T, HK, D)}
-    shapes |= {"in.G_teacher": (B, T, H, D), "in.G_student": (B, T, H, D)}
-    for name, shape in shapes.items():
-        if arrays[name].shape != shape:
-            raise DataError(f"{name} has shape {arrays[name].shape}, its description {shape}")
-    q, k, v = (jnp.asarray(arrays[f"in.{name}"], dtype) for name in "qkv")
+    """Kind dual_attn_inputs: on these inputs one sweep agrees with two calls joined by their
+    log-sum-exps (the reference's outputs are in the dual_attn files)."""
+    q, k, v = (jnp.asarray(golden.arrays[f"in.{name}"], dtype) for name in "qkv")
+    T = q.shape[1]
     attention = functools.partial(
         dual_window_attention, q, k, v, teacher_window=T // 2, student_window=T // 4
     )

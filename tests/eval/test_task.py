@@ -28,7 +28,8 @@ def toy():
     @register
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Halves(ScoredTask):
-        """The loss of made-up rows by the half of the row. `length`: tokens of a row."""
+        """The loss of made-up rows by the half of the row. `length`: tokens of a row. `sizes` and
+        `names` are only options."""
 
         name = "halves"
         title = "Loss by half of the row"
@@ -38,6 +39,8 @@ def toy():
 
         length: Positive = 8
         text: str = ""
+        sizes: tuple[Positive, ...] = ()
+        names: tuple[str, ...] = ()
 
         def source(self, subject):
             tokens = np.random.default_rng(0).integers(11, size=(NUM_ROWS, self.length + 1))
@@ -131,6 +134,8 @@ def _parsed(name, options):
 def test_options_are_those_of_the_task(toy):
     options = ["--length=4", "--text=12", "--batch_size=3"]
     assert _parsed("halves", options) == toy(length=4, text="12", batch_size=3)
+    several = ["--sizes=4,8", "--names=a,b", "--names=c"]
+    assert _parsed("halves", several) == toy(sizes=(4, 8), names=("a,b", "c"))
     for name, option, message in [
         ("halves", "--seq_len=4", r"task halves has no option '--seq_len=4': .* length=VALUE"),
         ("needle", "--text=a", "task needle has no option '--text=a'"),

@@ -96,7 +96,7 @@ def _pieces(
     phase = (position - np.asarray(state.chunk_start)) % (chunk_size or 1)
     done = np.zeros_like(lengths)
     while (done < lengths).any():
-        size, counts = _next_piece(lengths - done, phase + done, chunk_size, piece_size)
+        size, counts = next_piece(lengths - done, phase + done, chunk_size, piece_size)
         index = np.minimum(done[:, None] + np.arange(size), tokens.shape[1] - 1)
         piece = np.take_along_axis(tokens, index, axis=1)
         before = (position + done)[counts > 0]
@@ -119,7 +119,7 @@ def newest_hidden(
     return jnp.where(counts[:, None] > 0, newest, before)
 
 
-def _next_piece(
+def next_piece(
     left: np.ndarray, phase: np.ndarray, chunk_size: int | None, piece_size: int
 ) -> tuple[int, np.ndarray]:
     """(T, tokens of each row) of a piece, where rows have `left` tokens to read, `phase` tokens

@@ -33,7 +33,6 @@ def step(first, second):
     assert second["time"] == pytest.approx(second["step ms"] / first["step ms"])
     for row in (first, second):
         assert row["tokens/s"] == pytest.approx(1e3 * row["tokens"] / row["step ms"])
-        assert min(row["save ms"], row["step ms, saving"]) > 0
         assert row["MFU %"] is None, "a CPU's peak is unknown"
 
 
@@ -89,7 +88,7 @@ def test_a_case_writes_its_table_and_report(case, tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     report = json.loads(file.read_text())
     assert report["environment"]["device"] in result.stdout
-    assert report["options"]["rounds"] == 2, "a flag counts more than --quick"
+    assert report["options"]["rounds"] == 2, "an option counts more than --quick"
     assert all(name in result.stdout for name in report["rows"][0])
     CHECKS[case](*report["rows"])
 
@@ -98,20 +97,18 @@ def test_a_case_writes_its_table_and_report(case, tmp_path):
     ("arguments", "message"),
     [
         (["steps"], "case 'steps' is not one of step, data, layer, mad, prefill, decode"),
-        (["mad", "--windows=8"], "Unknown command line flag 'windows'"),
+        ([], "case '' is not one of step, data"),
+        (["mad", "--windows=8"], "case mad has no option '--windows=8': it takes task=VALUE, "),
         (
             ["step", "--gin=a.gin", "--gin=a.gin"],
             "must be one or more, none twice",
         ),
         (["step", "--gin=quikstart.gin"], "quickstart.gin"),
-        (["layer", "--json=/no/such/file"], "--json: no folder /no/such; create it first"),
-        (["layer", "--lengths=64K"], "--lengths: '64K' is not a number of tokens"),
-        (["layer", "--lengths=64,0"], "--lengths: '0' is not a number of tokens"),
-        (["prefill", "--windows="], "--windows: '' is not a number"),
-        (["layer", "--forms="], "--forms is empty"),
-        (["prefill", "--models=swa,gru"], "Prefill.models must be"),
-        (["prefill", "--quick", "--piece_size=12"], "--piece_size=12 and chunk_size 8"),
-        (["prefill", "--quick", "--piece_size=24"], "--piece_size=24 and chunk_size 8"),
+        (["layer", "--lengths=64K"], "Layer.lengths must be tuple[int, ...], got ('64K',)"),
+        (["layer", "--lengths=64,0"], "Layer.lengths (64, 0) must each be at least 1"),
+        (["prefill", "--windows="], "Prefill.windows must be tuple[int, ...], got ('',)"),
+        (["layer", "--forms="], "Layer.forms must be tuple['auto' | 'blocked'"),
+        (["prefill", "--models=swa,gru"], "Prefill.models must be tuple['swa' | 'ipttt' | "),
         (["mad", "--task=recall"], "Sweep.task must be 'in-context-recall' | "),
     ],
 )
@@ -142,6 +139,16 @@ def test_what_would_take_too_long_is_not_run():
     assert row["program MiB"] > row["state MiB"] > 0
     ((row,),) = prefill.measured_decode(quick("decode", **SWA, max_seconds=0))
     assert (row["ms a step"], row["note"]) == (None, "compiled only")
+
+
+def test_the_bytes_of_a_program_are_those_of_the_piece_that_is_read():
+    """Up to 12 tokens at once are one chunk of 8."""
+    changes = {"models": ("ipttcd",), "lengths": (32,), "max_seconds": 0}
+    (one,), (more,) = (
+        next(prefill.measured_prefill(quick("prefill", piece_size=size, **changes)))
+        for size in (8, 12)
+    )
+    assert one["program MiB"] == more["program MiB"]
 
 
 def test_what_runs_out_of_memory_is_recorded_and_other_errors_are_not(monkeypatch):

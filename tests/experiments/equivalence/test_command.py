@@ -108,7 +108,7 @@ def test_attentions_forms_and_paths_agree(report):
         assert abs(distribution["reference_nll"] - distribution["candidate_nll"]) < 1e-6
     assert report("form")["distribution"]["kl"]["max"] > 0
     outputs = [row["outputs of"] for row in report("attention")["kernel"]["outputs"]]
-    assert outputs == ["layer 0", "attention 0", "whole model"]
+    assert outputs == ["layer 0", "whole model"]
     streamed = report("streamed")["kernel"]
     (whole,) = streamed["outputs"]
     assert streamed["tokens"] == 80

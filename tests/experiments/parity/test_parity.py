@@ -105,6 +105,7 @@ def test_a_wrong_setting_fails_the_check():
         ("param.down_proj.weight", lambda x: {"param.surplus": x}, KeyError),
         ("param.down_proj.weight", lambda x: {"param.down_proj.weight": x.T}, DataError),
         ("out.y", lambda x: {"out.y": x.T}, DataError),
+        ("out.y", lambda x: {"out.y": x, "out.surplus": x}, DataError),
         ("in.x", lambda x: {}, KeyError),
     ],
 )
