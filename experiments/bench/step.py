@@ -18,7 +18,8 @@ from ttcd_jax.data.pipeline import CallerBatches
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import run_mesh
-from ttcd_jax.train.flops import peak_flops, training_flops_per_token
+from ttcd_jax.train.flops import training_flops_per_token
+from ttcd_jax.train.hardware import data_sheet
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,8 @@ def measured_steps(options: Step) -> Iterator[list[Row]]:
     that of the compiled step, the state included."""
     runs = {gin: _Run(config) for gin, config in options.loaded().items()}
     seconds = measure.median_seconds({gin: run.take for gin, run in runs.items()}, options.rounds)
-    peak = over(peak_flops(jax.devices()[0].device_kind), 100 / jax.device_count())
+    sheet = data_sheet(jax.devices()[0].device_kind)
+    peak = None if sheet is None else sheet.peak_flops * jax.device_count() / 100
     rates = {gin: run.tokens / seconds[gin] for gin, run in runs.items()}
     rows, first = [], options.gin[0]
     for gin, run in runs.items():

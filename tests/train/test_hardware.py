@@ -1,8 +1,7 @@
 import pytest
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.train.flops import peak_flops
-from ttcd_jax.train.hardware import HARDWARE, parse_topology
+from ttcd_jax.train.hardware import HARDWARE, data_sheet, parse_topology
 
 
 def test_a_topology_is_a_device_and_their_number():
@@ -26,6 +25,6 @@ def test_a_topology_that_is_none_is_told_what_one_is(text, message):
 
 
 def test_the_name_a_device_gives_itself_finds_its_data_sheet():
-    assert peak_flops("NVIDIA H100 80GB HBM3") == HARDWARE["H100"].peak_flops == 989e12
-    assert peak_flops("NVIDIA GB200") == HARDWARE["B200"].peak_flops
-    assert peak_flops("cpu") is None
+    assert data_sheet("NVIDIA H100 80GB HBM3") == HARDWARE["H100"]
+    assert data_sheet("NVIDIA GB200") == HARDWARE["B200"]
+    assert data_sheet("cpu") is None

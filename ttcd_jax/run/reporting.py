@@ -15,7 +15,8 @@ from tensorboardX import SummaryWriter
 from ttcd_jax import units
 from ttcd_jax.files import write_whole
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.train.flops import peak_flops, training_flops_per_token
+from ttcd_jax.train.flops import training_flops_per_token
+from ttcd_jax.train.hardware import data_sheet
 from ttcd_jax.train.loop import HostMetrics, MetricCallback
 
 
@@ -37,13 +38,13 @@ def reporter(
     progress = Progress(start, config.steps)
     tokens_per_step = config.batch_size * config.data.seq_len
     flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
-    peak = peak_flops(jax.devices()[0].device_kind)
+    sheet = data_sheet(jax.devices()[0].device_kind)
 
     def log(step: int, metrics: HostMetrics) -> None:
         rate = progress.update(step) * tokens_per_step
         record = flat_metrics(metrics) | {"tokens_per_second": rate}
-        if peak is not None:
-            record["mfu"] = rate * flops_per_token / (peak * jax.device_count())
+        if sheet is not None:
+            record["mfu"] = rate * flops_per_token / (sheet.peak_flops * jax.device_count())
         files.write(step, record)
         progress.show(step, record)
 

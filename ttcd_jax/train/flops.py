@@ -5,7 +5,6 @@ Training counts three times the forward pass: recomputation is not counted.
 """
 
 from ttcd_jax.models.config import TransformerConfig, block_configs
-from ttcd_jax.train.hardware import data_sheet
 
 
 def forward_flops(config: TransformerConfig, length: int) -> float:
@@ -17,9 +16,3 @@ def forward_flops(config: TransformerConfig, length: int) -> float:
 def training_flops_per_token(config: TransformerConfig, length: int) -> float:
     """Forward and backward, per token of a row of `length`."""
     return 3 * forward_flops(config, length) / length
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Peak bfloat16 FLOP/s of a known accelerator, else None."""
-    device = data_sheet(device_kind)
-    return None if device is None else device.peak_flops

@@ -13,8 +13,7 @@ content is the target.
 
 import numpy as np
 
-from experiments.mad.tasks.draws import Draws
-from experiments.mad.tasks.rows import IGNORE, Rows
+from experiments.mad.tasks.rows import IGNORE, Draws, Rows
 from experiments.mad.tasks.settings import MADConfig
 
 

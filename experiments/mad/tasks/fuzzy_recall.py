@@ -13,8 +13,7 @@ import itertools
 
 import numpy as np
 
-from experiments.mad.tasks.draws import Draws
-from experiments.mad.tasks.rows import IGNORE, Rows, shifted
+from experiments.mad.tasks.rows import IGNORE, Draws, Rows, shifted
 from experiments.mad.tasks.settings import MADConfig
 
 Motif = tuple[int, ...]

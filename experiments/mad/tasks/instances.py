@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from experiments.mad.tasks import aligned, fuzzy_recall, recall
-from experiments.mad.tasks.draws import Draws
-from experiments.mad.tasks.rows import Rows
+from experiments.mad.tasks.rows import Draws, Rows
 from experiments.mad.tasks.settings import MADConfig, TaskName
 
 

@@ -8,8 +8,7 @@ are the values of keys that an earlier slot has.
 
 import numpy as np
 
-from experiments.mad.tasks.draws import Draws
-from experiments.mad.tasks.rows import IGNORE, Rows, shifted
+from experiments.mad.tasks.rows import IGNORE, Draws, Rows, shifted
 from experiments.mad.tasks.settings import MADConfig
 
 
