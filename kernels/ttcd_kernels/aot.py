@@ -24,20 +24,11 @@ import jax
 from ttcd_kernels import bench, launch, measure
 from ttcd_kernels.dual_window import mosaic_call
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES
+from ttcd_kernels.launch import Compiled
 from ttcd_kernels.table import format_table
 
 # Each becomes one instruction of the machine.
 _TENSOR_CORES = re.compile(r"\b(?:wgmma\.mma_async|mma)\.sync")
-
-
-class Compiled(NamedTuple):
-    """One kernel in machine code."""
-
-    name: str
-    registers: int  # per thread
-    spill_bytes: int  # per thread, stores and loads
-    shared_bytes: int
-    tensor_core_instructions: int
 
 
 def compile_kernels(op: Any, case: Any, capability: int) -> tuple[list[Compiled], list[str]]:

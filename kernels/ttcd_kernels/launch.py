@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -101,3 +101,13 @@ def launch(
         compute_capability=_CAPABILITY.get(),
         **constants,
     )
+
+
+class Compiled(NamedTuple):
+    """One kernel in machine code."""
+
+    name: str
+    registers: int  # per thread
+    spill_bytes: int  # per thread, stores and loads
+    shared_bytes: int
+    tensor_core_instructions: int

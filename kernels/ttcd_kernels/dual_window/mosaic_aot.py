@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from ttcd_kernels import launch
-from ttcd_kernels.aot import Compiled
 from ttcd_kernels.dual_window import mosaic_call
+from ttcd_kernels.launch import Compiled
 from ttcd_kernels.windows import Windows
 
 _COMPILER = Path(sys.prefix) / "hopper"
