@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import re
 from pathlib import Path
 
@@ -116,6 +117,21 @@ def test_imports_go_one_way(folder):
         allowed = (*MAY_IMPORT[folder], *(() if folder == "kernels" else LOW))
         wrong = {name for name in ours if not _is_in(name, allowed)}
         assert not wrong, f"{_name(path)} imports {', '.join(sorted(wrong))}"
+
+
+def test_no_file_imports_itself_through_others():
+    """Registries aside: a package that imports all of its modules."""
+    modules = {
+        _name(path.with_suffix("")).replace("/", ".").removeprefix("kernels."): path
+        for path in SOURCES
+        if path.name != "__init__.py"
+    }
+    graph = {
+        module: {name if name in modules else name.rpartition(".")[0] for name in _imports(path)}
+        & modules.keys()
+        for module, path in modules.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_every_folder_of_the_library_has_its_place_in_the_import_order():
