@@ -239,6 +239,12 @@ def test_any_length_has_finite_logits_and_gradients(length):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(result[:2]))
 
 
+def test_positions_matter_by_their_differences(float64):
+    run = jax.jit(lambda positions: _model().forward(jnp.asarray(TOKENS), None, positions)[0])
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1], dtype=jnp.int32), TOKENS.shape)
+    assert_close(run(positions + 100), run(positions), 1e-4)
+
+
 def test_models_without_a_memory_have_no_statistics():
     model = _model(fast_layers=(), precision=Precision())
     assert jax.eval_shape(model.forward, jnp.asarray(TOKENS[:, :4]))[1] is None
