@@ -1,7 +1,12 @@
+import errno
 import time
+from pathlib import Path
 
 import numpy as np
+import pytest
+from tensorboardX.event_file_writer import EventsWriter
 
+from ttcd_jax.errors import UserError
 from ttcd_jax.run.reporting import MetricFiles, Progress, flat_metrics, read_metrics
 
 
@@ -17,11 +22,34 @@ def test_records_after_the_checkpoint_are_dropped_and_a_torn_line_is_skipped(tmp
     files.close()
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 4, "lo')
+    # As after a power loss: NULs, a torn line, other JSON.
+    path.write_bytes(b'\0\0\0\n{"step": 1, "l\n[]\n\xff\n' + path.read_bytes())
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
     files = MetricFiles(tmp_path, start=2)
     files.write(3, {"loss": 9.0})
     files.close()
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 1), (2, 2), (3, 9)]
+
+
+def _fail(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_event_writer_that_died_does_not_stop_a_run(tmp_path, monkeypatch):
+    files = MetricFiles(tmp_path, start=0)
+    monkeypatch.setattr(EventsWriter, "write_event", _fail)
+    for step in range(1, 100):
+        files.write(step, {"loss": float(step)})
+    files.close()
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 99
+
+
+def test_a_full_disk_under_the_metrics_is_one_line(tmp_path):
+    files = MetricFiles(tmp_path, start=0)
+    files._file = Path("/dev/full").open("a")
+    with pytest.raises(UserError, match="cannot be written: No space left on device; make room"):
+        files.write(1, {"loss": 1.0})
 
 
 def test_a_log_gets_one_line_per_report(capsys, monkeypatch):

@@ -13,6 +13,7 @@ import numpy as np
 from tensorboardX import SummaryWriter
 
 from ttcd_jax import units
+from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_whole
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.flops import training_flops_per_token
@@ -72,12 +73,20 @@ class MetricFiles:
         kept = [record for record in read_metrics(path) if record["step"] <= start]
         write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
+        # An unbounded queue: a full disk ends the writer's thread, and must not stop the run.
+        folder = str(directory / "tensorboard")
+        self._board = SummaryWriter(folder, purge_step=start + 1, max_queue=0)
 
     def write(self, step: int, record: dict[str, float]) -> None:
-        """One line, on disk when this returns."""
-        self._file.write(json.dumps({"step": step, **record}) + "\n")
-        self._file.flush()
+        """One line. Raises `UserError` on a full disk."""
+        try:
+            self._file.write(json.dumps({"step": step, **record}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self._file.name} cannot be written: {error.strerror}; make room, then run the "
+                "same command to resume"
+            ) from error
         for name, value in record.items():
             self._board.add_scalar(name, value, step)
 
@@ -87,9 +96,13 @@ class MetricFiles:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete records; the torn last line of a killed run is skipped."""
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-    return [json.loads(line) for line in lines[:-1]]
+    """All complete records; the torn lines of a killed run or machine are skipped."""
+    records = []
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            records += [record] if isinstance(record, dict) and "step" in record else []
+    return records
 
 
 class Progress:
