@@ -1,6 +1,5 @@
 import errno
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,11 +44,13 @@ def test_an_event_writer_that_died_does_not_stop_a_run(tmp_path, monkeypatch):
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 99
 
 
-def test_a_full_disk_under_the_metrics_is_one_line(tmp_path):
+def test_a_full_disk_under_the_metrics_is_one_line(tmp_path, monkeypatch):
     files = MetricFiles(tmp_path, start=0)
-    files._file = Path("/dev/full").open("a")
+    monkeypatch.setattr(files._file, "flush", _fail)
     with pytest.raises(UserError, match="cannot be written: No space left on device; make room"):
         files.write(1, {"loss": 1.0})
+    monkeypatch.undo()
+    files.close()
 
 
 def test_a_log_gets_one_line_per_report(capsys, monkeypatch):
