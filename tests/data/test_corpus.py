@@ -118,6 +118,7 @@ def test_missing_or_empty_text_names_the_path_and_the_remedy(tmp_path):
     ("fields", "message"),
     [
         ({"kind": "text"}, "kind 'text' takes the path"),
+        ({"kind": "text", "path": ""}, "kind 'text' takes the path"),
         ({"path": "x"}, "kind 'stdlib' takes none"),
         ({"validation_percent": 100}, "validation_percent 100 must be between 0 and 99"),
         ({"glob": "/etc/*"}, r"glob /etc/\* must be a pattern below path, such as"),

@@ -41,7 +41,7 @@ class CorpusConfig(Config):
     validation_percent: Annotated[int, Bound("between 0 and 99", lambda p: 0 <= p < 100)] = 5
 
     def validate(self) -> None:
-        if (self.kind == "text") != (self.path is not None):
+        if self.path == "" or (self.kind == "text") != (self.path is not None):
             raise UserError(
                 f"CorpusConfig kind={self.kind!r} with path={self.path!r}; "
                 "kind 'text' takes the path of a file or a folder, kind 'stdlib' takes none"
