@@ -51,8 +51,8 @@ class PackedRows:
 
     Row r reads the stream at [r*T, r*T + T], T + 1 tokens of which the last is only a target; a
     remainder that does not fill a row is dropped. `loss_mask` is False where the target begins a
-    document. In memory: `order` [documents], the documents as streamed, and `starts` [documents
-    + 1], their offsets in the stream. Raises `DataError` when the stream does not fill one row.
+    document. In memory: `order` [documents], the documents as streamed, and `starts`
+    [documents + 1], their offsets. Raises `DataError` when the stream does not fill one row.
     """
 
     def __init__(self, records: TokenRecords, *, seq_len: int, seed: int) -> None:

@@ -21,7 +21,7 @@ from ttcd_jax.train.loop import HostMetrics, MetricCallback
 
 
 def say(line: str) -> None:
-    """Prints a line, if this is the first process."""
+    """Prints a line in the first process only."""
     if jax.process_index() == 0:
         print(line, flush=True)
 
@@ -31,7 +31,7 @@ def reporter(
     config: RunConfig, directory: Path, start: int
 ) -> Iterator[tuple[list[MetricCallback], Callable[[int, dict[str, float]], None]]]:
     """(callbacks that report a run every `log_every` steps, function that writes other metrics of a
-    step); both do nothing but in the first process."""
+    step); both do nothing outside the first process."""
     if jax.process_index():
         yield [], lambda step, record: None
         return
@@ -64,8 +64,8 @@ def flat_metrics(metrics: HostMetrics) -> dict[str, float]:
 
 
 class MetricFiles:
-    """Appends to `metrics.jsonl` and TensorBoard. Records after `start`, of a run interrupted
-    before its next checkpoint, are dropped: training repeats them."""
+    """Appends to `metrics.jsonl` and TensorBoard. Records after step `start`, of a run
+    interrupted before its next checkpoint, are dropped: training repeats those steps."""
 
     def __init__(self, directory: Path, *, start: int) -> None:
         path = directory / "metrics.jsonl"
@@ -75,7 +75,7 @@ class MetricFiles:
         self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
 
     def write(self, step: int, record: dict[str, float]) -> None:
-        """One line, on disk when this returns."""
+        """Appends one record, handed to the operating system when this returns."""
         self._file.write(json.dumps({"step": step, **record}) + "\n")
         self._file.flush()
         for name, value in record.items():
@@ -87,7 +87,7 @@ class MetricFiles:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete records; the torn last line of a killed run is skipped."""
+    """All complete records; the incomplete last line of a killed run is skipped."""
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
     return [json.loads(line) for line in lines[:-1]]
 

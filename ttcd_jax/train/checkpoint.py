@@ -158,7 +158,7 @@ class Checkpoints:
         self._pending = step, self._sealer.submit(self._seal, step)
 
     def wait(self) -> None:
-        """Blocks until the last step is on disk and sealed; raises `CheckpointError` if it fails."""
+        """Blocks until the last step is on disk and sealed. Raises `CheckpointError` if not."""
         if self._pending is None:
             return
         (step, sealed), self._pending = self._pending, None
@@ -180,7 +180,7 @@ class Checkpoints:
         """(step, state) of `step`, or of the newest intact one by the policy above.
 
         `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for every array. Raises
-        `CheckpointError` for damage, and for names, shapes or dtypes that differ (Orbax would cast).
+        `CheckpointError` for damage, and for different names, shapes or dtypes (Orbax would cast).
         """
         self.wait()
         chosen, num_refused, refused = self._chosen(step)

@@ -87,7 +87,7 @@ def _shared_newton_schulz(stack: Float[Array, "Y X Z"]) -> Float[Array, "Y X Z"]
     array is larger than a device's shard or its ceil(Y / devices) matrices. To keep XLA from
     gathering, mesh axes move one at a time, the last first, and zero matrices, which stay zero, pad
     the stack to a multiple of the devices. A stack whose layers are sharded over one mesh axis of
-    several is gathered in part; over the only one it stays.
+    several is gathered in part; over the only axis it is not moved.
     """
     mesh, free = jax.typeof(stack).sharding.mesh, PartitionSpec.UNCONSTRAINED
     names = tuple(name for name in reversed(mesh.auto_axes) if mesh.shape[name] > 1)

@@ -14,9 +14,9 @@ from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Config):
-    """AdamW's constants and the learning rate; `clip_norm` None: no clip. With `kind="muon"` matrices follow
-    `train.muon`, whose constants are `momentum`, `is_nesterov` and `orthogonalization` (the dtype
-    of Newton-Schulz); all else follows AdamW."""
+    """AdamW's constants and the learning rate; `clip_norm` None: no clip. With `kind="muon"`,
+    matrices follow `train.muon`, whose constants are `momentum`, `is_nesterov` and
+    `orthogonalization` (the dtype of Newton-Schulz); all else follows AdamW."""
 
     kind: Literal["adamw", "muon"] = "adamw"
     beta1: Decay = 0.9
