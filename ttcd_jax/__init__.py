@@ -2,8 +2,8 @@
 
     from ttcd_jax import IPTTCDBlock, IPTTCDMLP, DualWindowAttention, Transformer, load_run
 
-Names are imported on first use, so that a command's `--help` needs no jax. Reading and generating
-text is `ttcd_jax.inference`.
+Names are imported on first use, so that a command's `--help` does not import jax.
+`ttcd_jax.inference` reads and generates text.
 """
 
 from importlib import import_module
@@ -49,7 +49,7 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
-if not TYPE_CHECKING:  # a type checker reports a name that is missing
+if not TYPE_CHECKING:  # or a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":

@@ -2,13 +2,13 @@
 
     B batch          T query positions    S key positions      N query heads     K kv heads
     G = N / K        H head dim           D model dim          F mlp hidden dim  V vocabulary
-    C chunks         L positions of a chunk (T = C * L)        R conv taps       Y stacked layers
+    C chunks         L positions per chunk (T = C * L)         R conv taps       Y stacked layers
 
 Parameters carry the names of their logical axes as metadata (`axes=(...)`), one per dimension:
 `embed` (D), `mlp` (F), `heads` (N * H), `kv_heads` (K * H), `head_dim` (H), `vocab` (V), `taps`
-(R), `layers` (Y, added when blocks are stacked); of fast weights `fast_heads` (N), `fast_mlp` (F)
-and `rank` (the inner dimension of a low-rank start, and a pair of factors per channel). The map to
-mesh axes is `ttcd_jax.sharding.rules`.
+(R), `layers` (Y, added when blocks are stacked). Fast weights add `fast_heads` (N), `fast_mlp` (F)
+and `rank` (the inner dimension of low-rank initial weights, or a pair of factors per channel).
+`ttcd_jax.sharding.rules` maps them to mesh axes.
 """
 
 import jax
@@ -21,11 +21,11 @@ LOGICAL_AXES = (
 
 
 def param(value: jax.Array, axes: tuple[str, ...], *, is_operand: bool | None = None) -> nnx.Param:
-    """A parameter whose dimensions are named.
+    """A parameter with one logical axis name per dimension.
 
-    `is_operand`: it is only an operand of products in the compute dtype, so it may be rounded to
-    that dtype early (before an exchange between devices, once for inference); by default a matrix
-    is. Raises `KeyError` for a name that the legend lacks.
+    `is_operand`: whether it is only an operand of products in the compute dtype, so that it may be
+    rounded to that dtype early (before a collective, once for inference); by default, whether it
+    has two dimensions or more. Raises `KeyError` for an unknown name.
     """
     for name in axes:
         if name not in LOGICAL_AXES:

@@ -1,4 +1,4 @@
-"""Frozen configuration dataclasses: types and bounds checked at construction, exact JSON both ways.
+"""Frozen configuration dataclasses: types and bounds checked at construction, lossless as JSON.
 
 gin and JSON check nothing, so every configuration class inherits `Config`: a field of the wrong
 type or outside its bounds, an unknown key or a missing one is a `UserError` that names the field. A
@@ -19,15 +19,15 @@ from ttcd_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A condition on a field's value; `wording` completes "must be ...". NaN meets no comparison,
-    so `allows` states the values that are allowed."""
+    """A condition on a field's value; `wording` completes "must be ...". NaN fails every
+    comparison, so `allows` is true for allowed values, not false for others."""
 
     wording: str
     allows: Callable[[Any], bool]
 
 
 class AtLeast(Bound):
-    """Numbers from `least` on."""
+    """Numbers of at least `least`."""
 
     def __init__(self, least: float) -> None:
         super().__init__(f"at least {least}", lambda value: value >= least)
@@ -100,10 +100,10 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     """`name: old -> new` for every leaf in which two configurations from `to_dict` differ."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return [] if old == new else [f"{path}: {old} -> {new}"]
-    found = []
+    changes = []
     for name in old | new:
-        found += differences(old.get(name), new.get(name), f"{path}.{name}" if path else name)
-    return found
+        changes += differences(old.get(name), new.get(name), f"{path}.{name}" if path else name)
+    return changes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,20 +129,20 @@ class Config:
 
     @classmethod
     def alternatives(cls) -> list[type["Config"]]:
-        """The classes that a field of this type can hold: this one, unless the class is open."""
+        """The classes that a field of this type can hold: this one alone unless overridden."""
         return [cls]
 
     @classmethod
     def reconciled(cls, values: dict[str, Any], bound: Collection[str]) -> dict[str, Any]:
-        """Fields of which those `bound` override those of another configuration, without what the
-        overrides leave no meaning."""
+        """`values`, in which the fields `bound` override another configuration's, with defaults for
+        the other fields that the overrides make meaningless."""
         return values
 
     def validate(self) -> None:
         """Raises `UserError` for values that contradict each other."""
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with the given fields changed, checked anew."""
+        """A copy with the given fields changed, checked again."""
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:

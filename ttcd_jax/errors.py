@@ -1,7 +1,7 @@
 """Errors that a user can correct, each with the exit status of commands.
 
-A command prints one as a line and exits with `exit_code`; every other exception is a defect of ours
-and keeps its traceback.
+A command prints such an error as one line and exits with `exit_code`; every other exception is a
+bug and keeps its traceback.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,6 @@ class NonFiniteError(UserError):
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """The first `most` of `names`, and how many more there are: for an error message."""
+    """The first `most` of `names`, and how many more there are, for an error message."""
     more = f", and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

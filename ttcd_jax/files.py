@@ -1,8 +1,8 @@
-"""Files written whole: a reader finds the old one, the new one or none, never a half. Digests, and
-JSON of unknown origin.
+"""Atomic writes of files and folders, file digests, and JSON from untrusted files.
 
-Each file or folder is made under a hidden name in the same folder, `.<name>.<process>`, and renamed
-once it is complete. An error removes the hidden one; a killed process leaves it, and it can be
+A reader finds the old file, the new one or none, never a partial one. Each file or folder is
+written under a hidden name in the same folder, `.<name>.<process>`, and renamed once it is
+complete. After an error the hidden one is removed; a killed process leaves it, and it can be
 deleted. `OSError` becomes `UserError`. Permissions follow the umask.
 """
 
@@ -22,17 +22,17 @@ MAX_JSON_BYTES = 100_000_000  # as in the safetensors library
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """The path to write a file at, which replaces `path` at the end."""
+    """A temporary path to write to, renamed to `path` at the end."""
     with _renamed(path) as unfinished:
         unfinished.touch()
         mode = unfinished.stat().st_mode
         yield unfinished
-        unfinished.chmod(mode)  # safetensors makes a new file, for its owner alone
+        unfinished.chmod(mode)  # safetensors replaces the file by a private one
 
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` at the end; `path` must be absent or empty."""
+    """A temporary folder to fill, renamed to `path` at the end; `path` must be absent or empty."""
     with _renamed(path) as unfinished:
         unfinished.mkdir()
         yield unfinished
@@ -85,8 +85,8 @@ def sha256(path: Path) -> str:
 
 
 def difference(path: Path, num_bytes: int | None = None, digest: str | None = None) -> str | None:
-    """The first difference of a file from its size and its sha256, each unless None; None if there
-    is none."""
+    """The first mismatch of a file with its expected size and sha256 (None: not checked); None if
+    there is none."""
     try:
         size = path.stat().st_size
         if num_bytes is not None and size != num_bytes:
@@ -110,8 +110,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object that `data`, read from `path`, encodes in UTF-8, each name once and every
-    number finite; otherwise a `DataError`."""
+    """The JSON object in `data`, the UTF-8 content of `path`, with unique names and finite numbers;
+    otherwise a `DataError`."""
     try:
         value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
     except RecursionError as error:

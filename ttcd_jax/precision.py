@@ -13,8 +13,8 @@ FloatName = Literal["float64", "float32", "bfloat16", "float16"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision(Config):
-    """`param` holds weights and optimizer moments, `compute` the operands of matrix products,
-    `state` softmax statistics, log-sum-exps and sums of delta_w (products accumulate in it too).
+    """The dtypes `param` of weights and optimizer moments, `compute` of the operands of products,
+    `state` of softmax statistics, log-sum-exps and sums of delta_w (products accumulate in it too).
     """
 
     param: FloatName = "float32"

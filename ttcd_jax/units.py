@@ -4,7 +4,7 @@ _SCALES = (("G", 2**30), ("M", 2**20), ("K", 2**10))
 
 
 def size(num_bytes: float) -> str:
-    """Bytes: 72.12 GiB, 3.81 MiB, 1.50 KiB, 12 bytes."""
+    """A number of bytes: 72.12 GiB, 3.81 MiB, 1.50 KiB, 12 bytes."""
     for letter, scale in _SCALES:
         if num_bytes >= scale:
             return f"{num_bytes / scale:,.2f} {letter}iB"
@@ -12,7 +12,7 @@ def size(num_bytes: float) -> str:
 
 
 def count(tokens: int) -> str:
-    """A power of two, as lengths of rows are: 1M, 4K, 512."""
+    """A number of tokens that is a power of two: 1M, 4K, 512."""
     for letter, scale in _SCALES:
         if tokens >= scale:
             return f"{tokens // scale}{letter}"
@@ -20,7 +20,7 @@ def count(tokens: int) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A time of minutes or hours: 1:15, 2:03:04."""
+    """A duration in minutes and seconds, from an hour on with hours: 1:15, 2:03:04."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""Files that need a library outside the requirements: zstandard, and the import of any."""
+"""Files that need an optional library: its import, and zstandard decompression."""
 
 import importlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _LARGEST_WINDOW = 2**31  # `zstd --long=31`, which the library refuses by defaul
 
 
 def import_for(path: Path, library: str) -> Any:
-    """The module `library`, which reads `path`. Raises `UserError` unless it is installed."""
+    """The optional module `library`, which `path` needs. Raises `UserError` if it is absent."""
     try:
         return importlib.import_module(library)
     except ImportError as error:

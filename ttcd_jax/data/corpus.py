@@ -1,4 +1,4 @@
-"""Documents to train on: the source of the Python standard library, or files of the user."""
+"""Training documents: the source of the Python standard library, or the user's files."""
 
 import contextlib
 import dataclasses
@@ -26,12 +26,12 @@ _BELOW = Bound("a pattern below path, such as **/*.txt", lambda glob: glob and g
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorpusConfig(Config):
-    """The documents, and the choice of those held out.
+    """The documents, and which of them are held out for validation.
 
-    `path` (kind "text") is a file of plain text, whose last `validation_percent` are held out, a
-    file of many documents with their text in `field`, or a folder of either. `train/` and
-    `validation/` in a folder are its splits; without them, and in a file of many, the hash of a
-    document's name holds it out.
+    `path` (kind "text") is a plain text file, whose last `validation_percent` percent are held out,
+    a file of many documents with their text in `field`, or a folder of either. The folders `train/`
+    and `validation/` in it are the splits; without them, and in a file of many, a hash of its name
+    decides whether a document is held out.
     """
 
     kind: Literal["stdlib", "text"] = "stdlib"
@@ -49,7 +49,7 @@ class CorpusConfig(Config):
 
 
 class Census:
-    """Number, bytes and digest of documents."""
+    """The number, total bytes and digest of the documents added so far."""
 
     def __init__(self) -> None:
         self._num_documents = self._num_bytes = 0
@@ -59,11 +59,11 @@ class Census:
         self._num_documents += 1
         self._num_bytes += len(document.content)
         for part in (document.name.encode(), document.content):
-            self._digest.update(len(part).to_bytes(8))  # so that no two lists run into one
+            self._digest.update(len(part).to_bytes(8))  # so that no two lists have one digest
             self._digest.update(part)
 
     def summary(self) -> dict[str, Any]:
-        """Ready for JSON; `sha256` covers names and contents, in their order."""
+        """The census, ready for JSON; `sha256` covers names and contents, in order."""
         return {
             "num_documents": self._num_documents,
             "num_bytes": self._num_bytes,
@@ -74,8 +74,8 @@ class Census:
 def stream_documents(
     config: CorpusConfig, splits: tuple[Split, ...] = SPLITS
 ) -> Iterator[tuple[Split, Document]]:
-    """The documents that are not empty, each with its split, file by file in the order of names. A
-    folder with splits is read for `splits` alone. Raises `DataError` when the path is missing,
+    """The non-empty documents, each with its split, file by file in the order of names. In a folder
+    with splits, only `splits` are read. Raises `DataError` when the path is missing,
     nothing matches, or a file cannot be read."""
     if config.path is None:
         documents = _held_out_by_name(_stdlib_documents(), config)
@@ -94,7 +94,7 @@ def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
 
 
 def empty_split(config: CorpusConfig, split: Split) -> DataError:
-    """The error of a split without a document."""
+    """The error for a split without documents."""
     where = sysconfig.get_paths()["stdlib"] if config.path is None else config.path
     return DataError(
         f"the {split} split of {where} is empty (validation_percent="
@@ -103,7 +103,7 @@ def empty_split(config: CorpusConfig, split: Split) -> DataError:
 
 
 def manifest(config: CorpusConfig, documents: list[Document]) -> dict[str, Any]:
-    """The documents' entry in a run directory, ready for JSON."""
+    """The manifest of the documents for a run directory, ready for JSON."""
     census = Census()
     for document in documents:
         census.add(document)
@@ -148,7 +148,7 @@ def _folder_documents(folder: pathlib.Path, config: CorpusConfig) -> Iterator[Do
 
 
 def _files(folder: pathlib.Path, glob: str) -> dict[str, pathlib.Path]:
-    """Files by their relative name, sorted."""
+    """The matching files by relative name, sorted."""
     files = {p.relative_to(folder).as_posix(): p for p in folder.glob(glob) if p.is_file()}
     return dict(sorted(files.items()))
 
@@ -157,7 +157,7 @@ def _parts_of_file(path: pathlib.Path, config: CorpusConfig) -> Iterator[tuple[S
     for document in read_documents(path, path.name, config.field):
         text = document.text
         end = len(text) * (100 - config.validation_percent) // 100
-        if end < len(text):  # after a line, which keeps characters of several bytes whole
+        if end < len(text):  # after a newline, so that no multi-byte character is split
             end = text.rfind(b"\n", 0, end) + 1
         yield "train", Document(path.name, text[:end])
         yield "validation", Document(path.name, text[end:])

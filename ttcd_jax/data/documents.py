@@ -1,4 +1,4 @@
-"""Documents in files: plain text, one each; JSON lines, Parquet and MDS folders, many each."""
+"""Documents in files: one per text file, many per JSON lines or Parquet file or MDS folder."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ _PARQUET_ROWS = 256  # rows in memory at once
 
 
 class Document(NamedTuple):
-    """One text and its name: its path relative to the corpus, with `:number` in a file of many. A
-    tokenized document has `tokens` [T] and no text."""
+    """One text and its name: the file's path relative to the corpus, with `:number` in a file of
+    many documents. A tokenized document has `tokens` [T] and no text."""
 
     name: str
     text: bytes
@@ -29,10 +29,10 @@ class Document(NamedTuple):
 
 
 def read_documents(path: Path, name: str, field: str) -> Iterator[Document]:
-    """The documents of one file, in its order, one in memory at a time (a shard of an MDS folder).
+    """The documents of one file, in order, one in memory at a time (of an MDS folder, one shard).
 
-    `field` is the key or column of the text in a file of many; there null counts as no text.
-    Raises `DataError` naming the file, and the line, row or sample, for what cannot be read.
+    `field` is the key or column of the text in a file of many; null is read as an empty text.
+    Raises `DataError` naming the file, and the line, row or sample, that cannot be read.
     """
     try:
         read = _reader(path)
@@ -47,7 +47,7 @@ def read_documents(path: Path, name: str, field: str) -> Iterator[Document]:
 
 
 def holds_many(path: Path) -> bool:
-    """Whether a file of this name holds documents by the line, row or sample."""
+    """Whether a file of this name holds many documents, one per line, row or sample."""
     return _reader(path) is not None
 
 
@@ -57,14 +57,14 @@ def readable_glob(folder: Path) -> str:
     Raises `UserError` when there is no such file, or there are several kinds.
     """
     kinds = ("*.txt", *_READERS)
-    found = [f"**/{kind}" for kind in kinds if any(map(Path.is_file, folder.rglob(kind)))]
-    if not found:
+    globs = [f"**/{kind}" for kind in kinds if any(map(Path.is_file, folder.rglob(kind)))]
+    if not globs:
         raise UserError(f"no file below {folder} matches {', '.join(kinds)}; pass --glob")
-    if len(found) > 1:
+    if len(globs) > 1:
         raise UserError(
-            f"{folder} holds documents of several kinds: choose one by --glob ({', '.join(found)})"
+            f"{folder} holds documents of several kinds: choose one by --glob ({', '.join(globs)})"
         )
-    return found[0]
+    return globs[0]
 
 
 def _lines(path: Path) -> Iterator[bytes]:

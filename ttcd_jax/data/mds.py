@@ -1,7 +1,7 @@
 """One column of an MDS folder (MosaicML Streaming): `index.json` and the shards it lists.
 
     shard    u32 n | u32 offsets [n + 1] into the file | configuration as JSON | n samples
-    sample   u32 size of each column without a fixed one | the columns, in the order of their names
+    sample   u32 size of each variable-size column | the columns, in the order of their names
     ndarray  u8 4 * axes + log2(bytes of a length) | length of each axis | values
 
 All numbers are little-endian. Nothing is unpickled; shards must be in the folder of their index.
@@ -26,7 +26,7 @@ _ARRAY = re.compile(r"ndarray:(u?int(?:8|16|32|64))(?::(\d+))?")
 
 
 class _Shard(NamedTuple):
-    """`sizes`: bytes of each column, 0 where every sample has its own."""
+    """A shard's entry in the index. `sizes`: bytes of each column, 0 if they vary by sample."""
 
     raw: str
     num_bytes: int
@@ -40,7 +40,7 @@ class _Shard(NamedTuple):
 
 def read_column(index: Path, column: str) -> Iterator[bytes | np.ndarray]:
     """The values of `column`, sample by sample: bytes (encodings `str` and `bytes`), or integers
-    [T] (`ndarray:uint32` and its like). One shard at a time is in memory.
+    [T] (`ndarray:uint32` and the like). One shard at a time is in memory.
 
     Raises `DataError` for a damaged index or shard, for a column that is absent or has another
     encoding, for pickled columns and for a shard outside the folder.
@@ -82,7 +82,7 @@ def _shard(entry: dict[str, Any]) -> _Shard:
 
 
 def _checked_column(index: Path, shard: _Shard, column: str) -> int:
-    """The position of `column`; checks all columns."""
+    """The position of `column`, after a check of all columns."""
     problem = None
     if not len(shard.names) == len(shard.encodings) == len(shard.sizes):
         problem = "columns without a name, an encoding or a size: write it again"
@@ -138,8 +138,8 @@ def _value(where: str, sample: np.ndarray, shard: _Shard, position: int) -> np.n
     num_variable = sum(not size for size in shard.sizes)
     head = sample[: 4 * num_variable]
     if head.size == 4 * num_variable:
-        own = iter(head.view("<u4").tolist())
-        sizes = [size or next(own) for size in shard.sizes]
+        variable = iter(head.view("<u4").tolist())
+        sizes = [size or next(variable) for size in shard.sizes]
         start = head.size + sum(sizes[:position])
         if head.size + sum(sizes) == sample.size:
             return sample[start : start + sizes[position]]

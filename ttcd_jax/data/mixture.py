@@ -17,12 +17,12 @@ from ttcd_jax.errors import DataError, UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordsConfig(Config):
-    """Folders of `python -m experiments.prepare_data`, in rows of `seq_len` tokens.
+    """Folders of token records (`python -m experiments.prepare_data`), in rows of `seq_len` tokens.
 
-    `paths`: a folder of records, several of them, or one that holds them under the names `folders`.
-    `weights`: the shares of the rows, one for each folder, in any unit, exact to a hundredth of the
-    smallest; per "document" they are shares of the documents, at each folder's mean length. Without
-    weights every row of every folder is equally likely. A single folder has all rows.
+    `paths`: a folder of records, several of them, or the parent of those named in `folders`.
+    `weights`: relative shares of the rows, one per folder, exact to a hundredth of the smallest;
+    with `weights_per` "document", of the documents, converted by each folder's mean length. Without
+    weights every row of every folder is equally likely; with a single folder they have no effect.
     """
 
     paths: str | tuple[str, ...]
@@ -60,7 +60,7 @@ class RecordsConfig(Config):
         return self.manifests()[0]["vocab_size"]
 
     def manifests(self) -> list[dict[str, Any]]:
-        """The manifest of each folder. Raises `DataError` unless one tokenizer made all."""
+        """The manifest of each folder. Raises `DataError` if their tokenizers differ."""
         folders = self.located()
         manifests = [read_manifest(folder) for folder in folders]
         for folder, manifest in zip(folders, manifests, strict=True):
@@ -74,12 +74,12 @@ class RecordsConfig(Config):
     def open(self, split: Split) -> list[TokenRecords]:
         """The records of the folders that have the split. Raises `DataError` when none has."""
         folders = self.located()
-        having = [
+        with_split = [
             folder
             for folder, manifest in zip(folders, self.manifests(), strict=True)
             if split in manifest["splits"]
         ]
-        return [open_records(folder, split) for folder in having or folders]
+        return [open_records(folder, split) for folder in with_split or folders]
 
     def rows(self, seed: int) -> tuple[RowSource, dict[str, Any]]:
         """(endless rows of the training splits, manifest)."""
@@ -103,11 +103,11 @@ def mixed_rows(
 ) -> tuple[RowSource, int]:
     """(an endless random-access source of rows, number of rows of all corpora).
 
-    A corpus is passed over again and again, shuffled anew each time. `weights`, by default the
-    numbers of rows, determine the order of the corpora, as even as they allow.
+    Every corpus is repeated, reshuffled at each pass. Corpora are interleaved as evenly as possible
+    in the proportions `weights`, by default their numbers of rows.
     """
     sources = [PackedRows(records, seq_len=seq_len, seed=seed) for records in corpora]
-    # A seed for each: two corpora of one size would be passed over in one order.
+    # A seed for each: two corpora of equal size would otherwise be read in the same order.
     parts = [
         grain.MapDataset.source(rows).seed((seed + i) % 2**32).shuffle().repeat(None)
         for i, rows in enumerate(sources)

@@ -4,9 +4,9 @@ A document becomes bos + tokens + eos. A row is a dict of arrays [T]:
 
     tokens       int32   inputs
     targets      int32   the token after each input
-    segment_ids  int32   1, 2, ... : the row's document that the input belongs to (0: padding)
+    segment_ids  int32   1, 2, ... : the document of the row that the input belongs to (0: padding)
     positions    int32   position of the input in its document's part of the row
-    loss_mask    bool    whether the target counts
+    loss_mask    bool    whether the target counts in the loss
 """
 
 import numpy as np
@@ -50,9 +50,9 @@ class PackedRows:
     """All documents, permuted by `seed`, as one stream divided into rows: a random-access source.
 
     Row r reads the stream at [r*T, r*T + T], T + 1 tokens of which the last is only a target; a
-    rest that does not fill a row is dropped. `loss_mask` is False where the target opens another
-    document. In memory: `order` [documents] of the stream and `starts` [documents + 1] of each in
-    it. Raises `DataError` when the stream does not fill one row.
+    remainder that does not fill a row is dropped. `loss_mask` is False where the target begins a
+    document. In memory: `order` [documents], the documents as streamed, and `starts`
+    [documents + 1], their offsets. Raises `DataError` when the stream does not fill one row.
     """
 
     def __init__(self, records: TokenRecords, *, seq_len: int, seed: int) -> None:
@@ -99,9 +99,9 @@ class PackedRows:
 class DocumentRows:
     """Every document divided into rows, each target once: a random-access source.
 
-    A position in a row is the length of the context for its prediction. The last row of a document
-    is padded with the eos id in segment 0, outside the loss. Documents shorter than `min_tokens`
-    (bos and eos included) are left out; `DataError` when none is left.
+    The context of a prediction is its row up to its position. The last row of a document is padded
+    with the eos id in segment 0, outside the loss. Documents shorter than `min_tokens` (bos and eos
+    included) are left out. Raises `DataError` when none is left.
     """
 
     def __init__(self, records: TokenRecords, *, seq_len: int, min_tokens: int = 2) -> None:
@@ -114,7 +114,7 @@ class DocumentRows:
                 f"{sizes.max(initial=0)}); lower min_tokens or add longer documents"
             )
         self._sizes = sizes[self._kept]
-        self._ends = np.cumsum(-(-(self._sizes - 1) // seq_len))  # rows up to each document's last
+        self._ends = np.cumsum(-(-(self._sizes - 1) // seq_len))  # rows up to each document's end
 
     def __len__(self) -> int:
         return int(self._ends[-1])

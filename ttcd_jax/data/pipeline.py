@@ -10,7 +10,7 @@ import numpy as np
 from ttcd_jax.data.tokenizer import check_tokens
 from ttcd_jax.errors import DataError
 
-# The caller's batches of the steps from a given one on, each int [batch_size, seq_len + 1].
+# start step -> the caller's batches from that step on, each int [batch_size, seq_len + 1].
 MakeBatches = Callable[[int], Iterable[Any]]
 
 
@@ -21,8 +21,8 @@ ENDLESS = 2**31 - 1  # rows: more than any run takes
 class Batches:
     """Batches of a random-access source of rows (dicts of arrays of one shape).
 
-    Row r of step s is number s * batch_size + r of the source, which is repeated for ever. `rows`:
-    the rows of a batch to make here, by default all.
+    Row r of step s is row s * batch_size + r of the source, which is repeated forever. `rows`: the
+    rows of a batch that this process makes, by default all.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Batches:
     def iterate(
         self, start_step: int, num_steps: int
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """(step, at(step)) for `num_steps` steps, read ahead by a thread that ends with it."""
+        """(step, at(step)) for `num_steps` steps, prefetched by a thread that ends with it."""
         steps = grain.MapDataset.range(start_step, start_step + num_steps)
         # One thread: making rows is Python, which a second thread would not speed up.
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
@@ -56,7 +56,7 @@ class Batches:
 
 
 class CallerBatches:
-    """Batches from the caller, whole in every process, which keeps its `rows`. A row is one
+    """Batches from the caller, whole in every process, which uses its `rows` of them. A row is one
     document; its last token is only a target. Raises `DataError` for a batch of another shape or
     with tokens outside the vocabulary, and when there are too few."""
 

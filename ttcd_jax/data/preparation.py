@@ -1,4 +1,4 @@
-"""Token records of a corpus: documents streamed, tokenized by several processes."""
+"""Token records of a corpus, its documents streamed and tokenized by several processes."""
 
 import collections
 import concurrent.futures
@@ -41,10 +41,10 @@ def prepare_records(
     shard_tokens: int = SHARD_TOKENS,
     on_progress: Callable[[int], None] = lambda num_tokens: None,
 ) -> dict[str, Any]:
-    """Fills the empty `folder`, and returns its manifest; `on_progress` gets counts of new tokens.
+    """Fills the empty `folder` and returns its manifest; `on_progress` gets counts of new tokens.
 
-    The files are the same for every number of processes. In memory: some megabytes of text for each
-    process, and the longest document. A shard has `shard_tokens` at most, or one document.
+    The files do not depend on the number of processes. In memory: some megabytes of text per
+    process, and the longest document. A shard has at most `shard_tokens` tokens, or one document.
     Raises `DataError` for documents that cannot be read or tokenized, and for an empty corpus.
     """
     if config.path is not None:
@@ -81,8 +81,8 @@ def _tokenizer_facts(config: TokenizerConfig) -> dict[str, Any]:
 def _batches(
     documents: Iterable[tuple[Split, Document]], writers: dict[Split, "_SplitWriter"]
 ) -> Iterator[Batch]:
-    """Documents of one split in lots of about `_BATCH_BYTES`, in their order within the split, each
-    counted in the census of its writer."""
+    """Batches of about `_BATCH_BYTES` of documents of one split, in order within the split; every
+    document is added to the census of its split's writer."""
     lots: dict[Split, list[Document]] = {split: [] for split in SPLITS}
     sizes = dict.fromkeys(SPLITS, 0)
     for split, document in documents:
@@ -108,7 +108,7 @@ def _encoded(
     )
     try:
         pending = collections.deque()
-        for batch in batches:  # the pool itself would read the whole corpus ahead
+        for batch in batches:  # `pool.map` would read the whole corpus first
             pending.append(pool.submit(_encode_in_pool, config, batch))
             if len(pending) > _BATCHES_AHEAD * num_processes:
                 yield pending.popleft().result()
@@ -149,7 +149,7 @@ def _end_with_parent() -> None:
 
 
 class _SplitWriter:
-    """The shards and the starts of one split."""
+    """A writer of the shards and the starts of one split."""
 
     def __init__(self, folder: Path, split: Split, shard_tokens: int) -> None:
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
@@ -159,10 +159,10 @@ class _SplitWriter:
         self.census = Census()  # of the text that was tokenized
 
     def append(self, records: TokenRecords) -> None:
-        """Appends the documents; one that does not fit into the last shard begins another."""
+        """Appends the documents; one that does not fit into the last shard begins a new one."""
         (ids,), starts = records.shards, records.starts
-        own = starts[1:] if self.num_documents else starts  # the first is the end of the others
-        _append(self._starts, (self._num_tokens + own).astype("<u8"))
+        new = starts[1:] if self.num_documents else starts  # the first is stored as the last end
+        _append(self._starts, (self._num_tokens + new).astype("<u8"))
         begin = 0
         while begin < len(records):
             end = int(np.searchsorted(starts, starts[begin] + self._room, side="right")) - 1
@@ -178,7 +178,7 @@ class _SplitWriter:
         self.num_documents += len(records)
 
     def facts(self) -> dict[str, Any]:
-        """The manifest's entry of the split."""
+        """The entry of the split in the manifest."""
         return {
             "num_documents": self.num_documents,
             "num_tokens": self._num_tokens,

@@ -1,14 +1,14 @@
-"""Token records: documents as token ids, in memory or mapped from a folder, read at any position.
+"""Token records: documents as token ids, in memory or memory-mapped, read at any position.
 
 A folder of records holds
 
     manifest.json                  facts, sizes and sha256 of all files, and its own sha256
     tokenizer.json                 the tokenizer that made them, unless it is the byte tokenizer
     <split>.00000.tokens.bin, ...  uint16 or uint32: documents as bos + tokens + eos, end to end
-    <split>.starts.bin             uint64 [documents + 1]: where each begins in the shards joined,
-                                   and the end
+    <split>.starts.bin             uint64 [documents + 1]: the offset of each in the concatenated
+                                   shards, and the end
 
-in little-endian numbers. A document is in one shard.
+All numbers are little-endian. No document is split between shards.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ _AGAIN = "copy it again, or prepare it anew (experiments.prepare_data)"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smaller of uint16 and uint32 that holds every id."""
+    """uint16 if it holds every id, else uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 class TokenRecords:
-    """Documents of tokens: `shards` of ids [tokens], end to end, and `starts` [documents + 1] int64
-    of each document and the end. `where` names them in errors."""
+    """Tokenized documents: `shards` of ids [tokens], and int64 `starts` [documents + 1], the offset
+    of each document in the concatenated shards, and the end. `where` names them in errors."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class TokenRecords:
         return np.diff(self.starts)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Ids [stop - start] of a document from its token `start` on. Raises `DataError` for an id
-        that the vocabulary does not have."""
+        """Ids [stop - start] of the tokens `start` to `stop` of a document. Raises `DataError` for
+        an id outside the vocabulary."""
         first = self.starts[document]
         shard = np.searchsorted(self._ends, first, side="right")
         offset = first - self._ends[shard] + self.shards[shard].size
@@ -94,14 +94,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """`manifest` with the sha256 of itself."""
+    """`manifest` with its own sha256 added."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     return manifest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def open_records(folder: Path, split: Split) -> TokenRecords:
-    """The records of one split, mapped. Raises `DataError` for an absent split, and for a file that
-    is missing or whose size or starts do not fit (`verify_records` reads everything)."""
+    """The records of one split, memory-mapped. Raises `DataError` for an absent split or file, and
+    for sizes or starts that do not fit (`verify_records` checks contents too)."""
     manifest = read_manifest(folder)
     if split not in manifest["splits"]:
         raise DataError(
@@ -144,7 +144,7 @@ def verify_records(folder: Path) -> dict[str, Any]:
 
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    # A plain array: slices of a memmap cost numpy more.
+    # A plain array, since slicing a memmap is slower.
     return np.asarray(np.memmap(path, dtype, "r"))
 
 

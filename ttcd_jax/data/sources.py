@@ -1,5 +1,5 @@
-"""Training data: a configuration makes its rows, with the manifest that pins them, and opens its
-splits as token records. Equal manifests mean equal data."""
+"""Configurations of training data: they make its rows, with a manifest that identifies them, and
+open splits of text as token records. Equal manifests mean equal data."""
 
 import dataclasses
 import os
@@ -47,7 +47,7 @@ class BatchesConfig(Config):
 
     seq_len: Annotated[int, AtLeast(2)]
 
-    vocab_size: ClassVar[int] = 0  # their tokens are checked as they come
+    vocab_size: ClassVar[int] = 0  # tokens are checked batch by batch
 
 
 DataConfig = TextConfig | RecordsConfig | RecallConfig | BatchesConfig
@@ -59,8 +59,8 @@ def text_records(
     tokenizer: Tokenizer | None,
     text: str | None,
 ) -> list[TokenRecords]:
-    """The text to measure a run with the configuration `data` on: that of `text` (a file or a
-    folder), else its validation split. Raises `UserError` for a run without text or tokenizer."""
+    """The text to evaluate a run on: that of `text` (a file or a folder), else the validation split
+    of `data`, its data configuration. Raises `UserError` for a run without text or tokenizer."""
     if data["type"] == RecallConfig.__name__:
         raise UserError(
             f"{run_dir} was trained on recall data, not on text: measure it by "

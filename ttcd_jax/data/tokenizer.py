@@ -1,4 +1,4 @@
-"""Text <-> token ids: bytes themselves, or the vocabulary of a Hugging Face `tokenizer.json`."""
+"""Text <-> token ids: the bytes, or the vocabulary of a Hugging Face `tokenizer.json`."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from ttcd_jax.config import Config
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_json
 
-# The last of each is DeepSeek's, with its own bars and blanks.
+# The last of each is DeepSeek's, with fullwidth bars and U+2581 for blanks.
 BOS_NAMES = (
     *("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[BOS]", "<|endoftext|>"),
     "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
@@ -30,7 +30,7 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Config):
-    """`path` names the `tokenizer.json` of kind "json"."""
+    """The choice of a tokenizer: bytes, or the `tokenizer.json` at `path`."""
 
     kind: Literal["byte", "json"] = "byte"
     path: str | None = None
@@ -44,24 +44,24 @@ class TokenizerConfig(Config):
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes of the text; 256 opens a document and 257 closes it."""
+    """Ids 0..255 are the bytes of the text; 256 (bos) begins a document and 257 (eos) ends it."""
 
     bos_id = 256
     eos_id = 257
     vocab_size = 258
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Ids [T] int32, without specials; a `str` counts as UTF-8."""
+        """Ids [T] int32, without special tokens; a `str` is encoded as UTF-8."""
         data = text.encode() if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids [T], specials dropped; bytes that are not UTF-8 become U+FFFD."""
+        """The text of ids [T] without special tokens; bytes that are not UTF-8 become U+FFFD."""
         ids = np.asarray(ids, np.int32)
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
     def num_bytes(self, ids: ArrayLike) -> np.ndarray:
-        """Bytes of text of each token, int32, 0 for specials; the shape of `ids`."""
+        """Bytes of text of each token, int32 in the shape of `ids`, 0 for special tokens."""
         return (np.asarray(ids, np.int32) < 256).astype(np.int32)
 
 
@@ -139,7 +139,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> str:
     """A `tokenizer.json` of byte-level BPE: every byte, the most frequent pairs of `texts`, a bos
     and an eos, `vocab_size` tokens in all (fewer, where the texts have fewer pairs). One text is in
-    memory at a time. Raises `DataError` for one that is not UTF-8."""
+    memory at a time. Raises `DataError` for one that is not UTF-8, `UserError` below 258 tokens."""
     if vocab_size < ByteTokenizer.vocab_size:
         raise UserError(
             f"a vocabulary of {vocab_size} does not hold all 256 bytes, bos and eos: take "

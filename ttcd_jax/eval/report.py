@@ -1,6 +1,6 @@
 """Pictures and the HTML page of a report.
 
-A page links the PNGs in its folder. Files appear whole or not at all. matplotlib and jinja2 are
+A page links the PNGs in its folder. Files are written atomically. matplotlib and jinja2 are
 optional: without them the functions that need one raise `UserError`.
 """
 
@@ -17,8 +17,8 @@ from ttcd_jax import units
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_whole
 
-# Okabe and Ito's colours, distinct in every common form of colour blindness, without yellow, too
-# pale for a line on white. Markers differ too, for print.
+# Okabe and Ito's colours, distinct in every common form of colour blindness, without yellow,
+# which is too pale for a line on white. Markers differ too, for print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX"
 STYLE: dict[Any, Any] = {
@@ -41,7 +41,7 @@ MAX_LABELLED_BARS = 24
 
 
 class Section(NamedTuple):
-    """A table and a picture of a page."""
+    """A section of a page: a table and a picture."""
 
     title: str
     table: Sequence[Row]

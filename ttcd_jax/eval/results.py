@@ -77,9 +77,9 @@ def write_report(
     for each task that some run was evaluated on."""
     sections = []
     for task in TASKS.values():
-        found = [result for path in run_dirs if (result := read_results(path, task.name))]
-        if found:
-            result, picture = merged(task, found), Path(f"{task.name}.png")
+        results = [result for path in run_dirs if (result := read_results(path, task.name))]
+        if results:
+            result, picture = merged(task, results), Path(f"{task.name}.png")
             task.draw(output / picture, result["series"], result.get("chance"))
             sections.append(Section(task.title, task.table(result["series"]), picture))
     if not sections:

@@ -1,4 +1,4 @@
-"""An evaluation as one object: options, rows, measure, table and picture; and the registry.
+"""Evaluation tasks, each with its options, rows, measures, table and picture, and their registry.
 
 A new evaluation is one file in `eval/tasks`: a subclass of `ScoredTask`, or of `Task` if it needs
 more than one pass over rows, with `@register`. `experiments.evaluate`, training and the report
@@ -43,7 +43,7 @@ class Subject(NamedTuple):
         return self.label or method_named(self.model.config.method).label
 
     def variants(self) -> dict[str, Transformer]:
-        """The model with its fast weights on and off (eta = 0), if they have a rate."""
+        """The model with its fast weights on and off (eta = 0), if they have a rate eta."""
         config = self.model.config
         off = switched_off(config, length=1)
         if off is None or not has_in_place_memory(config):
@@ -55,9 +55,9 @@ class Subject(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(Config, abc.ABC):
-    """Fields are options, `--batch_size=8` on a command line; class variables name the task."""
+    """An evaluation. Its fields are options (`--batch_size=8` on a command line)."""
 
-    name: ClassVar[str]  # of the option --task and of the results' folder
+    name: ClassVar[str]  # for the option --task and the folder of results
     title: ClassVar[str]  # of table and picture
     key: ClassVar[str]  # the field of a record that names its bucket: the table's first column
     x_label: ClassVar[str]  # of `key`
@@ -75,7 +75,7 @@ class Task(Config, abc.ABC):
         """The measures of every variant of the model. All processes take part."""
 
     def chance(self, subject: Subject) -> float | None:
-        """The value of guessing, if it is known."""
+        """The value that guessing reaches, if it is known."""
         return None
 
     @classmethod
@@ -111,7 +111,7 @@ class Task(Config, abc.ABC):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoredTask(Task):
     """A task that measures the scores of all targets in one pass over at most `max_rows` rows
-    [rows, T], spread over the source."""
+    [rows, T], spread evenly over the source."""
 
     max_rows: Positive = 512
 
@@ -126,8 +126,8 @@ class ScoredTask(Task):
     def rows(self, subject: Subject) -> dict[str, np.ndarray]:
         source = self.source(subject)
         chosen = np.linspace(0, len(source) - 1, min(self.max_rows, len(source))).astype(int)
-        made = [source[int(index)] for index in chosen]
-        rows = {name: np.stack([row[name] for row in made]) for name in made[0]}
+        examples = [source[int(index)] for index in chosen]
+        rows = {name: np.stack([row[name] for row in examples]) for name in examples[0]}
         check_tokens(rows["targets"], subject.model.config.vocab_size)
         return rows
 
@@ -142,7 +142,7 @@ TASKS: dict[str, type[Task]] = {}
 
 
 def register[T: Task](task: type[T]) -> type[T]:
-    """Enters a task into `TASKS`."""
+    """Adds a task to `TASKS`."""
     assert task.name not in TASKS, f"two tasks are named {task.name}"
     TASKS[task.name] = task
     return task

@@ -1,4 +1,4 @@
-"""The model on one piece of every row."""
+"""The forward pass of inference: the model on the next piece of every row."""
 
 from typing import Literal
 
@@ -29,7 +29,7 @@ def advance(
     """(final normed hidden states, state after the piece) of the next tokens of every row.
 
     The first `lengths` of a row's T positions are tokens, the others padding; a row of length 0
-    keeps its state. `nn.row.Piece` defines how a piece fits the chunks of memories. `halo`: earlier
+    keeps its state. `nn.row.Piece` defines which pieces fit the chunks of memories. `halo`: earlier
     positions that attention reads (the window less one, or all read so far); `has_gap`: whether
     some row has read fewer. T = 1 fits any state and needs no halo. `is_plain`: rows whose in-place
     memories are neither read nor written, as in published decoding; True: all rows.

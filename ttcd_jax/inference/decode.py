@@ -20,7 +20,7 @@ def decode(
     is_active: np.ndarray | jax.Array | None = None,
     memory: MemoryMode = "kept",
 ) -> tuple[Float[Array, "B V"], InferenceState]:
-    """(logits after the tokens [B], state after them). One program for all positions of the rows;
+    """(logits after the tokens [B], state after them). One compiled program serves all positions;
     `state` is donated: do not use it again.
 
     A row's memory is written at the token that fills its chunk. Rows that are not `is_active` [B]

@@ -34,8 +34,8 @@ from ttcd_jax.sharding.rules import constrain
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """A prompt, tokens [T] without bos, and where its text ends: at one of the `stop` strings, one
-    of the `stop_tokens` (None: the tokenizer's eos), or after `max_new_tokens` tokens."""
+    """A prompt, tokens [T] without bos, and where generation ends: at one of the `stop` strings,
+    one of the `stop_tokens` (None: the tokenizer's eos), or after `max_new_tokens` tokens."""
 
     tokens: Sequence[int] | np.ndarray
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
@@ -55,8 +55,8 @@ class Request:
 class Event(NamedTuple):
     """The next token of one row.
 
-    `text` is the part of the row's text that became certain with it, often empty; joined, the texts
-    of a row are what it generated, up to a stop string. The last event of a row has a
+    `text` is the part of the row's text that became certain with it, often empty; concatenated, a
+    row's texts are its generated text, up to a stop string. The last event of a row has a
     `finish_reason`: a stop string, a stop token ("eos"), or max_new_tokens ("length").
     """
 
@@ -70,15 +70,15 @@ class Generation(Iterator[Event]):
     """The events of a batch of requests, one row each, in the order of generation.
 
     `state` (one row per request; donated: do not use it again) has read the text before the
-    prompts; without it they begin a document, with bos. A row's text does not depend on the other
-    rows. Draws depend on positions, so a prompt that includes the beginning of a text is continued
-    as that text. The repetition penalty counts tokens of prompt and text, not those before `state`.
+    prompts; without it each begins a document, with bos. A row's text does not depend on the other
+    rows. Random draws depend on positions, so a prompt that includes the beginning of a generated
+    text is continued as that text. The repetition penalty ignores tokens read before `state`.
 
     Between events, the attribute `state` has read all tokens of the events so far, except a stop
     token and the token that completes a stop string; the next event donates it.
 
-    Raises `UserError` and `DataError` before anything is read: no requests, another number of them
-    than rows, tokens outside the vocabulary, an empty prompt after a state that has read tokens
+    Raises `UserError` and `DataError` before anything is read: no requests, or not one per row of
+    `state`, tokens outside the vocabulary, an empty prompt after a state that has read tokens
     (its last logits are not kept), more tokens than a state of full attention holds.
     """
 
@@ -121,7 +121,7 @@ class Generation(Iterator[Event]):
         return next(self._events)
 
     def read(self) -> Iterator[int]:
-        """The number of prompt tokens read, after every piece; else the first event reads them."""
+        """The number of prompt tokens read after each piece; the first event reads the rest."""
         num_read = 0
         for counts, hidden, state in self._pieces:
             self.state = state
@@ -155,7 +155,7 @@ class Generation(Iterator[Event]):
 
 
 class _Row:
-    """One row on the host: its text and what ends it."""
+    """The generated text of one row, on the host, and the conditions that end it."""
 
     def __init__(
         self, index: int, request: Request, tokenizer: Tokenizer, prompt: np.ndarray

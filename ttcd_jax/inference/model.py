@@ -1,4 +1,4 @@
-"""The model for inference: layer by layer, matrices in the compute dtype."""
+"""The model for inference: layers unstacked, matrices in the compute dtype."""
 
 import dataclasses
 import functools
@@ -26,11 +26,11 @@ class InferenceModel:
 
 
 def inference_model(model: Transformer) -> InferenceModel:
-    """A copy of the parameters of `model`: matrices rounded to the compute dtype, as every product
-    would round them; all others as they are."""
+    """The model with a copy of its parameters: operands of products are rounded to the compute
+    dtype, as every product would round them; all others are kept."""
     dtype = model.config.precision.compute_dtype
 
-    def own(weight: nnx.Param, row: int | None = None) -> nnx.Param:
+    def copy_of(weight: nnx.Param, row: int | None = None) -> nnx.Param:
         axes = weight.get_metadata("axes")
         value = weight[...] if row is None else weight[...][row]
         metadata = {"axes": axes[-value.ndim :], "is_operand": weight.get_metadata("is_operand")}
@@ -41,10 +41,10 @@ def inference_model(model: Transformer) -> InferenceModel:
         slot = slot_of_layer(model.config, layer)
         graph, params = nnx.split(getattr(getattr(model, slot.group), slot.block))
         graphs.append(graph)
-        rows = functools.partial(own, row=slot.row)
+        rows = functools.partial(copy_of, row=slot.row)
         layers.append(jax.tree.map(rows, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
-    embedding, final_norm = own(model.embedding), own(model.final_norm)
-    head = embedding if model.config.has_tied_head else own(model.head)
+    embedding, final_norm = copy_of(model.embedding), copy_of(model.final_norm)
+    head = embedding if model.config.has_tied_head else copy_of(model.head)
     return InferenceModel(
         embedding, tuple(layers), final_norm, head, model.config, blocks=tuple(graphs)
     )

@@ -2,7 +2,7 @@
 
     first piece     every row to the end of its open chunk, if some row is inside one
     others          whole chunks of all rows, as many as a piece holds
-    attention       the window before a piece; of full attention a power of two of keys
+    attention       the window before a piece; full attention: a power of two of keys
 
 Pieces have few shapes, so that few programs are compiled.
 """
@@ -27,8 +27,8 @@ from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memor
 MemoryMode = Literal["kept", "published"]
 PIECE_SIZE = 4096
 LEAST_SIZE = 16  # shorter pieces are padded to it, except a single token
-# Of every piece: the tokens read of each row [B], their final hidden states, padded, and the state
-# after them.
+# For every piece: the number of tokens read of each row [B], their final hidden states, padded, and
+# the state after them.
 Pieces = Iterator[tuple[np.ndarray, Float[Array, "B T D"], InferenceState]]
 
 read_piece = jax.jit(advance, static_argnames=("halo", "has_gap"), donate_argnums=1)
@@ -45,11 +45,11 @@ def prefill(
     piece_size: int = PIECE_SIZE,
     memory: MemoryMode = "kept",
 ) -> tuple[Float[Array, "B V"], InferenceState]:
-    """(logits after the last token of every row, state after it) of tokens [B, T] int, of which a
-    row has `lengths` (default: all T), one or more. `state` is donated: do not use it again.
+    """(logits after the last token of every row, state after it) for tokens [B, T] int, the first
+    `lengths` of each row (default: all T), at least one. `state` is donated: do not use it again.
 
-    `piece_size` bounds the tokens of a row that are read at once, hence the bytes, and changes no
-    result. Rows may differ in length and position. Raises `UserError` and `DataError` before
+    `piece_size` bounds the tokens of a row that are read at once, hence device memory, and changes
+    no result. Rows may differ in length and position. Raises `UserError` and `DataError` before
     anything is read: shapes, tokens outside the vocabulary, more tokens than a state of full
     attention holds.
     """
@@ -73,8 +73,8 @@ def stream(
     piece_size: int = PIECE_SIZE,
     memory: MemoryMode = "kept",
 ) -> Pieces:
-    """`prefill` piece by piece, of rows that may have no tokens. The next piece donates the
-    state."""
+    """`prefill` as an iterator over pieces, of rows that may have no tokens. Each piece donates the
+    state before it."""
     tokens, lengths = _check(model.config, state, tokens, lengths, piece_size, memory)
     return _pieces(model, state, tokens, lengths, piece_size, memory)
 
@@ -122,8 +122,8 @@ def newest_hidden(
 def next_piece(
     left: np.ndarray, phase: np.ndarray, chunk_size: int | None, piece_size: int
 ) -> tuple[int, np.ndarray]:
-    """(T, tokens of each row) of a piece, where rows have `left` tokens to read, `phase` tokens
-    after the start of a chunk."""
+    """(T, tokens of each row) of the next piece of rows with `left` tokens to read, which begin
+    `phase` tokens after the start of a chunk."""
     if chunk_size is None:
         counts = np.minimum(left, piece_size)
         return _round_up(int(counts.max()), piece_size), counts
@@ -139,7 +139,7 @@ def next_piece(
 
 
 def _halo(before: np.ndarray, window: int | None, slots: int | None) -> int:
-    """Earlier positions that attention reads, of rows with `before` tokens."""
+    """Earlier positions that attention reads, for rows that have read `before` tokens."""
     if not before.max():
         return 0
     return _round_up(int(before.max()), slots) if window is None else window - 1

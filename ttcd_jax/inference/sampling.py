@@ -1,8 +1,8 @@
 """Sampling: the next token of every row from its logits, by the row's own settings.
 
-Repetition penalty, temperature, top-k, top-p, min-p, defined and ordered as Hugging Face's logits
-processors. A draw is an argmax of logits with Gumbel noise whose key depends on the row's seed and
-index alone, so a text depends neither on other rows nor on its row in the batch.
+Repetition penalty, temperature, top-k, top-p, min-p, defined and ordered as in Hugging Face's
+logits processors. A draw is an argmax of logits with Gumbel noise whose key depends on the row's
+seed and index alone, so a text depends neither on other rows nor on its row in the batch.
 """
 
 import dataclasses
@@ -53,9 +53,9 @@ def batch_sampler(configs: Sequence[SamplingConfig]) -> Sampler:
     dtypes = {"top_k": jnp.int32, "seed": jnp.uint32}
 
     def values(name: str) -> jax.Array:
-        found = [getattr(config, name) for config in configs]
-        found = [_ALL_TOKENS if value is None else value for value in found]
-        return jnp.array(found, dtypes.get(name, jnp.float32))
+        column = [getattr(config, name) for config in configs]
+        column = [_ALL_TOKENS if value is None else value for value in column]
+        return jnp.array(column, dtypes.get(name, jnp.float32))
 
     return Sampler(*map(values, Sampler._fields))
 
@@ -93,7 +93,7 @@ def _draw(scores: jax.Array, noise: jax.Array, sampler: Sampler) -> jax.Array:
 
 
 def _draw_of_kept(scores: jax.Array, noise: jax.Array, sampler: Sampler) -> jax.Array:
-    """The draw among the tokens that top-k, top-p and min-p keep: the first of the sorted row. The
+    """The draw among the tokens that top-k, top-p and min-p keep, a prefix of the sorted row. The
     noise is that of the token, not of its rank."""
     k, p, min_p = (x[:, None] for x in (sampler.top_k, sampler.top_p, sampler.min_p))
     order = jnp.argsort(-scores, axis=-1, stable=True)

@@ -1,6 +1,6 @@
 """The decoding state on disk, so that a long text is read once and continued later.
 
-state.safetensors   the arrays      state.json   their model, and how many tokens they have read
+state.safetensors   the arrays      state.json   the model, and how many tokens each row has read
 DIGEST.json         sizes and SHA-256 of both
 """
 
@@ -30,7 +30,7 @@ _RECORD = "state.json"
 def save_state(
     folder: str | os.PathLike[str], model: InferenceModel, state: InferenceState
 ) -> None:
-    """Writes `state`, all of it or nothing, as a folder that does not exist, or is empty.
+    """Writes `state` atomically as `folder`, which must be absent or empty.
 
     Raises `CheckpointError` when it cannot be written.
     """
@@ -41,7 +41,7 @@ def save_state(
         "parameters": _parameter_digest(model),
         "model": model.config.to_dict(),
     }
-    # The library writes the buffer of a view: a transpose must be made contiguous.
+    # The library writes the buffer under a view: a transpose must be made contiguous.
     arrays = {name: np.ascontiguousarray(x) for name, x in by_name(state).items()}
     try:
         with whole_folder(folder) as unfinished:

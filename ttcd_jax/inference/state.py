@@ -36,14 +36,14 @@ class InferenceState(NamedTuple):
     """The state of all rows: a pytree whose arrays have the batch axis first."""
 
     position: Int[Array, " B"]  # tokens read so far
-    chunk_start: Int[Array, " B"]  # of the first chunk: not 0 in published decoding only
+    chunk_start: Int[Array, " B"]  # of the first chunk; 0 except with memory="published"
     layers: tuple[dict[str, Any], ...]  # a block's sub-layers by name
 
 
 def start_state(
     model: InferenceModel, batch_size: int, *, max_length: int | None = None
 ) -> InferenceState:
-    """The state before `batch_size` rows, sharded over the mesh in use by `state_axes`.
+    """The initial state of `batch_size` rows, sharded over the mesh in use by `state_axes`.
 
     `max_length`: the most tokens that a row will have, which full attention needs.
 
@@ -86,7 +86,7 @@ def cache_slots(state: InferenceState) -> int | None:
 
 
 def fresh_memories(model: InferenceModel, state: InferenceState) -> InferenceState:
-    """The state with in-place memories as at the start, and chunks that begin at its position."""
+    """The state with in-place memories reset, and chunks that begin at its position."""
     fresh = _start(model, batch_size=len(state.position), max_length=1)
     blocks = zip(block_configs(model.config), state.layers, fresh.layers, strict=True)
     layers = tuple(
@@ -109,9 +109,9 @@ def state_axes(state: InferenceState) -> InferenceState:
 def state_bytes(
     config: TransformerConfig, batch_size: int, max_length: int | None = None
 ) -> dict[str, int]:
-    """Bytes of a state by kind, without making it: `attention` (rings of keys and values), `memory`
+    """Bytes of a state by kind, nothing allocated: `attention` (rings of keys and values), `memory`
     (sums, running weights and delta-rule states), `open chunk` (with the tokens that convolutions
-    look back at), `total`. A layer's state sorts its arrays (`kinds`)."""
+    look back at), `total`. A layer's state assigns the kinds (`kinds`)."""
     model = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
     make = functools.partial(_start, batch_size=batch_size, max_length=max_length)
     state = jax.eval_shape(make, model)

@@ -1,4 +1,4 @@
-"""The text of tokens one at a time: whole characters, up to the first stop string."""
+"""Incremental detokenization: whole characters, up to the first stop string."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ _MIN_WINDOW, _MAX_WINDOW = 8, 16  # tokens, of one byte at least
 
 
 class Detokenizer:
-    """The text of tokens one at a time: joined, the strings of `push` and `finish` are what the
-    tokenizer decodes from all of them.
+    """The text of tokens that arrive one at a time: concatenated, the strings of `push` and
+    `finish` are the text that the tokenizer decodes from all tokens.
 
     A token's text may depend on the tokens before it, and a character may span several. So every
-    token decodes a window of at most 16, from the last position at which the text was complete and
-    given out. `context`: the tokens before the first; their text is not repeated.
+    `push` decodes a window of at most 16 tokens, from the last position at which the text was
+    complete and returned. `context`: the tokens before the first; their text is not repeated.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] | np.ndarray = ()) -> None:
@@ -45,7 +45,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """The rest: an incomplete character, as U+FFFD."""
+        """The rest of the text: an incomplete character, as U+FFFD."""
         return self._tokenizer.decode(self._window)[self._num_given :]
 
     def _continue_from(self, window: list[int]) -> None:
@@ -61,7 +61,7 @@ def _num_certain(text: str) -> int:
 
 
 class TextStream:
-    """The text of tokens one at a time, up to the first of the `stop` strings, without it; text
+    """The text of tokens that arrive one at a time, up to the first `stop` string, exclusive; text
     that may be the beginning of one is held back."""
 
     def __init__(
@@ -90,12 +90,12 @@ class TextStream:
             return ""
         text = self._held + new
         starts = [(text.find(stop), stop) for stop in self._stop]
-        found = [(start + len(stop), start) for start, stop in starts if start >= 0]
-        self.is_stopped = bool(found)
-        if found:
-            # The first to end, so that tokenization makes no difference.
-            self._held, given = "", text[: min(found)[1]]
-            return given
+        matches = [(start + len(stop), start) for start, stop in starts if start >= 0]
+        self.is_stopped = bool(matches)
+        if matches:
+            # The one that ends first, so that tokenization makes no difference.
+            self._held, rest = "", text[: min(matches)[1]]
+            return rest
         num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

@@ -1,7 +1,7 @@
-"""The reference implementation's parameter names and layouts against ours.
+"""Conversion between the parameter names and layouts of the reference implementation and ours.
 
 Its linear weights are [out, in], ours [in, out]; its depthwise convolutions [F, 1, R], ours [R, F];
-`ttt_proj` multiplies from the right in both (e P) and is not transposed. Every layer knows its own
+`ttt_proj` multiplies from the right in both (e P) and is not transposed. Every layer has its own
 names (`SublayerConfig.reference_names`).
 """
 
@@ -27,7 +27,7 @@ MODEL_NAMES: Names = {
 }
 _LAYER_PREFIX = "model.layers."
 
-# (theirs to ours, ours to theirs) of every layout
+# layout -> (theirs to ours, ours to theirs)
 _LAYOUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "same": (lambda x: x, lambda x: x),
     "linear": (lambda x: x.mT, lambda x: x.mT),
@@ -40,13 +40,13 @@ def _to_reference(value: Any, layout: str) -> Any:
 
 
 def module_from_reference(tensors: Mapping[str, np.ndarray], names: Names) -> Params:
-    """Our parameters of one MLP or block. Raises `KeyError` for a name the table lacks."""
-    found = [(*names[name], value) for name, value in tensors.items()]
-    return unflatten_dict({path: _LAYOUTS[kind][0](value) for path, kind, value in found}, sep="/")
+    """Our parameters of one MLP or block. Raises `KeyError` for an unknown name."""
+    items = [(*names[name], value) for name, value in tensors.items()]
+    return unflatten_dict({path: _LAYOUTS[kind][0](value) for path, kind, value in items}, sep="/")
 
 
 def module_to_reference(params: Params, names: Names) -> dict[str, np.ndarray]:
-    """The inverse: every parameter under its reference name. Linear, so it maps gradients too."""
+    """The inverse of `module_from_reference`. Linear, so it maps gradients too."""
     flat = flatten_dict(params, sep="/")
     return {
         name: _to_reference(np.asarray(flat[path]), layout)
@@ -56,8 +56,8 @@ def module_to_reference(params: Params, names: Names) -> dict[str, np.ndarray]:
 
 
 def model_from_reference(tensors: Mapping[str, np.ndarray], config: TransformerConfig) -> Params:
-    """Our stacked parameters of a whole model. Raises `KeyError` for a name the tables lack and
-    for a layer without a tensor of a name that its equals have."""
+    """Our stacked parameters of a whole model. Raises `KeyError` for an unknown name and for a
+    layer that lacks a tensor of its stack."""
     flat: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     blocks = block_configs(config)
@@ -103,7 +103,7 @@ def _named(params: Params, config: TransformerConfig) -> Iterator[tuple[str, Any
             yield name, params[path], layout
     for layer, block in enumerate(block_configs(config)):
         slot = slot_of_layer(config, layer)
-        own: dict[str, Any] = flatten_dict(params[slot.group][slot.block], sep="/")
+        leaves: dict[str, Any] = flatten_dict(params[slot.group][slot.block], sep="/")
         for name, (path, layout) in block.reference_names.items():
-            if path in own:
-                yield f"{_LAYER_PREFIX}{layer}.{name}", own[path][slot.row], layout
+            if path in leaves:
+                yield f"{_LAYER_PREFIX}{layer}.{name}", leaves[path][slot.row], layout

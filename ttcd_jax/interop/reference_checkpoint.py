@@ -1,7 +1,7 @@
 """Checkpoints of the reference implementation (`config.json` and weights): import and export.
 
-An import keeps what an export needs to give the same files again: every tensor's dtype, whether a
-tied head was stored as well as the embedding, and `config.json` to the byte.
+An import keeps all that an export needs to reproduce the files: every tensor's dtype, whether a
+tied head was stored besides the embedding, and `config.json` byte for byte.
 """
 
 import json
@@ -34,10 +34,10 @@ EMBEDDING, HEAD = "model.embeddings.weight", "lm_head.weight"
 DTYPES = {np.dtype(x).name: np.dtype(x) for x in (np.float32, ml_dtypes.bfloat16, np.float16)}
 
 _PREFIX = "model."
-# Buffers that old runs stored; both numbers come from the configuration.
+# Buffers stored by old runs; the configuration determines both.
 _DROPPED = (".ttt_lr", "inv_freq")
-# Fields of our blocks without effect on a document's output: speed, start, gradient, documents.
-# The chunks of the delta rule are one, and `reference_config` checks the eps of q/k norms.
+# Fields of our blocks without effect on a document's output: speed (with the chunks of the delta
+# rule), initialisation, gradients, document resets. `reference_config` checks the eps of q/k norms.
 _UNSEEN = {
     "attention_implementation", "block_chunks", "folds_state", "form", "init_std", "precision",
     "proj_init", "qk_norm_eps", "resets_at_document", "rule.chunk_size", "student_conv_init",
@@ -57,10 +57,10 @@ class Imported(NamedTuple):
 def import_reference(path: Path) -> Imported:
     """The model in a folder with `config.json` and weights, or in a weight file next to one.
 
-    A second `model.` before all names, as in training checkpoints, is removed; `*.ttt_lr` and
+    A second prefix `model.` of all names, as in training checkpoints, is removed; `*.ttt_lr` and
     `*inv_freq` are dropped; a tied model takes the embedding, with a warning for a stored head that
     differs. Raises `DataError` for a file that is missing, damaged, or of a model that we do not
-    compute, `CheckpointError` for names or shapes of another model than the configuration's.
+    support, `CheckpointError` for names or shapes that do not fit the configuration.
     """
     config_file = (path if path.is_dir() else path.parent) / CONFIG
     source = read_json(config_file)
@@ -89,14 +89,14 @@ def import_reference(path: Path) -> Imported:
         "tied_head": head,
         "ignored_keys": unread_keys(source),
         "dtypes": {name: weights.stored[names[name]].dtype.name for name in sorted(names)},
-        "config_json": config_file.read_bytes().decode(),  # line ends as they are
+        "config_json": config_file.read_bytes().decode(),  # line endings unchanged
     }
     params = jax.tree.map(jax.numpy.asarray, model_from_reference(tensors, config))
     return Imported(params, config, facts)
 
 
 def _our_names(weights: WeightFiles) -> dict[str, str]:
-    """Name -> the name in the file, which may have one prefix more."""
+    """Name -> the name in the file, which may have one more prefix."""
     if not any(name.startswith(_PREFIX + _PREFIX) for name in weights):
         return {name: name for name in weights}
     names: dict[str, str] = {}
@@ -149,7 +149,7 @@ def export_reference(
     """(tensors by their reference name, text of `config.json`) of one of our models.
 
     With the `facts` of its import, tensors and configuration are those of the import, bit for bit;
-    without, float32. `dtype` replaces either. Raises `UserError` for a model that the reference
+    otherwise float32. `dtype` replaces either. Raises `UserError` for a model that the reference
     cannot express and for a value that `dtype` cannot hold.
     """
     tensors = model_to_reference(params, config)

@@ -1,8 +1,8 @@
-"""The reference implementation's configuration keys against ours, in both directions.
+"""Conversion between the configuration keys of the reference implementation and ours.
 
-Every method has its table (`methods.registry.Reference`). A `config.json` leaves defaults out, and
-they differ between model classes: an absent key takes the default of the table. A `DataError` names
-what the reference's code computes and ours cannot.
+Every method has its table (`methods.registry.Reference`). A `config.json` omits defaults, which
+differ between model classes: an absent key takes the default of the table. A `DataError` names a
+setting that the reference's code supports and ours does not.
 """
 
 import math
@@ -31,7 +31,7 @@ _SILENT = {
 
 
 def families() -> dict[str, tuple[Method, Reference]]:
-    """The method of every `model_type`; of two that share one, the last."""
+    """The method of every `model_type`; if two methods share one, the last."""
     return {
         model_type: (method, method.reference)
         for method in METHODS.values()
@@ -41,7 +41,7 @@ def families() -> dict[str, tuple[Method, Reference]]:
 
 
 def _family_of(source: Mapping[str, Any]) -> tuple[Method, Reference]:
-    """The method that `model_type` names. Raises `DataError` for an unknown one."""
+    """The method of a model, plain if its memory is off. Raises `DataError` for an unknown one."""
     name, known = source.get("model_type"), families()
     if not isinstance(name, str) or name not in known:
         raise DataError(
@@ -54,18 +54,18 @@ def _family_of(source: Mapping[str, Any]) -> tuple[Method, Reference]:
 
 
 def unread_keys(source: Mapping[str, Any]) -> list[str]:
-    """Keys of `config.json` that no table knows, for a line to the user."""
+    """Keys of `config.json` that no table knows, to report to the user."""
     # Where the memory is off, the keys of the class itself are known, though without effect.
-    found = (_family_of(source)[1], families()[source["model_type"]][1])
-    known = _SILENT.union(*({key.name for key in r.keys} | r.fixed.keys() for r in found))
+    tables = (_family_of(source)[1], families()[source["model_type"]][1])
+    known = _SILENT.union(*({key.name for key in r.keys} | r.fixed.keys() for r in tables))
     return sorted(set(source) - known)
 
 
 def transformer_config(source: Mapping[str, Any], **changes: Any) -> TransformerConfig:
     """Our configuration of the model that a `config.json` of the reference describes.
 
-    Its q/k norm always has eps 1e-5. `changes`: fields that it has no key for. Raises `DataError`
-    for an unknown `model_type`, a missing key, or a flag value that we do not compute.
+    Its q/k norm always has eps 1e-5. `changes`: fields that have no key in it. Raises `DataError`
+    for an unknown `model_type`, a missing key, or a flag value that we do not support.
     """
     method, reference = _family_of(source)
     for name, value in reference.fixed.items():
@@ -79,8 +79,8 @@ def transformer_config(source: Mapping[str, Any], **changes: Any) -> Transformer
     fields |= {"mlp_dim": _mlp_dim(values)} | reference.read(values)
     nested: dict[str, dict[str, Any]] = {"rope": {}, "memory": {}}
     for field in [field for field in fields if "." in field]:
-        group, _, own = field.partition(".")
-        nested[group][own] = fields.pop(field)
+        group, _, leaf = field.partition(".")
+        nested[group][leaf] = fields.pop(field)
     if method.settings is not None:
         fields["memory"] = method.settings(**nested["memory"])
     fields |= {"qk_norm_eps": 1e-5, "rope": RopeConfig(**nested["rope"])}

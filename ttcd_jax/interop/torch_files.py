@@ -12,7 +12,7 @@ import numpy as np
 from ttcd_jax.errors import DataError, UserError
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
-# Raised by torch for damaged files, found by damage at many positions of one.
+# Exceptions of torch for damaged files, determined by damaging one at many positions.
 _READ_ERRORS = (
     *(pickle.UnpicklingError, struct.error, RuntimeError, ValueError, OSError, EOFError),
     *(LookupError, TypeError, AttributeError, AssertionError, ArithmeticError),
@@ -33,7 +33,7 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         # Tensors and plain containers only: a pickle that would call anything is refused.
         state = torch.load(path, map_location="cpu", weights_only=True)
     except _READ_ERRORS as error:
-        # Its own message advises to load the file all the same, code included.
+        # torch's own message advises loading the file anyway, code included.
         raise DataError(
             f"{path} is damaged or holds more than weights ({type(error).__name__}): save the "
             "state dict alone, or as .safetensors"
@@ -50,7 +50,7 @@ def _array(torch: Any, path: Path, name: Any, tensor: Any) -> np.ndarray:
         raise DataError(f"{path}: {name!r} is not a tensor name")
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise DataError(f"{path}: {name!r} is a {type(tensor).__name__}, not a dense tensor")
-    if tensor.dtype == torch.bfloat16:  # numpy has none: pass the bits on
+    if tensor.dtype == torch.bfloat16:  # numpy has none: view the bits
         return tensor.detach().contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
     if tensor.dtype not in (torch.float32, torch.float16):
         raise DataError(

@@ -1,9 +1,9 @@
 """The tensors of a checkpoint on disk: one .safetensors file, or several with an index.
 
 A file is 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape,
-byte range), then the data. The library refuses a header that does not fit the file: byte ranges
-that overlap, leave a hole or end elsewhere than the file, sizes that no dtype and shape have. Names
-that are there twice or have control characters, and NaN, are refused here.
+byte range), then the data. The library rejects a header that does not fit the file: byte ranges
+that overlap, leave a gap or do not end with the file, and sizes that contradict dtype and shape.
+Duplicate names, control characters in names, and NaN are rejected here.
 """
 
 import re
@@ -23,7 +23,7 @@ from ttcd_jax.interop.torch_files import TORCH_SUFFIXES, read_torch_file
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TORCH = "pytorch_model.bin"
-SHARD_BYTES = 5_000_000_000  # what Hugging Face writes into one file
+SHARD_BYTES = 5_000_000_000  # at most, as Hugging Face writes files
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -43,8 +43,8 @@ class StoredTensor(NamedTuple):
 
 
 class WeightFiles(Mapping[str, np.ndarray]):
-    """The tensors of a checkpoint by name, sorted, each read on access in the dtype of its file. A
-    `DataError` refuses one that holds NaN or infinity."""
+    """The tensors of a checkpoint by name, sorted, each read on access in the dtype of its file.
+    Reading one with NaN or infinity raises `DataError`."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ def open_weights(path: Path) -> WeightFiles:
 
 
 def _open_folder(folder: Path) -> WeightFiles:
-    found = [name for name in (SINGLE, INDEX, TORCH) if (folder / name).is_file()]
-    if found[:2] == [SINGLE, INDEX]:
+    names = [name for name in (SINGLE, INDEX, TORCH) if (folder / name).is_file()]
+    if names[:2] == [SINGLE, INDEX]:
         raise DataError(f"{folder} holds {SINGLE} and {INDEX}: remove the one that is out of date")
-    if found:
-        first = folder / found[0]
+    if names:
+        first = folder / names[0]
         return _open_indexed(first) if first.name == INDEX else open_weights(first)
     if (folder / ".metadata").is_file():
         raise DataError(
@@ -121,7 +121,7 @@ def _open_safetensors(files: Sequence[Path]) -> WeightFiles:
 
 
 def _open_file(file: Path) -> tuple[Any, dict[str, StoredTensor]]:
-    """The library's handle of a file, and the tensors in its header."""
+    """The library's handle for a file, and the tensors in its header."""
     try:
         handle = safe_open(file, framework="np")
         with file.open("rb") as stream:
@@ -145,7 +145,7 @@ def _open_file(file: Path) -> tuple[Any, dict[str, StoredTensor]]:
 
 
 def _open_indexed(index: Path) -> WeightFiles:
-    """The shards that an index names; both must hold the same tensors."""
+    """The tensors of the shards that an index names; both must have the same tensors."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"{index} has no weight_map of tensor names to files")
@@ -162,9 +162,9 @@ def _open_indexed(index: Path) -> WeightFiles:
                 "themselves (cp -rL)"
             )
     weights = _open_safetensors(files)
-    found = {name: tensor.file.name for name, tensor in weights.stored.items()}
-    for name in sorted(found.keys() | weight_map.keys()):
-        listed, actual = weight_map.get(name), found.get(name)
+    holders = {name: tensor.file.name for name, tensor in weights.stored.items()}
+    for name in sorted(holders.keys() | weight_map.keys()):
+        listed, actual = weight_map.get(name), holders.get(name)
         if listed != actual:
             raise DataError(f"{index}: tensor {name!r} is in {actual}, and the index says {listed}")
     return weights
@@ -173,7 +173,7 @@ def _open_indexed(index: Path) -> WeightFiles:
 def write_safetensors(
     folder: Path, tensors: Mapping[str, np.ndarray], max_shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Writes `model.safetensors`, or shards of at most `max_shard_bytes` (one tensor at least) and
+    """Writes `model.safetensors`, or shards of at most `max_shard_bytes` (or one tensor) and
     their index last; returns the files. Raises `UserError` when one cannot be written."""
     if not tensors:
         raise UserError(f"no tensors to write into {folder}")
@@ -203,11 +203,11 @@ def _shards(tensors: Mapping[str, np.ndarray], max_bytes: int) -> list[list[str]
 
 
 def _write(file: Path, tensors: Mapping[str, np.ndarray], names: list[str]) -> Path:
-    # The library writes the buffer under a view as it is: a transpose must be made contiguous.
-    own = {name: np.ascontiguousarray(tensors[name]).reshape(tensors[name].shape) for name in names}
+    # The library writes the buffer under a view: a transpose must be made contiguous.
+    out = {name: np.ascontiguousarray(tensors[name]).reshape(tensors[name].shape) for name in names}
     try:
         with whole_file(file) as unfinished:
-            save_file(own, unfinished, metadata={"format": "pt"})
+            save_file(out, unfinished, metadata={"format": "pt"})
     except SafetensorError as error:
         raise UserError(f"cannot write {file}: {error}; choose another folder") from error
     return file

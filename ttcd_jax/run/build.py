@@ -1,4 +1,4 @@
-"""From a `RunConfig` to the objects of a run: data, optimizer, jitted step, state."""
+"""The objects of a run, built from its `RunConfig`: data, optimizer, jitted step, state."""
 
 import functools
 import math
@@ -32,7 +32,7 @@ BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 
 
 def check(config: RunConfig) -> None:
-    """Checks the vocabulary of model and data. Raises `UserError`."""
+    """Raises `UserError` if the model's vocabulary is smaller than the data's."""
     needed = config.data.vocab_size
     if config.model.vocab_size < needed:
         raise UserError(
@@ -59,8 +59,8 @@ def placement(config: RunConfig, mesh: Mesh) -> Placement:
 def build_data(
     config: RunConfig, rows: Sequence[int], make: MakeBatches | None = None
 ) -> tuple[StepBatches, dict[str, Any]]:
-    """(batches of the training split, or those that the caller makes; manifest). This process gets
-    `rows` of every batch."""
+    """(batches of the training split, or those that the caller makes; manifest). This process
+    uses `rows` of every batch."""
     data, size = config.data, config.batch_size
     if isinstance(data, BatchesConfig):
         if make is None:
@@ -78,7 +78,7 @@ def build_data(
 
 
 def _optimizer(config: RunConfig) -> tuple[OptimizerConfig, optax.GradientTransformation]:
-    """(configuration, optimizer); a schedule without `steps` has those of the run."""
+    """(configuration, optimizer); a schedule without `steps` takes the run's."""
     schedule = config.optimizer.schedule
     if schedule.steps is None:
         schedule = schedule.replace(steps=config.steps)

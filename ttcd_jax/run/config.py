@@ -19,12 +19,11 @@ LAYOUT = ("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
     """`batch_size` rows per step, computed in `accumulation_steps` parts one after another on the
-    devices of `mesh`; None: as `ttcd_jax.run.layout` chooses for the devices there are.
-    `loss_rows`: rows of logits that exist at once. `start_from`: a run directory whose newest
+    devices of `mesh`; None: as `ttcd_jax.run.layout` chooses for the available devices.
+    `loss_rows`: rows of logits computed at once. `start_from`: a run directory whose newest
     parameters this run starts from, with a fresh optimizer; missing ones are drawn from `seed`.
     `start_drops`: patterns (`layers/*/mlp/proj`) of parameters that are not taken from it.
     `evaluate_every`: steps between evaluations of `tasks` on the current parameters, None for none.
-    The fields `LAYOUT` may change when a run is resumed.
     """
 
     model: TransformerConfig

@@ -1,6 +1,6 @@
 """The run directory: the files that a run writes, all that evaluation needs.
 
-config.json      FORMAT and the configuration  config.gin        the file and parameters given
+config.json      FORMAT and the configuration  config.gin        the recipe and its parameters
 data.json        manifest of the data          environment.json  versions and device
 checkpoints/     Orbax steps with digests      metrics.jsonl, tensorboard/
 eval/            results of evaluations        lock              held by the training process
@@ -34,7 +34,7 @@ from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, with_params
 
 TOKENIZER = "tokenizer.json"
-IMPORTED = "imported"  # the type of data of a run that was imported
+IMPORTED = "imported"  # the data type of an imported run
 
 # 1 stored layers stacked, 2 stores them one by one.
 FORMAT = 2
@@ -55,12 +55,12 @@ class RunDirectory:
         return (self.path / "config.json").exists()
 
     def read_config(self) -> dict[str, Any]:
-        """The resolved configuration as JSON. Raises `UserError` for none or another format."""
+        """The resolved configuration. Raises `UserError` without one or for another format."""
         config = self._read("config.json")
-        found = config.pop("format", 1)
-        if found != FORMAT:
+        version = config.pop("format", 1)
+        if version != FORMAT:
             raise UserError(
-                f"{self.path} is a run directory of format {found}, this version reads {FORMAT}: "
+                f"{self.path} is a run directory of format {version}, this version reads {FORMAT}: "
                 "train it, or import its checkpoint, again"
             )
         return config
@@ -72,8 +72,8 @@ class RunDirectory:
         data: dict[str, Any],
         layout: tuple[str, ...] = (),
     ) -> None:
-        """Writes the files of a new run, or checks that the run here is the same but for the fields
-        `layout`. Raises `UserError` naming the fields that differ, `DataError` for other data."""
+        """Writes the files of a new run, or checks that the run here is the same apart from the
+        fields `layout`. Raises `UserError` naming differing fields, `DataError` for other data."""
         if not self.is_claimed:
             if self.path.exists() and any(p.name != "lock" for p in self.path.iterdir()):
                 raise UserError(
@@ -113,7 +113,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def lock(self, *, waits: bool = False) -> Iterator[None]:
-        """Locks the directory for one process; another waits, or gets a `UserError` naming it."""
+        """Locks the directory; while another process holds it, waits or raises `UserError`."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = (self.path / "lock").open("a+", encoding="utf-8")
@@ -151,8 +151,8 @@ class LoadedParams(NamedTuple):
 
 
 def load_params(run_dir: str | os.PathLike[str], step: int | None = None) -> LoadedParams:
-    """`load_run` without the model: parameters on the mesh in use (`jax.set_mesh`) if there is one,
-    else on the first device. The same arguments and errors."""
+    """The parameters of a run, on the mesh in use (`jax.set_mesh`) if there is one, else on the
+    first device. The arguments and errors are those of `load_run`."""
     directory = RunDirectory(run_dir)
     config = model_config(directory)
     params = abstract_params(config)
@@ -167,12 +167,12 @@ def load_params(run_dir: str | os.PathLike[str], step: int | None = None) -> Loa
 def open_checkpoints(
     directory: RunDirectory, model: TransformerConfig | None = None
 ) -> contextlib.closing[Checkpoints]:
-    """The checkpoints of a run, read-only: of `model`, or with the names on disk."""
+    """The checkpoints of a run, read-only: of `model`, or without one as stored."""
     return contextlib.closing(Checkpoints(directory.checkpoints, model=model, is_read_only=True))
 
 
 def model_config(directory: RunDirectory) -> TransformerConfig:
-    """The model of a run directory; no checkpoint is needed."""
+    """The model configuration of a run directory; no checkpoint is needed."""
     return TransformerConfig.from_dict(directory.read_config()["model"])
 
 
@@ -192,9 +192,9 @@ def load_run(run_dir: str | os.PathLike[str], step: int | None = None) -> Loaded
         run = load_run("runs/quickstart/text")
         logits = run.model(tokens)                       # [B, T, V]
 
-    Reads only `config.json` and the checkpoint's parameters. Raises `UserError` for no run
-    directory and for a configuration that this version does not know, `CheckpointError` for a
-    checkpoint that is missing, damaged or of another model.
+    Reads only `config.json` and the checkpoint's parameters. Raises `UserError` for a folder that
+    is no run directory and for a configuration that this version does not know, `CheckpointError`
+    for a checkpoint that is missing, damaged or of another model.
     """
     params, config, step = load_params(run_dir, step)
     tokenizer = run_tokenizer(RunDirectory(run_dir))
@@ -211,9 +211,9 @@ def run_tokenizer(directory: RunDirectory) -> Tokenizer | None:
         config = TokenizerConfig.from_dict(data["tokenizer"])
     else:
         return None
-    own = directory.path / TOKENIZER
-    if config.kind == "json" and own.is_file():
-        config = config.replace(path=str(own))
+    copy = directory.path / TOKENIZER
+    if config.kind == "json" and copy.is_file():
+        config = config.replace(path=str(copy))
     return build_tokenizer(config)
 
 

@@ -16,23 +16,23 @@ def evaluation_callbacks(
     write: Callable[[int, dict[str, float]], None],
     batch_size: int,
 ) -> list[StateCallback]:
-    """A callback that gives `write` (steps done, metrics TASK/VARIANT/BUCKET) every
-    `evaluate_every` steps and after the last, `batch_size` rows at once; none without
-    `evaluate_every`. Rows are made here: a task that does not fit the data raises its `UserError`
-    before the first step."""
+    """A callback that evaluates, every `evaluate_every` steps and after the last, `batch_size` rows
+    at once, and calls `write(steps done, metrics)`, each named TASK/VARIANT/BUCKET; none without
+    `evaluate_every`. Rows are made in advance, so that a task that does not fit the data raises its
+    `UserError` before the first step."""
     every = config.evaluate_every
     if every is None:
         return []
     tasks = [TASKS[name](batch_size=batch_size) for name in config.tasks]
     data, tokenizer = config.data.to_dict(), run_tokenizer(run_dir)
     subject = Subject(abstract_model(config.model), tokenizer, data, run_dir.path)
-    made = [(task, task.rows(subject)) for task in tasks]
+    inputs = [(task, task.rows(subject)) for task in tasks]
 
     def evaluate(step: int, state: TrainState) -> None:
         if step % every and step != config.steps:
-            return  # the run was stopped: when it is resumed it evaluates on time
+            return  # the run was stopped; it will evaluate on time once resumed
         current = subject._replace(model=with_params(config.model, state["params"]))
-        tables = ((task, task.table(task.series(current, rows))) for task, rows in made)
+        tables = ((task, task.table(task.series(current, rows))) for task, rows in inputs)
         metrics = {
             f"{task.name}/{variant}/{row[task.key]}": value
             for task, table in tables

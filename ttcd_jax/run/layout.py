@@ -2,10 +2,10 @@
 
 A recipe fixes the batch; the fields of `RunConfig` that it leaves open follow from the devices:
 
-    mesh                 fsdp has as many devices as share the rows evenly, seq all others
-    accumulation_steps   the fewest parts of `PART_TOKENS` tokens per device, or of one row
+    mesh                 fsdp: gcd(batch_size, number of devices); seq: the remaining factor
+    accumulation_steps   the fewest parts of at most `PART_TOKENS` tokens per device, or of one row
 
-The layout changes speed and bytes, not the losses: a run may resume on other devices.
+The layout changes speed and device memory, not the losses: a run may resume on other devices.
 """
 
 import math
@@ -38,7 +38,7 @@ def run_mesh(config: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def num_parts(config: RunConfig, mesh: Mesh | AbstractMesh) -> int:
-    """The parts in which a batch is computed, one after another."""
+    """The number of parts in which a batch is computed, one after another."""
     if config.accumulation_steps is not None:
         return config.accumulation_steps
     rows = config.batch_size // math.prod(mesh.shape[axis] for axis in BATCH)

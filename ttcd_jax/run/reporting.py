@@ -22,7 +22,7 @@ from ttcd_jax.train.loop import HostMetrics, MetricCallback
 
 
 def say(line: str) -> None:
-    """Prints a line, if this is the first process."""
+    """Prints a line in the first process only."""
     if jax.process_index() == 0:
         print(line, flush=True)
 
@@ -32,7 +32,7 @@ def reporter(
     config: RunConfig, directory: Path, start: int
 ) -> Iterator[tuple[list[MetricCallback], Callable[[int, dict[str, float]], None]]]:
     """(callbacks that report a run every `log_every` steps, function that writes other metrics of a
-    step); both do nothing but in the first process."""
+    step); both do nothing outside the first process."""
     if jax.process_index():
         yield [], lambda step, record: None
         return
@@ -65,8 +65,8 @@ def flat_metrics(metrics: HostMetrics) -> dict[str, float]:
 
 
 class MetricFiles:
-    """Appends to `metrics.jsonl` and TensorBoard. Records after `start`, of a run interrupted
-    before its next checkpoint, are dropped: training repeats them."""
+    """Appends to `metrics.jsonl` and TensorBoard. Records after step `start`, of a run
+    interrupted before its next checkpoint, are dropped: training repeats those steps."""
 
     def __init__(self, directory: Path, *, start: int) -> None:
         path = directory / "metrics.jsonl"
@@ -78,7 +78,7 @@ class MetricFiles:
         self._board = SummaryWriter(folder, purge_step=start + 1, max_queue=0)
 
     def write(self, step: int, record: dict[str, float]) -> None:
-        """One line. Raises `UserError` on a full disk."""
+        """Appends one record. Raises `UserError` on a full disk."""
         try:
             self._file.write(json.dumps({"step": step, **record}) + "\n")
             self._file.flush()

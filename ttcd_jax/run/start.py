@@ -1,5 +1,5 @@
-"""The start of a run from another one's parameters, by their names on disk: any whose layers fit,
-whatever method they train."""
+"""The start of a run from the parameters of another run, matched by their names on disk: of any run
+whose layers fit, whatever its method."""
 
 import fnmatch
 import re
@@ -22,14 +22,14 @@ from ttcd_jax.train.state import TrainState, init_params
 
 
 class StartPlan(NamedTuple):
-    """The parameters by what becomes of them, by their names on disk."""
+    """Names on disk of the parameters that a run takes from another, draws anew, or leaves out."""
 
     taken: tuple[str, ...]
     initialised: tuple[str, ...]
     dropped: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """The parameters that are not taken, a line for each name with all its layers."""
+        """The parameters that are not taken, one line per name with all its layers."""
         kinds = {"initialised": self.initialised, "dropped": self.dropped}
         return [f"{kind}: {name}" for kind, names in kinds.items() for name in _by_layers(names)]
 
@@ -37,8 +37,8 @@ class StartPlan(NamedTuple):
 def inherited_model(
     run_dir: RunDirectory,
 ) -> Callable[[str, dict[str, Any]], TransformerConfig | None]:
-    """For `load_config`: a run without a model has that of the run it starts from, or of its own
-    directory once it has started; fields that are bound singly replace those of either."""
+    """The `inherit` of `load_config`: a run without a model takes that of the run it starts from,
+    or of its own directory once it has started; single bound fields override it."""
 
     def inherit(field: str, values: dict[str, Any]) -> TransformerConfig | None:
         start_from = values.get("start_from")
@@ -50,7 +50,7 @@ def inherited_model(
 
 
 def plan_start(config: RunConfig) -> StartPlan:
-    """The parameters that this run takes from `start_from`, by the two configurations alone. Raises
+    """The parameters that this run takes from `start_from`, from the configurations alone. Raises
     `UserError` for a pattern of `start_drops` that names nothing, `CheckpointError` for parameters
     of another shape, and for those that the model lacks."""
     assert config.start_from is not None
@@ -58,13 +58,13 @@ def plan_start(config: RunConfig) -> StartPlan:
     model = stored_params(config.model)
     dropped: set[str] = set()
     for pattern in config.start_drops:
-        found = fnmatch.filter(stored, pattern)
-        if not found:
+        matches = fnmatch.filter(stored, pattern)
+        if not matches:
             raise UserError(
                 f"RunConfig.start_drops {pattern!r} names no parameter of {config.start_from!r}, "
                 f"which has {', '.join(_by_layers(stored))}"
             )
-        dropped |= set(found)
+        dropped |= set(matches)
     offered = {name: leaf for name, leaf in stored.items() if name not in dropped}
     problem = misfit({name: leaf for name, leaf in model.items() if name in offered}, offered)
     if problem:
@@ -77,20 +77,20 @@ def plan_start(config: RunConfig) -> StartPlan:
 
 
 def started_state(config: RunConfig, mesh: Mesh) -> tuple[int, StartPlan, TrainState]:
-    """(step of the other run, plan, state on `mesh`): the newest parameters of `start_from`; those
-    that it lacks, and all else, fresh."""
+    """(step of the other run, plan, state on `mesh`) with the newest parameters of `start_from`;
+    those that it lacks, and all else, are initialised."""
     assert config.start_from is not None
     plan, model = plan_start(config), config.model
     abstract = by_name(build.abstract_state(config, mesh)["params"])
     wanted = unstacked(model, abstract)
     step, rows = _taken(RunDirectory(config.start_from), plan, wanted, mesh)
-    lacking = {name: leaf.sharding for name, leaf in wanted.items() if name not in rows}
+    missing = {name: leaf.sharding for name, leaf in wanted.items() if name not in rows}
 
     def fresh() -> Leaves:
         drawn = unstacked(model, by_name(init_params(model, config.seed)))
-        return {name: drawn[name] for name in lacking}
+        return {name: drawn[name] for name in missing}
 
-    rows |= jax.jit(fresh, out_shardings=lacking)()
+    rows |= jax.jit(fresh, out_shardings=missing)()
     params = unflatten_dict(stacked(model, rows, abstract), sep="/")
     return step, plan, build.state_with(config, mesh, params)
 
@@ -98,8 +98,8 @@ def started_state(config: RunConfig, mesh: Mesh) -> tuple[int, StartPlan, TrainS
 def _taken(
     directory: RunDirectory, plan: StartPlan, wanted: Leaves, mesh: Mesh
 ) -> tuple[int, Leaves]:
-    """(step, parameters that are taken, sharded and of the dtype as `wanted`); those that are
-    dropped are read replicated."""
+    """(step, parameters taken, with the sharding and the dtype of `wanted`); dropped ones are read
+    replicated."""
     like = {
         name: jax.ShapeDtypeStruct(
             leaf.shape,
@@ -121,6 +121,6 @@ def _by_layers(names: Iterable[str]) -> list[str]:
         layer, rest = re.findall(r"(?:layers/(\d+)/)?(.*)", name)[0]
         layers.setdefault(rest, []).extend([int(layer)] if layer else [])
     return [
-        f"layers/{','.join(map(str, sorted(own)))}/{rest}" if own else rest
-        for rest, own in layers.items()
+        f"layers/{','.join(map(str, sorted(numbers)))}/{rest}" if numbers else rest
+        for rest, numbers in layers.items()
     ]

@@ -1,4 +1,4 @@
-"""Training a run, or resuming it, in one call: from its configuration to its directory's files."""
+"""Training or resuming a run in one call, from its configuration to the files of its directory."""
 
 import contextlib
 import os
@@ -71,7 +71,7 @@ def train_run(
 
 
 def check(config: RunConfig, directory: RunDirectory) -> None:
-    """Checks the configurations against each other and `start_from`. Raises `UserError`."""
+    """Raises `UserError` for a model that does not fit its data or `start_from`."""
     build.check(config)
     if config.start_from is not None and not directory.is_claimed:
         plan_start(config)
@@ -146,8 +146,8 @@ def _checkpoints(
 def _initial_state(
     config: RunConfig, checkpoints: Checkpoints, mesh: Mesh
 ) -> tuple[int, TrainState]:
-    """(steps done, state) of the newest intact checkpoint if there is one, else of `start_from`,
-    else of the seed."""
+    """(steps done, state) from the newest intact checkpoint if there is one, else from
+    `start_from`, else from the seed."""
     if multihost_utils.broadcast_one_to_all(bool(checkpoints.steps())):
         done, restored = checkpoints.restore(dict(build.abstract_state(config, mesh)))
         say(f"resumed at step {done}")
@@ -155,7 +155,7 @@ def _initial_state(
     if config.start_from is None:
         return 0, build.fresh_state(config, mesh)
     step, plan, state = started_state(config, mesh)
-    # Resuming needs this directory alone, whatever becomes of the other run.
+    # So that resuming needs this directory alone, even if the other run is deleted.
     checkpoints.save(0, dict(state))
     say(f"starts from step {step} of {config.start_from}: {len(plan.taken)} parameters taken")
     for line in plan.lines():
@@ -164,8 +164,8 @@ def _initial_state(
 
 
 class _StopSignal:
-    """Notes SIGTERM or SIGINT; a second one ends the process at once. The previous handlers are
-    restored on exit. With several processes JAX handles SIGTERM, so that all stop at one step.
+    """Records SIGTERM or SIGINT; a second one ends the process at once. The previous handlers are
+    restored on exit. With several processes JAX handles SIGTERM, so all stop after the same step.
     """
 
     def __init__(self) -> None:

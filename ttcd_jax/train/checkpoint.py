@@ -1,13 +1,13 @@
-"""Checkpoints of a training run: Orbax writes them asynchronously, a digest proves them intact.
+"""Checkpoints of a training run: Orbax writes them asynchronously, digests detect damage.
 
 A step directory holds two items, `params` (all that evaluation reads) and `train` (the rest of the
 state), plus `DIGEST.json`. On disk a state is a plain nested dict of arrays, and the layers of a
 model are stored one by one (`train.layers_on_disk`).
 
 A step is *sealed* by its digest, written in the background after Orbax has committed it. A process
-killed between the two leaves an unsealed step, complete but not provably intact:
+killed between the two leaves an unsealed step, complete but not verifiable:
 
-* `step=None` restores the newest sealed and intact step, for training repeats the steps after it
+* `step=None` restores the newest sealed and intact step, since training repeats the steps after it
   exactly. One warning names the newer ones; a writer renames them to `N.refused`, since Orbax would
   not save these steps again. If no step is sealed, the newest is used, with a warning;
 * an unsealed step that the user names is used with a warning, a damaged one never.
@@ -38,15 +38,15 @@ from ttcd_jax.train.layers_on_disk import Leaves, stacked, unstacked
 
 _PARAMS = "params"
 _TRAIN = "train"
-# What Orbax and TensorStore raise when a write fails: a full disk is a ValueError, a missing
-# directory an OSError, a lost process a JaxRuntimeError.
+# Exceptions of Orbax and TensorStore for failed writes: ValueError for a full disk, OSError for a
+# missing directory, JaxRuntimeError for a lost process.
 _WRITE_ERRORS = (ValueError, OSError, jax.errors.JaxRuntimeError)
-# What they raise on damaged or absent metadata, found by damaging every file of a step in turn.
+# Those for damaged or absent metadata, determined by damaging every file of a step in turn.
 _READ_ERRORS = (*_WRITE_ERRORS, KeyError, AttributeError, NotImplementedError)
 
 
 def _is_not_orbax(record: Any) -> bool:
-    """Orbax logs its progress, and the failures it also raises: both stay off the terminal."""
+    """Whether a log record is not Orbax's, which logs progress and the failures that it raises."""
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
@@ -63,7 +63,7 @@ def _to_leaves(items: dict[str, Any]) -> Leaves:
 
 
 def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """A leaf without a sharding goes to the first device, wherever it was saved from."""
+    """The leaf, on the first device if it has no sharding, wherever it was saved from."""
     if leaf.sharding is not None:
         return leaf
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -90,9 +90,9 @@ class Checkpoints:
 
     The newest `keep` steps are kept. A state is a dict of trees of arrays, `params` among its keys.
     The layers of `model`, stacked on the devices, are stored one by one; without a model a state is
-    stored, and read, as it is. `is_read_only` never changes anything on disk. One writer per
-    directory: opening it deletes the unfinished step of a killed one. A save under way is lost
-    unless `close` is called.
+    stored, and read, as it is. With `is_read_only` nothing on disk is changed. One writer per
+    directory: opening it deletes the unfinished step of a killed writer. A save in progress is
+    lost unless `close` is called.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class Checkpoints:
                 create=False,
                 cleanup_tmp_directories=not is_read_only,
                 read_only=is_read_only,
-                # Opening must not fail on a damaged step: restoring is where damage is judged.
+                # Opening must not fail on a damaged step: `restore` handles damage.
                 lightweight_initialize=True,
-                # Made in the background, a directory that cannot be made fails after ten minutes.
+                # Creating a directory in the background would fail only after ten minutes.
                 async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
             ),
         )
@@ -136,11 +136,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The complete steps on disk, in ascending order: Orbax commits a step by renaming it."""
-        found = self._directory.glob("*")
-        return sorted(int(path.name) for path in found if path.name.isdigit() and path.is_dir())
+        paths = self._directory.glob("*")
+        return sorted(int(path.name) for path in paths if path.name.isdigit() and path.is_dir())
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Hands `state` over to the writer; it may be donated or deleted afterwards. Until this
+        """Starts writing `state`, which may be donated or deleted afterwards. Until this
         returns, the devices hold the stacked layers twice.
 
         Waits for the previous step, whose failure is raised here. Raises `CheckpointError` with the
@@ -158,7 +158,7 @@ class Checkpoints:
         self._pending = step, self._sealer.submit(self._seal, step)
 
     def wait(self) -> None:
-        """Blocks until the last step is on disk and sealed, or raises why it is not."""
+        """Blocks until the last step is on disk and sealed. Raises `CheckpointError` if not."""
         if self._pending is None:
             return
         (step, sealed), self._pending = self._pending, None
@@ -177,10 +177,10 @@ class Checkpoints:
     def restore(
         self, abstract_state: dict[str, Any], step: int | None = None
     ) -> tuple[int, dict[str, Any]]:
-        """(step, state) of `step`, or of the newest intact one (policy: see above).
+        """(step, state) of `step`, or of the newest intact one by the policy above.
 
         `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for every array. Raises
-        `CheckpointError` for damage, and for other names, shapes or dtypes, which Orbax would cast.
+        `CheckpointError` for damage, and for different names, shapes or dtypes (Orbax would cast).
         """
         self.wait()
         chosen, num_refused, refused = self._chosen(step)
@@ -259,11 +259,11 @@ class Checkpoints:
         )
 
     def _chosen(self, step: int | None) -> tuple[int, int, list[int]]:
-        """(step to restore, number of newer ones refused, and on the first process these). That
-        process alone reads the disk, so all agree while a job still writes."""
+        """(step to restore, number of newer steps refused, on the first process also those steps).
+        Only that process reads the disk, so that all agree even while a job writes."""
         chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
-        found = np.array([chosen, len(refused)])
-        chosen, num_refused = map(int, multihost_utils.broadcast_one_to_all(found))
+        decision = np.array([chosen, len(refused)])
+        chosen, num_refused = map(int, multihost_utils.broadcast_one_to_all(decision))
         return chosen, num_refused, refused
 
     def _judged(self, step: int | None) -> tuple[int, list[int]]:

@@ -1,4 +1,4 @@
-"""Compiled programs: the cache between runs, and a warning when a step is compiled again."""
+"""The persistent compilation cache, and a warning when a training step is compiled again."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def keep_programs(directory: str | None) -> None:
-    """Sets the cache of compiled programs to `directory`, "" for none. None:
+    """Sets the persistent compilation cache to `directory`; "": no cache; None:
     JAX_COMPILATION_CACHE_DIR if it is set, else `ttcd_jax` in the user's cache folder."""
     if directory is None and "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return  # jax has read it

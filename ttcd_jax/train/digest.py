@@ -1,6 +1,6 @@
-"""SHA-256 of every file of a checkpoint step, by which a damaged one is noticed.
+"""SHA-256 digests of the files of a checkpoint step, which detect damage.
 
-Orbax checks no data: a flipped bit in an array file is restored silently.
+Orbax verifies no data: a flipped bit in an array file is restored silently.
 """
 
 import json
@@ -33,7 +33,7 @@ def is_sealed(step_dir: Path) -> bool:
 
 
 def verify(step_dir: Path) -> list[str]:
-    """The differences from the digest, each as "file: reason"; none when the step is intact."""
+    """The differences from the digest, each as "file: reason"; empty when the step is intact."""
     if not is_sealed(step_dir):
         return [f"{DIGEST}: missing"]
     try:

@@ -19,15 +19,15 @@ def misfit(
 ) -> str | None:
     """One line with every difference of `stored` from `model`, None when it fits. Both map names
     to arrays (or `jax.ShapeDtypeStruct`s), of which `fields` are compared."""
-    found = {
+    groups = {
         "only in the model": sorted(model.keys() - stored.keys()),
         "only in the checkpoint": sorted(stored.keys() - model.keys()),
     }
     common = sorted(model.keys() & stored.keys())
     for field in fields:
         kinds = ((x, getattr(stored[x], field), getattr(model[x], field)) for x in common)
-        found[f"saved with another {field}"] = [
+        groups[f"saved with another {field}"] = [
             f"{name} {saved} not {wanted}" for name, saved, wanted in kinds if saved != wanted
         ]
-    lines = [f"{len(names)} {kind}: {listed(names)}" for kind, names in found.items() if names]
+    lines = [f"{len(names)} {kind}: {listed(names)}" for kind, names in groups.items() if names]
     return "; ".join(lines) or None

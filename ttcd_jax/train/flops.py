@@ -1,4 +1,4 @@
-"""FLOPs of a model by its shapes, since XLA counts the body of a scan once.
+"""FLOPs of a model, computed from shapes because XLA counts the body of a scan only once.
 
 A matrix product of [m, k] and [k, n] counts 2 m k n (`SublayerConfig.flops` of every layer).
 Training counts three times the forward pass: recomputation is not counted.
@@ -14,5 +14,5 @@ def forward_flops(config: TransformerConfig, length: int) -> float:
 
 
 def training_flops_per_token(config: TransformerConfig, length: int) -> float:
-    """Forward and backward, per token of a row of `length`."""
+    """FLOPs of the forward and the backward pass per token, for rows of `length` tokens."""
     return 3 * forward_flops(config, length) / length

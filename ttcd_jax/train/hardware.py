@@ -1,4 +1,4 @@
-"""Accelerators by their data sheets: peak and bytes of a device."""
+"""Data sheets of accelerators: peak FLOP/s and bytes of device memory."""
 
 import re
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """Parameter names on disk: one entry per layer, `layers/6/mlp/down`, however a model stacks them.
 
-On the devices, layers that are scanned over are one array, `group_0/block_1/mlp/down` [repeats,
-...]; a checkpoint, which must not depend on which layers are alike, stores its rows. An optimizer's
-moments are named after a prefix as their parameters. Only this file maps one to the other.
+On the devices, scanned layers are stacked into one array, `group_0/block_1/mlp/down` [repeats,
+...]; a checkpoint must not depend on which layers are alike, so it stores the rows. An optimizer's
+moments have their parameters' names after a prefix. Only this file maps one form to the other.
 """
 
 import functools
@@ -20,7 +20,7 @@ from ttcd_jax.train.fit import by_name
 from ttcd_jax.train.state import abstract_params
 
 Leaves = dict[str, Any]
-Layers = dict[tuple[str, ...], list[str]]  # of a (group, block), in the order of its rows
+Layers = dict[tuple[str, ...], list[str]]  # (group, block) -> its layers in row order
 
 
 def stored_params(config: TransformerConfig) -> Leaves:
@@ -62,7 +62,7 @@ def _layers(config: TransformerConfig) -> Layers:
 
 
 def _names_of_rows(layers: Layers, name: str) -> list[str] | None:
-    """The names on disk of a stacked leaf's rows, None for a leaf of no layer."""
+    """The names on disk of a stacked leaf's rows, None for a leaf outside the layers."""
     path = name.split("/")
     for at in range(len(path) - 1):
         if (rows := layers.get(tuple(path[at : at + 2]))) is not None:
@@ -80,7 +80,7 @@ def _rows(leaf: Any) -> list[Any]:
 
 
 def _of_row(sharding: Sharding) -> Sharding:
-    """The sharding of a row of an array whose leading axis is on every device."""
+    """The sharding of a row of an array whose leading axis is not sharded."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))

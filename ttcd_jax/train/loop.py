@@ -1,4 +1,4 @@
-"""The training loop: steps, and callbacks every so many of them."""
+"""The training loop: steps and periodic callbacks."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -41,10 +41,10 @@ def train(
     on_state: Sequence[StateCallback] = (),
     is_stopping: Callable[[int], bool] = lambda step: False,
 ) -> tuple[TrainState, int]:
-    """(state, steps done) after steps `start` to `steps`, or earlier if `is_stopping` (steps done).
+    """(state, steps done) after steps `start` to `steps`, or earlier if `is_stopping(steps done)`.
 
     `placement` puts a batch on the devices. Metrics are fetched while the next step runs. Raises
-    `NonFiniteError` with the metric and step; no state callback gets the state after it.
+    `NonFiniteError` with the metric and step, before a state callback receives that state.
     """
     done, pending = start, None
 

@@ -1,4 +1,4 @@
-"""Cross entropy over a large vocabulary without holding all logits.
+"""Cross entropy over a large vocabulary without storing all logits.
 
     loss_t = logsumexp_v(h_t . w_v) - h_t . w_{y_t}
 
@@ -29,8 +29,8 @@ def token_scores(
     targets: Int[Array, "B T"],
     rows: int = DEFAULT_ROWS,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """(negative log-likelihood in nats, whether it is the likeliest) of every target, at least
-    float32. For evaluation: only `summed_loss` has an efficient backward."""
+    """(negative log-likelihood in nats, at least float32; whether it is the likeliest entry) of
+    every target. For evaluation: only `summed_loss` has an efficient backward."""
     scores = functools.partial(_token_scores, rows=rows)
     run = rules.sharded(scores, (_TOKENS, _HEAD, _TOKENS), (_TOKENS, _TOKENS))
     return run(hidden, head, targets)
@@ -43,12 +43,12 @@ def summed_loss(
     loss_mask: Bool[Array, "B T"],
     rows: int = DEFAULT_ROWS,
 ) -> Float[Array, ""]:
-    """Sum of the losses of marked tokens, in nats. Gradient for `hidden` and `head`. On a mesh
-    tokens are sharded, and vocabulary entries along `tensor`; `rows` are a device's."""
+    """Sum of the losses of the targets in `loss_mask`, in nats; differentiable in `hidden` and
+    `head`. On a mesh tokens are sharded, and the vocabulary along `tensor`; `rows` per device."""
 
     def on_shard(shard: Shard, *arrays: jax.Array) -> jax.Array:
-        own = cast(jax.Array, _summed_loss(shard, rows, *arrays))
-        return shard.sum(own, *rules.BATCH, *rules.LENGTH)
+        total = cast(jax.Array, _summed_loss(shard, rows, *arrays))
+        return shard.sum(total, *rules.BATCH, *rules.LENGTH)
 
     run = rules.sharded(on_shard, (_TOKENS, _HEAD, _TOKENS, _TOKENS), ())
     return run(hidden, head, targets, loss_mask)
@@ -110,8 +110,8 @@ def _summed_loss_forward(
 def _summed_loss_backward(
     shard: Shard, rows: int, saved: tuple[jax.Array, jax.Array], d_total: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, None]:
-    """Devices along `tensor` share the total, whose cotangents are summed; `shard_map` sums those
-    of the hidden states, which they share too."""
+    """The total is replicated along `tensor`, so its cotangents are summed here; `shard_map` sums
+    those of the hidden states, which are replicated too."""
     d_total = shard.sum(d_total, TENSOR)
     d_hidden, d_head = (x * d_total.astype(x.dtype) for x in saved)
     return d_hidden, d_head, None, None
@@ -121,7 +121,7 @@ _summed_loss.defvjp(_summed_loss_forward, _summed_loss_backward)
 
 
 def _row_blocks(rows: int, hidden: jax.Array, *rest: jax.Array) -> Blocks:
-    """[B, T, ...] -> [blocks, rows, ...], zero-padded: padded rows are unmarked."""
+    """[B, T, ...] -> [blocks, rows, ...], zero-padded: the loss mask excludes the padding."""
     count = rest[0].size
     rows = min(rows, count)
 
@@ -151,7 +151,7 @@ def _block_losses(
 
 
 def _is_likeliest(shard: Shard, logits: jax.Array, y: jax.Array) -> jax.Array:
-    """Whether y is the argmax over the whole vocabulary (of equals the first)."""
+    """Whether y is the argmax over the whole vocabulary (the first entry of a tie)."""
     best, entry = logits.max(-1), logits.argmax(-1)
     entry = entry + shard.index(TENSOR) * logits.shape[-1]
     is_best = best == shard.max(best, TENSOR)
@@ -162,7 +162,7 @@ def next_token_loss(
     model: "Transformer", tokens: Int[Array, "B T"], hidden: Float[Array, "B T D"] | None = None
 ) -> Float[Array, ""]:
     """Mean over B * (T - 1) positions of the cross entropy of token i + 1 given tokens 0 .. i.
-    `hidden`: the model's hidden states for `tokens`, where they are known."""
+    `hidden`: the model's hidden states for `tokens`, if already computed."""
     hidden = model.forward(tokens)[0] if hidden is None else hidden
     targets = tokens[:, 1:]
     mask = jnp.ones(targets.shape, bool)

@@ -1,10 +1,10 @@
-"""Muon as published: a matrix moves by its orthogonalised momentum.
+"""Muon as published: a matrix is updated along its orthogonalised momentum.
 
     buf <- mu buf + g,   u = g + mu buf (Nesterov),
     p <- p (1 - rate * decay) - rate * 0.2 sqrt(max(A, B)) NS(u)      for every matrix p [A, B]
 
-NS are five quintic iterations, each with its own coefficients, from u / (|u|_F + 1e-7). All other
-parameters, and the two of the vocabulary, follow AdamW at the same rate and decay.
+NS is five quintic iterations, each with its own coefficients, from u / (|u|_F + 1e-7). All other
+parameters, and the embedding and the head, follow AdamW at the same rate and decay.
 
 `optax.contrib.muon` differs: its momentum is a running mean whose Nesterov sum has bias corrections
 of two steps, `nesterov=True` makes its AdamW a NAdam, both groups share one eps, and Newton-Schulz
@@ -31,8 +31,8 @@ def group_of(axes: Axes) -> Group:
     """The optimizer of a parameter by its axis names: "muon" for two or more dimensions besides
     `layers` (projections, convolutions, fast weights), unless one is `vocab` (embedding and head);
     "adamw" for all others (norms, biases, vectors)."""
-    own = [name for name in axes if name != "layers"]
-    return "muon" if len(own) >= 2 and "vocab" not in own else "adamw"
+    names = [name for name in axes if name != "layers"]
+    return "muon" if len(names) >= 2 and "vocab" not in names else "adamw"
 
 
 def parameter_groups(axes: Any) -> Any:
@@ -43,9 +43,9 @@ def parameter_groups(axes: Any) -> Any:
 def scale_by_muon(
     axes: Any, *, momentum: float, is_nesterov: bool, dtype: DTypeLike
 ) -> optax.GradientTransformation:
-    """g -> 0.2 sqrt(max(A, B)) NS(u), Newton-Schulz in `dtype`; the buffer has the parameter's.
+    """g -> 0.2 sqrt(max(A, B)) NS(u), Newton-Schulz in `dtype`; the momentum has the parameter's.
 
-    `axes` is a tree like the parameters', with a tuple of axis names for each.
+    `axes` is a tree of the parameters' structure, with a tuple of axis names for each.
     """
 
     def is_masked(node: Any) -> bool:  # a parameter of the other group
@@ -87,7 +87,7 @@ def _shared_newton_schulz(stack: Float[Array, "Y X Z"]) -> Float[Array, "Y X Z"]
     array is larger than a device's shard or its ceil(Y / devices) matrices. To keep XLA from
     gathering, mesh axes move one at a time, the last first, and zero matrices, which stay zero, pad
     the stack to a multiple of the devices. A stack whose layers are sharded over one mesh axis of
-    several is gathered in part; over the only one it stays.
+    several is gathered in part; over the only axis it is not moved.
     """
     mesh, free = jax.typeof(stack).sharding.mesh, PartitionSpec.UNCONSTRAINED
     names = tuple(name for name in reversed(mesh.auto_axes) if mesh.shape[name] > 1)

@@ -14,9 +14,9 @@ from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Config):
-    """AdamW's constants and the rate; `clip_norm` None: no clip. With `kind="muon"` matrices follow
-    `train.muon`, whose constants are `momentum`, `is_nesterov` and `orthogonalization` (the dtype
-    of Newton-Schulz); all else follows AdamW."""
+    """AdamW's constants and the learning rate; `clip_norm` None: no clip. With `kind="muon"`,
+    matrices follow `train.muon`, whose constants are `momentum`, `is_nesterov` and
+    `orthogonalization` (the dtype of Newton-Schulz); all else follows AdamW."""
 
     kind: Literal["adamw", "muon"] = "adamw"
     beta1: Decay = 0.9
@@ -41,7 +41,7 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """Gradients times `min(1, max_norm / (norm + 1e-6))`, one norm over all tensors: as PyTorch;
+    """Gradients times `min(1, max_norm / (norm + 1e-6))`, one norm over all tensors, as in PyTorch;
     Optax's clip has no 1e-6."""
 
     def update(updates: Any, _: Any) -> Any:
@@ -57,13 +57,13 @@ def build_with_schedule(
     axes: Any,
     weight_decay: jax.Array | float | None = None,
 ) -> optax.GradientTransformation:
-    """The transformation of `config` with the rate `schedule(step)`, step = 0 at first. The rate
+    """The optimizer of `config` with the rate `schedule(step)`, the first step being 0. The rate
     and `weight_decay`, which replaces that of `config`, may be traced.
 
     `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`, then
     `p <- p (1 - rate * weight_decay) - rate * mhat / (sqrt(vhat) + eps)`;
-    with Muon a matrix has another direction (`train.muon`), the same rate and decay.
-    `axes`: a tree like the parameters', with a tuple of axis names for each.
+    with Muon a matrix has another direction (`train.muon`) and the same rate and decay.
+    `axes`: a tree of the parameters' structure, with a tuple of axis names for each.
     """
     direction = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     if config.kind == "muon":

@@ -1,4 +1,4 @@
-"""Traces of training steps by JAX's profiler: of a window given at the start, or after a SIGUSR2.
+"""Traces of training steps by JAX's profiler: of a window set at the start, or after a SIGUSR2.
 
 The trace of the steps after the n-th is `<directory>/step_<n>`, for TensorBoard's profile plugin
 (`xprof`).
@@ -20,7 +20,7 @@ STEPS_PER_SIGNAL = 3
 
 
 def step_window(text: str, steps: int) -> range:
-    """The steps of START:STOP: the first has START steps before it. Raises `UserError`."""
+    """The steps START to STOP - 1, counted from 0, of the text START:STOP. Raises `UserError`."""
     first, _, last = text.partition(":")
     if first.isdecimal() and last.isdecimal() and int(first) < int(last) <= steps:
         return range(int(first), int(last))
@@ -34,7 +34,7 @@ def profiled(
     step: TrainStep, directory: Path, *, start: int, window: range = range(0)
 ) -> Iterator[TrainStep]:
     """`step`, whose first call takes step `start`, with traces of the steps of `window`, and of the
-    next three after a SIGUSR2. A trace holds whole steps: the devices are idle at both ends."""
+    next three after a SIGUSR2. A trace covers whole steps: the devices are idle at both ends."""
     done, is_requested, is_tracing = start, False, False
 
     def request(number: int, frame: FrameType | None) -> None:

@@ -18,7 +18,7 @@ _DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Config):
-    """`steps`: None, the length of the run. `decay_ratio`: the share of `steps` spent decaying to
+    """`steps` None: the length of the run. `decay_ratio`: the share of `steps` spent decaying to
     `floor_ratio * peak` (warm-up, stable, decay); None decays from the end of the warm-up."""
 
     peak: PositiveFloat = 3e-4

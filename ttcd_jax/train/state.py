@@ -53,8 +53,8 @@ def params_shardings(config: TransformerConfig, mesh: Mesh) -> dict[str, Any]:
 def state_shardings(
     config: TransformerConfig, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> dict[str, Any]:
-    """The shardings of the training state, in a like dict: an optimizer's array for a parameter is
-    sharded as that parameter, all else is replicated."""
+    """The shardings of the training state, in its structure: an optimizer's array of a parameter is
+    sharded like that parameter, all else is replicated."""
     params = params_shardings(config, mesh)
     state = jax.eval_shape(functools.partial(init_state, config, optimizer, 0))
     whole = replicated(mesh)
@@ -70,7 +70,7 @@ def state_shardings(
 
 
 def placed_as(arrays: Any, shardings: Any) -> Any:
-    """A tree of `jax.ShapeDtypeStruct`s with the shardings of a like tree."""
+    """A tree of `jax.ShapeDtypeStruct`s with the shardings of a tree of the same structure."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), arrays, shardings
     )

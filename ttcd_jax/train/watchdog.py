@@ -1,6 +1,6 @@
-"""The end of a process whose peers are lost: soon, with one line and its own exit status.
+"""A watchdog, which ends a process soon after a peer is lost, with its own exit status.
 
-A collective waits for a lost process for ever, and so do JAX's exit handlers. When process 0 is
+A collective waits for a lost process forever, and so do JAX's exit handlers. When process 0 is
 lost, JAX ends the others at once, by SIGABRT.
 """
 
@@ -33,16 +33,16 @@ _LOST = re.compile(
 
 class Watchdog:
     """Ends this process with `PEER_LOST`, without exit handlers, when an exception of a collective
-    leaves the block, or when no step was done for `factor` median steps and at least
+    leaves the block, or when no step has ended for `factor` median steps and at least
     `minimum_seconds`; then it prints the stacks of all threads.
 
         with Watchdog(jax.process_count()) as watchdog:
             ...
             watchdog.beat(step)
 
-    The second beat arms it, for the first step compiles. Any other exception is raised as it is:
-    peers may have raised it too, and the exit handlers have `exit_seconds` to meet them. Nothing
-    happens in a process without peers.
+    The second beat arms it, since the first step compiles. Any other exception propagates: peers
+    may have raised it too, and the exit handlers have `exit_seconds` to synchronise with them. In
+    a process without peers it does nothing.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Watchdog:
             leave(f"another process was lost ({error})")
 
     def beat(self, step: int) -> None:
-        """To be called after every step."""
+        """Resets the time limit; to be called after every step."""
         now = time.monotonic()
         if not math.isnan(self._last):
             self._durations.append(now - self._last)
@@ -89,7 +89,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No limit inside, for a checkpoint or an evaluation."""
+        """A context without a time limit, for a checkpoint or an evaluation."""
         self._deadline = math.inf
         yield
         if not math.isnan(self._last):
@@ -113,7 +113,7 @@ class Watchdog:
 
 
 def is_peer_lost(error: BaseException | None) -> bool:
-    """Whether `error` or its cause is raised by a collective or barrier that lacks a peer."""
+    """Whether `error` or its cause comes from a collective or barrier that lost a peer."""
     while error is not None:
         if _LOST.search(str(error)):
             return True

@@ -1,8 +1,8 @@
-"""Key-value recall: a row of pairs, in which a key that is repeated has the same value.
+"""Key-value recall: rows of key-value pairs, in which a repeated key has the same value.
 
-A row is `k v k v ...`: every slot draws a key, and within a row a key keeps its value. At a
-repeated key its value is the target; the distance goes back to its last value. Beyond the reach of
-the attention windows only a memory can recall it.
+A row is `k v k v ...`: every slot draws a key, and within a row a key keeps its value. The target
+at a repeated key is its value; the distance is counted back to the key's last value. Beyond the
+reach of the attention windows only a memory can recall it.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class RecallRows:
         value_of = config.num_keys + rng.integers(config.num_values, size=config.num_keys)
         keys = rng.integers(config.num_keys, size=config.num_slots)
         sequence = np.stack([keys, value_of[keys]], axis=1).astype(np.int32).ravel()
-        # Slots sorted by key, in order: neighbours of one key are its successive appearances.
+        # Slots sorted by key, then position: neighbours of one key are its successive occurrences.
         order = np.argsort(keys, kind="stable")
         is_repeat = np.diff(keys[order]) == 0
         now, before = order[1:][is_repeat], order[:-1][is_repeat]
@@ -81,18 +81,18 @@ class RecallRows:
 
 
 class Needles(NamedTuple):
-    """Pairs to remember over a haystack of other pairs, each row [B] another text."""
+    """Pairs to remember across a haystack of other pairs, in B independent rows."""
 
     pairs: np.ndarray  # [B, 2 P] int32: key, value of the needles
     haystack: np.ndarray  # [B, T] int32: pairs of the other keys, repeated
-    keys: np.ndarray  # [B, P]: the questions after them
+    keys: np.ndarray  # [B, P]: the queries after the haystack
     values: np.ndarray  # [B, P]: the answers
 
 
 def needles(
     config: RecallConfig, *, seed: int, num_rows: int, num_needles: int, num_tokens: int
 ) -> Needles:
-    """`num_rows` rows with a haystack of `num_tokens`, an even number."""
+    """Needles in `num_rows` rows with a haystack of `num_tokens` tokens, an even number."""
     if config.num_keys <= num_needles:
         raise UserError(
             f"RecallConfig.num_keys {config.num_keys} must be more than the {num_needles} needles: "
@@ -102,7 +102,7 @@ def needles(
     shape = (num_rows, config.num_keys)
     value_of = config.num_keys + rng.integers(config.num_values, size=shape)
     planted, others = np.split(rng.permuted(np.indices(shape)[1], axis=1), [num_needles], axis=1)
-    drawn = rng.integers(others.shape[1], size=(num_rows, num_tokens // 2))
+    choices = rng.integers(others.shape[1], size=(num_rows, num_tokens // 2))
 
     def pairs(keys: np.ndarray) -> np.ndarray:
         values = np.take_along_axis(value_of, keys, axis=1)
@@ -110,7 +110,7 @@ def needles(
 
     return Needles(
         pairs=pairs(planted),
-        haystack=pairs(np.take_along_axis(others, drawn, axis=1)),
+        haystack=pairs(np.take_along_axis(others, choices, axis=1)),
         keys=planted.astype(np.int32),
         values=np.take_along_axis(value_of, planted, axis=1),
     )

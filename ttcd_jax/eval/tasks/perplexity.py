@@ -1,4 +1,4 @@
-"""Perplexity by the length of the context."""
+"""Perplexity by context length."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ def bucket_edges(length: int) -> list[int]:
 
 def by_position(scores: Scores, rows: dict[str, np.ndarray], tokenizer: Tokenizer) -> Records:
     """One record per bucket of positions, and `all`. `bits_per_byte` divides by the bytes of the
-    targets, which compares tokenizers; None if no target has bytes."""
+    targets, so that tokenizers are comparable; None if no target has bytes."""
     length = rows["tokens"].shape[1]
     num_bytes = tokenizer.num_bytes(rows["targets"])
     records = []
@@ -55,8 +55,8 @@ def by_position(scores: Scores, rows: dict[str, np.ndarray], tokenizer: Tokenize
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Perplexity(ScoredTask):
-    """`text`: a text file or a folder of .txt, None the held-out part of the run's corpus.
-    `seq_len`: tokens per row, None as in training."""
+    """Perplexity on `text`, a text file or a folder of .txt files, or the run's held-out text for
+    None. `seq_len`: tokens per row; None: as in training."""
 
     name = "ppl"
     title = "Held-out text: bits per byte by context length"

@@ -18,7 +18,7 @@ from ttcd_jax.inference.prefill import MemoryMode, prefill
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
 
-_SEED = 1_000_003  # other rows than those of training seeds of a few digits
+_SEED = 1_000_003  # differs from any training seed of a few digits
 _BUCKETS_BEYOND = 4
 _DISTANCES = (16, 32, 64, 128, 256, 512)
 _MAX_NEEDLES = 4
@@ -58,8 +58,8 @@ class Recall(_OnRecallData, ScoredTask):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needle(_OnRecallData):
-    """Accuracy at values of a prompt, queried after tokens of decoding: with the memory kept on,
-    and off while decoding, as published. `batch_size`: all rows."""
+    """Accuracy of recalling a prompt's values after decoding other tokens: with the memory on, and
+    off while decoding, as published. `batch_size` is the number of rows."""
 
     name = "needle"
     title = "Needles read back after decoding"
@@ -92,7 +92,7 @@ class Needle(_OnRecallData):
 
 
 def attention_reach(config: TransformerConfig) -> int | None:
-    """The positions back that stacked windows reach: Y (w - 1); None: all."""
+    """The number of positions back that stacked windows reach, Y (w - 1); None: unlimited."""
     return None if config.window is None else config.num_layers * (config.window - 1)
 
 
@@ -126,8 +126,8 @@ def by_distance(scores: Scores, rows: dict[str, np.ndarray], reach: int | None) 
 def while_decoding(
     model: InferenceModel, needles: Needles, distances: Iterable[int], memory: MemoryMode = "kept"
 ) -> Records:
-    """Accuracy at needles of a prompt, after `distances` tokens of haystack that `decode` read one
-    by one; up to the length of the haystack."""
+    """Accuracy at the needles of a prompt after each of `distances` tokens of haystack, at most all
+    of it, which `decode` reads one by one."""
     num_rows, num_tokens = needles.haystack.shape
     max_length = needles.pairs.shape[1] + num_tokens + 1
     state = start_state(model, num_rows, max_length=max_length)
