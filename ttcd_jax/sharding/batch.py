@@ -12,7 +12,7 @@ from ttcd_jax.sharding.rules import shardings
 class Placement:
     """Fields [batch_size, length] of a batch, sharded along rows and positions of `mesh`.
 
-    `rows`, in ascending order: the rows with a part on this process's devices, which it must make.
+    `rows`, in ascending order: the rows with a part on this process's devices, which it supplies.
     Raises `UserError` when rows or positions do not divide among the devices.
     """
 
@@ -40,5 +40,5 @@ class Placement:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that is whole on every device."""
+    """The sharding of a replicated array."""
     return NamedSharding(mesh, PartitionSpec())
