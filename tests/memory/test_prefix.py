@@ -39,7 +39,7 @@ def _definition(options, ids, length, z, keys, errors, w_base, initial):
     is_earlier = position[None, :] // L < position[:, None] // L
     visible = is_earlier & (ids[:, :, None] == ids[:, None, :]) & (position < length)
     fast = jnp.einsum("bpf,bqf,bpq,bqd->bpd", z, keys, visible.astype(z.dtype), errors)
-    # The first document reads the initial state, unless another one ends the chunk before.
+    # Only the first document reads the initial state.
     carried = (ids == ids[:, :1])[..., None] * jnp.einsum("bpf,bfd->bpd", z, initial)
     y = z @ w_base + options.eta * (fast + carried)
     writes = (ids == ids[:, -1:]) & (position < length)

@@ -80,9 +80,9 @@ def _inside_chunk(
     assert piece.phase is not None
     phase = piece.phase
     lead = jax.tree.leaves(writes)[0].shape[1] - jax.tree.leaves(reads)[0].shape[1]
-    given = jnp.where(piece.lengths > 0, piece.lengths + lead, 0)
+    count = jnp.where(piece.lengths > 0, piece.lengths + lead, 0)
     held = jax.tree.map(
-        lambda slots, new: scatter_from(slots, new, phase - lead, given), state.open, writes
+        lambda slots, new: scatter_from(slots, new, phase - lead, count), state.open, writes
     )
     chunk_size = jax.tree.leaves(held)[0].shape[1]
     is_full = (piece.lengths > 0) & (phase + piece.lengths == chunk_size)

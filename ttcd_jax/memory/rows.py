@@ -38,9 +38,9 @@ def over_rows(
         previous = None
         if segments is not None and shard.size(sequence.SEQ) > 1:
             previous = sequence.left_segment(shard, segments.reshape(len(segments), -1))
-        own_length = length // shard.size(sequence.SEQ)
+        shard_length = length // shard.size(sequence.SEQ)
         prepared = memory.prepared(
-            reads, writes, segments, length=own_length, previous_segment=previous
+            reads, writes, segments, length=shard_length, previous_segment=previous
         )
         y, square = _along(shard, memory, prepared, reports_size)
         y = shard.sum(y, *axes.sums)

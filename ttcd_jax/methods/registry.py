@@ -27,8 +27,8 @@ class Settings(Config):
         """The settings of all registered methods."""
         if cls is not Settings:
             return [cls]
-        found = (method.settings for method in METHODS.values())
-        return list(dict.fromkeys(x for x in found if x is not None))
+        settings = (method.settings for method in METHODS.values())
+        return list(dict.fromkeys(x for x in settings if x is not None))
 
     def switched_off(self, length: int) -> "Settings | None":
         """Settings with the same parameters under which nothing is read from the memory in rows of

@@ -78,11 +78,11 @@ class TransformerConfig(ModelConfig):
 def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:
     """One block configuration per layer."""
     method = method_named(config.method)
-    own, plain = method.block(config, config.settings), None
+    block, plain = method.block(config, config.settings), None
     if method.layers == "fast":
         plain = config.plain_block()
     return tuple(
-        own if plain is None or layer in config.fast_layers else plain
+        block if plain is None or layer in config.fast_layers else plain
         for layer in range(config.num_layers)
     )
 

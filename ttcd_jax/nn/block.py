@@ -212,9 +212,9 @@ class Block(nnx.Module):
         stats, student = None, None
         for name in self.config.order:
             x, t = self._normed(name, h, student)
-            y, found = getattr(self, name).forward(x, row, t)
+            y, layer_stats = getattr(self, name).forward(x, row, t)
             h, student = _added(h, y)
-            stats = stats if found is None else found
+            stats = stats if layer_stats is None else layer_stats
         return h, stats
 
     def inputs(

@@ -84,7 +84,7 @@ def _over_slices(slices: int, shape: tuple[int, ...], devices: Sequence[Any]) ->
         "slices": {device.slice_index for device in devices if hasattr(device, "slice_index")},
         "hosts": {device.process_index for device in devices},
     }
-    kind = next((kind for kind, found in groups.items() if len(found) == slices), None)
+    kind = next((kind for kind, members in groups.items() if len(members) == slices), None)
     if kind is None:
         raise UserError(
             f"MeshConfig.slices is {slices}, and the devices come in "

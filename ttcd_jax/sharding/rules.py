@@ -106,8 +106,8 @@ class Shard(NamedTuple):
         return self._reduced(jax.lax.pmin, tree, axes)
 
     def _reduced(self, reduce: Callable[..., Any], tree: Any, axes: tuple[str, ...]) -> Any:
-        own = tuple(axis for axis in axes if axis in self.axes)
-        return reduce(tree, own) if own else tree
+        manual = tuple(axis for axis in axes if axis in self.axes)
+        return reduce(tree, manual) if manual else tree
 
 
 def sharded(

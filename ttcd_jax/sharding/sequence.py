@@ -112,12 +112,12 @@ def passed_along(
     advance = jax.checkpoint(advance)
 
     def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
-        given, done = carry
+        before, total = carry
         mine = index == number
-        after, result = jax.lax.cond(mine, advance, lambda given: (given, nothing), given)
-        done = jax.tree.map(jnp.add, done, result)
+        after, result = jax.lax.cond(mine, advance, lambda state: (state, nothing), before)
+        total = jax.tree.map(jnp.add, total, result)
         choose = functools.partial(jnp.where, index == number + 1)
-        return (jax.tree.map(choose, from_left(shard, after), after), done), None
+        return (jax.tree.map(choose, from_left(shard, after), after), total), None
 
     (state, result), _ = jax.lax.scan(turn, (state, nothing), jnp.arange(shard.size(SEQ)))
     return state, result
