@@ -34,7 +34,7 @@ logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiled programs are kept beside pytest's cache, those of the commands that tests run too: a
+    """Compiled programs are next to pytest's cache, those of the commands that tests run too: a
     second run takes a fourth of the time (`pytest --cache-clear` forgets them)."""
     if config.pluginmanager.hasplugin("cacheprovider"):
         for name, value in (

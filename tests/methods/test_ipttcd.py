@@ -56,7 +56,7 @@ def _call(module, x, t, ids=None):
     return jax.jit(lambda x, t: module(x, t, ids))(x, t)
 
 
-# Every switch at least once; P "plain" stands for the defaults.
+# Every switch at least once; P "plain" has the defaults.
 VARIANTS = {
     "plain": {},
     "student output": {"output": "student"},

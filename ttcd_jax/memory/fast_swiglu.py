@@ -59,7 +59,7 @@ class FastWrites(NamedTuple):
 class FastState(NamedTuple):
     """The memory between two chunks."""
 
-    weights: FastWeights  # normalized: the ones that are read
+    weights: FastWeights  # the ones that reads use
     raw: FastWeights | None  # the same, never normalized (`keeps_raw`)
     previous: FastWeights | None  # the last update with its momentum, before Newton-Schulz
 

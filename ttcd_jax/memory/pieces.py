@@ -81,22 +81,22 @@ def _inside_chunk(
     phase = piece.phase
     lead = jax.tree.leaves(writes)[0].shape[1] - jax.tree.leaves(reads)[0].shape[1]
     count = jnp.where(piece.lengths > 0, piece.lengths + lead, 0)
-    held = jax.tree.map(
+    chunk = jax.tree.map(
         lambda slots, new: scatter_from(slots, new, phase - lead, count), state.open, writes
     )
-    chunk_size = jax.tree.leaves(held)[0].shape[1]
+    chunk_size = jax.tree.leaves(chunk)[0].shape[1]
     is_full = (piece.lengths > 0) & (phase + piece.lengths == chunk_size)
-    return y, OpenChunk(_written(is_full, memory, state.memory, held), held)
+    return y, OpenChunk(_written(is_full, memory, state.memory, chunk), chunk)
 
 
-def _written(is_full: Bool[Array, " B"], memory: ChunkedMemory, state: Any, held: Any) -> Any:
+def _written(is_full: Bool[Array, " B"], memory: ChunkedMemory, state: Any, chunk: Any) -> Any:
     """The state after a write in the rows whose chunk is full. One row at a time, because rows of
     a batch fill their chunks at different tokens, and most tokens fill none. On a mesh, whose
     devices share the rows, all rows at once."""
     if is_distributed():
 
         def all_rows(state: Any) -> Any:
-            return where_rows(is_full, memory.write(state, held), state)
+            return where_rows(is_full, memory.write(state, chunk), state)
 
         return jax.lax.cond(is_full.any(), all_rows, lambda state: state, state)
     order = jnp.argsort(~is_full)
@@ -104,7 +104,7 @@ def _written(is_full: Bool[Array, " B"], memory: ChunkedMemory, state: Any, held
     def one_row(index: jax.Array, state: Any) -> Any:
         row = order[index]
         before, operands = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), (state, held)
+            lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), (state, chunk)
         )
         return jax.tree.map(
             lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, 0),
@@ -118,10 +118,10 @@ def _written(is_full: Bool[Array, " B"], memory: ChunkedMemory, state: Any, held
 def inside_open_chunk(tail: Any, piece: Piece, chunk_size: int) -> Any:
     """Tails [B, R - 1, ...] after the piece, zero for tokens of full chunks."""
     assert piece.phase is not None
-    held = (piece.phase + piece.lengths) % chunk_size
+    count = (piece.phase + piece.lengths) % chunk_size
 
     def kept(tail: jax.Array) -> jax.Array:
         size = tail.shape[1]
-        return where_rows(jnp.arange(size) >= size - held[:, None], tail, 0)
+        return where_rows(jnp.arange(size) >= size - count[:, None], tail, 0)
 
     return jax.tree.map(kept, tail)

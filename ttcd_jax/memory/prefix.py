@@ -11,8 +11,8 @@ Three forms of one function, equal in values and gradients:
 at 1536 by 4096), else blocked.
 
 The read is two products, z W_base + eta * (z S): folding S into W_base first and rounding to
-bfloat16, as the published code does (`folds_state`), loses 17 % of z S when |S| / |W_base| is
-1 %. All sums of delta_w are in `state_dtype`.
+bfloat16, as the published code does (`folds_state`), puts an error of 17 % on z S when |S| /
+|W_base| is 1 %. All sums of delta_w are in `state_dtype`.
 """
 
 import dataclasses

@@ -66,8 +66,8 @@ def _along(
     if shard.size(sequence.SEQ) == 1:
         return advance(None, needs_end=reports_size)[1]
     if isinstance(memory, AssociativeMemory):
-        own = memory.summary(prepared)
-        before = sequence.exclusive_prefix(shard, own, memory.combine, memory.neutral(own))
+        part = memory.summary(prepared)
+        before = sequence.exclusive_prefix(shard, part, memory.combine, memory.neutral(part))
         return advance(memory.state_after(before), needs_end=reports_size)[1]
     return sequence.passed_along(shard, advance, memory.start_of(prepared))[1]
 

@@ -172,9 +172,9 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
             around, tail = after_tail(tail, channels), next_tail(tail, channels, piece)
         around = self.channels(around, None)
         q, writes = self._operands(x, jax.tree.map(lambda c: c[:, -x.shape[1] :], around))
-        kept = zero_padding({"beta": writes.beta, "log_decay": writes.log_decay}, piece)
+        gates = zero_padding({"beta": writes.beta, "log_decay": writes.log_decay}, piece)
         memory = self._memory()
-        prepared = memory.prepared(q, writes._replace(**kept), None, length=x.shape[1])
+        prepared = memory.prepared(q, writes._replace(**gates), None, length=x.shape[1])
         o, after = memory.row(prepared, state.memory)
         return self.project_out(x, o), DeltaState(after, tail)
 

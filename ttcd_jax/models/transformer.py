@@ -35,7 +35,7 @@ class Slot(NamedTuple):
 
 
 def scan_plan(blocks: tuple[BlockConfig, ...]) -> tuple[Run, ...]:
-    """The shortest unit whose repetition gives all layers ({0, 6, 12, 18} of 24: one fast block and
+    """The shortest unit whose repetition is all layers ({0, 6, 12, 18} of 24: one fast block and
     five plain ones, four times); an irregular pattern becomes one run per stretch of equal
     blocks."""
     for size in range(1, len(blocks) // 2 + 1):
@@ -89,7 +89,7 @@ def _stacked(run: Run, rngs: nnx.Rngs) -> _Unit:
 
 
 class Transformer(nnx.Module):
-    """tokens [B, T] -> logits [B, T, V]; `forward` gives hidden states and memory statistics."""
+    """tokens [B, T] -> logits [B, T, V]; `forward` returns hidden states and memory statistics."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config

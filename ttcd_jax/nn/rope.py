@@ -1,7 +1,7 @@
 """Rotary position embedding, half-split layout, with YaRN context extension.
 
 For a head vector a = [a0 | a1] at position p:  [a0 cos - a1 sin | a1 cos + a0 sin],  angle p *
-base^(-2j/H). Angles are always float32: positions up to a million need it, more precision has no
+base^(-2j/H). Angles are always float32: positions up to a million need it; more precision has no
 effect.
 """
 

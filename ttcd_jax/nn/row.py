@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 def where_rows(mask: jax.Array, x: Any, other: Any) -> Any:
-    """Every array of the tree x where `mask` is true, else of `other` (a tree alike, or a number);
+    """Every array of the tree x where `mask` is true, else of `other` (a like tree or a number);
     the mask has the first axes of all arrays."""
 
     def choose(x: jax.Array, other: jax.Array | int) -> jax.Array:

@@ -87,7 +87,7 @@ class KVCache(NamedTuple):
 def empty_cache(
     batch_size: int, num_slots: int | None, num_heads: int, head_dim: int, dtype: DTypeLike
 ) -> KVCache:
-    """A cache of zeros; `num_slots`: the window, or for full attention the longest row's tokens.
+    """A cache of zeros; `num_slots`: the window, or for full attention the maximum row length.
 
     Raises `UserError` when that is not known.
     """
