@@ -35,7 +35,7 @@ def _module(precision=FLOAT64, **changes) -> LaCT:
     return randomize(LaCT, _config(precision, **changes))
 
 
-# What the reference files say of every switch holds here too; these two differ in all of them.
+# The two modules differ in every switch.
 VARIANTS = {
     "published": {},
     "everything else": {
