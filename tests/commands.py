@@ -1,7 +1,7 @@
 """Commands as tests run them: `python -m experiments.NAME`, in a process of its own.
 
 The import of jax takes most of its time. So a server imports it once, and a command is a fork of
-the server, before JAX has a backend, hence a thread: arguments, environment, signals and exit
+the server, before JAX has a backend and its threads: arguments, environment, signals and exit
 status are those of a started process. A test that compares processes starts some of them
 (`is_forked=False`): forks share the order of their sets.
 """
@@ -143,7 +143,7 @@ def _serve() -> list[str]:
             if (pid := os.fork()) == 0:
                 break
             requests.send(str(pid).encode())
-            os._exit(0)  # gives its child away
+            os._exit(0)  # its child becomes the test's
         os.waitpid(between, 0)
         requests.send(b"given away")
         for fd in standard:

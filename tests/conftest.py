@@ -18,7 +18,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 # Stays installed: modules are imported (and instrumented) by the tests that need them. Of the
-# kernels the public calls only: Triton reads the source of its functions as it stands.
+# kernels the public calls only: Triton reads the source of its functions unchanged.
 install_import_hook(
     [
         *("ttcd_jax.memory", "ttcd_jax.methods", "ttcd_jax.models", "ttcd_jax.nn"),
@@ -34,7 +34,7 @@ logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiled programs are kept beside pytest's cache, those of the commands that tests run too: a
+    """Compiled programs are next to pytest's cache, those of the commands that tests run too: a
     second run takes a fourth of the time (`pytest --cache-clear` forgets them)."""
     if config.pluginmanager.hasplugin("cacheprovider"):
         for name, value in (
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest and is one test runs first: two workers end together."""
+    """The longest single tests run first, so that two workers end together."""
     items.sort(key=lambda item: item.path.stem != "test_docs")
 
 

@@ -8,8 +8,8 @@ from devices import printed
 
 
 def check_errors(op: str, cases: list[dict[str, Any]], bound: dict[str, float], *sums: str) -> None:
-    """Every result of every case is within its dtype's bound; `sums`, of exact products of narrow
-    numbers in float32, within that of float32 (narrow taps have rounded gradients)."""
+    """Every result of every case is within its dtype's bound; `sums`, in float32 of exact products
+    of narrow numbers, within that of float32 (narrow taps have rounded gradients)."""
     script = Path(__file__).parent / "kernels" / "interpreted.py"
     lines = printed(str(script), op, json.dumps(cases), count=1).splitlines()
     for case, errors in zip(cases, map(json.loads, lines), strict=True):

@@ -1,4 +1,4 @@
-"""The rules of the MAD tasks, token by token: what a row may hold, and the targets it then has."""
+"""The rules of the MAD tasks, token by token: valid rows and their targets."""
 
 import itertools
 

@@ -28,7 +28,7 @@ SETTINGS |= dict.fromkeys(("deltanet", "gated_deltanet", "deltanet_hybrid"), DEL
 
 
 def config_of(method: str, **changes) -> TransformerConfig:
-    """The model; `fast_layers` (default: the first) count where the method leaves the choice."""
+    """The model; `fast_layers` (default: the first) apply where the method leaves the choice."""
     layers = changes.pop("fast_layers", (0,))
     fields = {
         "vocab_size": 11,

@@ -1,4 +1,4 @@
-"""A forked command lives and ends as one that is started."""
+"""A forked command behaves as one that is started."""
 
 import signal
 import subprocess

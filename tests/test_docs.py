@@ -1,4 +1,4 @@
-"""The pages: what they name exists, and the commands of docs/pods.md run, every line small."""
+"""The pages: what they name exists, and the commands of docs/pods.md run, all at tiny sizes."""
 
 import json
 import os
@@ -59,7 +59,7 @@ sys.exit(max(process.wait() for process in processes))
 
 @pytest.fixture
 def place(tmp_path):
-    """A folder in which the commands find what they find in the repository."""
+    """A folder with everything that the commands of the page need."""
     for name in (".venv", "experiments"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "bin").mkdir()

@@ -1,4 +1,4 @@
-"""Whole files and folders: killed or failed on the way, nothing half-written has the name."""
+"""Atomic files and folders: after a kill or a failure nothing half-written has the final name."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""A run that takes no time: its flags, what it reports, how tests wait for it."""
+"""A tiny run: its flags, the losses it reports, and how tests wait for it."""
 
 import time
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Triton kernels on a CPU, numerically: Triton's interpreter in a JAX callback.
 
 With TRITON_INTERPRET=1 in the environment *before* triton is imported kernels run on NumPy arrays,
-program after program. That process can neither compile nor launch them.
+one program after another. That process can neither compile nor launch them.
 """
 
 import functools
@@ -69,7 +69,7 @@ def _host_tensor(array: np.ndarray) -> types.SimpleNamespace:
 
 def install() -> None:
     """Every launch of this process runs here, with two errors of the interpreter of triton 3.6
-    mended: it multiplies bfloat16 as the integers that hold them, and since NumPy 2.4 an array of
+    fixed: it multiplies bfloat16 as the integers that hold them, and since NumPy 2.4 an array of
     one element is no loop bound."""
     kernel_launch.launch = launch
     create_dot, patch_tensor = module.InterpreterBuilder.create_dot, module._patch_lang_tensor
@@ -104,7 +104,7 @@ def _patch_the_language_once() -> None:
         return module._LangPatchScope()
 
     module._patch_lang = patch_once
-    # A table of all types is made at every call.
+    # Every call would build a table of all types.
     plain, by_element = module._get_np_dtype, functools.cache(module._get_np_dtype)
     module._get_np_dtype = lambda dtype: (
         plain(dtype) if dtype.scalar.is_ptr() else by_element(dtype.scalar)

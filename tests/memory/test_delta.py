@@ -14,7 +14,7 @@ def test_newton_schulz_brings_singular_values_near_one(shape, float64):
     u, before, v = np.linalg.svd(np.asarray(matrix), full_matrices=False)
     result = newton_schulz(matrix)
     after = np.linalg.svd(np.asarray(result), compute_uv=False)
-    # Directions far below the largest one are still on their way up after five steps.
+    # Singular values far below the largest have not reached 1 after five iterations.
     is_large = before > 0.05 * before.max(-1, keepdims=True)
     assert (np.abs(after[is_large] - 1) < 0.3).all()
     assert np.median(np.abs(after - 1)) < 0.1

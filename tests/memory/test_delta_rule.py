@@ -15,7 +15,7 @@ from checks import (
 from ttcd_jax.memory.delta_rule import delta_rule, l2_normalize_inside
 
 B, T, N, H, X = 2, 21, 2, 4, 3
-# Cut anywhere; with chunks of 8 one document starts on a chunk's edge, two inside one chunk.
+# Documents of any length; with chunks of 8 one starts on a chunk's edge, two inside one chunk.
 IDS = np.stack([np.repeat([7, 3, 4, 1], [8, 1, 2, 10]), np.repeat([2, 1], [19, 2])])
 
 
@@ -45,7 +45,7 @@ def delta_rule_recurrent(
 
 
 def _inputs(*, length=T, is_gated=True, dtype=None):
-    """Keyword arguments of both forms: unit keys, beta in (0, 1), g < 0, a state in front."""
+    """Keyword arguments of both forms: unit keys, beta in (0, 1), g < 0, an initial state."""
     q, k, v, beta, g, state = draw(
         0,
         *[(B, length, N, H)] * 2,
@@ -103,7 +103,7 @@ def test_float32_holds_its_digits_through_strong_decays():
 
 
 def test_float32_holds_its_digits_where_every_key_is_the_same():
-    """(I + A)^-1 is tame there, the powers of A are not: 1e18 for a chunk of 64."""
+    """(I + A)^-1 has small entries there; powers of A reach 1e18 in a chunk of 64."""
     inputs = _inputs(length=128, is_gated=False, dtype=jnp.float32)
     inputs["k"] = jnp.broadcast_to(inputs["k"][:1, :1], inputs["k"].shape)
     inputs["beta"] = jnp.ones_like(inputs["beta"])

@@ -27,7 +27,7 @@ B, T, L, N, H, F = 2, 14, 4, 2, 3, 5
 
 
 class Tokens(NamedTuple):
-    """What tokens read and write."""
+    """Operands of reads and writes, per token."""
 
     q: jax.Array
     k: jax.Array
@@ -45,7 +45,7 @@ def _start(seed=1) -> FastWeights:
 
 
 def _tokens(seed=0, tokens=T, has_momentum=True) -> Tokens:
-    """Unchunked; rates and votes are positive."""
+    """Not in chunks; rates and momenta are positive."""
     q, k, v, rates, votes = draw(seed, *[(B, tokens, N, H)] * 3, (B, tokens, N, 3), (B, tokens, N))
     return Tokens(q, k, v, jax.nn.softplus(rates), jax.nn.sigmoid(votes) if has_momentum else None)
 
@@ -152,7 +152,7 @@ def test_one_chunk_is_read_and_not_written(size, float64):
 
 
 def test_rates_of_zero_leave_the_start_in_place(float64):
-    """But for the 1e-5 of every normalisation."""
+    """Up to the 1e-5 of every normalization."""
     start, tokens = _start(), _tokens()._replace(rates=jnp.zeros((B, T, N, 3)))
     whole = _run(_options(), start, tokens, chunk_size=T)
     assert_close(_run(_options(), start, tokens), whole, 1e-3)

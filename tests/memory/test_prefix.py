@@ -30,8 +30,8 @@ def _options(**changes) -> PrefixOptions:
 
 
 def _definition(options, ids, length, z, keys, errors, w_base, initial):
-    """Token by token: p reads what q wrote if q stands in an earlier chunk and in p's document.
-    The state belongs to the row's last document; what came before the row to its first."""
+    """Token by token: p reads what q wrote if q is in an earlier chunk and in p's document.
+    The state belongs to the row's last document, the initial state to its first."""
     B, C, L = z.shape[:3]
     z, keys, errors = (x.reshape(B, C * L, -1) for x in (z, keys, errors))
     ids = jnp.pad(ids, ((0, 0), (0, C * L - length)), mode="edge")
@@ -39,7 +39,7 @@ def _definition(options, ids, length, z, keys, errors, w_base, initial):
     is_earlier = position[None, :] // L < position[:, None] // L
     visible = is_earlier & (ids[:, :, None] == ids[:, None, :]) & (position < length)
     fast = jnp.einsum("bpf,bqf,bpq,bqd->bpd", z, keys, visible.astype(z.dtype), errors)
-    # The row before is read by the first document, unless another one ends the chunk before.
+    # Only the first document reads the initial state.
     carried = (ids == ids[:, :1])[..., None] * jnp.einsum("bpf,bfd->bpd", z, initial)
     y = z @ w_base + options.eta * (fast + carried)
     writes = (ids == ids[:, -1:]) & (position < length)
@@ -199,7 +199,7 @@ def test_what_does_not_fit_together_is_refused(changes, has_documents, message):
 
 
 def _wide_gradient(form, num_chunks):
-    """Peak memory of the gradient where a state is far larger than its chunk's tokens."""
+    """Peak bytes of the gradient where a state is far larger than its chunk's tokens."""
     shape = (1, num_chunks, 2, 128)
     struct = jax.ShapeDtypeStruct
     operands = [struct(shape, jnp.float32)] * 3 + [struct((128, 128), jnp.float32)]

@@ -37,7 +37,7 @@ def _renormalised(options, z, keys, errors, w_base, group_chunks, length, ids=No
 
 
 def _renormalised_loop(eta, length, z, keys, errors, w_base, group_chunks):
-    """One row of whole chunks, sequentially, as the equations stand. numpy."""
+    """One row of whole chunks, sequentially, by the equations. numpy."""
     norm = np.linalg.norm(w_base)
 
     def renorm(matrix):

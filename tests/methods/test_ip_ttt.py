@@ -45,7 +45,7 @@ def _convolved(x, taps, *, is_causal):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_memory_stores_projected_targets_under_features(is_causal):
-    """Chunk by chunk, as the equations stand. numpy."""
+    """Chunk by chunk, by the equations. numpy."""
     module = _module(is_conv_causal=is_causal)
     x, targets = _inputs()
     names = ("down", "proj", "target_conv", "activation_conv")

@@ -43,12 +43,12 @@ def _config(precision=FLOAT64, **memory) -> IPTTCDConfig:
 
 
 def _fresh(*args, **memory) -> IPTTCDMLP:
-    """As initialised."""
+    """As initialized."""
     return IPTTCDMLP(_config(*args, **memory), rngs=nnx.Rngs(0))
 
 
 def _module(precision=FLOAT64, **memory) -> IPTTCDMLP:
-    """With nothing at zero or one."""
+    """Without parameters of zero or one."""
     return randomize(IPTTCDMLP, _config(precision, **memory))
 
 
@@ -56,7 +56,7 @@ def _call(module, x, t, ids=None):
     return jax.jit(lambda x, t: module(x, t, ids))(x, t)
 
 
-# Every switch at least once; P "plain" stands for the defaults.
+# Every switch at least once; P "plain" has the defaults.
 VARIANTS = {
     "plain": {},
     "student output": {"output": "student"},
@@ -75,7 +75,7 @@ VARIANTS = {
     "attention form": {"form": "attention"},
     "folded": {"folds_state": True, "resets_at_document": False},
 }
-PUBLISHED_DOCUMENTS = ("folded",)  # knows none
+PUBLISHED_DOCUMENTS = ("folded",)  # it has no documents
 
 
 def _reach(module, ids=None, rows=2):
@@ -86,7 +86,7 @@ def _reach(module, ids=None, rows=2):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_token_depends_on_the_past_of_its_document_and_nothing_else(name, float64):
-    """And the memory reaches all of it: neither convolution nor chunk does."""
+    """And on all of that past, which only the memory reaches, not convolutions or chunks."""
     ids = np.zeros_like(TWO_ROWS) if name in PUBLISHED_DOCUMENTS else TWO_ROWS
     reach = _reach(_module(**VARIANTS[name]), jnp.asarray(ids))
     assert not reach[~may_see(ids)].any()
@@ -107,7 +107,7 @@ def test_symmetric_convolutions_look_ahead_inside_the_chunk_they_read(output, fl
     "name", ["plain", "raw teacher output", "student output", "orthogonalised"]
 )
 def test_without_a_rate_the_layer_is_frozen_exactly(name):
-    """eta = 0 equals a single chunk, whatever stands in the memory; so does its gradient."""
+    """eta = 0 equals a single chunk, whatever the memory holds; so does its gradient."""
     x, t = draw(1, (2, 7, D), (2, 7, D))
     frozen = _module(Precision(), **VARIANTS[name], eta=0.0, chunk_size=8)
     single = _module(Precision(), **VARIANTS[name], eta=0.7, chunk_size=8)
@@ -182,7 +182,7 @@ def test_continued_training_starts_at_the_plain_mlp_exactly(changes):
 
 
 def test_a_student_convolution_at_zero_does_not_rule_the_gradient():
-    """The exact derivative of a normalised zero vector is a million; the default is one."""
+    """The exact derivative of a normalized zero vector is a million; the default is one."""
     x, t = draw(1, (2, 11, D), (2, 11, D))
 
     def size(**changes):

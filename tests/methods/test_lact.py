@@ -35,7 +35,7 @@ def _module(precision=FLOAT64, **changes) -> LaCT:
     return randomize(LaCT, _config(precision, **changes))
 
 
-# What the reference files say of every switch holds here too; two modules differ in all of them.
+# The two modules differ in every switch.
 VARIANTS = {
     "published": {},
     "everything else": {
@@ -75,7 +75,7 @@ def test_rates_and_momentum_matter_as_soon_as_there_is_a_second_chunk(length, fl
     (h,) = draw(1, (2, length, D))
     _, gradients, _ = value_and_gradients(module, lambda m, h: m(h), h)
     for name in ("rate", "rate_bias", "momentum", "momentum_bias"):
-        # The first step has no step before it, so momentum waits for the third chunk.
+        # The first update has none before it, so momentum acts from the third chunk on.
         is_used = length > L and "rate" in name
         assert np.asarray(gradients[name]).any() == is_used, name
 

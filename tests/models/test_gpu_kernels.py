@@ -1,4 +1,4 @@
-"""Which kernels a model's training step launches on a GPU: lowered for one that is not there."""
+"""The kernels that a model's training step launches on a GPU, from its lowering, without a GPU."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""What holds for every method of the registry, whatever it remembers and how."""
+"""Properties that every method of the registry has."""
 
 import functools
 import itertools
@@ -73,7 +73,7 @@ def test_a_token_depends_on_its_past_its_row_and_its_document_only(method):
     block = _block(config_of(method))
     reach = influence(lambda h: block(h, None, ids, h), h)
     assert (reach[~may_see(TWO_ROWS)] == 0).all()
-    # The first row is one document: what lies beyond the window is remembered, but by a window.
+    # The first row is one document: every method but a window remembers tokens beyond the window.
     first = reach[0, :, 0]
     assert (np.diag(first) > 0).all()
     assert (first[-1, 0] > 0) == (method != "swa")

@@ -25,7 +25,7 @@ def _module(teacher=5, student=2):
 
 @pytest.mark.parametrize("teacher", [5, None])
 def test_outputs_are_those_of_two_attentions_with_these_weights(teacher, float64):
-    """Whose windows and documents test_attention.py proves."""
+    """Their windows and documents are tested in test_attention.py."""
     dual = _module(teacher)
     (h,) = draw(1, (*TWO_ROWS.shape, D))
     ids = jnp.asarray(TWO_ROWS)

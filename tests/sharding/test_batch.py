@@ -15,7 +15,7 @@ B, T, PROCESSES = 8, 16, 4
 
 
 class _Device:
-    """As much of a device as a placement looks at, as `process` sees it: two for each process."""
+    """A fake of what a placement reads of a device, as `process` sees it: two for each process."""
 
     platform, device_kind = "cpu", "none"
 
@@ -29,7 +29,7 @@ class _Device:
     [
         ({"fsdp": 8}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
         ({"data": 2, "seq": 2}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
-        # Processes whose devices hold parts of the same rows make them each.
+        # Processes whose devices hold parts of the same rows each supply those rows.
         ({"data": 2, "tensor": 4}, [(0, 1, 2, 3)] * 2 + [(4, 5, 6, 7)] * 2),
         ({"seq": 8}, [tuple(range(B))] * PROCESSES),
     ],

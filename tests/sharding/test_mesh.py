@@ -43,7 +43,7 @@ def test_axes_are_automatic_and_slices_are_looked_for():
 
 
 class _Device:
-    """As much of a device as a mesh over slices looks at."""
+    """A fake of what a mesh over slices reads of a device."""
 
     platform, device_kind = "gpu", "none"
 

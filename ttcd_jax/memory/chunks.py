@@ -1,5 +1,4 @@
-"""Sequences as chunks, and what a document boundary means for a memory. Nobody else reshapes
-chunks."""
+"""Rows as chunks, and the masks that keep the documents of a row apart in a memory."""
 
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ def chunk_segments(
 class MemoryMask(NamedTuple):
     """Which tokens write to and read from a memory. `None` means "all" (for `resets`, "none").
 
-    A token reads the updates of earlier chunks' tokens of its own document. Only a chunk's last
+    A token reads what tokens of its own document wrote in earlier chunks. Only a chunk's last
     document can reach the next chunk, so there is one state per row, reset where that document is
     not the one the state belongs to.
     """
@@ -52,9 +51,9 @@ def memory_mask(
     chunk_size: int,
     previous_segment: Int[Array, " B"] | None = None,
 ) -> MemoryMask:
-    """The mask of rows of `length` tokens; every document of a row has a segment id of its own.
-    Without ids a row is one document and only padding is masked. `previous_segment`: the segment
-    before the row, which the initial state belongs to; default: the row's first."""
+    """The mask of rows of `length` tokens; every document of a row has its own segment id.
+    Without ids a row is one document and only padding is masked. `previous_segment`: the id
+    of the document that the initial state belongs to; default: the row's first."""
     num_chunks = -(-length // chunk_size)
     tokens = None
     if length % chunk_size:
@@ -73,5 +72,5 @@ def memory_mask(
 
 
 def masked(x: Float[Array, "*mask X"], mask: Bool[Array, "..."] | None) -> Float[Array, "*mask X"]:
-    """x with unmarked tokens set to zero; the mask has the axes of x but the last."""
+    """x, set to zero outside the mask, which has all axes of x but the last."""
     return x if mask is None else jnp.where(mask[..., None], x, jnp.zeros((), x.dtype))

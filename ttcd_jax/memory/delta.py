@@ -7,7 +7,7 @@ transpose of the paper's [D, F], as everywhere in this project):
     k = z_student / |z_student|                        key (`ttcd_kernels.short_conv`)
     delta_w = sum over the chunk of k^T e              [F, D], the paper's delta W transposed
 
-Nothing is stopped: W_base, P, beta and both features receive gradient through e and k.
+No gradient is stopped: W_base, P, beta and both features receive theirs through e and k.
 """
 
 from jax.typing import DTypeLike
@@ -27,8 +27,8 @@ def chunk_errors(
     normalizes: bool,
     zero_slope: float,
 ) -> Float[Array, "B C L D"]:
-    """e: what the student missed (`difference`, z_target - z_student), seen through the base
-    weight, gated by beta, projected by P."""
+    """e: the student's error (`difference`, z_target - z_student) times the base weight, gated by
+    beta, projected by P."""
     error = weight_product(difference, w_base)
     if normalizes:
         error = l2_normalize(error, zero_slope)
@@ -46,7 +46,7 @@ def chunk_delta(
     orthogonalizes: bool,
     dtype: DTypeLike,
 ) -> Float[Array, "B C F D"]:
-    """delta_w of every chunk, a sum over its tokens accumulated in `dtype`; operands stay
-    narrow."""
+    """delta_w of every chunk, a sum over its tokens accumulated in `dtype`; operands keep
+    their own."""
     delta = product("BCLF,BCLD->BCFD", keys, errors, dtype)
     return newton_schulz(delta) if orthogonalizes else delta

@@ -1,6 +1,6 @@
 """The (gated) delta rule: a state whose value for a key is replaced, not added to.
 
-Per head, with state S [H, X], forgetting exp(g_t) (1 without a gate) and strength beta_t:
+Per head, with state S [H, X], decay exp(g_t) (1 without a gate) and strength beta_t:
 
     S <- exp(g_t) S,   u_t = beta_t (v_t - S^T k_t),   S <- S + k_t u_t^T,   o_t = S^T q_t / sqrt(H)
 
@@ -55,10 +55,10 @@ def delta_rule(
 ) -> tuple[Float[Array, "B T N X"], Float[Array, "B N H X"]]:
     """(o in the dtype of v, state after the row) for any T: `DeltaMemory` along a row.
 
-    `log_decay` is g <= 0, finite. Every document of a row is contiguous and has a `segment_ids`
-    value of its own; it starts from zero, but the row's first one from `initial_state`, and the
-    state after the row is the last one's. Differentiable in all floating arguments through both
-    results.
+    `log_decay` is g <= 0, finite. Every document of a row is contiguous and has its own
+    `segment_ids` value. It starts from zero, the row's first one from `initial_state`; the state
+    after the row is that of its last document. Differentiable in all floating arguments through
+    both results.
     """
     memory = DeltaMemory(chunk_size, state_dtype)
     writes = DeltaWrites(k, v, beta, log_decay)
@@ -85,7 +85,7 @@ class DeltaMemory(AssociativeMemory):
 
     Products take operands in the dtype of v and accumulate in float32 or better, as gates and the
     triangular solve do; the state is in `state_dtype`. The backward keeps one state per chunk and
-    recomputes the inside of chunks.
+    recomputes the rest.
     """
 
     chunk_size: int = dataclasses.field(metadata={"static": True})
@@ -129,8 +129,8 @@ class DeltaMemory(AssociativeMemory):
         return from_chunks(jnp.moveaxis(o, (0, 2), (1, 3)), prepared.length), state
 
     def summary(self, prepared: "Solved") -> "Transition":
-        """All chunks together: the state they make of zero, and of the identity when nothing is
-        written."""
+        """The map of all chunks together: `adds` is the result for a zero state, `keeps` for the
+        identity without writes."""
         zero = self.start_of(prepared)
         keeps = jnp.zeros((*zero.shape[:-1], zero.shape[-2]), zero.dtype)
 
@@ -155,12 +155,12 @@ class DeltaMemory(AssociativeMemory):
         )
 
     def state_after(self, summary: "Transition") -> Float[Array, "B N H X"]:
-        """The map of zero."""
+        """The map applied to zero."""
         return summary.adds
 
 
 class Transition(NamedTuple):
-    """The map of a stretch of a row from the state before it: S -> keeps S + adds."""
+    """The effect of consecutive tokens on the state before them: S -> keeps S + adds."""
 
     keeps: Float[Array, "B N H H"]
     adds: Float[Array, "B N H X"]
@@ -172,7 +172,7 @@ def _forgetting(
     previous_segment: jax.Array | None,
     dtype: DTypeLike,
 ) -> jax.Array | None:
-    """g [B, T, N or 1], `FORGET_ALL` where a document but the row's first begins; None: 0."""
+    """g [B, T, N or 1], `FORGET_ALL` where any document but the row's first begins; None: 0."""
     log_decay = None if log_decay is None else log_decay.astype(dtype)
     if segment_ids is None:
         return log_decay
@@ -198,7 +198,7 @@ class Solved(NamedTuple):
 
 class _Chunk(NamedTuple):
     """A chunk as a function of the state S before it, [C, B, N, ...]: u = writes - erases S,
-    o = queries S + scores u, and S <- kept S + keys^T u. What decays is in the factors."""
+    o = queries S + scores u, and S <- kept S + keys^T u. The factors include the decay."""
 
     queries: jax.Array  # [L, H], operands of products in the dtype of the inputs
     scores: jax.Array  # [L, S], zero for later S
@@ -265,16 +265,16 @@ _solve_by_inverse.defvjp(_solve_forward, _solve_backward)
 
 
 def _full_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    # In all digits of its operands, also where a GPU would round float32 to TF32.
+    # At full precision, also where a GPU would round float32 to TF32.
     return jnp.matmul(a, b, precision="highest")
 
 
 def _unit_lower_inverse(a: jax.Array) -> jax.Array:
-    """(I + A)^-1, by doubling: from the inverses X, Y of two neighbouring diagonal blocks that of
+    """(I + A)^-1, by doubling: the inverses X, Y of two neighboring diagonal blocks give that of
     both, [[X, 0], [-Y C X, Y]], C the block of A below X. All blocks of a size at once: products
-    only, L^3 / 1.5 of multiply-adds.
+    only, L^3 / 1.5 multiply-adds.
 
-    As exact as forward substitution: every intermediate number is in the inverse. (The short
+    As exact as forward substitution: every block computed is a block of the inverse. (The short
     product of powers (I - A)(I + A^2).. loses all digits where keys repeat; LAPACK's batched solve
     is one call per matrix.)
     """
@@ -297,14 +297,14 @@ def _unit_lower_inverse(a: jax.Array) -> jax.Array:
 def _decays(
     log_decay: jax.Array | None, size: int, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """(share of the write of S left at L, zero for later S [.., L, S]; share of the state before
-    the chunk left at L [.., L])."""
+    """(share of the write at S that is left at L, zero for later S [.., L, S]; share of the state
+    before the chunk that is left at L [.., L])."""
     is_past = jnp.tri(size, dtype=bool)
     if log_decay is None:
         return is_past.astype(dtype), jnp.ones((size,), dtype)
-    # Sums of what is between, not differences of running sums: those lose their digits after a
-    # strong decay. No sum exceeds 0, so no exp overflows. Multiplying by ones is a cumsum at a
-    # fraction of its time.
+    # Sums of the log decays in between, not differences of prefix sums: those lose precision
+    # after a strong decay. No sum exceeds 0, so no exp overflows. The product with ones takes a
+    # fraction of the time of a cumsum.
     later = jnp.where(jnp.tri(size, k=-1, dtype=bool), log_decay[..., None], 0)
     between = jnp.einsum("LZ,...ZS->...LS", is_past.astype(dtype), later, precision="highest")
     return jnp.where(is_past, jnp.exp(between), 0), jnp.exp(jnp.cumsum(log_decay, axis=-1))

@@ -1,7 +1,7 @@
 """LaCT's memory: a SwiGLU whose three matrices learn along the row, chunk by chunk.
 
-Every chunk is read first, through what the chunks before it wrote, and written then; the last one
-is only read. Per fast head, with rows q, k, v [L, H], learning rates lr per token and matrices in
+Every chunk first reads what the chunks before it wrote, and then writes; the last one only reads.
+Per fast head, with rows q, k, v [L, H], learning rates lr per token and matrices in
 [in, out] layout (the published ones transposed):
 
     read    f(q) = (silu(q w0) * (q w2)) w1
@@ -12,7 +12,7 @@ is only read. Per fast head, with rows q, k, v [L, H], learning rates lr per tok
 
 dw is minus the gradient of -sum_t lr_t f(k_t) . v_t, summed over the chunk. Gradients flow through
 the whole chain of updates, the column norms and the start. One update per chunk, recomputed in the
-backward: it keeps one set of matrices per chunk and the activations of one chunk.
+backward, which keeps one set of matrices per chunk and the activations of one chunk.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class FastWeights(NamedTuple):
 
 
 class FastOptions(NamedTuple):
-    """Static facts of the memory."""
+    """Static options of the memory."""
 
     orthogonalizes: bool = False  # Newton-Schulz on every update
     keeps_raw: bool = False  # updates add to weights that are never normalized; only reads are
@@ -59,13 +59,13 @@ class FastWrites(NamedTuple):
 class FastState(NamedTuple):
     """The memory between two chunks."""
 
-    weights: FastWeights  # what chunks use
+    weights: FastWeights  # the ones that reads use
     raw: FastWeights | None  # the same, never normalized (`keeps_raw`)
     previous: FastWeights | None  # the last update with its momentum, before Newton-Schulz
 
 
 def length(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """|x| over `axis`, which stays with size 1; its derivative at a zero vector is taken as 0."""
+    """|x| over `axis`, kept with size 1; its derivative at a zero vector is taken as 0."""
     square = jnp.sum(x * x, axis=axis, keepdims=True)
     return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
 
@@ -85,7 +85,7 @@ class FastSwiGLU(ChunkedMemory):
     options: FastOptions = dataclasses.field(metadata={"static": True})
 
     def start(self, batch_size: int) -> FastState:
-        """The weights of every row at the start of a document."""
+        """The state of every row at the start of a document."""
         dtype = self.options.state_dtype
         weights = jax.tree.map(
             lambda w: jnp.broadcast_to(w.astype(dtype), (batch_size, *w.shape)), self.weights
@@ -113,7 +113,7 @@ class FastSwiGLU(ChunkedMemory):
         update = self._update(state.weights, writes, mask)
         previous = None
         if writes.momentum is not None:
-            # Only a chunk of a single document has an update before it: its tokens all have a vote.
+            # Only a chunk of a single document has a previous update: mu averages all its tokens.
             mu = writes.momentum.mean(1)[:, :, None, None]
             update = jax.tree.map(lambda dw, before: dw + mu * before, update, state.previous)
             previous = update

@@ -1,10 +1,9 @@
 """A memory along rows that arrive piece by piece.
 
-A memory is read through what full chunks wrote. The tokens of the open chunk write nothing yet:
-what they will write is held as they gave it (keys and errors, say: delta_w in its low-rank form),
-and the token that fills the chunk makes the memory write it, by the very function that writes whole
-chunks in training. A piece costs what the same tokens cost in a long row, and a single token
-touches one slot of the open chunk.
+Tokens read what full chunks wrote. The tokens of the open chunk write nothing yet: the operands of
+their writes are stored (keys and errors, for example: delta_w in its low-rank form), and the token
+that fills the chunk triggers the write, by the function that writes whole chunks in training. A
+piece costs what its tokens cost in a long row; a single token touches one slot of the open chunk.
 """
 
 from typing import Any, NamedTuple
@@ -23,10 +22,10 @@ class OpenChunk(NamedTuple):
     """A memory in the middle of a row."""
 
     memory: Any  # the state that the full chunks wrote
-    open: Any  # what the tokens of the open chunk will write, [B, L, ...]
+    open: Any  # operands of the open chunk's write, [B, L, ...]
 
     def axes(self) -> "OpenChunk":
-        """Logical axes: weights [B, F, D] by `mlp`, all else by rows alone."""
+        """Logical axes: weights [B, F, D] sharded by rows and `mlp`, all else by rows."""
 
         def names(x: jax.Array) -> tuple[str | None, ...]:
             return ("batch", "mlp", None) if x.ndim == 3 else rows(x)
@@ -42,7 +41,7 @@ class OpenChunk(NamedTuple):
 
 
 def start_pieces(memory: ChunkedMemory, batch_size: int, chunk_size: int, writes: Any) -> OpenChunk:
-    """The state before rows; `writes`: shapes of what chunks write, [B, C, L, ...]."""
+    """The state before rows begin; `writes`: shapes of the operands of writes, [B, C, L, ...]."""
     return OpenChunk(
         memory.start(batch_size),
         jax.tree.map(lambda x: jnp.zeros((batch_size, chunk_size, *x.shape[3:]), x.dtype), writes),
@@ -81,23 +80,23 @@ def _inside_chunk(
     assert piece.phase is not None
     phase = piece.phase
     lead = jax.tree.leaves(writes)[0].shape[1] - jax.tree.leaves(reads)[0].shape[1]
-    given = jnp.where(piece.lengths > 0, piece.lengths + lead, 0)
-    held = jax.tree.map(
-        lambda slots, new: scatter_from(slots, new, phase - lead, given), state.open, writes
+    count = jnp.where(piece.lengths > 0, piece.lengths + lead, 0)
+    chunk = jax.tree.map(
+        lambda slots, new: scatter_from(slots, new, phase - lead, count), state.open, writes
     )
-    chunk_size = jax.tree.leaves(held)[0].shape[1]
+    chunk_size = jax.tree.leaves(chunk)[0].shape[1]
     is_full = (piece.lengths > 0) & (phase + piece.lengths == chunk_size)
-    return y, OpenChunk(_written(is_full, memory, state.memory, held), held)
+    return y, OpenChunk(_written(is_full, memory, state.memory, chunk), chunk)
 
 
-def _written(is_full: Bool[Array, " B"], memory: ChunkedMemory, state: Any, held: Any) -> Any:
-    """The state, written where a row's chunk is full. Row after row, and nothing where none is
-    full: rows of a batch fill their chunks at different tokens. On a mesh, whose devices share the
-    rows, all rows at once."""
+def _written(is_full: Bool[Array, " B"], memory: ChunkedMemory, state: Any, chunk: Any) -> Any:
+    """The state after a write in the rows whose chunk is full. One row at a time, because rows of
+    a batch fill their chunks at different tokens, and most tokens fill none. On a mesh, whose
+    devices share the rows, all rows at once."""
     if is_distributed():
 
         def all_rows(state: Any) -> Any:
-            return where_rows(is_full, memory.write(state, held), state)
+            return where_rows(is_full, memory.write(state, chunk), state)
 
         return jax.lax.cond(is_full.any(), all_rows, lambda state: state, state)
     order = jnp.argsort(~is_full)
@@ -105,7 +104,7 @@ def _written(is_full: Bool[Array, " B"], memory: ChunkedMemory, state: Any, held
     def one_row(index: jax.Array, state: Any) -> Any:
         row = order[index]
         before, operands = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), (state, held)
+            lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), (state, chunk)
         )
         return jax.tree.map(
             lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, 0),
@@ -117,12 +116,12 @@ def _written(is_full: Bool[Array, " B"], memory: ChunkedMemory, state: Any, held
 
 
 def inside_open_chunk(tail: Any, piece: Piece, chunk_size: int) -> Any:
-    """Tails [B, R - 1, ...] after the piece, without tokens of chunks that are full."""
+    """Tails [B, R - 1, ...] after the piece, zero for tokens of full chunks."""
     assert piece.phase is not None
-    held = (piece.phase + piece.lengths) % chunk_size
+    count = (piece.phase + piece.lengths) % chunk_size
 
     def kept(tail: jax.Array) -> jax.Array:
         size = tail.shape[1]
-        return where_rows(jnp.arange(size) >= size - held[:, None], tail, 0)
+        return where_rows(jnp.arange(size) >= size - count[:, None], tail, 0)
 
     return jax.tree.map(kept, tail)

@@ -1,17 +1,17 @@
-"""Reading a memory that is a prefix sum: chunk i sees W_i = W_base + eta * sum_{j<i} delta_w_j.
+"""A memory that is a prefix sum: chunk i is read through W_i = W_base + eta * sum_{j<i} delta_w_j.
 
 Three forms of one function, equal in values and gradients:
 
-    blocked      a scan over blocks of chunks with an associative scan inside each, and a VJP of
-                 its own that keeps no state
+    blocked      a scan over blocks of chunks with an associative scan inside each, and a custom
+                 VJP that keeps no state
     associative  `jax.lax.associative_scan` over all chunks; every W_i exists at once
-    attention    y_i = z_i W_base + eta * sum_{j<i} (z_i k_j^T) e_j, O(T^2): the oracle of the tests
+    attention    y_i = z_i W_base + eta * sum_{j<i} (z_i k_j^T) e_j, O(T^2): for short rows
 
-"auto", the default, takes attention where it multiplies less (`at_length`: below 2,234 tokens
+"auto", the default, takes attention where it needs fewer products (`at_length`: below 2,234 tokens
 at 1536 by 4096), else blocked.
 
 The read is two products, z W_base + eta * (z S): folding S into W_base first and rounding to
-bfloat16, as the published code does (`folds_state`), costs 17 % of the fast part when |S| /
+bfloat16, as the published code does (`folds_state`), puts an error of 17 % on z S when |S| /
 |W_base| is 1 %. All sums of delta_w are in `state_dtype`.
 """
 
@@ -34,8 +34,8 @@ Form = Literal["auto", "blocked", "associative", "attention"]
 
 
 class PrefixOptions(NamedTuple):
-    """Static facts of a memory that is a prefix sum; `PrefixMemory` wants the form chosen
-    (`at_length`)."""
+    """Static options of a memory that is a prefix sum. Those of a `PrefixMemory` come from
+    `at_length`, with the form chosen."""
 
     eta: float
     orthogonalizes: bool = False
@@ -45,8 +45,8 @@ class PrefixOptions(NamedTuple):
     state_dtype: DTypeLike = jnp.float32
 
     def at_length(self, length: int, hidden_dim: int, dim: int) -> "PrefixOptions":
-        """The options with the form that rows of T = `length` are read in; "auto" takes the one
-        that multiplies less, forward and backward.
+        """The options with the form chosen for rows of T = `length`: "auto" takes the one with
+        fewer multiplications, forward and backward.
 
         Per token, states take 7 F D (written and read, written again in the backward, four
         gradients), scores 3 T (F + D), and F D for the state after the row.
@@ -68,14 +68,14 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
     options: PrefixOptions = dataclasses.field(metadata={"static": True})
 
     def axes(self) -> Axes:
-        """F is sharded where no product sums over it and no norm runs over it."""
+        """F is sharded, except where scores (the attention form) or norms sum over it."""
         if self.options.form == "attention" or self.options.orthogonalizes:
             return Axes()
         features = (*ROWS, None, "mlp")
         return Axes(("mlp",), features, (features, ROWS), ROWS, ("tensor",))
 
     def start(self, batch_size: int) -> Float[Array, "B F D"]:
-        """Nothing written."""
+        """Zero: nothing is written yet."""
         return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
 
     def read(self, state: Float[Array, "B F D"], reads: Float[Array, "B L F"]) -> jax.Array:
@@ -100,7 +100,7 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
         )
 
     def summary(self, prepared: Chunks) -> tuple[Bool[Array, " B"], Float[Array, "B F D"]]:
-        """(whether the stretch drops the state before it, the sum of what it writes after its last
+        """(whether the chunks reset the state before them, the sum of delta_w after their last
         reset): an element of `segmented_sum`."""
         (keys, errors), mask = prepared.writes, prepared.mask
         errors = masked(errors, mask.writes)
@@ -140,11 +140,11 @@ def read_prefix(
     """(y, state after the row): every chunk read through the memory of the chunks before it.
 
     Differentiable in everything but the mask, through both results. The state is the plain sum of
-    delta_w of the row's last document (eta not included), `initial_state` the same sum from earlier
+    delta_w of the row's last document (without eta), `initial_state` the same sum from earlier
     rows.
 
     Raises:
-        ValueError: the attention form asked for orthogonalised updates, or documents with
+        ValueError: the attention form with orthogonalized updates, or documents with
         `folds_state`.
     """
     if options.folds_state and mask.reads is not None:
@@ -178,8 +178,7 @@ def _chunks_first(tree: Any) -> Any:
 
 
 def _in_blocks(tree: Any, block_chunks: int) -> Any:
-    """[B, C, ...] -> [blocks, G, B, ...]; the added chunks are zero: they write and reset
-    nothing."""
+    """[B, C, ...] -> [blocks, G, B, ...]; padding chunks are zero: they neither write nor reset."""
 
     def split(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x, 1, 0)
@@ -194,8 +193,8 @@ def _from_blocks(x: jax.Array, num_chunks: int) -> jax.Array:
 
 
 def segmented_sum(left: Element, right: Element) -> Element:
-    """(was reset, sum) of two neighboring runs: what is left of a reset is forgotten.
-    Associative."""
+    """(was reset, sum) of two neighboring runs of chunks: a reset in the right one drops the sum of
+    the left one. Associative."""
     left_reset, left_sum = left
     right_reset, right_sum = right
     kept = jnp.where(right_reset[..., None, None], 0, left_sum)
@@ -203,8 +202,8 @@ def segmented_sum(left: Element, right: Element) -> Element:
 
 
 def _segmented_sums(elements: Element, *, reverse: bool = False) -> Element:
-    """The associative scan of `segmented_sum`. Recomputed in a backward: it meets arrays of size
-    zero on its way, and Shardy (jax 0.11.2) crashes when one is kept across a sharded region."""
+    """The associative scan of `segmented_sum`. Recomputed in a backward: it has intermediates of
+    size zero, and Shardy (jax 0.11.2) crashes when one is kept across a sharded region."""
     scan = functools.partial(jax.lax.associative_scan, segmented_sum, reverse=reverse)
     return jax.checkpoint(scan, prevent_cse=False)(elements)
 
@@ -228,7 +227,7 @@ def _delta(options: PrefixOptions, errors: jax.Array, keys: jax.Array) -> jax.Ar
 
 
 def _product(options: PrefixOptions, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """A matrix product accumulated in the state dtype; operands stay narrow."""
+    """A matrix product accumulated in the state dtype; operands keep theirs."""
     return product(equation, a, b, options.state_dtype)
 
 
@@ -284,8 +283,8 @@ def _blocked_backward(
     rest.
 
     cot(S_i) = eta z_i^T dy_i + [no reset] cot(S_{i+1}) and cot(delta_w_i) = cot(S_{i+1}). Where
-    every token reads, the running sum of z_i^T dy_i is the gradient of W_base as well: no product
-    of its own.
+    every token reads, the running sum of z_i^T dy_i is the gradient of W_base as well, without a
+    product of its own.
     """
     operands, w_base, initial_state = saved
     dy, d_state = cotangents
@@ -326,8 +325,7 @@ def _feature_cotangent(
 def _write_cotangent(
     options: PrefixOptions, carry: tuple[jax.Array, jax.Array], block: _Operands, dy: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
-    """((cot(S) before the block, sum of dW_base), d_errors, d_keys) from the same after
-    it."""
+    """((cot(S), sum of dW_base) before the block, d_errors, d_keys), from the pair after it."""
     d_after, d_base = carry
     outer = _product(options, "GBLF,GBLD->GBFD", masked(block.z, block.reads), dy)
     if block.reads is None:
@@ -335,8 +333,7 @@ def _write_cotangent(
     else:
         d_base = d_base + _product(options, "GBLF,GBLD->FD", block.z, dy)
     outer = options.eta * outer
-    # In reverse, chunk i adds to cot(S_i) and hands it on; a reset at i cuts it off from
-    # cot(S_{i+1}).
+    # In reverse order chunk i adds to cot(S_i); a reset at i cuts it off from cot(S_{i+1}).
     if block.resets is None:
         d_before = jax.lax.associative_scan(jnp.add, outer, reverse=True) + d_after
     else:

@@ -36,7 +36,7 @@ class Memory(abc.ABC):
     """A memory along rows."""
 
     def axes(self) -> Axes:
-        """How a mesh cuts what the memory computes with."""
+        """The logical axes of the memory's arrays, its operands and y."""
         return Axes()
 
     @abc.abstractmethod
@@ -55,30 +55,30 @@ class Memory(abc.ABC):
     @abc.abstractmethod
     def row(self, prepared: Any, state: State = None, *, needs_end: bool = True) -> Any:
         """(y, state after the row) from the state before it (default: the start). Without
-        `needs_end` the state may be any."""
+        `needs_end` the returned state is arbitrary."""
 
     @abc.abstractmethod
     def start_of(self, prepared: Any) -> State:
         """The state before a document, for the rows of `prepared`."""
 
     def squared_size(self, state: State) -> Float[Array, " B"]:
-        """The sum of squares of what was written, as statistics report it: of a state that starts
-        at zero, of the state."""
+        """The squared norm of the accumulated writes, for statistics; by default that of the state,
+        for memories that start at zero."""
         arrays = [x.astype(jnp.float32) for x in jax.tree.leaves(state)]
         return jnp.asarray(sum(jnp.sum(x * x, axis=range(1, x.ndim)) for x in arrays))
 
 
 class AssociativeMemory(Memory):
-    """A memory whose stretches of a row have a summary: what they do to any state before them.
-    Summaries compose associatively, so several devices find their starts by one prefix."""
+    """A memory in which consecutive tokens have a summary: their effect on any state before them.
+    Summaries compose associatively, so devices that share a row need only one prefix."""
 
     @abc.abstractmethod
     def summary(self, prepared: Any) -> Any:
-        """The summary of a stretch."""
+        """The summary of the tokens of `prepared`."""
 
     @abc.abstractmethod
     def combine(self, first: Any, then: Any) -> Any:
-        """The summary of two neighboring stretches."""
+        """The summary of `first` followed by `then`."""
 
     @abc.abstractmethod
     def neutral(self, summary: Any) -> Any:
@@ -86,7 +86,7 @@ class AssociativeMemory(Memory):
 
     @abc.abstractmethod
     def state_after(self, summary: Any) -> State:
-        """The state after a stretch that begins at the row's start."""
+        """The state after the summarized tokens when they are the first of a row."""
 
 
 class Chunks(NamedTuple):
@@ -106,11 +106,11 @@ class ChunkedMemory(Memory):
 
     @abc.abstractmethod
     def read(self, state: State, reads: Any) -> Array:
-        """y [B, L, ...] of tokens that find `state` before their chunk."""
+        """y [B, L, ...] of the tokens of a chunk; `state` is the one before it."""
 
     @abc.abstractmethod
     def write(self, state: State, writes: Any, mask: Bool[Array, "#B L"] | None = None) -> State:
-        """The state after a chunk of which the tokens of the mask (None: all) are written."""
+        """The state after a chunk in which the tokens of the mask (None: all) write."""
 
     def prepared(
         self,
@@ -132,9 +132,8 @@ class ChunkedMemory(Memory):
     def row(
         self, prepared: Chunks, state: State = None, *, needs_end: bool = True
     ) -> tuple[Float[Array, "B C L *rest"], State]:
-        """Chunk after chunk, each recomputed in the backward: read, reset, write. Tokens of another
-        document than the state's read the start. Without `needs_end` the last chunk is only
-        read."""
+        """A scan over chunks, each recomputed in the backward: read, reset, write. Tokens of
+        another document than the state's read the start; `needs_end`: the last chunk writes too."""
         begin = self.start_of(prepared)
 
         def read(state: State, chunk: Chunks) -> Array:

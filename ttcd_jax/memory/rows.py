@@ -1,8 +1,8 @@
-"""A memory along rows that one device holds, or several along mesh axis `seq`.
+"""A memory along rows, whole on one device or sharded along mesh axis `seq`.
 
 An associative memory needs one summary per device and layer, however long the row: the exclusive
 prefix of the summaries is the state before each device's part. Any other memory is a chain of
-nonlinear steps: its state passes from device to device, and the devices take turns.
+nonlinear updates: its state passes from device to device, and the devices take turns.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def over_rows(
     length: int,
     reports_size: bool = False,
 ) -> tuple[Any, Float[Array, " B"] | None]:
-    """(y, norm of what the memory holds after the row, or None) of rows of `length` tokens.
+    """(y, norm of the accumulated writes if `reports_size`) of rows of `length` tokens.
 
     Operands and segments are [B, C, L, ...] for a memory with chunks, else [B, T, ...]; y is as
     `reads`. The norm has no gradient.
@@ -38,9 +38,9 @@ def over_rows(
         previous = None
         if segments is not None and shard.size(sequence.SEQ) > 1:
             previous = sequence.left_segment(shard, segments.reshape(len(segments), -1))
-        own_length = length // shard.size(sequence.SEQ)
+        shard_length = length // shard.size(sequence.SEQ)
         prepared = memory.prepared(
-            reads, writes, segments, length=own_length, previous_segment=previous
+            reads, writes, segments, length=shard_length, previous_segment=previous
         )
         y, square = _along(shard, memory, prepared, reports_size)
         y = shard.sum(y, *axes.sums)
@@ -57,7 +57,7 @@ def over_rows(
 def _along(
     shard: rules.Shard, memory: Memory, prepared: Any, reports_size: bool
 ) -> tuple[Any, jax.Array | None]:
-    """(y, sum of squares of what was written) of this device's part of the row."""
+    """(y, `squared_size` at the end if `reports_size`) of this device's part of the row."""
 
     def advance(state: Any, needs_end: bool = True) -> tuple[Any, Any]:
         y, end = memory.row(prepared, state, needs_end=needs_end)
@@ -66,8 +66,8 @@ def _along(
     if shard.size(sequence.SEQ) == 1:
         return advance(None, needs_end=reports_size)[1]
     if isinstance(memory, AssociativeMemory):
-        own = memory.summary(prepared)
-        before = sequence.exclusive_prefix(shard, own, memory.combine, memory.neutral(own))
+        part = memory.summary(prepared)
+        before = sequence.exclusive_prefix(shard, part, memory.combine, memory.neutral(part))
         return advance(memory.state_after(before), needs_end=reports_size)[1]
     return sequence.passed_along(shard, advance, memory.start_of(prepared))[1]
 
@@ -78,7 +78,7 @@ def _observed(memory: Memory, end: Any) -> jax.Array:
 
 
 def check_parts(length: int, chunk_size: int) -> None:
-    """Raises `UserError` when the parts of a row are not whole chunks."""
+    """Raises `UserError` when a device's part of a row is not whole chunks."""
     parts = rules.axis_size("seq")
     if parts > 1 and length % (parts * chunk_size):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Memories that are no prefix sum: what a chunk writes, or how it is kept, depends on the running
+"""Memories that are no prefix sum: the update of a chunk, or its scale, depends on the running
 weight."""
 
 import dataclasses
@@ -53,7 +53,7 @@ class IdealMemory(ChunkedMemory):
         writes: Any,
         mask: Bool[Array, "#B L"] | None = None,
     ) -> Float[Array, "B F D"]:
-        """One step of gradient descent."""
+        """One update of gradient descent."""
         z_teacher, z_student = writes
         narrow = state.astype(z_student.dtype)
         target = product("BLF,BFD->BLD", z_teacher, narrow, self.state_dtype)

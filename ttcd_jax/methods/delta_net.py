@@ -1,6 +1,6 @@
 """DeltaNet: a mixer whose memory is one matrix per head, written by the delta rule.
 
-    q, k, v = silu(conv(h W))      over the row, each document for itself;  beta = sigmoid(h W_rate)
+    q, k, v = silu(conv(h W))      along the row, within documents;  beta = sigmoid(h W_rate)
     o = delta_rule(q / |q|, k / |k|, v, beta),   y = RMSNorm(o) W_out       norm per head
 
 `DeltaSublayer` is its bare form, without convolution, SiLU and norm: the residual sub-layer that
@@ -51,7 +51,7 @@ Channels = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaRuleConfig(Settings):
-    """The switches of the method. `chunk_size` changes the speed, not the result."""
+    """The settings of the method. `chunk_size` changes the speed, not the result."""
 
     num_taps: Positive = 4
     value_expansion: float = 1  # value head dim over key head dim
@@ -147,7 +147,7 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
         return self.project_out(x, o), None
 
     def start(self, batch_size: int, max_length: int | None = None) -> DeltaState:
-        """The state before rows begin; it has no length to bound."""
+        """The state before rows begin; its size does not depend on `max_length`."""
         config = self.config
         heads = batch_size, config.num_heads, config.head_dim, config.value_head_dim
         tail = None
@@ -172,9 +172,9 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
             around, tail = after_tail(tail, channels), next_tail(tail, channels, piece)
         around = self.channels(around, None)
         q, writes = self._operands(x, jax.tree.map(lambda c: c[:, -x.shape[1] :], around))
-        kept = zero_padding({"beta": writes.beta, "log_decay": writes.log_decay}, piece)
+        gates = zero_padding({"beta": writes.beta, "log_decay": writes.log_decay}, piece)
         memory = self._memory()
-        prepared = memory.prepared(q, writes._replace(**kept), None, length=x.shape[1])
+        prepared = memory.prepared(q, writes._replace(**gates), None, length=x.shape[1])
         o, after = memory.row(prepared, state.memory)
         return self.project_out(x, o), DeltaState(after, tail)
 
@@ -191,7 +191,7 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
     def project_out(
         self, h: Float[Array, "B T D"], o: Float[Array, "B T N X"]
     ) -> Float[Array, "B T D"]:
-        """The layer's output, of what the memory gave."""
+        """The layer's output, from the o of the memory."""
         flat = o.reshape(*o.shape[:2], -1)
         return linear(flat, self.out[...], self.config.precision.compute_dtype)
 
@@ -232,8 +232,8 @@ class DeltaNet(DeltaSublayer, config=DeltaNetConfig):
         self.head_norm = param(ones, ("head_dim",))
 
     def _init_conv(self, rngs: nnx.Rngs, head_dim: int) -> nnx.Param:
-        """Taps [R, N * head_dim] uniform in +-1/sqrt(R), as torch starts a depthwise
-        convolution."""
+        """Taps [R, N * head_dim] uniform in +-1/sqrt(R), as PyTorch initializes a
+        depthwise convolution."""
         shape = (self.config.rule.num_taps, self.config.num_heads * head_dim)
         bound, dtype = shape[0] ** -0.5, self.config.precision.param_dtype
         taps = jax.random.uniform(rngs.params(), shape, dtype, -bound, bound)
@@ -267,7 +267,7 @@ class DeltaNet(DeltaSublayer, config=DeltaNetConfig):
 def _convolved_rows(
     x: Float[Array, "B T X"], taps: Float[Array, "R X"], segment_ids: Int[Array, "B T"] | None
 ) -> Float[Array, "B T X"]:
-    """The causal convolution of rows, a row one chunk; rows may be on several devices."""
+    """The causal convolution along whole rows, which several devices may share."""
 
     def on_shard(
         shard: rules.Shard, x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None
@@ -297,7 +297,7 @@ class HybridBlockConfig(BlockConfig):
 def delta_config[C: DeltaSublayerConfig](
     cls: type[C], config: ModelConfig, settings: DeltaRuleConfig
 ) -> C:
-    """The layer of a model's width, with heads of its own."""
+    """The configuration of the layer, in the sizes of the model."""
     return config.part(cls, head_dim=config.head_size, rule=settings)
 
 

@@ -50,7 +50,7 @@ class GatedDeltaNetConfig(DeltaNetConfig):
 class GatedDeltaNet(DeltaNet, config=GatedDeltaNetConfig):
     """h [B, T, D] -> [B, T, D]. Parameters of DeltaNet plus two gates.
 
-    The start is Mamba2's: exp(decay_log) uniform in (0, 16), softplus(decay_bias) log-uniform in
+    Initialized as in Mamba2: exp(decay_log) uniform in (0, 16), softplus(decay_bias) log-uniform in
     (0.001, 0.1).
     """
 

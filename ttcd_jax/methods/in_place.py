@@ -65,7 +65,7 @@ class PrefixSettings(InPlaceSettings):
             raise UserError("form 'attention' does not know folds_state")
 
     def options(self, precision: Precision, *, orthogonalizes: bool = False) -> PrefixOptions:
-        """The static facts of the memory."""
+        """The static options of the memory."""
         return PrefixOptions(
             eta=self.eta,
             orthogonalizes=orthogonalizes,
@@ -112,8 +112,8 @@ class InPlaceConfig(SublayerConfig):
 
 
 class InPlaceState(NamedTuple):
-    """A memory in the middle of a row: full chunks and open chunk, and the tokens of it that a
-    convolution will look back at (None without convolution)."""
+    """A memory in the middle of a row: full chunks and open chunk, and the last of its
+    tokens, which the convolutions look back at (None without one)."""
 
     chunks: OpenChunk
     tail: Any | None
@@ -126,9 +126,9 @@ class InPlaceState(NamedTuple):
 class InPlaceMLP(SwiGLU):
     """(x, t) [B, T, D] -> y [B, T, D], any T: x is read through the memory in the down projection.
 
-    A method says what t is and what is written, in four steps that a whole row and a piece of one
-    share: `tokens` (of each token alone), `convolved` (inside chunks), `operands` (of read and
-    write), `memory`.
+    A method defines t (`source`) and its writes by four functions that whole rows and pieces share:
+    `tokens` (of each token alone), `convolved` (inside chunks), `operands` (of reads and writes),
+    `memory`.
     """
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
@@ -141,13 +141,13 @@ class InPlaceMLP(SwiGLU):
         t: Float[Array, "B T D"],
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """y. Documents (`segment_ids`) neither share nor leak the memory."""
+        """y. With `resets_at_document` the documents of `segment_ids` share no memory."""
         return self.remember(x, t, segment_ids)[0]
 
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
     ) -> tuple[Float[Array, "B T D"], MemoryStats]:
-        """(y, what the memory holds at the end of the row)."""
+        """(y, statistics of the memory at the end of the row)."""
         return self.remember(x, self.source(x, row, student), row.segment_ids)
 
     def remember(
@@ -156,7 +156,7 @@ class InPlaceMLP(SwiGLU):
         t: Float[Array, "B T D"],
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], MemoryStats]:
-        """(y, what the memory holds at the end of the row)."""
+        """(y, statistics of the memory at the end of the row), for any t."""
         settings, length = self.settings, x.shape[1]
         check_parts(length, settings.chunk_size)
         tokens = self.tokens(x, t)
@@ -180,7 +180,7 @@ class InPlaceMLP(SwiGLU):
     def start(self, batch_size: int, max_length: int | None = None) -> InPlaceState:
         """The state before rows begin.
 
-        Raises `UserError` for a layer that reads tokens which are not there yet.
+        Raises `UserError` for a layer whose output depends on later tokens.
         """
         self.check_causal()
         size, dtype = self.settings.chunk_size, self.config.precision.compute_dtype
@@ -208,8 +208,8 @@ class InPlaceMLP(SwiGLU):
     ) -> tuple[Float[Array, "B T D"], InPlaceState]:
         """(y, the state after the piece).
 
-        Read and write are those of a row: the convolutions see the tokens of their chunk before the
-        piece, and a chunk is written when its last token is there.
+        Reads and writes are those of whole rows: the convolutions see the tokens of their chunk
+        before the piece, and a chunk is written when its last token arrives.
         """
         if piece.is_plain is True:
             return self.plain(x), state
@@ -222,7 +222,7 @@ class InPlaceMLP(SwiGLU):
             lead, back = self.look_ahead, self.look_back
             around = tokens if state.tail is None else after_tail(state.tail, tokens)
             chunks = jax.tree.map(lambda x: x[:, None], around)
-        # Only the positions whose errors are new, or change by what the piece shows.
+        # Only the positions whose writes are new, or look ahead into the piece.
         convolved = jax.tree.map(lambda x: x[:, :, back - lead :], self.convolved(chunks, None))
         reads, writes = (
             jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), operands)
@@ -245,7 +245,7 @@ class InPlaceMLP(SwiGLU):
     def source(
         self, x: Float[Array, "B T D"], row: Row | Piece, student: Float[Array, "B T D"] | None
     ) -> Float[Array, "B T D"]:
-        """t, of the layer's normed input, its row, and what a student sees."""
+        """t, from the layer's normed input, its row, and the student's normed input."""
         assert student is not None, f"{type(self).__name__} follows attention under two windows"
         return student
 

@@ -3,8 +3,8 @@
     h = conv_A(feat(x)),  v = conv_T(targets)                  both inside their chunk
     W_i = W_base + eta * sum over earlier chunks of h^T (v P),   y = h W_i
 
-x is the normed hidden state; the targets are x itself or the raw token embeddings. The same memory
-as IP-TTCD's with another thing written into it: no error, no key norm, no token rate. A symmetric
+x is the normed hidden state; the targets are x itself or the raw token embeddings. The memory is
+that of IP-TTCD, but its writes have no error, no key norm and no token rate. A symmetric
 target convolution looks ahead inside its chunk and stays causal, because only later chunks read
 what a chunk writes; a symmetric activation convolution would not be.
 """
@@ -162,7 +162,7 @@ _TARGETS: Mapping[str, str] = {
     **dict.fromkeys(("hidden", "hidden_state", "hidden_states"), "hidden"),
     **dict.fromkeys(("embedding", "embed", "input_embed", "input_embeds"), "embedding"),
 }
-# Both of its diagonal starts are random.
+# In the reference's IP-TTT both diagonal initializations are random.
 _PROJ_INIT = PROJ_INIT | {"diagonal": "gaussian_diagonal"}
 
 

@@ -49,10 +49,10 @@ from ttcd_jax.nn.mlp import MLPConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryConfig(PrefixSettings):
-    """How the memory is written and read. The defaults are the paper's from-scratch recipe.
+    """The settings of IP-TTCD. The defaults are the paper's from-scratch recipe.
 
-    A model trained from scratch reads through the teacher convolution, which starts at zero
-    (published) or at the identity. Continued training starts at the base model exactly:
+    A model trained from scratch reads through the teacher convolution, which is initialized
+    to zero (published) or the identity. Continued training starts exactly at the base model:
     `output="teacher_raw"`, `normalizes_keys=False`, teacher convolution at identity, student
     convolution at zero.
     """
@@ -67,9 +67,9 @@ class MemoryConfig(PrefixSettings):
     output: Literal["teacher", "teacher_raw", "student"] = "teacher"
     teacher_conv_init: ConvInit = "zeros"
     student_conv_init: ConvInit = "normal"
-    renorm_chunks: Positive | None = None  # hold |W| at |W_base|, in groups of so many chunks
+    renorm_chunks: Positive | None = None  # hold |W| at |W_base|, in groups of this many chunks
     orthogonalizes_updates: bool = False  # Newton-Schulz on every delta_w
-    zero_slope: float = 1.0  # gradient of a normalisation at a zero vector; published: 1e6
+    zero_slope: float = 1.0  # gradient of a normalization at a zero vector; published: 1e6
 
     def validate(self) -> None:
         super().validate()
@@ -118,7 +118,7 @@ class Features(NamedTuple):
 
 
 class ChunkInputs(NamedTuple):
-    """The same after the convolutions: what is read, the key, and what the student missed."""
+    """The same after the convolutions: features to read with, keys, z_target - z_student."""
 
     z_out: jax.Array
     keys: jax.Array
@@ -155,7 +155,7 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
     def convolved(self, tokens: Features, segments: Int[Array, "B C L"] | None) -> ChunkInputs:
         """The features after both convolutions, and the keys."""
         settings = self.settings
-        # Read through the student's features, they are needed as they are.
+        # The student's features are needed unnormalized where they read as well.
         normalizes = settings.normalizes_keys and settings.output != "student"
         residual = self._residual(tokens.teacher, tokens.student, segments, normalizes)
         difference, z_target, keys = residual
@@ -224,8 +224,8 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
         segments: jax.Array | None,
         normalizes_keys: bool,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(z_teacher - z_student, z_teacher, k) after both convolutions; one that is off passes
-        everything through."""
+        """(z_teacher - z_student, z_teacher, k) after both convolutions; one that is off is
+        the identity."""
         settings = self.settings
         taps = [identity_taps(settings, teacher.shape[-1])] * 2
         if settings.has_teacher_conv:
@@ -252,7 +252,7 @@ class IPTTCDBlockConfig(BlockConfig):
 
 
 class IPTTCDBlock(Block):
-    """One block with a memory. The teacher's residual r = h + attention_T continues; with
+    """A block with a memory. The teacher's residual r = h + attention_T continues; with
     x = norm(r) and t = norm(h + attention_S), same norm, the MLP reads and writes its memory:
     r + MLP(x, t)."""
 
@@ -264,7 +264,7 @@ class IPTTCDBlock(Block):
 
 
 def dual_window_block(config: ModelConfig, mlp: InPlaceConfig) -> IPTTCDBlockConfig:
-    """A block whose attention shows the MLP a student."""
+    """The block of this MLP, which reads teacher and student from attention under two windows."""
     mixer = DualWindowConfig(attention=config.attention(), student_window=config.student_window)
     return IPTTCDBlockConfig(mixer=mixer, mlp=mlp)
 

@@ -3,7 +3,7 @@
     q, k, v = h W_qkv
     y = (attention(q, k, v) + silu(h W_s) * RMSNorm(f(fast q))) W_out          (scale per fast head)
 
-f is the memory of `memory.fast_swiglu`, read by fast q and written with fast k and v: q and k under
+f is the memory of `memory.fast_swiglu`, read by fast q and written with fast k and v: q and k after
 a scale and an offset per channel, SiLU, unit length per fast head, rotary in the attention's head
 layout. Published as "Test-Time Training Done Right" (Zhang et al. 2025), its language model form.
 """
@@ -44,21 +44,21 @@ from ttcd_jax.nn.row import Piece, Row
 from ttcd_jax.nn.windows import KVCache, attend, attend_cached
 
 NORM_EPS = 1e-5
-# A learning rate is softplus(. + this): 0.001 where the projection says nothing.
+# A learning rate is softplus(. + this): 0.001 where the projection is 0.
 RATE_SHIFT = 0.001 + math.log(-math.expm1(-0.001))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaCTMemoryConfig(Settings):
-    """The switches of the method, as published but for `resets_at_document`."""
+    """The settings of the method; the defaults are published, except `resets_at_document`."""
 
     num_fast_heads: Positive = 4
     hidden_expansion: PositiveFloat = 1  # hidden size of a fast head over its width, rounded down
     chunk_size: Positive = 2048
-    low_rank: Positive | None = 32  # w0, w2 start as such a product plus 0.5 I; None: full matrices
+    low_rank: Positive | None = 32  # w0, w2 start as a product of this rank plus 0.5 I; None: full
     has_momentum: bool = True
     orthogonalizes_updates: bool = False  # Newton-Schulz on every update, in precision.state
-    keeps_raw_state: bool = False  # steps add to weights that are normalised for reading only
+    keeps_raw_state: bool = False  # updates add to weights that are normalized only for reads
     has_qk_silu: bool = True
     has_value_silu: bool = True  # only together with has_qk_silu
     has_scale: bool = True
@@ -68,13 +68,13 @@ class LaCTMemoryConfig(Settings):
     resets_at_document: bool = True  # published: the memory leaks from document to document
 
     def switched_off(self, length: int) -> "LaCTMemoryConfig":
-        """A row of one chunk, in which nothing is learned."""
+        """One chunk per row: every token reads the initial weights."""
         return self.replace(chunk_size=length)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaCTConfig(SublayerConfig):
-    """`attention` gives width, heads, window, rotary, start and precision."""
+    """`attention` has width, heads, window, rotary embedding, initialization and precision."""
 
     reference_names: ClassVar[Names] = {
         "qkv.weight": ("qkv", "linear"),
@@ -288,7 +288,7 @@ class LaCT(Mixer, config=LaCTConfig):
     def _operands(
         self, h: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
     ) -> tuple[Float[Array, "B T N H"], FastWrites]:
-        """(what the tokens read the memory with, what they write), [B, T, ...]."""
+        """(operands of the reads, operands of the writes), [B, T, ...]."""
         momentum = None
         if self.config.memory.has_momentum:
             momentum = jax.nn.sigmoid(self._gate(h, self.momentum, self.momentum_bias))
@@ -308,7 +308,7 @@ class LaCT(Mixer, config=LaCTConfig):
         return FastSwiGLU(self._start(), options)
 
     def _joined(self, h: jax.Array, seen: jax.Array, fast: jax.Array) -> Float[Array, "B T D"]:
-        """The output, from the attention's heads and what the memory gives, normed and scaled."""
+        """The output, from the attention's heads and the memory's output, normed and scaled."""
         fast = rms_norm(fast, self.fast_norm[...], NORM_EPS)
         if self.config.memory.has_scale:
             scale = jax.nn.silu(self._gate(h, self.scale, self.scale_bias))
@@ -319,7 +319,7 @@ class LaCT(Mixer, config=LaCTConfig):
     def _fast_feature(
         self, x: jax.Array, scale: jax.Array, offset: jax.Array, positions: jax.Array
     ) -> jax.Array:
-        """q or k as the memory takes it [B, T, N, H]; float32 until the end."""
+        """The memory's q or k [B, T, N, H], in float32 or wider until the end."""
         config, memory = self.config.attention, self.config.memory
         wide = jnp.promote_types(x.dtype, jnp.float32)
         scale, offset = scale.astype(wide), offset.astype(wide)
@@ -353,7 +353,7 @@ class LaCT(Mixer, config=LaCTConfig):
         return sums + bias[...].astype(wide)
 
     def _start(self) -> FastWeights:
-        """The fast weights before every row and document."""
+        """The fast weights at the start of every row and document."""
         if self.config.memory.low_rank is None:
             return FastWeights(self.w0[...], self.w1[...], self.w2[...])
         # In the state dtype: small, and what the running weights are added to.

@@ -1,5 +1,5 @@
-"""The registry of methods: which block each layer of a transformer is. Nothing else knows a method
-by name.
+"""The registry of methods: the block of each layer of a transformer. No other module knows a
+method by name.
 
 A method is one module: its settings, its layer, the block it makes, and what the reference
 implementation calls all of it. Importing the module registers it; `ttcd_jax.methods` imports all of
@@ -20,15 +20,15 @@ _REQUIRED = object()
 
 
 class Settings(Config):
-    """Base of the settings of methods: what `TransformerConfig.memory` holds."""
+    """Base of the settings of methods, the type of `TransformerConfig.memory`."""
 
     @classmethod
     def alternatives(cls) -> list[type[Config]]:
         """The settings of all registered methods."""
         if cls is not Settings:
             return [cls]
-        found = (method.settings for method in METHODS.values())
-        return list(dict.fromkeys(x for x in found if x is not None))
+        settings = (method.settings for method in METHODS.values())
+        return list(dict.fromkeys(x for x in settings if x is not None))
 
     def switched_off(self, length: int) -> "Settings | None":
         """Settings with the same parameters under which nothing is read from the memory in rows of
@@ -62,7 +62,7 @@ class ModelConfig(Heads):
         return BlockConfig(mixer=self.attention(), mlp=self.mlp())
 
     def part[C: Config](self, cls: type[C], **own: Any) -> C:
-        """A configuration that takes every field of its own that this one has as well."""
+        """A `cls` of the fields `own`, and of those that this configuration has as well."""
         names = {field.name for field in dataclasses.fields(cls)} - own.keys()
         names &= {field.name for field in dataclasses.fields(self)}
         return cls(**own, **{name: getattr(self, name) for name in names})
@@ -70,7 +70,7 @@ class ModelConfig(Heads):
 
 class Key(NamedTuple):
     """One key of the reference's `config.json`: the field of `TransformerConfig` it sets, its
-    default when absent, and, for a word, our word for it."""
+    default when absent, and, for a string, our name for it."""
 
     name: str
     field: str
@@ -90,7 +90,7 @@ class Source:
         self.values = values
 
     def number(self, name: str, default: Any) -> Any:
-        """The number (or bool) under `name`, of a size that arithmetic can bear."""
+        """The number (or bool) under `name`, below 2^53 in magnitude."""
         value = self.values.get(name, default)
         if not isinstance(value, int | float) or not abs(value) < 2**53:
             raise DataError(f"{name}={str(value)[:40]!r} is not a number of usable size")
@@ -114,13 +114,13 @@ class Source:
 class Reference(NamedTuple):
     """A method as a model class of the reference implementation."""
 
-    model_types: tuple[str, ...]  # the first is the one that exports name
+    model_types: tuple[str, ...]  # exports write the first
     keys: tuple[Key, ...]
-    fixed: Mapping[str, Any] = {}  # keys whose other values we do not compute
+    fixed: Mapping[str, Any] = {}  # keys of which only this value is supported
     # Fields that follow from several keys, and the way back.
     read: Callable[[Source], dict[str, Any]] = lambda source: {}
     write: Callable[[Any, Any], dict[str, Any]] = lambda config, settings: {}
-    has_switch: bool = False  # "ttt_mode": false makes a plain transformer of it
+    has_switch: bool = False  # "ttt_mode": false makes it a plain transformer
 
 
 # Keys that several model classes share.
@@ -156,9 +156,9 @@ PROJ_INIT = {
 class Method:
     """A method by its name in configurations and its label in tables.
 
-    `block(config, settings)` makes the block of a layer with the method's memory; it raises
+    `block(config, settings)` is the block of a layer with the method's memory; it raises
     `UserError` for a model that the method cannot be. Layers without it have attention and SwiGLU.
-    `layers`: "fast" where `TransformerConfig.fast_layers` says, "all", or "none" for a method
+    `layers`: "fast" for those in `TransformerConfig.fast_layers`, "all", or "none" for a method
     without memory.
     """
 
@@ -174,7 +174,7 @@ METHODS: dict[str, Method] = {}
 
 
 def register(method: Method) -> Method:
-    """Adds a method to the registry; a name names one method."""
+    """Adds a method to the registry; names are unique."""
     known = METHODS.setdefault(method.name, method)
     assert known is method, f"two methods are called {method.name!r}"
     return method

@@ -19,8 +19,8 @@ class TransformerConfig(ModelConfig):
 
     `method` names a method of `ttcd_jax.methods`, `memory` holds its settings (None: its defaults).
     `fast_layers` are the layers that have the method's memory, where the method leaves the choice;
-    the others have attention and SwiGLU. `remat`: what the backward recomputes: nothing, whole
-    blocks, or all but matrix products.
+    the others have attention and SwiGLU. `remat`: the backward recomputes nothing, whole
+    blocks, all but matrix products, or whole blocks from inputs offloaded to the host.
     """
 
     vocab_size: Positive
@@ -60,7 +60,7 @@ class TransformerConfig(ModelConfig):
 
     @classmethod
     def reconciled(cls, values: dict[str, Any], bound: Collection[str]) -> dict[str, Any]:
-        """Another method drops the settings and the fast layers that it cannot have."""
+        """`values` without settings and fast layers the method cannot have; `bound` ones stay."""
         method, dropped = method_named(values["method"]), {}
         if type(values["memory"]) is not method.settings:
             dropped["memory"] = None
@@ -78,11 +78,11 @@ class TransformerConfig(ModelConfig):
 def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:
     """One block configuration per layer."""
     method = method_named(config.method)
-    own, plain = method.block(config, config.settings), None
+    block, plain = method.block(config, config.settings), None
     if method.layers == "fast":
         plain = config.plain_block()
     return tuple(
-        own if plain is None or layer in config.fast_layers else plain
+        block if plain is None or layer in config.fast_layers else plain
         for layer in range(config.num_layers)
     )
 
@@ -99,7 +99,7 @@ def has_in_place_memory(config: TransformerConfig) -> bool:
 
 
 def switched_off(config: TransformerConfig, length: int) -> TransformerConfig | None:
-    """The same parameters with a memory that nothing is read from in rows of `length` tokens; None
+    """The model of the same parameters whose rows of `length` tokens read nothing from memory; None
     where the memory is the mixer itself, or where there is none."""
     settings = config.settings
     off = None if settings is None else settings.switched_off(length)

@@ -20,14 +20,14 @@ from ttcd_jax.sharding.vocabulary import lookup
 
 
 class Run(NamedTuple):
-    """`repeats` copies of one unit of blocks, layer after layer, scanned."""
+    """A scan over `repeats` copies of one unit of blocks."""
 
     unit: tuple[BlockConfig, ...]
     repeats: int
 
 
 class Slot(NamedTuple):
-    """Where a layer's parameters are: attribute names, and the row of the stacked arrays."""
+    """The place of a layer's parameters: attribute names, and the row of the stacked arrays."""
 
     group: str
     block: str
@@ -35,7 +35,7 @@ class Slot(NamedTuple):
 
 
 def scan_plan(blocks: tuple[BlockConfig, ...]) -> tuple[Run, ...]:
-    """The shortest unit whose repetition gives all layers ({0, 6, 12, 18} of 24: one fast block and
+    """The shortest unit whose repetition is all layers ({0, 6, 12, 18} of 24: one fast block and
     five plain ones, four times); an irregular pattern becomes one run per stretch of equal
     blocks."""
     for size in range(1, len(blocks) // 2 + 1):
@@ -51,7 +51,7 @@ def scan_plan(blocks: tuple[BlockConfig, ...]) -> tuple[Run, ...]:
 
 
 def slot_of_layer(config: TransformerConfig, layer: int) -> Slot:
-    """Where to find layer `layer` in the parameter tree."""
+    """The slot of layer `layer` in the parameter tree."""
     first = 0
     for index, run in enumerate(scan_plan(block_configs(config))):
         size = len(run.unit)
@@ -75,7 +75,7 @@ class _Unit(nnx.Module):
 
 
 def _stacked(run: Run, rngs: nnx.Rngs) -> _Unit:
-    """A unit whose parameters carry a leading `layers` axis, every copy drawn on its own."""
+    """A unit whose parameters carry a leading `layers` axis, each copy initialized on its own."""
 
     @nnx.split_rngs(splits=run.repeats)
     @nnx.vmap(in_axes=(nnx.StateAxes({...: 0}),), out_axes=0)
@@ -89,7 +89,7 @@ def _stacked(run: Run, rngs: nnx.Rngs) -> _Unit:
 
 
 class Transformer(nnx.Module):
-    """tokens [B, T] -> logits [B, T, V]; `forward` gives hidden states and memory statistics."""
+    """tokens [B, T] -> logits [B, T, V]; `forward` returns hidden states and memory statistics."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -111,7 +111,7 @@ class Transformer(nnx.Module):
         return self.logits(self.forward(tokens, segment_ids)[0])
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """The head on what `forward` gives."""
+        """The output of the head on the hidden states of `forward`."""
         return jnp.einsum("BTD,VD->BTV", hidden, self.head_weight().astype(hidden.dtype))
 
     def head_weight(self) -> Float[Array, "V D"]:
@@ -136,7 +136,7 @@ class Transformer(nnx.Module):
         return self.normed(h), stats
 
     def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The input of the head."""
+        """The input of the head: the normed residual stream."""
         return rms_norm(h, self._gathered(self.final_norm), self.config.norm_eps)
 
     def residual(
@@ -183,7 +183,7 @@ class Transformer(nnx.Module):
     def _apply(
         self, block: Block, h: jax.Array, row: Row, is_scanned: bool
     ) -> tuple[jax.Array, MemoryStats | None]:
-        """(h, statistics or None) after one block: what remat recomputes."""
+        """(h, statistics or None) after one block, the unit of remat."""
         graph, params = nnx.split(block)
         dtype = self.config.precision.compute_dtype
 
@@ -199,7 +199,7 @@ class Transformer(nnx.Module):
         return _with_remat(forward, self.config.remat, is_scanned)(h, params)
 
 
-_BOUNDARY = "residual stream"  # what enters a block
+_BOUNDARY = "residual stream"  # the input of a block
 _POLICIES = {
     "block": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -213,8 +213,8 @@ _POLICIES = {
 
 
 def _with_remat(forward: Callable, remat: Remat, is_scanned: bool) -> Callable:
-    """Outside a loop XLA would find forward and recomputation equal, and keep the forward's. On a
-    mesh "none" still exchanges the parameters anew: kept whole, they would undo `fsdp`."""
+    """`forward` under remat. Outside a scan XLA would merge the recomputation with the forward. On
+    a mesh "none" still gathers the parameters again: kept whole, they would undo `fsdp`."""
     if remat == "none" and not is_distributed():
         return forward
     policy = never_saves_gathered if remat == "none" else _POLICIES[remat]

@@ -94,7 +94,7 @@ class AttentionConfig(Heads, SublayerConfig):
 
 
 def visible_pairs(length: int, window: int | None) -> int:
-    """(query, key) pairs that a causal window shows in a row of `length` tokens."""
+    """The number of (query, key) pairs in a causal window over a row of `length` tokens."""
     window = length if window is None else min(window, length)
     return window * (window + 1) // 2 + (length - window) * window
 
@@ -122,7 +122,7 @@ class Attention(Mixer, config=AttentionConfig):
 
     @property
     def windows(self) -> Windows:
-        """The windows that the projections are attended under."""
+        """The attention windows, the widest first."""
         return (self.config.window,)
 
     def forward(
@@ -134,7 +134,7 @@ class Attention(Mixer, config=AttentionConfig):
         return self._out(attend(q, k, v, row.segment_ids, self.windows, implementation)), None
 
     def start(self, batch_size: int, max_length: int | None) -> KVCache:
-        """An empty cache of what the window reaches."""
+        """An empty cache for the positions that the window reaches."""
         return start_cache(self.config, batch_size, max_length)
 
     def extend(
@@ -176,7 +176,7 @@ class Attention(Mixer, config=AttentionConfig):
 
 
 def start_cache(config: AttentionConfig, batch_size: int, max_length: int | None) -> KVCache:
-    """An empty cache of what the configuration's window reaches."""
+    """An empty cache for the positions that the configuration's window reaches."""
     slots = max_length if config.window is None else config.window
     dtype = config.precision.compute_dtype
     return empty_cache(batch_size, slots, config.kv_heads, config.head_size, dtype)

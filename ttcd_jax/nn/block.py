@@ -1,4 +1,4 @@
-"""The residual stream: what a sub-layer is, and the pre-norm block made of them."""
+"""The residual stream: sub-layers, and the pre-norm block made of them."""
 
 import abc
 import dataclasses
@@ -36,7 +36,7 @@ class Dims(Config):
 
 
 class SublayerConfig(Config, abc.ABC):
-    """A layer on the residual stream: builds itself, and knows its cost and its names."""
+    """The configuration of a layer on the residual stream, with its cost and reference names."""
 
     layer: ClassVar[type["Sublayer"]]  # set where the layer's class is defined
     # Names of the parameters in the reference implementation's checkpoints.
@@ -55,7 +55,7 @@ class SublayerConfig(Config, abc.ABC):
         return None
 
     def build(self, *, rngs: nnx.Rngs) -> "Sublayer":
-        """The layer, its parameters drawn."""
+        """The layer, its parameters initialized."""
         return self.layer(self, rngs=rngs)
 
     @abc.abstractmethod
@@ -83,9 +83,9 @@ class Views(NamedTuple):
 
 
 class Sublayer(nnx.Module):
-    """Normed hidden states [B, T, D] -> what is added to the residual stream.
+    """Normed hidden states [B, T, D] -> the addition to the residual stream.
 
-    `student`: the normed hidden states that a student would see, after a layer that gave `Views`.
+    `student`: the student's normed hidden states, after a layer that returned `Views`.
     A subclass names its configuration: `class Attention(Mixer, config=AttentionConfig)`.
     """
 
@@ -114,8 +114,8 @@ class Sublayer(nnx.Module):
         state: Any,
         student: Float[Array, "B T D"] | None = None,
     ) -> tuple[Any, Any]:
-        """`forward` for a piece of rows: (output or `Views`, the state after the piece). Piece
-        after piece, the outputs are those of `forward`, without gradient."""
+        """`forward` for a piece of rows: (output or `Views`, the state after the piece). Over
+        consecutive pieces the outputs are those of `forward`, without gradient."""
         raise AssertionError(f"{type(self).__name__} defines its own extend")
 
 
@@ -178,7 +178,7 @@ class BlockConfig(Config):
 class Block(nnx.Module):
     """h -> h + layer(norm(h)), sub-layer after sub-layer.
 
-    After a sub-layer that gives `Views`, h + teacher continues, and the next sub-layer also gets
+    After a sub-layer that returns `Views`, h + teacher continues, and the next sub-layer also gets
     norm(h + student), same norm.
     """
 
@@ -201,8 +201,8 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """The block's output. `embeddings`, of the tokens, are what an IP-TTT memory of embeddings
-        stores."""
+        """The block's output. `embeddings` of the tokens are the targets of an IP-TTT memory
+        that stores them."""
         return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]
 
     def forward(
@@ -212,9 +212,9 @@ class Block(nnx.Module):
         stats, student = None, None
         for name in self.config.order:
             x, t = self._normed(name, h, student)
-            y, found = getattr(self, name).forward(x, row, t)
+            y, layer_stats = getattr(self, name).forward(x, row, t)
             h, student = _added(h, y)
-            stats = stats if found is None else found
+            stats = stats if layer_stats is None else layer_stats
         return h, stats
 
     def inputs(
@@ -251,7 +251,7 @@ class Block(nnx.Module):
 
 
 def _added(h: jax.Array, y: Any) -> tuple[jax.Array, jax.Array | None]:
-    """(residual stream, that of a student if y has `Views`)."""
+    """(residual stream, the student's where y is `Views`)."""
     if isinstance(y, Views):
         return h + y.teacher, h + y.student
     return h + y, None

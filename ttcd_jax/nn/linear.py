@@ -1,4 +1,4 @@
-"""Weight matrices in [in, out] layout: how they start and how they are applied."""
+"""Weight matrices in [in, out] layout: their initialization and their product."""
 
 import jax
 from flax import nnx

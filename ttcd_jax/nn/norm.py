@@ -1,4 +1,4 @@
-"""RMS normalisation."""
+"""RMS normalization."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Matrix products whose backward is written out: one for its precision, one for its speed."""
+"""Matrix products with a backward of their own: one for precision, one for speed."""
 
 import functools
 from typing import cast
@@ -18,7 +18,7 @@ def product(
 
     The backward rounds the cotangent to the operands' dtype first: differentiating through
     `preferred_element_type` would multiply it as it is, a float32 product in a bfloat16 model.
-    Every letter of an operand is in the other one or in the result.
+    Every letter of an operand must be in the other one or in the result.
     """
     return cast(jax.Array, _product(equation, a, b, dtype))
 
@@ -78,7 +78,7 @@ def _weight_product_backward(saved: Operands, d_out: jax.Array) -> Operands:
         dimension_numbers=((batch, batch), ((), ())),
         preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
     )
-    # XLA's CPU backend has no product of 16-bit operands that puts a float32 transpose out.
+    # XLA's CPU backend cannot transpose the float32 result of a product of 16-bit operands.
     is_first = x.shape[-1] <= d_out.shape[-1] or jnp.finfo(x.dtype).bits == 16
     d_kernel = over_batch(x, d_out) if is_first else over_batch(d_out, x).T
     return d_x, d_kernel.astype(kernel.dtype)

@@ -1,8 +1,8 @@
 """Rotary position embedding, half-split layout, with YaRN context extension.
 
-With a head vector a = [a0 | a1] at position p:  [a0 cos - a1 sin | a1 cos + a0 sin],  angle p *
-base^(-2j/H). Angles are float32 always: positions of a million tokens need it, more digits change
-nothing that is learned.
+For a head vector a = [a0 | a1] at position p:  [a0 cos - a1 sin | a1 cos + a0 sin],  angle p *
+base^(-2j/H). Angles are always float32: positions up to a million need it; more precision has no
+effect.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class YarnConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig(Config):
-    """`base`: theta of the slowest pair."""
+    """`base`: theta in the equation of the angles."""
 
     base: Annotated[float, Bound("greater than 1", lambda base: base > 1)] = 10_000.0
     yarn: YarnConfig | None = None
@@ -58,7 +58,7 @@ def pair_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, flo
 def rotate(
     x: Float[Array, "B T N H"], positions: Int[Array, "B T"], config: RopeConfig
 ) -> Float[Array, "B T N H"]:
-    """x with every head turned by its token's position."""
+    """x with every head rotated by its token's position."""
     frequency, magnitude = pair_frequencies(config, x.shape[-1])
     angle = positions.astype(jnp.float32)[..., None, None] * frequency
     wide = jnp.promote_types(x.dtype, jnp.float32)

@@ -33,17 +33,17 @@ class Piece(NamedTuple):
     row of a piece is one document.
 
     A piece fits the chunks of the model's memories in one of two ways: no row has more tokens than
-    its open chunk takes (T <= L), or every row that has any is at the start of a chunk and T is a
-    multiple of L.
+    its open chunk has room for (T <= L), or every row that has any is at the start of a chunk and T
+    is a multiple of L.
     """
 
-    start: Int[Array, " B"]  # position of a row's first token
+    start: Int[Array, " B"]  # position in its row of the piece's first token
     lengths: Int[Array, " B"]
     phase: Int[Array, " B"] | None  # tokens in the row's open chunk; None: no memory has chunks
-    # Static: how many earlier positions the queries may attend to, of all rows. One token (T = 1)
-    # attends to all that is cached.
+    # Static: the most earlier positions that a query of any row attends to. One token (T = 1)
+    # attends to the whole cache.
     halo: int
-    has_gap: bool  # static: some row has fewer positions than that before it
+    has_gap: bool  # static: some row has fewer than `halo` positions before the piece
     # Rows that bypass in-place memories; True: all do, and the memories are not even computed.
     is_plain: Bool[Array, " B"] | Literal[True] | None = None
     embeddings: Float[Array, "B T D"] | None = None
@@ -53,12 +53,12 @@ class Piece(NamedTuple):
         return self.start[:, None] + jnp.arange(length, dtype=jnp.int32)
 
     def is_token(self, length: int) -> Bool[Array, "B T"]:
-        """Which of T = `length` positions are tokens."""
+        """Whether each of T = `length` positions is a token (true) or padding."""
         return jnp.arange(length) < self.lengths[:, None]
 
 
 def where_rows(mask: jax.Array, x: Any, other: Any) -> Any:
-    """Every array of the tree x where `mask` is true, else of `other` (a like tree, or a number);
+    """Every array of the tree x where `mask` is true, else of `other` (a like tree or a number);
     the mask has the first axes of all arrays."""
 
     def choose(x: jax.Array, other: jax.Array | int) -> jax.Array:
@@ -76,7 +76,7 @@ def zero_padding(tree: Any, piece: Piece) -> Any:
 
 
 def scatter(buffer: jax.Array, new: jax.Array, slots: Int[Array, "B T"]) -> jax.Array:
-    """buffer [B, W, ...] with new [B, T, ...] in `slots`; a slot of W or more is dropped."""
+    """buffer [B, W, ...] with new [B, T, ...] in `slots`; slots of W and above are dropped."""
     return jax.vmap(lambda row, new, slots: row.at[slots].set(new, mode="drop"))(buffer, new, slots)
 
 
@@ -84,7 +84,7 @@ def scatter_from(
     buffer: jax.Array, new: jax.Array, start: Int[Array, " B"], lengths: Int[Array, " B"]
 ) -> jax.Array:
     """buffer [B, W, ...] with the first `lengths` of new [B, T, ...] in the slots from `start` on;
-    what falls outside is dropped."""
+    entries outside are dropped."""
     offset = jnp.arange(new.shape[1])
     slots = start[:, None] + offset
     is_kept = (slots >= 0) & (offset < lengths[:, None])
@@ -92,7 +92,7 @@ def scatter_from(
 
 
 def after_tail(tail: Any, x: Any) -> Any:
-    """Arrays [B, T, ...] after the tokens before them: what a causal convolution needs."""
+    """Arrays [B, T, ...] preceded by the tail, for a causal convolution."""
     return jax.tree.map(lambda tail, x: jnp.concatenate([tail, x], axis=1), tail, x)
 
 

@@ -68,8 +68,8 @@ def attend(
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the positions that attention may still see, a ring per row: position p is
-    in slot p mod W. Slots that were never written are zero."""
+    """Keys and values of the positions that attention may still see, a ring per row: position p
+    is in slot p mod W. Slots that were never written are zero."""
 
     keys: Float[Array, "B W K H"]
     values: Float[Array, "B W K H"]
@@ -87,7 +87,7 @@ class KVCache(NamedTuple):
 def empty_cache(
     batch_size: int, num_slots: int | None, num_heads: int, head_dim: int, dtype: DTypeLike
 ) -> KVCache:
-    """`num_slots`: the window; for full attention the most tokens that a row will have.
+    """A cache of zeros; `num_slots`: the window, or for full attention the maximum row length.
 
     Raises `UserError` when that is not known.
     """
@@ -96,7 +96,7 @@ def empty_cache(
             "full attention keeps all keys: give max_length, the most tokens that a row will have"
         )
     shape = (batch_size, num_slots, num_heads, head_dim)
-    # Two arrays: a state is donated, and no buffer twice.
+    # Two arrays: the state is donated, and no buffer can be donated twice.
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
@@ -109,8 +109,8 @@ def attend_cached(
     windows: Windows,
     implementation: Implementation,
 ) -> tuple[Outputs, KVCache]:
-    """(the output of each window, the cache after the piece): `attend` over what is cached and
-    what comes."""
+    """(the output of each window, the cache after the piece): `attend` over the cache and the
+    piece."""
     if q.shape[1] == 1:
         cache = _appended(cache, k, v, piece)
         return _one_token(q, piece, cache, windows, implementation), cache
@@ -121,7 +121,7 @@ def attend_cached(
             for x, new in zip(cache, (k, v), strict=True)
         )
     if piece.has_gap:
-        # What was never written is a document of its own.
+        # Slots that were never written are a document of their own.
         positions = piece.start[:, None] + jnp.arange(-piece.halo, k.shape[1])
         ids = (positions >= 0).astype(jnp.int32)
     seen = attend(q, keys, values, ids, windows, implementation)

@@ -12,7 +12,7 @@ from ttcd_jax.sharding.rules import shardings
 class Placement:
     """Fields [batch_size, length] of a batch, sharded along rows and positions of `mesh`.
 
-    `rows`, in ascending order: the rows with a part on this process's devices, which it must make.
+    `rows`, in ascending order: the rows with a part on this process's devices, which it supplies.
     Raises `UserError` when rows or positions do not divide among the devices.
     """
 
@@ -21,8 +21,8 @@ class Placement:
         fields = {"fields [batch_size, seq_len]": jax.ShapeDtypeStruct(self._shape, np.int32)}
         axes = dict.fromkeys(fields, ("batch", "length"))
         (self._sharding,) = shardings(mesh, axes, fields).values()
-        own = self._sharding.addressable_devices_indices_map(self._shape).values()
-        indices = (range(batch_size)[index[0]] for index in own if index is not None)
+        shards = self._sharding.addressable_devices_indices_map(self._shape).values()
+        indices = (range(batch_size)[index[0]] for index in shards if index is not None)
         self.rows = tuple(sorted({row for rows in indices for row in rows}))
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -40,5 +40,5 @@ class Placement:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that is whole on every device."""
+    """The sharding of a replicated array."""
     return NamedSharding(mesh, PartitionSpec())

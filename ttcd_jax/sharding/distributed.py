@@ -4,7 +4,7 @@ environment, `initialize` connects.
 JAX 0.11.2 detects launchers too, but takes `a-b[10-11]-ib` and `rack[2-3]node[01-04]` for the nodes
 `a-b10` and `rack2`, and needs mpi4py under Open MPI 5 and the Kubernetes API for a Job. Its
 `jax.distributed.initialize` aborts all processes (SIGABRT, "DEADLINE_EXCEEDED") when one is
-missing, without its number.
+missing, and does not name it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 
 # The variable that reveals a launcher, and HOST:PORT,NUM_PROCESSES,PROCESS_ID from its variables.
 # openmpi comes first: srun may have started mpirun, and its variables then describe mpirun's
-# daemons. JobSet gives pod 0 of Job 0 this name; its file sets all but the last of the variables.
+# daemons. JobSet gives pod 0 of Job 0 this name; its manifest sets all but the last variable.
 _OPENMPI = "{JAX_COORDINATOR_ADDRESS},{OMPI_COMM_WORLD_SIZE},{OMPI_COMM_WORLD_RANK}"
 _POD = "{JOBSET_NAME}-{REPLICATED_JOB_NAME}-0-0.{JOBSET_NAME}:8476"
 _SLURM = "{SLURM_STEP_NODELIST}:{SLURM_JOB_ID},{SLURM_STEP_NUM_TASKS},{SLURM_PROCID}"

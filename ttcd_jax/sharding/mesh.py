@@ -79,12 +79,12 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
 
 
 def _over_slices(slices: int, shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
-    """`data` outermost over the slices, everything else inside one."""
+    """The devices in mesh order: `data` spans the slices, the other axes stay inside one."""
     groups = {
         "slices": {device.slice_index for device in devices if hasattr(device, "slice_index")},
         "hosts": {device.process_index for device in devices},
     }
-    kind = next((kind for kind, found in groups.items() if len(found) == slices), None)
+    kind = next((kind for kind, members in groups.items() if len(members) == slices), None)
     if kind is None:
         raise UserError(
             f"MeshConfig.slices is {slices}, and the devices come in "

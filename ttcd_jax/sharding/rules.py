@@ -46,7 +46,7 @@ RULES: dict[str, tuple[str, ...]] = {
 def spec(names: Names, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The sharding on `mesh` of an array with these logical axes; None is a dimension that stays
     whole. Mesh axes of another name, and those that are manual in a surrounding `shard_map`, are
-    left alone. Raises `KeyError` for a logical axis that the table lacks."""
+    not used. Raises `KeyError` for a logical axis that the table lacks."""
     free = _free_axes(mesh)
     parts = []
     for name in names:
@@ -98,16 +98,16 @@ class Shard(NamedTuple):
         return self._reduced(jax.lax.psum, tree, axes)
 
     def max(self, tree: Any, *axes: str) -> Any:
-        """The largest of the devices along `axes`."""
+        """Every array's maximum, element by element, over the devices along `axes`."""
         return self._reduced(jax.lax.pmax, tree, axes)
 
     def min(self, tree: Any, *axes: str) -> Any:
-        """The smallest of the devices along `axes`."""
+        """Every array's minimum, element by element, over the devices along `axes`."""
         return self._reduced(jax.lax.pmin, tree, axes)
 
     def _reduced(self, reduce: Callable[..., Any], tree: Any, axes: tuple[str, ...]) -> Any:
-        own = tuple(axis for axis in axes if axis in self.axes)
-        return reduce(tree, own) if own else tree
+        manual = tuple(axis for axis in axes if axis in self.axes)
+        return reduce(tree, manual) if manual else tree
 
 
 def sharded(
@@ -117,7 +117,7 @@ def sharded(
 
     `inputs` and `outputs` hold logical axes: one tuple of names per array, or one for all arrays of
     a tree; dimensions without a name are whole on every device. Without a mesh `function` gets the
-    arrays as they are: this is the only function that checks.
+    arrays as they are, and a `Shard` without axes.
     """
     if not is_distributed():
         return functools.partial(function, Shard())
@@ -138,14 +138,14 @@ def _is_names(node: Any) -> bool:
     return type(node) is tuple and all(isinstance(name, str | None) for name in node)
 
 
-# The name of arrays that remat never keeps: they are exchanged again.
+# The checkpoint name of gathered parameters: remat never saves them, it gathers them again.
 GATHERED = "gathered"
 
 
 def gathered(weight: Any, dtype: DTypeLike) -> jax.Array:
-    """A stored parameter for computations, whole along `embed`, `rounded` to `dtype`.
+    """A parameter gathered along `embed` for computations, `rounded` to `dtype`.
 
-    The devices along `fsdp` and `seq` hold shards of it and exchange them here, in the narrow
+    The devices along `fsdp` and `seq` hold shards of it and exchange them here, in that
     dtype; its gradient, in the stored dtype, returns to the same shards. Without a mesh it is the
     stored array itself. `weight`: a parameter with its metadata (`ttcd_jax.axes.param`).
     """

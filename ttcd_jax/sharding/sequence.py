@@ -1,4 +1,4 @@
-"""Collectives between devices that hold neighboring parts of a sequence, along mesh axis `seq`.
+"""Collectives between devices that hold neighboring shards of a sequence, along mesh axis `seq`.
 
 For functions inside `rules.sharded`: x [B, T, ...] is a device's shard of the rows, T positions.
 On one device every function returns the result of its argument alone. The bytes sent here do not
@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 from ttcd_jax.sharding.rules import Shard
 
 SEQ = "seq"
-# The segment of positions before the row: equal to that of no document.
+# The segment id of positions before the row: no document has it.
 NOWHERE = jnp.iinfo(jnp.int32).min
 
 
@@ -61,7 +61,7 @@ def halo(
 
 
 def left_segment(shard: Shard, segment_ids: Int[Array, "B T"]) -> Int[Array, " B"]:
-    """The segment of the position before this shard; at the start of the row, of its first."""
+    """The segment id of the position before this shard; at the start of the row, the first one."""
     if shard.size(SEQ) == 1:
         return segment_ids[:, 0]
     is_first = shard.index(SEQ) == 0
@@ -71,7 +71,7 @@ def left_segment(shard: Shard, segment_ids: Int[Array, "B T"]) -> Int[Array, " B
 def exclusive_prefix(
     shard: Shard, element: Any, combine: Callable[[Any, Any], Any], neutral: Any
 ) -> Any:
-    """combine of the elements of all devices to the left, in order; `neutral` on the first.
+    """The elements of all devices to the left, combined in order; `neutral` on the first.
 
     In logarithmic rounds: the elements move one to the right, then partial results twice as far
     each time, so a device sends 1 + ceil(log2(n - 1)) elements, never more than the n - 1 of an
@@ -99,10 +99,10 @@ def passed_along(
     shard: Shard, advance: Callable[[Any], tuple[Any, Any]], state: Any
 ) -> tuple[Any, Any]:
     """(state, result) of advance(state): the first device starts from `state`, every other from the
-    result of its left neighbor.
+    state of its left neighbor.
 
-    For chains that no prefix replaces: devices take turns, so the time is that of one device; each
-    sends one state. The backward recomputes each call.
+    For chains that no prefix replaces: devices take turns, so the time is that of one device with
+    the whole row; each sends one state. The backward recomputes each call.
     """
     if shard.size(SEQ) == 1:
         return advance(state)
@@ -112,12 +112,12 @@ def passed_along(
     advance = jax.checkpoint(advance)
 
     def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
-        given, done = carry
+        before, total = carry
         mine = index == number
-        after, result = jax.lax.cond(mine, advance, lambda given: (given, nothing), given)
-        done = jax.tree.map(jnp.add, done, result)
+        after, result = jax.lax.cond(mine, advance, lambda state: (state, nothing), before)
+        total = jax.tree.map(jnp.add, total, result)
         choose = functools.partial(jnp.where, index == number + 1)
-        return (jax.tree.map(choose, from_left(shard, after), after), done), None
+        return (jax.tree.map(choose, from_left(shard, after), after), total), None
 
     (state, result), _ = jax.lax.scan(turn, (state, nothing), jnp.arange(shard.size(SEQ)))
     return state, result
