@@ -140,7 +140,7 @@ def _leave(message: str, status: int) -> NoReturn:
 
 
 def _is_unsupported(error: ValueError) -> bool:
-    """Whether a kernel refused to run here. One that did has imported `dispatch`: we do not."""
+    """Whether a kernel refused to run here. One that did has imported `dispatch`, which is slow."""
     dispatch = sys.modules.get("ttcd_kernels.dispatch")
     return dispatch is not None and isinstance(error, dispatch.Unsupported)
 

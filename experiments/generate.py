@@ -252,7 +252,7 @@ def _line() -> bytes:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Yields a test for Ctrl-C, which interrupts no decode inside: its state would be lost."""
+    """Yields whether Ctrl-C was pressed. Inside it stops no decode, whose state would be lost."""
     pressed = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
     try:
