@@ -1,8 +1,8 @@
-"""A run that starts from another one's parameters, with a memory that the other one lacks.
+"""A run that starts from the parameters of another run and adds a memory.
 
     python examples/continue_from_checkpoint.py runs/counting runs/grown
 
-The new parameters start such that the first logits are those of the other run, to the last bit.
+The added parameters are initialised so that the first logits equal the other run's bit for bit.
 """
 
 import sys
@@ -14,7 +14,7 @@ from ttcd_jax.run.directory import RunDirectory
 
 
 def grown(run_dir: str) -> RunConfig:
-    """The configuration of the run in `run_dir`, its first layer with a memory."""
+    """The configuration of the run in `run_dir`, with a memory added to its first layer."""
     config = RunConfig.from_dict(RunDirectory(run_dir).read_config())
     memory = MemoryConfig(
         chunk_size=8,

@@ -1,4 +1,4 @@
-"""The fast-weight block inside other people's Flax models: NNX, and Linen by `nnx.bridge`.
+"""An IP-TTCD block inside your own Flax model: NNX, or Linen through `nnx.bridge`.
 
     python examples/embed_in_flax.py
 
@@ -36,7 +36,7 @@ BLOCK = IPTTCDBlockConfig(
 
 
 class MyModel(nnx.Module):
-    """An NNX model of one's own: embedding, one IP-TTCD block, a head."""
+    """A hand-written NNX model: embedding, one IP-TTCD block, a head."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs)
@@ -48,7 +48,7 @@ class MyModel(nnx.Module):
 
 
 class MyLinenModel(nn.Module):
-    """The same in Linen: `to_linen` wraps the block, its parameters join Linen's own."""
+    """The same in Linen: `to_linen` adds the block's parameters to those of the model."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:

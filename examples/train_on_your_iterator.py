@@ -1,4 +1,4 @@
-"""A run on batches of one's own: no corpus, no .gin file. The same call resumes it.
+"""A run on your own batches, without a corpus or a .gin file. The same call resumes it.
 
 python examples/train_on_your_iterator.py runs/counting
 """
@@ -23,7 +23,7 @@ CONFIG = RunConfig(
 
 
 def batches(first_step: int) -> Iterator[np.ndarray]:
-    """The batches from a step on [8, 25]: rows that count upwards from a random start."""
+    """Batches [8, 25] from `first_step` on: rows that count upwards from a random start."""
     for step in itertools.count(first_step):
         start = np.random.default_rng(step).integers(0, 32, (8, 1))
         yield (start + np.arange(25)) % 32

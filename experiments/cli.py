@@ -1,8 +1,8 @@
-"""The frame of every command: flags in; for a user's mistake, one line and an exit status out.
+"""The entry point of every command: flags, and one line and an exit status for a user's mistake.
 
 Exit status: 0 done, 2 to 5 a `UserError` (`ttcd_jax.errors`; 2 also for a kernel chosen by name
-that cannot run here), 130 interrupted, 141 the reader of our output closed it, 143 terminated, with
-the unfinished files removed. Any other exception keeps its traceback.
+that cannot run here), 130 interrupted, 141 standard output closed by its reader, 143 terminated,
+with the unfinished files removed. Any other exception keeps its traceback.
 """
 
 import ast
@@ -30,8 +30,8 @@ TERMINATED = 128 + signal.SIGTERM
 def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ()) -> NoReturn:
     """Parses the flags, calls `main([program, *values of arguments])` and ends the process.
 
-    `arguments` names the required arguments after the flags; with None every word that is not a
-    flag is passed to `main`.
+    `arguments` names the required arguments after the flags; with None every argument that is not
+    a flag is passed to `main`.
     """
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     try:
@@ -62,7 +62,7 @@ def clean_up_on_sigterm() -> None:
 
 
 def positives(flag: str) -> list[int]:
-    """The numbers of a list flag, each 1 or more; at least one of them."""
+    """The positive integers of a list flag, at least one. Raises `UserError`."""
     texts = flags.FLAGS[flag].value or []
     for text in texts or [""]:
         if not (text.isascii() and text.isdecimal() and int(text)):
@@ -71,7 +71,7 @@ def positives(flag: str) -> list[int]:
 
 
 def use_every_core() -> None:
-    """Makes every CPU core a device, for programs of independent parts; before the first array."""
+    """Makes every CPU core a JAX device, for independent parts. Call it before the first array."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
@@ -80,9 +80,9 @@ def use_every_core() -> None:
 def parse_options[C: Config](
     config: type[C], owner: str, options: Iterable[str], defaults: Mapping[str, Any] | None = None
 ) -> C:
-    """A configuration from `name=value` or `--name=value`, every other field as in `defaults` or
-    the class. Values of a tuple are separated by commas; texts, which may contain one, are an
-    option each. Raises `UserError` for an option that `owner` does not take."""
+    """A configuration from `name=value` or `--name=value`; other fields keep their value in
+    `defaults` or the class. The values of a tuple are separated by commas, except strings, which
+    take one option each. Raises `UserError` for an option that `owner` does not take."""
     hints, values = typing.get_type_hints(config), {}
     for option in options:
         name, equals, text = option.removeprefix("--").partition("=")
@@ -100,7 +100,7 @@ def parse_options[C: Config](
 
 
 def _literal(text: str) -> Any:
-    """The number or other value that `text` spells; else `text`, for a field to take or refuse."""
+    """The Python literal that `text` spells, else `text` itself; the field checks its type."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -108,7 +108,7 @@ def _literal(text: str) -> Any:
 
 
 def printable(text: str) -> str:
-    """`text` on one line, control characters escaped: a file name may hold terminal commands."""
+    """`text` on one line, control characters escaped: a file name may hold terminal sequences."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text
@@ -140,7 +140,7 @@ def _leave(message: str, status: int) -> NoReturn:
 
 
 def _is_unsupported(error: ValueError) -> bool:
-    """Whether a kernel refused to run here. The import takes seconds, and is done if one did."""
+    """Whether a kernel refused to run here. One that did has imported `dispatch`, which is slow."""
     dispatch = sys.modules.get("ttcd_kernels.dispatch")
     return dispatch is not None and isinstance(error, dispatch.Unsupported)
 

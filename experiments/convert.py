@@ -9,8 +9,8 @@ import: PATH is a folder with config.json and weights (.safetensors, one or seve
 with torch installed), or a weight file next to a config.json. RUN_DIR can then be evaluated, and a
 run can start from it (RunConfig.start_from). A tokenizer.json in PATH is copied.
 
-export: the newest step of any run whose method the reference has, as such a folder. An imported
-model is the same again bit for bit, except with --dtype.
+export: writes such a folder from the newest step of a run whose method the reference has. An
+imported model is exported bit for bit, except with --dtype.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ flags.DEFINE_enum(
     "export: of all tensors; default: as imported, or float32.",
 )
 
-_SEQ_LEN = 2048  # of a model whose configuration has no length
+_SEQ_LEN = 2048  # for a model whose configuration has no length
 _FACTS = ("config_json", "dtypes", "tied_head")
 
 
@@ -85,11 +85,11 @@ def _import(source: Path, run_dir: Path) -> None:
 
 
 def _tokenizer(source: Path, vocab_size: int) -> "TokenizerConfig | None":
-    """The tokenizer to import, if any, whose tokens the model has."""
+    """The tokenizer to import, or None. Raises `DataError` if it has more tokens than the model."""
     from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
 
-    found = (source if source.is_dir() else source.parent) / "tokenizer.json"
-    chosen = FLAGS.tokenizer or (str(found) if found.is_file() else "none")
+    file = (source if source.is_dir() else source.parent) / "tokenizer.json"
+    chosen = FLAGS.tokenizer or (str(file) if file.is_file() else "none")
     if chosen == "none":
         return None
     is_byte = chosen == "byte"

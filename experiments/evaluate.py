@@ -4,13 +4,13 @@
     python -m experiments.evaluate --run_dir=DIR --task=recall|needle
                                    [--mesh=data=2,seq=2] [--distributed=slurm]
 
-ppl: perplexity and bits per byte by the length of the context, on the held-out part of the run's
-corpus, or on any text file or folder. recall: accuracy by distance of a run on the recall data. A
+ppl: perplexity and bits per byte by context length, on the held-out part of the run's corpus or on
+any text file or folder. recall: accuracy by the distance to the key, for runs on recall data. A
 method with a memory is measured with its fast weights on and off (eta = 0). needle: accuracy of
-such a run at values from its prompt, 16 to 512 decoded tokens later, with the memory kept on and
-with the published one, which is off while decoding. Every task is a file in ttcd_jax/eval/tasks
-with its options: --batch_size=N for all, --max_rows=N for ppl and recall. All devices take part; of
-several processes the first prints and writes.
+values of the prompt that are queried after 16 to 512 decoded tokens, with the memory kept on while
+decoding and, as in the published code, off. Every task is a file in ttcd_jax/eval/tasks with its
+options: --batch_size=N for all, --max_rows=N for ppl and recall. All devices are used; of several
+processes the first prints and writes.
 """
 
 from absl import flags

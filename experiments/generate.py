@@ -1,4 +1,4 @@
-"""Continues texts with the model of a run directory, reads a book, answers lines about it.
+"""Generates text with the model of a run directory, after prompts or from a saved state.
 
     python -m experiments.generate --run_dir=DIR --prompt_file=FILE [--prompt_file=FILE ...]
                                    [--max_new_tokens=N] [--temperature=T] [--stop=TEXT ...]
@@ -6,16 +6,16 @@
                                    --save_state=STATE
     python -m experiments.generate --run_dir=DIR --load_state=STATE --interactive
 
-The text after a single prompt is printed as it comes; several prompts are one batch, and each text
-is printed under the name of its file when it is finished. A prompt is the bytes of a file; `-`
-reads standard input. --save_state stores the state after all that was read and generated,
---load_state continues from it, one --prompt_file for each of its rows.
+The text after a single prompt is printed as it is generated; several prompts form one batch, and
+each text is printed under the name of its file when it is finished. A prompt is the bytes of a
+file; `-` reads standard input. --save_state stores the state after everything read and generated;
+--load_state continues from it, with one --prompt_file for each of its rows.
 
 --interactive: every line is a prompt that continues from the state after --load_state or
 --prompt_file, not from the line before. An empty line or the end of input ends it, Ctrl-C stops a
-text. Files are read only.
+text. No text is generated after --prompt_file itself.
 
-Texts go to standard output, all else to standard error.
+Texts go to standard output, everything else to standard error.
 """
 
 import contextlib
@@ -117,7 +117,7 @@ def _prompt(file: str) -> bytes:
 
 
 class _Session:
-    """A model, and the state that texts continue from: None at the start of a document."""
+    """A model and the state that texts continue from (None: the start of a document)."""
 
     def __init__(self) -> None:
         from ttcd_jax.inference.model import inference_model
@@ -150,7 +150,7 @@ class _Session:
         return None
 
     def read_files(self, prompts: list[bytes]) -> list[dict[str, Any]]:
-        """The facts of each text, after all prompts are read and continued."""
+        """The facts of each text for --json, once all prompts are read and continued."""
         changes = {"max_new_tokens": 0} if FLAGS.interactive else {}
         rows = [self._tokenizer.encode(prompt) for prompt in prompts]
         generation = self._generation(rows, self._state, **changes)
@@ -162,7 +162,7 @@ class _Session:
         ]
 
     def answer_lines(self) -> None:
-        """Continues from the same state after every line, until an empty one."""
+        """Generates text after each input line, always from the same state, until an empty line."""
         import jax
 
         while line := _line():
@@ -194,8 +194,8 @@ class _Session:
 def _texts(
     generation: "Generation", is_interrupted: Callable[[], bool] = lambda: False
 ) -> list[dict[str, Any]]:
-    """The facts of each text. Prints a single one as it comes, several when they are finished; then
-    the tokens read and generated, their rates, and the state's size."""
+    """The facts of each text. Prints a single text as it is generated, several when finished; then
+    the numbers and rates of the tokens read and generated, and the size of the state."""
     import jax
 
     facts = [_read(generation)]
@@ -226,7 +226,7 @@ def _texts(
 
 
 def _read(generation: "Generation") -> str:
-    """The number and rate of the prompts' tokens, once read, with a progress line every few
+    """The number and rate of the prompts' tokens. Reads them, with a progress line every few
     seconds."""
     begin = reported = time.monotonic()
     num_read, total = 0, generation.num_prompt_tokens
@@ -239,12 +239,12 @@ def _read(generation: "Generation") -> str:
 
 
 def _given(*names: str) -> dict[str, Any]:
-    """The flags of `names` that were passed; the defaults of the others are elsewhere."""
+    """The flags of `names` that were passed; the library has the defaults of the others."""
     return {name: FLAGS[name].value for name in names if FLAGS[name].value is not None}
 
 
 def _line() -> bytes:
-    """The next line of standard input without its end; empty when there is none."""
+    """The next line of standard input without its line ending; empty at the end of input."""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     return sys.stdin.buffer.readline().rstrip(b"\r\n")
@@ -252,7 +252,7 @@ def _line() -> bytes:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed; it does not break a decode, whose state would be lost."""
+    """Yields whether Ctrl-C was pressed. Inside it stops no decode, whose state would be lost."""
     pressed = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
     try:

@@ -34,7 +34,7 @@ from ttcd_jax.config import Config, closest, config_classes
 from ttcd_jax.errors import UserError
 
 Classes = dict[str, type[Config]]
-# (required field without a binding, the bound values beside it) -> a configuration to inherit, in
+# (required field without a binding, the bound values of others) -> a configuration to inherit, in
 # which single bindings replace fields; None to build one from the class's defaults.
 Inherit = Callable[[str, dict[str, Any]], Config | None]
 
@@ -122,9 +122,9 @@ class _Builder:
         """The binding of the innermost scope; the outer ones that it overrides count as used."""
         parts = scope.split("/") if scope else []
         keys = [("/".join(parts[:depth]), owner, field) for depth in range(len(parts), -1, -1)]
-        found = [self.bindings[key] for key in keys if key in self.bindings]
-        self.used.update(binding.key for binding in found)
-        return found[0] if found else None
+        matches = [self.bindings[key] for key in keys if key in self.bindings]
+        self.used.update(binding.key for binding in matches)
+        return matches[0] if matches else None
 
     def _evaluate(self, value: Any, scope: str) -> Any:
         if isinstance(value, Reference):

@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
 
 
 def _source() -> str:
-    """The gin file and the parameters, for the reader: a resume compares `config.json`."""
+    """The gin file's text and the parameters, for human readers: a resume reads `config.json`."""
     from experiments.gin_reading import find_gin_file
 
     text = find_gin_file(FLAGS.gin, cli.CONFIG_DIR).read_text(encoding="utf-8")

@@ -46,7 +46,7 @@ def num_params(config: RunConfig) -> int:
 
 
 def use_topology(topology: str) -> Hardware:
-    """Makes this process's CPU as many devices as `topology` has; before the first array."""
+    """Gives this process as many CPU devices as `topology` has. Call it before the first array."""
     hardware, count = parse_topology(topology)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
@@ -54,7 +54,7 @@ def use_topology(topology: str) -> Hardware:
 
 
 def make_plan(config: RunConfig, mesh: Mesh) -> tuple[DeviceMemory, jax.stages.Compiled]:
-    """(bytes of a step on one device of `mesh`, the real step, compiled)."""
+    """(bytes of a step on one device of `mesh`, the compiled training step)."""
     state, batch = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
     with jax.set_mesh(mesh):
         compiled = build.build_step(config, mesh).lower(state, batch).compile()
@@ -74,7 +74,7 @@ def _num_bytes(arrays: Any) -> int:
 
 
 def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
-    """Prints parameters, bytes on a device by use, FLOPs and, with a data sheet, whether the step
+    """Prints parameters, memory per device, FLOPs and, with a data sheet, whether the step
     fits, the changes that make it fit, and the time of its FLOPs at a share of the peak. Compiles
     the real step for this process's devices. Raises `UserError` for a mesh that does not fit them
     or the batch."""
@@ -127,7 +127,7 @@ def _fit(
     seconds = flops / (mesh.size * PEAK_SHARE * hardware.peak_flops)
     step = f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
     least = changes[-1].total if changes else used.total
-    # A CPU's compiler computes some bfloat16 products in float32 and has attention in XLA.
+    # An estimate: compiled for CPUs, some bfloat16 products are in float32, attention is in XLA.
     facts = {
         "devices": f"{mesh.size} x {hardware.name}",
         "memory: there is": _per_device(hardware.memory_bytes),
@@ -152,7 +152,7 @@ def _per_device(size: float) -> str:
 
 
 class Change(NamedTuple):
-    """Bindings that make a step smaller, its bytes on a device with them and those before, and
+    """Bindings that make a step smaller; its bytes per device with them and all earlier changes;
     their cost."""
 
     param: str
@@ -164,8 +164,8 @@ def changes_to_fit(
     config: RunConfig, mesh: Mesh, used: DeviceMemory, hardware: Hardware
 ) -> list[Change]:
     """The changes that make a step fit, the cheapest first, each on top of those before it and
-    compiled; empty if it fits. If the last one still does not fit, no layout of these devices
-    does."""
+    compiled; empty if it fits. If it does not fit with the last one either, no layout of these
+    devices does."""
     changes: list[Change] = []
     devices = mesh.devices.flatten().tolist()
     for propose in (_shard_parameters, _shrink_parts, _recompute, *[_shard_rows] * mesh.size):

@@ -1,4 +1,4 @@
-"""Makes token records from raw text, for runs on RecordsConfig (configs/data/records.gin).
+"""Writes token records from raw text, for runs on RecordsConfig (configs/data/records.gin).
 
     python -m experiments.prepare_data --input=PATH --tokenizer=FILE.json|byte --output=FOLDER
                                        [--glob=PATTERN] [--field=text] [--validation_percent=5]

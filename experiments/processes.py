@@ -1,4 +1,4 @@
-"""The flag of commands that several processes run as one."""
+"""The flag --distributed of commands that run as one job of several processes."""
 
 import os
 
@@ -14,7 +14,7 @@ flags.DEFINE_string(
 
 
 def connect() -> None:
-    """Joins the other processes of the job, if there are any. Before JAX's first array."""
+    """Joins the other processes of the job, if any. Call it before JAX's first array."""
     from ttcd_jax.sharding.distributed import detect, initialize
 
     processes = detect(FLAGS.distributed, os.environ)

@@ -1,4 +1,4 @@
-"""One HTML page, its pictures and the terminal's tables from the evaluations of some runs.
+"""Writes an HTML page with pictures, and prints tables, from the evaluations of several runs.
 
     python -m experiments.report --run_dir=DIR [--run_dir=DIR2 ...] [--output=DIR] [--next=LINE ...]
 

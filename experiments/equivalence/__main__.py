@@ -7,15 +7,15 @@
 
 A way names at most one of each: attention (xla, triton, lse, mosaic), the form of the
 memory's read (auto, blocked, associative, attention), precision (float32, bfloat16, float64), and
-the path: forward (whole rows through the function that is trained), streamed[:PIECE] (a prefill in
-pieces), decoded (token by token). The rest is as in the run's configuration.
+the path: forward (whole rows through the training forward pass), streamed[:PIECE] (a prefill in
+pieces), decoded (token by token). The rest is taken from the run's configuration.
 
 kernel: outputs of each block on the reference's input to it, in units in the last place, on the
-first batch of rows. distribution: KL(reference || candidate), total variation and changes of the
-likeliest token on held-out text, rows of --seq_len tokens of one document each. task: RULER's
-needles in a haystack, decoded greedily both ways, hidden in the same text; a forward way passes
-whole rows over the text as it grows. Writes equivalence.json and a picture per level. Exit status 1
-when the mean KL or the share of flips is above the limit given.
+first batch of rows. distribution: KL(reference || candidate), total variation and flips (changes of
+the most likely token) on held-out text, rows of --seq_len tokens of one document each. task:
+RULER's needles in a haystack, hidden in the same text and answered greedily both ways; the forward
+path computes whole rows again as the answer grows. Writes equivalence.json and a picture per level.
+Exit status 1 when the mean KL or the share of flips is above its limit.
 """
 
 import sys
@@ -101,8 +101,8 @@ def main(argv: list[str]) -> None:
         write_json(file, result := result | {name: level.facts})
         level.draw(folder / f"{name}.png")
     print(f"written to {folder}")
-    if found := result.get("distribution"):
-        sys.exit("\n".join(_above_limits(found["kl"]["mean"], found["flip_share"])) or 0)
+    if facts := result.get("distribution"):
+        sys.exit("\n".join(_above_limits(facts["kl"]["mean"], facts["flip_share"])) or 0)
 
 
 def _check_levels() -> None:

@@ -1,9 +1,9 @@
-"""The distance of two ways to compute a run: in their layers, in their predictions.
+"""Distances between two ways to compute a run: of their layers and of their predictions.
 
     layers        every block on the reference's input: the shares of its outputs that are equal,
-                  or within one or two units in the last slot
+                  or within one or two units in the last place
     distribution  p (reference) and q (candidate) of the next token, at every position of held-out
-                  text: KL(p || q), total variation |p - q| / 2, whether the likeliest differs
+                  text: KL(p || q), total variation |p - q| / 2, whether the likeliest token differs
 
 Their answers to a task are compared in `niah.py`.
 """
@@ -26,7 +26,7 @@ from ttcd_jax.eval.tasks.perplexity import bucket_edges
 from ttcd_jax.nn.block import Block
 
 QUANTILES = {"50%": 0.5, "90%": 0.9, "99%": 0.99, "99.9%": 0.999, "max": 1.0}
-_LOGITS = 2**26  # at once, of each way
+_LOGITS = 2**26  # held at once, for each way
 
 Facts = dict[str, Any]
 
@@ -35,9 +35,9 @@ Facts = dict[str, Any]
 
 
 def agreement(candidate: jax.Array, reference: jax.Array) -> dict[str, float]:
-    """Shares of elements that are equal, within one and within two units in the last slot, and the
-    largest distance in such units, all in the narrower of the two dtypes; the largest difference
-    over the largest magnitude."""
+    """Shares of elements that are equal, within one and within two units in the last place, and
+    the largest distance in such units, all in the narrower of the two dtypes; the largest
+    difference over the largest magnitude."""
     pair = np.asarray(candidate), np.asarray(reference)
     ulps = parity.ulps(*sorted(pair, key=lambda x: x.dtype.itemsize))
     return {
@@ -50,18 +50,18 @@ def agreement(candidate: jax.Array, reference: jax.Array) -> dict[str, float]:
 
 
 def compare_layers(reference: Computed, candidate: Computed, tokens: np.ndarray) -> list[Facts]:
-    """`agreement` on tokens [B, T], by what it is of (`outputs of`): every block on the reference's
-    input to it, so that an error shows in the block that makes it, and the hidden states before the
-    head. Where a state goes from piece to piece only these compare."""
+    """`agreement` on tokens [B, T], by name (`outputs of`): of every block on the reference's input
+    to it, so that an error appears in the block that causes it, and of the hidden states before the
+    head. If either way reads pieces, only the hidden states are compared."""
     h = embeddings = reference.unstacked.embedding[...].astype(reference.dtype)[tokens]
-    found = {}
+    parts = {}
     num_layers = reference.config.num_layers
     for layer in range(num_layers if reference.way.path == candidate.way.path == "forward" else 0):
         inputs = h.astype(candidate.dtype), embeddings.astype(candidate.dtype)
         h = _outputs(*reference.block(layer), h, embeddings)
-        found[f"layer {layer}"] = agreement(_outputs(*candidate.block(layer), *inputs), h)
-    found["whole model"] = agreement(candidate.hidden(tokens), reference.hidden(tokens))
-    return [{"outputs of": name} | shares for name, shares in found.items()]
+        parts[f"layer {layer}"] = agreement(_outputs(*candidate.block(layer), *inputs), h)
+    parts["whole model"] = agreement(candidate.hidden(tokens), reference.hidden(tokens))
+    return [{"outputs of": name} | shares for name, shares in parts.items()]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -92,8 +92,8 @@ def compare_predictions(
     heads = reference.model.head_weight(), candidate.model.head_weight()
     for index, count in batches(len(rows["tokens"]), batch_size):
         tokens, targets = rows["tokens"][index], rows["targets"][index]
-        found = distances(reference.hidden(tokens), candidate.hidden(tokens), *heads, targets)
-        parts.append([np.asarray(x)[:count] for x in found])
+        batch = distances(reference.hidden(tokens), candidate.hidden(tokens), *heads, targets)
+        parts.append([np.asarray(x)[:count] for x in batch])
     return Distances(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
@@ -107,7 +107,7 @@ def distances(
 ) -> Distances:
     """The distances of two predictions of the same tokens, from hidden states and heads.
 
-    Log-softmax in float32 or better, in blocks of positions: the logits of all never exist at once.
+    Log-softmax in float32 or better, in blocks of positions: never all logits at once.
     KL is summed as p (q/p - 1 - log(q/p)): no term is negative, and the rounding of a whole row's
     log-sum-exp, about 1e-6 nats, cancels.
     """
@@ -129,8 +129,8 @@ def distances(
 
     flat = [x.reshape(targets.size, *x.shape[2:]) for x in (reference, candidate, targets)]
     block = max(1, min(targets.size, _LOGITS // len(reference_head)))
-    found = jax.lax.map(of_position, tuple(flat), batch_size=block)
-    return jax.tree.map(lambda x: x.reshape(targets.shape), found)
+    result = jax.lax.map(of_position, tuple(flat), batch_size=block)
+    return jax.tree.map(lambda x: x.reshape(targets.shape), result)
 
 
 def summarize(found: Distances) -> Facts:

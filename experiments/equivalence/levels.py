@@ -1,5 +1,5 @@
-"""The levels at which two ways are compared: rows to measure; of each level the facts, a table and
-bars."""
+"""The levels at which two ways are compared, each with its facts, a table and bars; the rows to
+measure."""
 
 import itertools
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ class Level(NamedTuple):
 def whole_rows(
     records: Sequence[TokenRecords], seq_len: int, max_rows: int, vocab_size: int
 ) -> dict[str, np.ndarray]:
-    """Tokens and targets of up to `max_rows` rows that a document fills, drawn from all. Raises
+    """Tokens and targets [rows, T] of up to `max_rows` random rows that one document fills. Raises
     `DataError` when there is none."""
     longest = max(part.sizes.max(initial=0) for part in records)
     if longest <= seq_len:
@@ -66,8 +66,8 @@ def whole_rows(
         for part in records
         if part.sizes.max(initial=0) > seq_len
     ]
-    places = [(part, i) for part in parts for i in range(len(part))]
-    drawn = (places[i] for i in np.random.default_rng(0).permutation(len(places)))
+    indices = [(part, i) for part in parts for i in range(len(part))]
+    drawn = (indices[i] for i in np.random.default_rng(0).permutation(len(indices)))
     filled = (row for part, i in drawn if (row := part[i])["loss_mask"].all())
     chosen = list(itertools.islice(filled, max_rows))
     rows = {name: np.stack([row[name] for row in chosen]) for name in ("tokens", "targets")}
@@ -109,18 +109,18 @@ def task(
     records: Sequence[TokenRecords],
     batch_size: int,
 ) -> Level:
-    """The answers to every cell, its needles hidden in the documents."""
+    """The answers to every cell, whose needles are hidden in the text of the documents."""
     essay = _essay(records, tokenizer, max(cell.length for cell in cells))
     sizes = {"batch_size": batch_size}
-    found = [compare_answers(*pair, cell, tokenizer, essay, **sizes) for cell in cells]
+    answers = [compare_answers(*pair, cell, tokenizer, essay, **sizes) for cell in cells]
     axes, scores = ("task, length (tokens)", "score (%)"), ("reference_score", "candidate_score")
-    bars = [{axes[0]: f"{x['task']}, {x['length']:,}"} | x for x in found]
+    bars = [{axes[0]: f"{x['task']}, {x['length']:,}"} | x for x in answers]
     title = "Needles in a haystack (scores in percent)"
-    return Level(title, {"cells": found}, found, bars, scores, axes)
+    return Level(title, {"cells": answers}, answers, bars, scores, axes)
 
 
 def _essay(records: Sequence[TokenRecords], tokenizer: Any, length: int) -> str:
-    """Prose of at least `length` tokens, if the documents have so many."""
+    """Prose of at least `length` tokens, if the documents have that many."""
     texts, count = [], 0
     documents = ((part, index) for part in records for index in range(len(part)))
     for part, document in documents:

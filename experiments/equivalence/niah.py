@@ -1,7 +1,7 @@
 """RULER's needles in a haystack (Hsieh et al. 2024): prompts, answers, and their score.
 
-A needle gives a value to a key; needles are among repeated sentences (noise) or in prose (essay),
-and the prompt ends where the values of one or several keys have to follow. The wording is the
+A needle states the value of a key; needles are among repeated sentences (noise) or in prose
+(essay), and the prompt ends just before the values of one or several keys. The wording is the
 published one; keys and values come from our own lists and draws. A cell is a task at a length.
 Answers are greedy; the score is the share, in percent, of the values asked for that an answer
 contains, whatever the case (RULER's `string_match_all`).
@@ -68,8 +68,8 @@ timber tunnel valley velvet village wagon willow window"""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NIAHConfig(Config):
-    """A cell. `length` counts tokens: prompt, bos and the 128 of an answer. Sample i is a pure
-    function of (seed, i), of tokenizer and essay."""
+    """A task at one length, in tokens: bos, prompt and the 128 of an answer. Sample i is a pure
+    function of (seed, i), the tokenizer and the essay."""
 
     task: _TaskName
     length: Positive
@@ -78,7 +78,7 @@ class NIAHConfig(Config):
 
 
 class Sample(NamedTuple):
-    """A prompt, tokens [T] int32 with bos first, and the values that an answer has to name."""
+    """A prompt, tokens [T] int32 with bos first, and the values that an answer must contain."""
 
     tokens: np.ndarray
     answers: tuple[str, ...]
@@ -86,7 +86,7 @@ class Sample(NamedTuple):
 
 def make_samples(config: NIAHConfig, tokenizer: Tokenizer, essay: str) -> list[Sample]:
     """The samples, each with the largest haystack that fits into `length` tokens. An essay that is
-    too short begins again.
+    too short is repeated.
 
     Raises `UserError` when the needles alone do not fit, or there is no essay for a task that hides
     in one.
@@ -111,7 +111,7 @@ def _sample(
     seed = int(rng.integers(2**32))  # of the needles' positions
 
     def tokens(size: int) -> np.ndarray:
-        """With a haystack of `size` lines or words."""
+        """The prompt with a haystack of `size` lines or words."""
         context = _hidden(needles, task, words, size, np.random.default_rng(seed))
         ids = tokenizer.encode(prompt_text(task, context, queries))
         return np.concatenate([np.array([tokenizer.bos_id], np.int32), ids])
@@ -133,7 +133,7 @@ def _sample(
 
 
 def prompt_text(task: Task, context: str, queries: list[str]) -> str:
-    """The published wording; one value asked for makes it singular."""
+    """The prompt in the published wording, singular when it asks for one value."""
     template, values = TEMPLATE, task.values
     if task.num_queries * task.num_values == 1:
         template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
@@ -152,8 +152,8 @@ def _value(rng: np.random.Generator, kind: Literal["numbers", "uuids"]) -> str:
 def _hidden(
     needles: list[str], task: Task, words: list[str], size: int, rng: np.random.Generator
 ) -> str:
-    """The needles in `size` lines of noise, or between the sentences of `size` words of the
-    essay."""
+    """The haystack with its needles: `size` lines of noise, or the sentences of `size` words of
+    the essay."""
     if task.haystack == "noise":
         sentences, joint = [NOISE] * size, "\n"
         positions = rng.choice(size, len(needles), replace=False)
@@ -168,7 +168,7 @@ def _hidden(
 
 
 def score(predictions: Sequence[str], answers: Sequence[Sequence[str]]) -> float:
-    """Percent, mean over samples of the share of `answers` that the prediction contains."""
+    """The share of `answers` that the prediction contains, in percent, averaged over samples."""
     shares = [
         np.mean([value.lower() in _CONTROL.sub("\n", text.strip()).lower() for value in values])
         for text, values in zip(predictions, answers, strict=True)
@@ -189,8 +189,8 @@ def compare_answers(
     up to the end of the document."""
     samples = make_samples(cell, tokenizer, essay)
     draft = np.zeros((len(samples), NUM_ANSWER_TOKENS), np.int32)
-    found: dict[Computed, list[np.ndarray]] = {}
-    # A way with a state answers first, for the forward passes of the other to confirm.
+    outputs: dict[Computed, list[np.ndarray]] = {}
+    # A way with a state answers first: a draft that forward passes of the other confirm.
     for way in sorted((reference, candidate), key=lambda way: way.way.path == "forward"):
         parts = []
         for index, count in batches(len(samples), batch_size):
@@ -198,13 +198,13 @@ def compare_answers(
             written = way.greedy(prompts, NUM_ANSWER_TOKENS, cell.length, draft[index])
             parts.append(written[:count])
         draft = np.concatenate(parts)
-        found[way] = [ids[: [*ids, tokenizer.eos_id].index(tokenizer.eos_id)] for ids in draft]
+        outputs[way] = [ids[: [*ids, tokenizer.eos_id].index(tokenizer.eos_id)] for ids in draft]
     answers = [sample.answers for sample in samples]
     scores = [
-        score([tokenizer.decode(ids) for ids in found[way]], answers)
+        score([tokenizer.decode(ids) for ids in outputs[way]], answers)
         for way in (reference, candidate)
     ]
-    same = map(np.array_equal, found[reference], found[candidate])
+    same = map(np.array_equal, outputs[reference], outputs[candidate])
     return {
         "task": cell.task,
         "length": cell.length,

@@ -1,8 +1,8 @@
-"""The ways one run can be computed: attention, form of the memory's read, precision, path.
+"""Ways to compute one run: attention, form of the memory's read, precision, path.
 
-All ways of a run share its parameters. A path is how tokens come in: `forward` takes whole rows
-through the function that is trained, `streamed` takes them in pieces through the state of
-`ttcd_jax.inference`, `decoded` one by one.
+All ways of a run share its parameters. The path is how tokens are read: `forward` takes whole
+rows through the training forward pass, `streamed` takes pieces of them through the state of
+`ttcd_jax.inference`, `decoded` one token after another.
 """
 
 import dataclasses
@@ -48,13 +48,13 @@ class Way(Config):
 
     @property
     def path(self) -> TokenPath:
-        """How tokens come in."""
+        """How tokens are read."""
         names: dict[int | None, TokenPath] = {None: "forward", 1: "decoded"}
         return names.get(self.piece_size, "streamed")
 
     def applied(self, config: TransformerConfig) -> TransformerConfig:
         """The model's configuration under this way. Raises `UserError` for a form that its memory
-        does not have, and for float64 where JAX has none."""
+        does not have, and for float64 when it is off in JAX."""
         changes: dict[str, Any] = {}
         if self.attention is not None:
             changes["attention_implementation"] = self.attention
@@ -115,11 +115,11 @@ class Computed:
 
     @functools.cached_property
     def unstacked(self) -> InferenceModel:
-        """The parameters layer by layer."""
+        """The model with its parameters stored layer by layer."""
         return inference_model(self.model)
 
     def block(self, layer: int) -> tuple[nnx.GraphDef, nnx.GraphState]:
-        """The block of one layer."""
+        """(graph, parameters) of the block of one layer."""
         return self.unstacked.blocks[layer], self.unstacked.layers[layer]
 
     def check(self, num_rows: int, length: int, *, decodes: bool) -> None:
@@ -132,7 +132,7 @@ class Computed:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of hidden states."""
+        """The dtype of hidden states."""
         return jnp.dtype(self.config.precision.compute)
 
     def hidden(self, tokens: np.ndarray) -> Float[Array, "B T D"]:
@@ -156,12 +156,12 @@ class Computed:
     def greedy(
         self, prompts: Sequence[np.ndarray], num_tokens: int, length: int, draft: np.ndarray
     ) -> np.ndarray:
-        """The likeliest continuation of every prompt, [B, num_tokens] int32; `length` tokens hold
-        prompt and continuation of any.
+        """The greedy continuation of every prompt, [B, num_tokens] int32; `length` is the most
+        tokens that a prompt and its continuation have.
 
         The forward path passes whole rows until a pass confirms every token it was given, starting
-        from `draft` [B, num_tokens]: later tokens change no earlier position, so every pass makes
-        one more token certain, and the end is that of a pass per token.
+        from `draft` [B, num_tokens]: later tokens change no earlier position, so every pass fixes
+        at least one more token, and the result is that of one pass per token.
         """
         lengths = np.array([len(prompt) for prompt in prompts])
         tokens = np.zeros((len(prompts), length), np.int32)
@@ -171,11 +171,11 @@ class Computed:
             return self._confirmed(tokens, lengths, draft)
         state = start_state(self.unstacked, len(tokens), max_length=length)
         logits, state = prefill(self.unstacked, state, tokens, lengths, piece_size=size)
-        found = [jnp.argmax(logits, -1).astype(jnp.int32)]
+        outputs = [jnp.argmax(logits, -1).astype(jnp.int32)]
         for _ in range(num_tokens - 1):
-            logits, state = decode(self.unstacked, state, found[-1])
-            found.append(jnp.argmax(logits, -1).astype(jnp.int32))
-        return np.stack(jax.device_get(found), axis=1)
+            logits, state = decode(self.unstacked, state, outputs[-1])
+            outputs.append(jnp.argmax(logits, -1).astype(jnp.int32))
+        return np.stack(jax.device_get(outputs), axis=1)
 
     def _confirmed(self, tokens: np.ndarray, lengths: np.ndarray, draft: np.ndarray) -> np.ndarray:
         num_tokens = draft.shape[1]
@@ -183,11 +183,11 @@ class Computed:
         positions = lengths[:, None] + np.arange(num_tokens)
         for _ in range(num_tokens + 1):
             tokens[rows, positions] = draft
-            before = _forward(self._graph, self._params, tokens)[rows, positions - 1]
-            found = np.asarray(self.model.logits(before).argmax(-1), np.int32)
-            if (found == draft).all():
-                return found
-            draft = found
+            hidden = _forward(self._graph, self._params, tokens)[rows, positions - 1]
+            output = np.asarray(self.model.logits(hidden).argmax(-1), np.int32)
+            if (output == draft).all():
+                return output
+            draft = output
         raise AssertionError("a later token changed the prediction at an earlier position")
 
 

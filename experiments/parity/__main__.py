@@ -1,4 +1,4 @@
-"""Compares this implementation with reference values, every kind of file there is.
+"""Compares this implementation with the stored values of the reference implementation.
 
     python -m experiments.parity --golden_dir=tests/golden [--float64]
 

@@ -1,4 +1,4 @@
-"""Reading a reference file, measuring the distance to it, and how large that may be."""
+"""Reference files: their arrays, the errors of our results, and the bounds of these errors."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ _BOUNDS = {
     "mad_metrics": _for_all(1e-5, 1e-6),  # logits are stored in float32
     "mad_instances": _for_all(0.0, 0.0),  # tokens
 }
-# Float64 where the table has none: by the dtype that was stored, float32 being its rounding.
+# Float64 bounds where the table has none, by the stored dtype: values in float32 are rounded.
 _EXACT = {"float64": 1e-10, "float32": 2e-7}
 # Newton-Schulz amplifies rounding; more so in LaCT, where the update dominates the output.
 _ORTHOGONAL = {
@@ -58,7 +58,7 @@ _LACT_ORTHOGONAL = {
     "float64": Bounds(output=1e-5, gradient=1e-5),
 }
 
-# Relative L2 distance to the reference with bfloat16 inside Newton-Schulz; its own distance to
+# Relative L2 distance to the reference with bfloat16 inside Newton-Schulz, whose distance to
 # exact arithmetic is about 0.06, in LaCT 0.08 to 0.17.
 BFLOAT16_NEWTON_SCHULZ = {"ipttcd_mlp": 0.15, "lact_layer": 0.3}
 BFLOAT16_MUON = 0.03  # of the parameter's total change
@@ -78,7 +78,7 @@ def bound(golden: "Golden", dtype: str, name: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The worst array of a file: its error, its bound. `ratio` > 1 is a failure."""
+    """The error of one array and its bound; `ratio` > 1 is a failure."""
 
     name: str
     error: float
@@ -106,7 +106,7 @@ class Golden:
         self.config: dict[str, Any] = self.info.get("config", {})
 
     def group(self, prefix: str) -> dict[str, np.ndarray]:
-        """Arrays whose name starts with `prefix`, without it."""
+        """The arrays whose names start with `prefix`, by the rest of the name."""
         return {
             name.removeprefix(prefix): value
             for name, value in self.arrays.items()
@@ -115,7 +115,7 @@ class Golden:
 
 
 def relative_error(ours: Any, theirs: np.ndarray) -> float:
-    """max |a - b| / max |b|; against an all-zero array the plain difference. Raises `DataError` for
+    """max |a - b| / max |b|; against an all-zero array max |a|. Raises `DataError` for
     arrays of different shapes."""
     ours = np.asarray(ours)
     if ours.shape != theirs.shape:
@@ -125,9 +125,9 @@ def relative_error(ours: Any, theirs: np.ndarray) -> float:
 
 def worst(ours: Mapping[str, Any], golden: Golden, dtype: str) -> Comparison:
     """The comparison with the largest error over its bound. Raises `KeyError` for an array that the
-    file lacks, `DataError` for a result in it that is not among ours."""
-    given = "config_json", "param.", "in.", "aux."  # the last: intermediate values
-    stored = {name for name in golden.arrays if not name.startswith(given) and "bf16" not in name}
+    file lacks, `DataError` for a stored result that is not among ours."""
+    inputs = "config_json", "param.", "in.", "aux."  # the last: intermediate values
+    stored = {name for name in golden.arrays if not name.startswith(inputs) and "bf16" not in name}
     if surplus := stored - ours.keys():
         raise DataError(f"nothing computes {', '.join(sorted(surplus))}")
     errors = {name: relative_error(value, golden.arrays[name]) for name, value in ours.items()}

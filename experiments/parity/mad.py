@@ -15,7 +15,7 @@ from ttcd_jax.errors import DataError
 
 
 def check_instances(golden: Golden, dtype: str) -> Comparison:
-    """Kind mad_instances: rows of both splits and the fixed maps, entry by entry the same."""
+    """Kind mad_instances: rows of both splits and the fixed maps, equal entry by entry."""
     ours: dict[str, np.ndarray] = {}
     for source in golden.info["configs"]:
         name, config = source["name"], task_config(source)
@@ -42,7 +42,7 @@ def task_config(source: dict[str, Any]) -> MADConfig:
 
 
 def check_metrics(golden: Golden, dtype: str) -> Comparison:
-    """Kind mad_metrics: every batch, the epoch, and all batches at once."""
+    """Kind mad_metrics: scores of each batch, their mean, and the score of all batches at once."""
     logits = jnp.asarray(golden.arrays["in.logits"], dtype)
     targets = jnp.asarray(golden.arrays["in.targets"], jnp.int32)
     batches = jax.jit(jax.vmap(batch_scores))(logits, targets)

@@ -36,8 +36,8 @@ def check_layer(golden: Golden, dtype: str) -> Comparison:
     params = reference.module_from_reference(golden.group("param."), names)
 
     def load(config: TransformerConfig, dtype: str) -> nnx.Module:
-        own = layer(config)
-        build = functools.partial(Block, own) if part == "block" else own.build
+        target = layer(config)
+        build = functools.partial(Block, target) if part == "block" else target.build
         return with_params(build, params, dtype)
 
     hidden = ("in.hidden",) if "in.hidden" in golden.arrays else ("in.x",)
@@ -53,8 +53,8 @@ def check_layer(golden: Golden, dtype: str) -> Comparison:
     result = worst(ours, golden, dtype)
     if "out.y_bf16ns" not in golden.arrays:
         return result
-    # The memory, and with it Newton-Schulz, in bfloat16, all else in float32: in either dtype the
-    # same program, compiled once.
+    # The memory, and with it Newton-Schulz, in bfloat16, all else in float32: the same program
+    # for either `dtype`, compiled once.
     with jax.enable_x64(False):
         narrow = load(config.replace(precision=Precision(state="bfloat16")), "float32")
         wide = (jnp.asarray(golden.arrays[name], "float32") for name in given)
@@ -90,13 +90,13 @@ def check_model(golden: Golden, dtype: str) -> Comparison:
     model, tokens = load(config, tensors), jnp.asarray(golden.arrays["in.input_ids"])
     loss, d_params, _, logits = value_and_pull(_loss_and_logits, model, (tokens,), 1.0)
     ours = {"out.logits": logits, "out.loss": loss}
-    # On the host, where a layer's row of a stacked gradient compiles no program.
+    # On the host: on a device every slice of a stacked gradient would compile a program.
     ours |= _gradients(reference.model_to_reference(jax.device_get(d_params), config))
     if "out.hidden_states" in golden.arrays:
         ours["out.hidden_states"] = evaluate(_hidden_states, model, tokens)
     if "out.logits_eval" in golden.arrays:
-        # In evaluation mode the reference skips the whole fast path of inputs under one chunk, and
-        # the hybrid's delta rule always.
+        # In evaluation mode the reference skips the fast path for inputs shorter than one chunk,
+        # and the hybrid's delta rule always.
         method = "full" if config.window is None else "swa"
         plain = config.replace(method=method, fast_layers=(), memory=None)
         base = {name: value for name, value in tensors.items() if not _is_fast(name)}
@@ -125,7 +125,7 @@ def _hidden_states(model: Transformer, tokens: jax.Array) -> jax.Array:
 
 
 def model_type(golden: Golden) -> str:
-    """The `model_type` of a file's `config.json`; delta models differ by their parameters."""
+    """The `model_type` of a file's `config.json`; delta models are identified by parameters."""
     fixed = {"ipttcd": "ipttcdv9", "ipttt": "ipttt", "lact": "lact"}
     family = golden.kind.split("_")[0]
     if family in fixed:
@@ -148,17 +148,17 @@ def published_config(golden: Golden, dtype: str) -> TransformerConfig:
         source = rest | source
     precision = Precision.from_dict(dict.fromkeys(("param", "compute", "state"), dtype))
     config = transformer_config(source | {"model_type": model_type(golden)}, precision=precision)
-    # The rows are short: "auto" would take the attention form, which no long row does.
+    # The rows are short: "auto" would take the attention form, unlike long rows.
     published = {"form": "blocked", "zero_slope": PUBLISHED_ZERO_SLOPE}
     if config.memory is None:
         return config
-    own = {name: value for name, value in published.items() if hasattr(config.memory, name)}
-    return config.replace(memory=config.memory.replace(**own))
+    known = {name: value for name, value in published.items() if hasattr(config.memory, name)}
+    return config.replace(memory=config.memory.replace(**known))
 
 
 def with_params[M: nnx.Module](build: Callable[..., M], params: reference.Params, dtype: str) -> M:
     """The module that `build(rngs=...)` makes, with these parameters in `dtype`. Raises `DataError`
-    for one that misfits."""
+    for parameters that do not fit."""
     module = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     state = nnx.state(module, nnx.Param)
     if problem := misfit(by_name(nnx.to_pure_dict(state)), by_name(params)):

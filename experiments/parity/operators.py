@@ -1,4 +1,4 @@
-"""Checks of operators without parameters: the delta rule, attention under two windows."""
+"""Checks of operators without parameters: the delta rule, dual-window attention."""
 
 import functools
 from typing import Any
@@ -84,8 +84,8 @@ def _attention_inputs(golden: Golden) -> Golden:
 
 
 def check_attention_inputs(golden: Golden, dtype: str) -> Comparison:
-    """Kind dual_attn_inputs: on these inputs one sweep agrees with two calls joined by their
-    log-sum-exps (the reference's outputs are in the dual_attn files)."""
+    """Kind dual_attn_inputs: on these inputs one pass over both windows agrees with two calls
+    joined by their log-sum-exps (the reference's outputs are in the dual_attn files)."""
     q, k, v = (jnp.asarray(golden.arrays[f"in.{name}"], dtype) for name in "qkv")
     T = q.shape[1]
     attention = functools.partial(

@@ -26,7 +26,7 @@ def check_optimizer(golden: Golden, dtype: str) -> Comparison:
     rounded = golden.group("out_bf16.")
     if not rounded:
         return result
-    with jax.enable_x64(False):  # in either dtype the same program, compiled once
+    with jax.enable_x64(False):  # the same program for either `dtype`, compiled once
         after, _ = _run(golden, config.replace(orthogonalization="bfloat16"), axes, "float32")
     for name, theirs in rounded.items():
         change = np.linalg.norm(theirs[-1] - golden.arrays[f"param.{name}"])
@@ -36,7 +36,7 @@ def check_optimizer(golden: Golden, dtype: str) -> Comparison:
 
 
 def _axes(name: str, shape: tuple[int, ...]) -> Axes:
-    """Axis names for a tensor; which count as vocabulary is as in the reference."""
+    """Axis names of a tensor; those on the vocabulary axis are chosen as in the reference."""
     if len(shape) == 1:
         return ("embed",)
     if len(shape) == 3:

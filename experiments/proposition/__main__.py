@@ -1,4 +1,4 @@
-"""Draws Proposition 1: the effect on a later query of a fact only the teacher saw, and the bound.
+"""Draws Proposition 1: how a fact that only the teacher saw affects a later query; its bound.
 
     python -m experiments.proposition [--out_dir=runs/proposition] [--num_draws=200] [--seed=0]
 

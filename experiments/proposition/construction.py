@@ -1,4 +1,4 @@
-"""Proposition 1 on real sequences: the effect of a fact seen by the teacher alone on a later query.
+"""Proposition 1 on real sequences: how a fact that only the teacher saw affects a later query.
 
 A context span is inside the teacher's and outside the student's window of a query q1 (chunk i1).
 A later query q2 (chunk i2 > i1) has a key like q1's. With z(T), z(S) the features of teacher and
@@ -13,7 +13,7 @@ and every other key written between is orthogonal to z_q2(S), then
 The update is eta times the *mean* over a chunk, so rate = eta / chunk_size; it is the paper's eta
 where a chunk is one token. All other terms of the update vanish, so the bound is an equality at the
 realised gap and alignment. `measure` takes any block with an ideal memory and any two positions;
-`draw_weights` and `draw_sequence` make the conditions true by hand-set weights.
+`draw_weights` and `draw_sequence` satisfy the conditions by construction.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ FLOAT64 = Precision(param="float64", compute="float64", state="float64")
 SUBSPACE = 8
 DIM = 4 * SUBSPACE
 QUERY, FILLER, SAID, HEARD = (slice(i * SUBSPACE, (i + 1) * SUBSPACE) for i in range(4))
-# Features in three groups, each open to one subspace; (subspace, features, size of their outputs).
+# Features in three groups, each reading one subspace: (subspace, features, size of their outputs).
 # HEARD weighs more than QUERY, so that the gap is positive.
 GROUP = 8
 GROUPS = (
@@ -76,11 +76,11 @@ class PropositionConfig(Config):
 
     @property
     def rate(self) -> float:
-        """The factor of one token's error: eta of a mean over the chunk."""
+        """The factor of one token's error: the update is eta times the mean over the chunk."""
         return self.eta / self.chunk_size
 
     def block(self) -> BlockConfig:
-        """The block of a model of one layer."""
+        """The block of a one-layer model."""
         model = TransformerConfig(
             vocab_size=1,
             dim=DIM,
@@ -116,7 +116,7 @@ def read(
     chunk: int,
     probes: Float[Array, "P D"],
 ) -> Float[Array, "P D"]:
-    """features(probe) W_chunk, by the layer itself: each probe follows the row's first `chunk`
+    """features(probe) W_chunk, computed by the layer: each probe follows the row's first `chunk`
     chunks, as the first token of the next."""
     prefix = chunk * mlp.settings.chunk_size
 
@@ -154,9 +154,9 @@ def measure(block: Block, h: Float[Array, "1 T D"], first: int, second: int) -> 
 def draw_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Weights for `build_block`, random inside the subspaces and zero between them.
 
-    Attention scores everything and copies SAID to HEARD. Gate and up projections are equal, so that
-    features u^2 sigmoid(u) are never negative, and exactly zero in a group whose subspace is empty:
-    keys of different subspaces are orthogonal.
+    Attention scores read all subspaces, values copy SAID to HEARD. Gate and up projections are
+    equal, so that features u^2 sigmoid(u) are never negative, and exactly zero in a group whose
+    subspace is empty: keys of different subspaces are orthogonal.
     """
     value, out = np.zeros((DIM, SUBSPACE)), np.zeros((NUM_HEADS * SUBSPACE, DIM))
     gate, down = np.zeros((DIM, len(GROUPS) * GROUP)), np.zeros((len(GROUPS) * GROUP, DIM))
@@ -185,9 +185,9 @@ def draw_sequence(
 ) -> np.ndarray:
     """A row h [1, T, D]: one fact in the span, and queries q1 and q2 of similar directions.
 
-    Fillers between the queries say random directions, whence their errors; the last
-    STUDENT_WINDOW - 1 say nothing, so that q2's student hears nothing either. `overlap` in [0, 1]
-    is the part of a filler's direction that is q2's own; at 0 every key but q1's is orthogonal to
+    Fillers between the queries have random directions in SAID, which cause their errors; the last
+    STUDENT_WINDOW - 1 have zeros, so that q2's student window reads nothing. `overlap` in [0, 1] is
+    the component of a filler's direction along q2's; at 0 every key but q1's is orthogonal to
     q2's.
     """
     first, second = FIRST, config.second
@@ -220,8 +220,8 @@ def _rotation(rng: np.random.Generator) -> np.ndarray:
 def sweep(
     config: PropositionConfig, *, seed: int, num_draws: int, overlap: float = 0.0
 ) -> Measured:
-    """Of `num_draws` random blocks and sequences those with a positive gap and alignment, as the
-    proposition asks; arrays [draws left]. Call it under jax x64.
+    """`measure` of the draws, among `num_draws` random blocks and sequences, with the positive gap
+    and alignment that the proposition requires; arrays [draws left]. Call it with x64 enabled.
 
     Raises `UserError` when q2 is in the chunk of q1 or no draw is left, `NonFiniteError` when the
     memory diverges.
@@ -265,7 +265,7 @@ def holds(measured: Measured) -> np.ndarray:
 
 
 def equality_summary(config: PropositionConfig, measured: Measured) -> dict[str, Any]:
-    """The rate, the smallest premises among the draws and how far both sides are apart."""
+    """The rate, the smallest gap and alignment, and the largest distance of the two sides."""
     return {
         "chunk_size": config.chunk_size,
         "rate": config.rate,
@@ -279,8 +279,8 @@ def equality_summary(config: PropositionConfig, measured: Measured) -> dict[str,
 
 
 def ratio_summary(measured: Measured) -> dict[str, Any]:
-    """Quantiles of left / right over the draws, and the shares of draws below the bound (1) or 0
-    (moved away from the teacher)."""
+    """Quantiles of left / right over the draws, and the shares of draws below the bound (1) and
+    below 0 (moved away from the teacher)."""
     ratio = measured.left / measured.right
     return {
         "draws": len(ratio),

@@ -19,7 +19,7 @@ def draw_proposition(
     path: Path, config: PropositionConfig, orthogonal: Mapping[int, Measured], interference: Rows
 ) -> None:
     """A PNG of three panels: both sides of every orthogonal draw, by chunk size; the spread of
-    left / right as keys overlap, by number of fillers, for `config`; the share that misses it.
+    left / right as keys overlap, by number of fillers, for `config`; the share below the bound.
 
     `interference`: rows of `ratio_summary` with their `fillers`. Raises `UserError` without
     matplotlib.
