@@ -186,7 +186,7 @@ class _Block:
             plgpu.barrier_wait(at["k_free"].at[self._slot(step)])
             plgpu.barrier_wait(at["v_free"].at[self._slot(step)])
 
-        _loop(self.num_steps - filled, self.num_steps, drain)  # no barrier is left with an arrival
+        _loop(self.num_steps - filled, self.num_steps, drain)  # so that every arrival is awaited
 
     # The compute warpgroups.
 
