@@ -46,7 +46,7 @@ class RecipeConfig(Config):
     """AdamW (beta 0.9 and 0.999, eps 1e-8) without a clip or warm-up, decay on every tensor, the
     rate constant within an epoch: 1e-6 + (rate - 1e-6) (1 + cos(pi epoch / epochs)) / 2.
 
-    `max_steps` shortens the run to as few epochs as hold it. The published code differs,
+    `max_steps` limits the run to the fewest epochs with so many steps. The published code differs,
     mostly by accident: its cosine is never applied (`schedule="constant"`), its score is that of
     the epoch with the lowest loss on the *test* rows, not of the last one, and a run ends as soon
     as its test accuracy is above 0.999.

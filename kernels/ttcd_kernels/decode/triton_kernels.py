@@ -3,7 +3,7 @@
 Keys are ordered by distance d from the query: the near band (d < w_S) is the student's window, with
 the far band (w_S <= d < w_T) it is the teacher's. A program takes a slice of one band, for the
 query heads of one kv head, in tiles of keys by rising distance. A tile never holds two bands;
-each key is read once, those outside the window or never written not at all.
+each key is read once, and keys outside the window or never written are not read.
 
 In base 2, with s = q k^T scale log2(e), a tile updates the softmax state
 
