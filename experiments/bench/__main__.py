@@ -2,7 +2,7 @@
 
     python -m experiments.bench CASE [--quick] [--json=FILE] [--OPTION=VALUE ...]
 
-    step     training steps of several --gin over the first: time, memory, MFU
+    step     training steps of several --gin, relative to the first: time, memory, MFU
     data     batches per second of the input pipelines of several --gin
     layer    loss and gradient of fast layers by --forms, --lengths and --remat: time, peak memory
     prefill  long prompts by several --models: time and FLOPs over SWA and IP-TTT, memory
@@ -12,7 +12,7 @@
 The programs of a table are warmed up, then take turns; a time is the median of --rounds. A program
 that does not fit on the device or would take longer than --max_seconds a call is compiled only (0:
 every program), and a note gives the reason; "device MiB" is the peak of the process on the device
-until then. The JSON file has the rows of the tables, device, versions and commit.
+so far. The JSON file has the rows of the tables, device, versions and commit.
 --quick: tiny sizes where no option gives one. Options and their defaults are the fields of the
 case's class; an unknown one prints their names. The exit status is 1 if a result is wrong.
 """
@@ -35,12 +35,12 @@ CASES |= {"prefill": "prefill", "decode": "prefill"}
 
 
 def main(argv: list[str]) -> None:
-    name, *given = argv[1:] or [""]
+    name, *arguments = argv[1:] or [""]
     if name not in CASES:
         raise UserError(f"case {name!r} is not one of {', '.join(CASES)}")
     case: Any = importlib.import_module(f"experiments.bench.{CASES[name]}").CASES[name]
     quick = case.quick if FLAGS.quick else {}
-    options = cli.parse_options(case.options, f"case {name}", given, quick)
+    options = cli.parse_options(case.options, f"case {name}", arguments, quick)
     import jax
     from ttcd_kernels import measure
     from ttcd_kernels.measure import MIB, over

@@ -1,4 +1,4 @@
-"""Shared by the benchmark cases: the type of the table of cases, limits."""
+"""The type of a benchmark case, and the limits that all cases share."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ _ceilings = functools.cache(measure.ceilings)
 
 
 class Case(NamedTuple):
-    """A line of the table of cases: its options, those of --quick, its tables."""
+    """A case: the class of its options, their values under --quick, the generator of its tables."""
 
     options: type[Config]
     quick: Row
@@ -21,7 +21,7 @@ class Case(NamedTuple):
 
 
 def why_not_run(needed: int, flops: float, max_seconds: float) -> str:
-    """The reason why a program of `needed` further bytes is only compiled; empty: it is run. The
+    """The reason why a program of `needed` further bytes is only compiled; empty if it is run. The
     seconds of a call are estimated at the rate of a matrix product on this device."""
     limit = measure.usable_bytes()
     if needed > limit:

@@ -28,7 +28,7 @@ from ttcd_jax.train.state import abstract_params, init_params, with_params
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer(Config):
-    """All other sizes are those of the file's model."""
+    """Options of the case; sizes not among them are those of the file's model."""
 
     gin: str = "ipttcd_340m.gin"
     param: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ def measured(options: Layer) -> Iterator[list[Row]]:
         calls, rows = {}, {}
         flops = length * training_flops_per_token(config, length)
         for form, remat in itertools.product(options.forms, options.remat):
-            # The published start leaves a fast layer's output zero, and zeros run faster.
+            # The published initialisation leaves the memory's output zero, and zeros run faster.
             memory = settings.replace(form=form, teacher_conv_init="identity")
             model = config.replace(memory=memory, remat=remat)
             compiled = _gradient(model, length)

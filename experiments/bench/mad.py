@@ -45,7 +45,7 @@ def measured(options: Sweep) -> Iterator[list[Row]]:
     first = jax.tree.map(lambda x: x[:batch], epoch)
 
     def trainer(num_runs: int) -> Callable[..., jax.Array]:
-        """The function that trains so many runs."""
+        """The function that trains `num_runs` runs."""
         mesh = sweep_mesh(jax.devices()[: math.gcd(num_runs, jax.device_count())])
         init, train, _ = programs(recipe, problem, mesh)
         rates = np.full(num_runs, 1e-3, np.float32)

@@ -37,7 +37,7 @@ class Models:
         )
 
     def config(self, name: str, window: int) -> TransformerConfig:
-        """Of a model under the teacher's window; the student's is half."""
+        """The configuration of a model under the teacher's window; the student's is half."""
         windows = {"window": window, "student_window": max(window // 2, 1)}
         if name == "swa":
             return self._shape.replace(method=name, fast_layers=(), memory=None, **windows)
@@ -70,8 +70,8 @@ class _TwoCalls(DualWindowAttention):
 
         def view(window: int | None) -> tuple[jax.Array, KVCache]:
             how = self.config.attention_implementation
-            (seen,), after = attend_cached(q, k, v, piece, state, (window,), how)
-            return self.project_out(seen), after
+            (out,), after = attend_cached(q, k, v, piece, state, (window,), how)
+            return self.project_out(out), after
 
         (teacher, after), (student, _) = view(self.config.window), view(self.student_window)
         return Views(teacher, student), after

@@ -26,7 +26,7 @@ from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memor
 from ttcd_jax.train.flops import forward_flops
 
 BASELINES = ("swa", "ipttt")  # their times and FLOPs are divisors
-# Largest difference of the naive form's logits to the fused one's over the largest logit.
+# Largest difference of the naive form's logits from the fused one's over the largest logit.
 BOUNDS = {
     "float32": 1e-3,  # an accelerator multiplies float32 in fewer bits by default
     "bfloat16": 5e-2,  # every layer rounds anew
@@ -59,7 +59,7 @@ class Prefill(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decode(Prefill):
-    """A timed round takes `steps` tokens of every row after `lengths` ones."""
+    """A timed round decodes `steps` tokens of every row after prompts of `lengths` tokens."""
 
     models: tuple[Competitor, ...] = ("swa", "ipttt", "ipttcd")
     lengths: tuple[Positive, ...] = (8192,)
@@ -77,8 +77,8 @@ def measured_prefill(options: Prefill) -> Iterator[list[Row]]:
     """A table per window, batch size and length."""
     for models, batch_size, length in options.settings():
         make = functools.partial(_Reading, batch_size=batch_size, length=length, options=options)
-        read = {name: make(model) for name, model in models.items()}
-        calls = {name: reading for name, reading in read.items() if not reading.row["note"]}
+        reads = {name: make(model) for name, model in models.items()}
+        calls = {name: reading for name, reading in reads.items() if not reading.row["note"]}
         logits = {name: reading.logits for name, reading in calls.items()}
         seconds = measure.median_seconds(calls, options.rounds)
         rows = []
@@ -86,18 +86,18 @@ def measured_prefill(options: Prefill) -> Iterator[list[Row]]:
             time = seconds.get(name)
             row: Row = {"ms": over(time, MILLISECOND), "tokens/s": over(batch_size * length, time)}
             for base in BASELINES:
-                floor = over(read[name].flops, read[base].flops if base in read else None)
+                floor = over(reads[name].flops, reads[base].flops if base in reads else None)
                 ratio = over(time, seconds.get(base))
                 row |= {f"/ {base}": ratio, f"FLOPs / {base}": floor}
                 row[f"beyond {base} %"] = 100 * (ratio / floor - 1) if ratio and floor else None
-            row = {"model": name} | read[name].row | row
+            row = {"model": name} | reads[name].row | row
             rows.append(row | checked(name, logits, model.config.precision.compute))
         yield rows
 
 
 def measured_decode(options: Decode) -> Iterator[list[Row]]:
     """A table per window, batch size and length: a row per model, and one for its memory off while
-    decoding ("published"). One after another: two states may not fit at once."""
+    decoding ("published"). Models run one after another: two states may not fit at once."""
     for models, batch_size, length in options.settings():
         rows: list[Row] = []
         for name, model in models.items():
@@ -161,12 +161,12 @@ def _bytes(tree: Any) -> int:
 
 
 def checked(name: str, logits: dict[str, np.ndarray], compute: str) -> Row:
-    """A model's distance to its fused form, and a note that fails the benchmark where that is too
+    """A model's distance from its fused form, and a note that fails the benchmark where that is too
     large or not finite."""
-    own, fused = logits.get(name), logits.get(name.removesuffix("_naive"))
-    if own is None or fused is None:
+    naive, fused = logits.get(name), logits.get(name.removesuffix("_naive"))
+    if naive is None or fused is None:
         return {"distance": None}
-    distance, bound = float(np.abs(own - fused).max() / np.abs(fused).max()), BOUNDS[compute]
+    distance, bound = float(np.abs(naive - fused).max() / np.abs(fused).max()), BOUNDS[compute]
     note = f"{measure.FAILED}{distance:.1e} from the fused form, the bound is {bound:.0e}"
     return {"distance": distance} | ({} if distance <= bound else {"note": note})
 

@@ -24,7 +24,7 @@ from ttcd_jax.train.hardware import data_sheet
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step(Config):
-    """`param` overrides bindings of every file."""
+    """Options of the step case; `param` overrides bindings of every file."""
 
     gin: Annotated[tuple[str, ...], DISTINCT] = ()
     param: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Step(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data(Step):
-    """A timed round makes `batches`."""
+    """Options of the data case; a timed round reads `batches` batches."""
 
     batches: Positive = 50
 
@@ -90,7 +90,7 @@ class _Run:
         self.state = build.fresh_state(config, mesh)
 
     def take(self) -> Any:
-        """One step; its metrics, to wait for."""
+        """Takes one step; returns its metrics, for the caller to wait for."""
         self.state, metrics = self._step(self.state, self._batch)
         return metrics
 

@@ -15,13 +15,13 @@ from ttcd_jax.precision import Precision
 # Fields that choose the jobs and change no result: records of one directory may differ in them.
 SELECTION = ("tasks", "settings", "methods")
 _Seed = Annotated[int, Bound("in 0 .. 2^32 - 1", lambda value: 0 <= value < 2**32)]
-DATA_SEED = 12345  # that of the published rows
+DATA_SEED = 12345  # the seed of the published rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MADSweepConfig(Config):
-    """Every setting of `tasks` is trained with every method and with each of `rates` times
-    `weight_decays` times `seeds`, which are one compiled program.
+    """A sweep: every setting of `tasks` is trained with every method, and with all combinations of
+    `rates`, `weight_decays` and `seeds` in one compiled program.
 
     `num_train` lowers the number of training rows. `init_std` is that of all normal
     initialisations; with a larger one recall is learned from far fewer rows
@@ -42,7 +42,7 @@ class MADSweepConfig(Config):
 
 
 class Job(NamedTuple):
-    """A setting and a method: its runs are trained at once and recorded as one."""
+    """A setting and a method: its runs are trained together and recorded in one file."""
 
     setting: Setting
     method: MADMethod
@@ -56,25 +56,25 @@ class Job(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Steps times positions of a row; times the batch size, which all jobs share: tokens."""
+        """Steps times positions per row, proportional to tokens: all jobs share the batch size."""
         return self.num_steps * self.setting.config.num_positions
 
 
 def jobs(config: MADSweepConfig) -> list[Job]:
-    """Setting after setting, the methods of one together: they share the rows."""
+    """All jobs by setting; the methods of a setting are adjacent, since they share the rows."""
     stop = None if config.settings == "all" else 1
     chosen = [setting for task in config.tasks for setting in settings(task)[:stop]]
-    found = []
+    result = []
     for setting, method in itertools.product(chosen, config.methods):
         num_train = min(setting.num_train, config.num_train or setting.num_train)
         epochs = config.recipe.num_epochs(num_train)
         num_steps = epochs * config.recipe.steps_per_epoch(num_train)
-        found.append(Job(setting, method, num_train, epochs, num_steps))
-    return found
+        result.append(Job(setting, method, num_train, epochs, num_steps))
+    return result
 
 
 def hyper(config: MADSweepConfig) -> Hyper:
-    """The runs of every job."""
+    """The hyperparameters of a job's runs, the same for every job."""
     grid = itertools.product(config.rates, config.weight_decays, config.seeds)
     return Hyper(*map(np.array, zip(*grid, strict=True)))
 

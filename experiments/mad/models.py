@@ -1,5 +1,5 @@
-"""The models of the MAD tasks, two small blocks of any method and one of two heads, as problems of
-`sweep`: model, loss, measures.
+"""The models of the MAD tasks as problems of `sweep` (model, loss, measures): two small blocks of
+any method, and a head for tokens or a decoder.
 
 Next-token tasks take a `Transformer` with an untied head. Compression takes an `Autoencoder`: the
 row is decoded from the hidden state of its last token alone.
@@ -37,7 +37,7 @@ def mad_config(
 ) -> TransformerConfig:
     """Two layers with four heads, both fast where a method has fast layers, of the published sizes
     unless `fields` change them. The teacher's window is 16 for tasks of 32 tokens, 32 for the
-    others, or given; the student's and the chunk are half of it.
+    others, or `window`; the student's and the chunk are half of it.
 
     Methods are as published for training from scratch; rows are so short that the forms of a memory
     cost the same. The publication of LaCT does not specify its initial state: here full matrices,
@@ -50,13 +50,13 @@ def mad_config(
     in_place = {"window": window, "fast_layers": (0, 1)}
     memory = MemoryConfig(chunk_size=chunk, block_chunks=1)
     target = TargetMemoryConfig(chunk_size=chunk, block_chunks=1)
-    read = {
+    by_method = {
         "ipttcd": in_place | {"student_window": chunk, "memory": memory},
         "ipttt": in_place | {"memory": target},
         "lact": {"window": window, "memory": LaCTMemoryConfig(chunk_size=chunk, low_rank=None)},
         "swa": {"window": window},
     }
-    return TransformerConfig(**sizes | read.get(method, {}) | fields)
+    return TransformerConfig(**sizes | by_method.get(method, {}) | fields)
 
 
 def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:
@@ -88,7 +88,7 @@ class Autoencoder(Transformer):
 
         y_n = gelu(RMSNorm(gelu(RMSNorm(c + sinusoids_n) W_1 + b_1)) W_2 + b_2)
 
-    The final norm and the untied head of the transformer are applied to y, not to its blocks.
+    The transformer's final norm and untied head are applied to y, not to the blocks' output.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:

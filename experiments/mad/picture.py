@@ -17,7 +17,7 @@ _COLUMNS = 3
 
 def mean_curve(records: list[Record]) -> np.ndarray:
     """[evaluations, 2]: step and macro accuracy, mean over records and the seeds of their best
-    pairs of rate and decay, as far as all curves go; empty where no run stayed finite."""
+    pairs of rate and decay, up to the end of the shortest; empty where no run stayed finite."""
     curves = []
     for record in records:
         steps, best = record["steps"] / record["epochs"], best_run(record)

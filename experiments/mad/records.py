@@ -20,7 +20,7 @@ def record_path(sweep: Path, job: Job) -> Path:
 
 @contextlib.contextmanager
 def claim(path: Path) -> Iterator[bool]:
-    """Whether this process does the job recorded at `path`: it is not recorded yet, and no other
+    """Whether this process does the job of record `path`: it is not recorded yet, and no other
     process of this machine has claimed it. The claim ends with the block, or with the process."""
     locks = path.parent / "locks"
     locks.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def claim(path: Path) -> Iterator[bool]:
 
 
 def write(path: Path, record: Record) -> None:
-    """Whole and on disk when this returns."""
+    """Writes the record atomically; it is on disk when this returns."""
     write_whole(path, json.dumps(record, indent=1, allow_nan=False) + "\n", is_durable=True)
 
 

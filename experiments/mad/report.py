@@ -1,7 +1,7 @@
 """Tables of a MAD sweep: scores and the published ones, measures of the memory, footnotes.
 
 The score of a task is the mean over its settings of the best test accuracy (macro, by the protocol)
-of a setting's learning rates and decays; over several seeds their mean counts as one run.
+of a setting's learning rates and decays; with several seeds, their mean counts as one run.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ def best_run(record: Record) -> dict[str, Any] | None:
 
 
 def _mean(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each of their metrics; empty without a run."""
+    """The mean of each metric over the runs; empty without a run."""
     names = runs[0]["metrics"] if runs else ()
     return {name: np.mean([run["metrics"][name] for run in runs], axis=0) for name in names}
 
@@ -151,5 +151,5 @@ def _span(values: list[int]) -> str:
 
 
 def _values(values: Iterable[Any]) -> str:
-    """The different ones."""
+    """The distinct values as text, sorted."""
     return ", ".join(sorted(set(map(str, values))))

@@ -46,7 +46,7 @@ class RecipeConfig(Config):
     """AdamW (beta 0.9 and 0.999, eps 1e-8) without a clip or warm-up, decay on every tensor, the
     rate constant within an epoch: 1e-6 + (rate - 1e-6) (1 + cos(pi epoch / epochs)) / 2.
 
-    `max_steps` shortens the run to the epochs that hold so many steps. The published code differs,
+    `max_steps` limits the run to the fewest epochs with so many steps. The published code differs,
     mostly by accident: its cosine is never applied (`schedule="constant"`), its score is that of
     the epoch with the lowest loss on the *test* rows, not of the last one, and a run ends as soon
     as its test accuracy is above 0.999.
@@ -58,7 +58,7 @@ class RecipeConfig(Config):
     schedule: Literal["cosine", "constant"] = "cosine"
 
     def steps_per_epoch(self, num_train: int) -> int:
-        """The last batch of an epoch may be a part of one."""
+        """The number of batches of an epoch, the last of which may be partial."""
         return -(-num_train // self.batch_size)
 
     def num_epochs(self, num_train: int) -> int:
@@ -68,7 +68,7 @@ class RecipeConfig(Config):
 
 
 class Hyper(NamedTuple):
-    """The hyperparameters of the runs, [R] each. The seed gives parameters and order of rows."""
+    """The hyperparameters of the runs, [R] each. The seed sets parameters and row order."""
 
     rate: Any
     weight_decay: Any
@@ -114,7 +114,7 @@ def rate_of_epoch(
 
 
 def take_rows(rows: Rows, index: Int[Array, " B"]) -> Batch:
-    """The batch of these rows; an index after the last row gives one that is not scored."""
+    """The batch of these rows; an index after the last row gives a row that is not scored."""
     tokens, targets = (jnp.take(x, index, axis=0, mode="clip") for x in rows)
     targets = jnp.where((index < len(rows.inputs))[:, None], targets, IGNORE)
     return {"tokens": tokens, "targets": targets, "loss_mask": targets != IGNORE}
@@ -161,7 +161,7 @@ def _train(
     step = step_with(gradients, _optimizer(rate, hyper.weight_decay), rate)
 
     def one_step(run: RunState, index: jax.Array) -> tuple[RunState, jax.Array]:
-        """Nothing of a run changes from the step on that fails."""
+        """One step of a run; from a step that fails on, nothing of the run changes."""
         new, metrics = step(run.train, take_rows(rows, index))
         is_active, is_good = run.failed_at < 0, is_finite(metrics)
         train = jax.tree.map(functools.partial(jnp.where, is_active & is_good), new, run.train)
@@ -184,13 +184,13 @@ def _measure(config: RecipeConfig, problem: Problem, params: Params, rows: Rows)
 
 
 def sweep_mesh(devices: Sequence[Any]) -> Mesh:
-    """All devices in a line; each has its own runs, and none waits for another."""
+    """A mesh of one axis; each device has its own runs, and none waits for another."""
     return jax.make_mesh((len(devices),), ("runs",), (AxisType.Auto,), devices=devices)
 
 
 def programs(config: RecipeConfig, problem: Problem, mesh: Mesh) -> Programs:
-    """The functions for runs stacked on the leading axis, whose number the devices divide. They
-    take arrays of the host and of the devices; `train` consumes its state."""
+    """The functions for runs stacked on the leading axis; the number of devices divides theirs.
+    They take host and device arrays; `train` donates its state."""
     runs, whole = PartitionSpec("runs"), PartitionSpec()
 
     def of_all(function: Callable[..., Any], *specs: PartitionSpec, donated: tuple = ()) -> Any:
@@ -245,7 +245,7 @@ def train_runs(
 
 def group_size(num_runs: int, num_devices: int, needed: int, budget: int | None) -> int:
     """Runs that are trained together, the same number on each device, at least one. `needed`:
-    bytes on a device if all are; groups are as equal as they can be."""
+    bytes on a device if all are; groups are as equal as possible."""
     per_device = -(-num_runs // num_devices)
     if budget is None or needed <= budget:
         return per_device * num_devices
@@ -258,7 +258,7 @@ def _on_device(hyper: Hyper) -> Hyper:
 
 
 def _compiled(jitted: Programs, size: int, rows: Rows) -> Programs:
-    """With the training of `size` runs compiled."""
+    """The programs, with the training of `size` runs compiled."""
     hyper = _on_device(Hyper(*np.zeros((3, size))))
     state = jax.eval_shape(jitted.init, hyper)
     return jitted._replace(train=jitted.train.lower(state, hyper, rows, 0, 0).compile())
@@ -271,7 +271,7 @@ def _train_group(
     num_epochs: int,
     on_evaluation: Callable[[float, float], None],
 ) -> list[Outcome]:
-    """The runs of `part`, evaluated at the ends of equally many epochs, and of the last one."""
+    """Outcomes of the runs of `part`, evaluated every few epochs and after the last one."""
     hyper, every = _on_device(part), -(-num_epochs // _NUM_EVALUATIONS)
     state = compiled.init(hyper)
     outcomes: list[Outcome] = [
@@ -286,13 +286,13 @@ def _train_group(
         metrics, losses, ends = jax.device_get((measured, state.loss, state.failed_at))
         for run, outcome in enumerate(outcomes):
             if outcome["failed_at"] is None:
-                own = {name: x[run].tolist() for name, x in metrics.items()}
-                point = {"epoch": epoch, "macro_accuracy": own["macro_accuracy"]}
-                point |= {"loss": _finite(own["loss"]), "training_loss": _finite(losses[run])}
+                values = {name: x[run].tolist() for name, x in metrics.items()}
+                point = {"epoch": epoch, "macro_accuracy": values["macro_accuracy"]}
+                point |= {"loss": _finite(values["loss"]), "training_loss": _finite(losses[run])}
                 outcome["curve"].append(point)
                 has_failed = ends[run] >= 0
                 outcome["failed_at"] = int(ends[run]) if has_failed else None
-                outcome["metrics"] = None if has_failed else own
+                outcome["metrics"] = None if has_failed else values
         on_evaluation(epoch / num_epochs, float(metrics["macro_accuracy"].max()))
         if (ends >= 0).all():
             break

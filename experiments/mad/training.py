@@ -18,7 +18,7 @@ from ttcd_jax import units
 
 
 def train_jobs(config: MADSweepConfig, folder: Path) -> None:
-    """Every job that is neither recorded in `folder` nor claimed by another process. Prints a line
+    """Trains every job neither recorded in `folder` nor claimed by another process. Prints a line
     per finished job; the time left is that of the tokens left at the speed so far."""
     every_job = jobs(config)
     pending = [job for job in every_job if not record_path(folder, job).exists()]
@@ -84,6 +84,6 @@ def _result(record: Record) -> str:
 
 
 def _show_live(text: str) -> None:
-    """On a terminal, replaces the line before."""
+    """On a terminal, replaces the current line."""
     if sys.stdout.isatty():
         print(f"\r\x1b[K{text}", end="", flush=True)

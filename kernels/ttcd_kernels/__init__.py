@@ -1,4 +1,4 @@
-"""Kernels of ttcd_jax as a leaf library: needs jax and numpy, knows no layer and no model.
+"""Kernels of ttcd_jax, a leaf library on jax and numpy that imports no layer and no model.
 
 A folder per op: `api` (the call and its contract), `xla`, `triton_call` and `triton_kernels`
 (implementations), `tuning`, `bench` (shapes, programs and peers). Shared: `dispatch`, `launch`,

@@ -1,9 +1,9 @@
-"""Compiles the Triton kernels ahead of time, from the JAX call to machine code, without a GPU.
+"""Compiles the kernels ahead of time, from the JAX call to machine code, without a GPU.
 
     python -m ttcd_kernels.aot [--capability 90] [--op dual_window ...]
 
-prints for each kernel and variant its registers, spilled bytes, shared memory and tensor-core
-instructions, as the assembler reports them.
+prints for each kernel and variant the registers and spilled bytes that the assembler reports, its
+shared memory, and its tensor-core instructions.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from ttcd_kernels.dual_window.tuning import MOSAIC_TILES
 from ttcd_kernels.launch import Compiled
 from ttcd_kernels.table import format_table
 
-# Each becomes one instruction of the machine.
+# Each compiles to one machine instruction.
 _TENSOR_CORES = re.compile(r"\b(?:wgmma\.mma_async|mma)\.sync")
 
 
@@ -65,7 +65,7 @@ class _Source(NamedTuple):
 
 
 def jax_triton_library() -> Any:
-    """jax-triton's compiler, which imports without JAX's CUDA plugin too."""
+    """jax-triton's compiler, importable without JAX's CUDA plugin."""
     plugin: Any = importlib.import_module("jaxlib.gpu_triton")
     for name in ("get_compute_capability", "get_serialized_metadata"):
         if not hasattr(plugin, name):  # jax-triton looks for them when it is imported
@@ -77,7 +77,7 @@ def jax_triton_library() -> Any:
 
 @contextlib.contextmanager
 def _without_gpu() -> Iterator[list[_Source]]:
-    """The kernels that jax-triton compiles inside, as far as PTX, without JAX's CUDA plugin."""
+    """The kernels that jax-triton compiles in the context, down to PTX, without the CUDA plugin."""
     sources: list[_Source] = []
 
     def kernel(*facts: Any) -> _Source:
@@ -87,7 +87,7 @@ def _without_gpu() -> Iterator[list[_Source]]:
     library = jax_triton_library()
     stand_in = types.SimpleNamespace(
         TritonKernel=kernel,
-        # The message of a launch is the kernel's name.
+        # A launch is serialized as the kernel's name, which `_launched` reads.
         TritonKernelCall=lambda kernel, *_: types.SimpleNamespace(
             to_proto=lambda *_: kernel.name.encode()
         ),
@@ -95,17 +95,17 @@ def _without_gpu() -> Iterator[list[_Source]]:
         create_scalar_parameter=lambda *_: None,
     )
 
-    real, library.triton_kernel_call_lib = library.triton_kernel_call_lib, stand_in
+    original, library.triton_kernel_call_lib = library.triton_kernel_call_lib, stand_in
     library._COMPILED_KERNEL_CACHE.clear()
     try:
         yield sources
     finally:
-        library.triton_kernel_call_lib = real
+        library.triton_kernel_call_lib = original
         library._COMPILED_KERNEL_CACHE.clear()
 
 
 def _launched(operation: Any) -> list[str]:
-    """The kernels that a lowered module calls."""
+    """The names of the kernels that a lowered module calls, in order."""
     names = []
     for block in (block for region in operation.regions for block in region):
         for inner in (inner.operation for inner in block):
@@ -125,10 +125,10 @@ def _assemble(kernel: _Source, capability: int) -> Compiled:
         source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(kernel.ptx)
         command = [assembler, "-v", f"-arch=sm_{capability}{suffix}", source, "-o", cubin]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"ptxas failed: {done.stderr.strip()}")
-    report = done.stdout + done.stderr
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(f"ptxas failed: {process.stderr.strip()}")
+    report = process.stdout + process.stderr
     registers = re.search(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     assert registers is not None, report
@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _mosaic_rows() -> list[measure.Row]:
-    """The Mosaic forward for Hopper, where its compiler is installed."""
+    """Table rows of the Mosaic forward for Hopper; none where its compiler is not installed."""
     from ttcd_kernels.dual_window import mosaic_aot
 
     reason = mosaic_aot.unavailable()

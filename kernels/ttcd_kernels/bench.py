@@ -5,9 +5,9 @@
 
 All ops by default. First every implementation is compared with XLA's in float64 (`parity`: small
 odd shapes), then timed. Times are medians of rounds in which all implementations take turns;
-bytes are the compiler's; the floor is the time that the least arithmetic and the least traffic
-would take at this device's own ceilings. `tiny` takes a minute or two, `cpu` some more on two
-cores, `paper` needs a GPU.
+bytes are those that the compiler reports; the floor is the time of the least arithmetic or the
+least memory traffic, whichever is longer, at this device's measured ceilings. `tiny` takes a minute
+or two, `cpu` a few more on two cores, `paper` needs a GPU.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _failed(op: Any, rows: Sequence[Row]) -> dict[str, None]:
-    """Which of our own implementations refused."""
+    """The names of this package's own implementations that refused a case."""
     refused = [row["implementation"] for row in rows if row["note"].startswith(measure.FAILED)]
     return dict.fromkeys(name for name in refused if not name.startswith(op.PEERS))
 
@@ -63,7 +63,7 @@ def _failed(op: Any, rows: Sequence[Row]) -> dict[str, None]:
 def parse(
     command: str, about: str, ops: list[str], shapes: str, arguments: list[str] | None
 ) -> argparse.Namespace:
-    """Options of a command over the ops' shapes, by default these."""
+    """The parsed options of a command; `ops` and `shapes` are their defaults."""
     parser = argparse.ArgumentParser(
         prog=f"python -m ttcd_kernels.{command}", description=about, allow_abbrev=False
     )
@@ -82,7 +82,7 @@ def parse(
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """(op, case) of the selected ones."""
+    """(op, case) of every selected case."""
     for op in options.op:
         for case in OPS[op].SHAPES[options.shapes]:
             if not options.case or case.name in options.case:
@@ -90,10 +90,10 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 
 def environment() -> dict[str, Any]:
-    """The machine, printed."""
-    found = measure.environment()
-    print(" ".join(f"{key}={value}" for key, value in found.items()), flush=True)
-    return found
+    """The device, versions and commit (`measure.environment`), also printed."""
+    facts = measure.environment()
+    print(" ".join(f"{key}={value}" for key, value in facts.items()), flush=True)
+    return facts
 
 
 def write(report: dict[str, Any], file: Path | None) -> None:
@@ -102,17 +102,17 @@ def write(report: dict[str, Any], file: Path | None) -> None:
 
 
 def measured(op: Any, case: Any, ceilings: measure.Ceilings) -> list[Row]:
-    """All implementations of an op in both directions: compiled, and timed if they fit. Rates count
-    the work that any implementation has to do, the floor is the least time of that work."""
+    """Table rows of all implementations of an op in both directions: compiled, and timed if they
+    fit. Rates count the work that any implementation has to do; the floor is its least time."""
     programs = measure.programs(op, case)
-    found = measure.timed(programs, op.operand_shapes(case), case.rounds)
+    timings = measure.timed(programs, op.operand_shapes(case), case.rounds)
     rows = []
-    for (direction, name), (seconds, temp_bytes, note) in found.items():
+    for (direction, name), (seconds, temp_bytes, note) in timings.items():
         work = op.work(case, direction)
         row: Row = {"case": case.name, "pass": direction, "implementation": name}
         row |= {
             "time ms": over(seconds, MILLISECOND),
-            f"/ {BASELINE}": over(seconds, found[direction, BASELINE].seconds),
+            f"/ {BASELINE}": over(seconds, timings[direction, BASELINE].seconds),
             "Tflop/s": over(work.flops / TERA, seconds),
             "TB/s": over(work.bytes / TERA, seconds),
             "% of floor": over(100 * ceilings.floor_seconds(work), seconds),

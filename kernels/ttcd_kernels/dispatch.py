@@ -11,15 +11,15 @@ _LOG = logging.getLogger(__name__)
 
 
 class Unsupported(ValueError):
-    """The implementation a call names cannot take its operands on this machine."""
+    """Error of a call that names an implementation which cannot take its operands here."""
 
 
 class Candidate(NamedTuple):
-    """An implementation, and why it cannot take a call's operands here (None: it can)."""
+    """An implementation, and a reason why it cannot take a call's operands here (None: it can)."""
 
     run: Callable[..., Any]
     unsupported: Callable[..., str | None] = lambda *operands: None
-    is_automatic: bool = True  # may "auto" choose it
+    is_automatic: bool = True  # "auto" may choose it
 
 
 def choose(
@@ -30,7 +30,7 @@ def choose(
 
     Raises:
         Unsupported: the implementation named cannot take the operands. It never falls back.
-        ValueError: no such implementation.
+        ValueError: no candidate has this name.
     """
     if implementation == "auto":
         for name, candidate in candidates.items():

@@ -1,4 +1,4 @@
-"""The launch of a Triton kernel from JAX, and whether this machine can make one."""
+"""Launches of Triton kernels from JAX, and the checks that this machine can run them."""
 
 import contextlib
 import contextvars
@@ -25,7 +25,7 @@ def compiling_for(capability: int) -> Iterator[None]:
 
 
 def capability() -> int | None:
-    """The compute capability kernels are compiled for, as 90; None without a GPU."""
+    """The compute capability that kernels are compiled for, e.g. 90; None without a GPU."""
     chosen = _CAPABILITY.get()
     if chosen is not None:
         return chosen
@@ -36,27 +36,27 @@ def capability() -> int | None:
 
 def known_capability() -> int:
     """The compute capability of the GPU that `unavailable` found."""
-    found = capability()
-    assert found is not None
-    return found
+    gpu = capability()
+    assert gpu is not None
+    return gpu
 
 
 def unavailable() -> str | None:
-    """Why no Triton kernel can run on this machine; None if one can."""
+    """The reason why no Triton kernel can run on this machine; None if one can."""
     missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed (pip install 'ttcd-jax[gpu]')"
-    found = capability()
-    if found is None:
+    gpu = capability()
+    if gpu is None:
         return f"there is no GPU: the backend is {jax.default_backend()}"
-    if found < _OLDEST_GPU:
-        return f"the GPU has compute capability {found}, less than {_OLDEST_GPU}"
+    if gpu < _OLDEST_GPU:
+        return f"the GPU has compute capability {gpu}, less than {_OLDEST_GPU}"
     return None
 
 
 def unsupported(dtypes: Sequence[str], head_dims: Iterable[int] = (), **arrays: Any) -> str | None:
-    """Why no kernel can take the arrays, by name, on this machine: the head dimension of the first,
-    dtypes that differ or are not listed, no GPU. None if one can."""
+    """The reason why no kernel can take these arrays (by name) on this machine: the first's head
+    dimension, dtypes that differ or are not in `dtypes`, no GPU. None if one can."""
     head_dim = next(iter(arrays.values())).shape[-1]
     if head_dims and head_dim not in head_dims:
         return f"head dim {head_dim} is not one of {', '.join(map(str, head_dims))}"
@@ -82,7 +82,7 @@ def launch(
     a Python float would be 64 bit in the kernel.
 
     Raises:
-        TypeError: the kernel has other parameters.
+        TypeError: the arguments do not match the kernel's parameters.
     """
     try:
         kernel.signature.bind(*args, *out_shape, **constants)
@@ -104,7 +104,7 @@ def launch(
 
 
 class Compiled(NamedTuple):
-    """One kernel in machine code."""
+    """The resources of one kernel compiled to machine code."""
 
     name: str
     registers: int  # per thread

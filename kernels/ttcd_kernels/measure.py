@@ -1,5 +1,5 @@
-"""Tools of every benchmark, of kernels and of models: interleaved timing, compiled bytes, the
-machine and its ceilings, units."""
+"""Tools shared by the benchmarks of kernels and models: interleaved timing, bytes of compiled
+programs, the machine and its ceilings, units."""
 
 import functools
 import importlib.metadata
@@ -21,7 +21,7 @@ import numpy as np
 # results with the definition; aot: compiled for a GPU, not run.
 SetName = Literal["tiny", "cpu", "paper", "parity", "aot"]
 
-type Row = dict[str, Any]  # of a table: values by column
+type Row = dict[str, Any]  # a table's row: values by column
 MILLISECOND, MIB, TERA = 1e-3, 2**20, 1e12
 
 _MIN_SAMPLE_SECONDS = 0.02  # shorter programs are called several times per sample
@@ -35,7 +35,7 @@ def median_seconds[Name: Hashable](
     that a machine shared with others slows all of them alike."""
     calls = {}
     for name, program in programs.items():
-        first = _seconds(program, 1)  # the warm-up, too
+        first = _seconds(program, 1)  # also the warm-up
         calls[name] = min(max(math.ceil(_MIN_SAMPLE_SECONDS / first), 1), _MAX_CALLS)
     samples: dict[Name, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
@@ -50,13 +50,13 @@ FAILED = "failed: "
 
 
 def refusal(error: BaseException) -> str:
-    """A note in place of numbers."""
+    """The note that replaces the numbers of an implementation that refused."""
     lines = str(error).strip().splitlines() or [""]
     return f"{FAILED}{type(error).__name__}: {lines[0][:120]}"
 
 
 class Timed(NamedTuple):
-    """Median seconds and bytes of temporaries of a program, None where not measured, and why."""
+    """Median seconds and bytes of temporaries of a program, None where not measured: see `note`."""
 
     seconds: float | None = None
     temp_bytes: int | None = None
@@ -68,30 +68,30 @@ def timed[Name: Hashable](
     shapes: Sequence[jax.ShapeDtypeStruct],
     rounds: int,
 ) -> dict[Name, Timed]:
-    """Each program compiled, and timed on random operands if it fits."""
-    found, compiled, calls = {}, {}, {}
+    """Each program compiled, and timed on random operands if it fits in device memory."""
+    results, compiled, calls = {}, {}, {}
     for name, function in programs.items():
         try:
             program = jax.jit(function).lower(*shapes).compile()
         except REFUSALS as error:
-            found[name] = Timed(note=refusal(error))
+            results[name] = Timed(note=refusal(error))
             continue
         limit = usable_bytes()
         if needed_bytes(program) < limit:
             compiled[name], note = program, ""
         else:
             note = f"memory only: does not fit in {gibibytes(limit)}"
-        found[name] = Timed(temp_bytes=temp_bytes(program), note=note)
+        results[name] = Timed(temp_bytes=temp_bytes(program), note=note)
     arrays = operands(shapes) if compiled else []
     for name, program in compiled.items():
         try:
-            jax.block_until_ready(program(*arrays))  # a launch may be refused, too
+            jax.block_until_ready(program(*arrays))  # a launch may also be refused
             calls[name] = functools.partial(program, *arrays)
         except REFUSALS as error:
-            found[name] = found[name]._replace(note=refusal(error))
+            results[name] = results[name]._replace(note=refusal(error))
     for name, seconds in median_seconds(calls, rounds).items():
-        found[name] = found[name]._replace(seconds=seconds)
-    return found
+        results[name] = results[name]._replace(seconds=seconds)
+    return results
 
 
 class Work(NamedTuple):
@@ -102,7 +102,7 @@ class Work(NamedTuple):
 
 
 def programs(op: Any, case: Any) -> dict[tuple[str, str], Callable[..., Any]]:
-    """Programs of the operands by (direction, implementation): the forward, and of an op whose
+    """Functions of the operands by (direction, implementation): the forward and, for an op whose
     operands include cotangents, the forward with the gradients of the inputs."""
     makers = {"forward": forward}
     if len(op.operand_shapes(case)) > op.NUM_INPUTS:
@@ -127,7 +127,7 @@ def gradient(function: Callable[..., Any], num_inputs: int) -> Callable[..., Any
 
 
 class Ceilings(NamedTuple):
-    """The measured best of this device: a large matrix product, a copy."""
+    """The measured peak rates of this device: of a large matrix product, and of a copy."""
 
     flops_per_second: float
     bytes_per_second: float
@@ -137,8 +137,8 @@ class Ceilings(NamedTuple):
 
 
 def ceilings(rounds: int = 3) -> Ceilings:
-    """bfloat16 products of 8192 on an accelerator, float32 ones of 1024 on a CPU; random numbers,
-    since zeros run faster."""
+    """The ceilings by a bfloat16 product of size 8192 on an accelerator, a float32 one of size 1024
+    on a CPU; of random numbers, since zeros run faster."""
     is_cpu = jax.default_backend() == "cpu"
     size, dtype = (1024, jnp.float32) if is_cpu else (8192, jnp.bfloat16)
     matrix = jax.random.normal(jax.random.key(0), (size, size), dtype)
@@ -154,7 +154,7 @@ def three_documents(*shape: int) -> jax.Array:
 
 
 def operands(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """Random: zeros run faster on a GPU. Integers are zero."""
+    """Random arrays, since zeros run faster on a GPU; integer arrays are zero."""
     rng = np.random.default_rng(0)
     return [
         jnp.asarray(rng.standard_normal(shape.shape, np.float32), shape.dtype)
@@ -179,16 +179,16 @@ def temp_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
-    """Bytes of a run: arguments, results (donated ones count once) and temporaries."""
-    found = _bytes(compiled)
-    sizes = found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes
-    return sum(sizes) - found.alias_size_in_bytes
+    """Bytes of a run on the device: arguments, results (donated ones count once), temporaries."""
+    stats = _bytes(compiled)
+    sizes = stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.temp_size_in_bytes
+    return sum(sizes) - stats.alias_size_in_bytes
 
 
 def _bytes(compiled: jax.stages.Compiled) -> Any:
-    found = compiled.memory_analysis()
-    assert found is not None, "this backend's compiler reports no bytes"
-    return found
+    stats = compiled.memory_analysis()
+    assert stats is not None, "this backend's compiler reports no bytes"
+    return stats
 
 
 def usable_bytes() -> int:
@@ -222,8 +222,8 @@ def _commit() -> str | None:
 def _clocks() -> str | None:
     """Clocks and power limit of the GPU in use, as its driver reports them; None without one."""
     fields = "clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-    found = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
-    return None if found is None else f"{fields}: {found}"
+    values = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
+    return None if values is None else f"{fields}: {values}"
 
 
 def _output(*command: str) -> str | None:
@@ -240,5 +240,5 @@ def gibibytes(count: int) -> str:
 
 
 def over(value: float | None, unit: float | None) -> float | None:
-    """The value in that unit, or over a baseline; None where one of them was not measured."""
+    """The value in this unit, or relative to a baseline; None where either was not measured."""
     return None if value is None or unit is None else value / unit

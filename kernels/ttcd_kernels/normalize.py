@@ -1,5 +1,5 @@
-"""Normalisation of keys, x / max(|x|, 1e-6), with a chosen gradient at zero: of the kernels and of
-layers that need none."""
+"""L2 normalisation of keys, x / max(|x|, 1e-6), with a chosen gradient at zero, for the kernels and
+for layers without one."""
 
 import functools
 from typing import cast
@@ -28,7 +28,7 @@ def _l2_normalize(x: jax.Array, zero_slope: float) -> jax.Array:
 
 
 def _normalize(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(unit vector, 1 / length, is the length above the smallest), float32 or wider."""
+    """(unit vector, 1 / max(|x|, 1e-6), whether |x| > 1e-6), in float32 or wider."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     norm = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
     scale = 1 / jnp.maximum(norm, NORM_EPS)

@@ -1,4 +1,4 @@
-"""How far the implementations of an op are from XLA's in float64."""
+"""Errors of the implementations of an op, measured against XLA's in float64."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ import numpy as np
 from ttcd_kernels import measure
 from ttcd_kernels.measure import Row
 
-BASELINE = "xla"  # the implementation, by name, whose results and times others are compared with
+BASELINE = "xla"  # name of the implementation that results and times are compared with
 
 
 def compare(op: Any, case: Any) -> list[Row]:
-    """Each implementation whose results have the baseline's form, on random operands: the worst of
-    its results and, of a differentiable op, gradients.
+    """A row per implementation whose results have the baseline's structure, on random operands:
+    the worst over its results and, for a differentiable op, its gradients.
 
-    `% equal`: elements that are the baseline's, rounded to the dtype; `ulp (99 %)`: 99 % of the
-    elements are within so many units in the last place; `max rel. error`: the largest difference
-    over the largest magnitude.
+    `% equal`: elements equal to the baseline's rounded to the dtype; `ulp (99 %)`: the units in the
+    last place that 99 % of the elements are within; `max rel. error`: the largest difference over
+    the largest magnitude.
     """
     arrays = measure.operands(op.operand_shapes(case))
     programs = measure.programs(op, case)
@@ -30,13 +30,13 @@ def compare(op: Any, case: Any) -> list[Row]:
             continue
         numbers, note = (None, None, None), ""
         try:
-            found = jax.device_get(jax.jit(function)(*arrays))
+            actual = jax.device_get(jax.jit(function)(*arrays))
         except measure.REFUSALS as error:
             note = measure.refusal(error)
         else:
-            if jax.tree.structure(found) != jax.tree.structure(expected):
+            if jax.tree.structure(actual) != jax.tree.structure(expected):
                 continue
-            pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+            pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
             equal, ulp, error = zip(*(distance(x, y) for x, y in pairs), strict=True)
             numbers = 100 * min(equal), max(ulp), max(error)
         row = {"case": case.name, "dtype": case.dtype, "pass": direction, "implementation": name}
@@ -55,7 +55,7 @@ def _in_float64(function: Any, arrays: list[jax.Array]) -> Any:
 
 
 def distance(found: np.ndarray, expected: np.ndarray) -> tuple[float, float, float]:
-    """(share of equal elements, ulp of 99 %, largest relative error) of `found` in its dtype."""
+    """(share of equal elements, ulp of 99 %, largest relative error) of `found`, in its dtype."""
     ulp = ulps(found, expected)
     error = relative_error(found, expected)
     return float((ulp == 0).mean()), float(np.quantile(ulp, 0.99)), error
@@ -69,7 +69,7 @@ def ulps(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference over the largest magnitude; against zeros the plain difference."""
+    """The largest difference over the largest magnitude; if only zeros are expected, undivided."""
     found, expected = (x.astype(np.float64) for x in (found, expected))
     return float(np.abs(found - expected).max() / (np.abs(expected).max() or 1.0))
 

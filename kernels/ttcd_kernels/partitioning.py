@@ -20,7 +20,7 @@ def everywhere(
     **sizes: int,
 ) -> Any:
     """`function(*arrays)` under vmap and on a mesh. `kinds` has a letter for every array,
-    "QKK -> Q", and `axes` the names of each kind's as Shardy has them, "b t (k g) h".
+    as in "QKK -> Q"; `axes` names the axes of each kind in Shardy's notation, "b t (k g) h".
 
     Arrays may be sharded along every axis but those in `whole` (in the order in which they are
     first named), which are gathered first; `sizes` gives the parts of compound axes, which are
@@ -32,10 +32,10 @@ def everywhere(
     names = [_names(array) for side in sides for array in side]
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        # Arrays may arrive sharded otherwise, along `whole` axes too: the rule moves nothing.
+        # Arrays may arrive with other shardings, even along `whole`: the rule moves no data.
         leaves, structure = jax.tree.flatten((arguments, results))
-        found = _axes_by_name(zip(leaves, names, strict=True), whole)
-        specs = [PartitionSpec(*map(found.get, array)) for array in names]
+        mesh_axes = _axes_by_name(zip(leaves, names, strict=True), whole)
+        specs = [PartitionSpec(*map(mesh_axes.get, array)) for array in names]
         shardings = [NamedSharding(mesh, spec) for spec in specs]
         arguments, results = jax.tree.unflatten(structure, shardings)
         return mesh, function, results, arguments
@@ -47,22 +47,22 @@ def everywhere(
 
 
 def _names(array: str) -> list[str]:
-    """One per axis; of a compound axis the first."""
+    """The name of each axis; of a compound axis, that of its first part."""
     return [name.strip("()").split()[0] for name in re.findall(r"\([^)]*\)|\w+", array)]
 
 
 def _axes_by_name(arrays: Iterable[tuple[Any, list[str]]], whole: Sequence[str]) -> dict[str, Any]:
     """The mesh axes that shard each axis of the rule, as in the first array sharded along it; a
     mesh axis shards one of them only."""
-    found: dict[str, Any] = {}
+    mesh_axes: dict[str, Any] = {}
     taken: set[str] = set()
     for array, names in arrays:
         for name, axis in zip(names, array.sharding.spec, strict=False):
             parts = set(axis if isinstance(axis, tuple) else (axis,))
-            if axis and name not in whole and name not in found and not taken & parts:
-                found[name] = axis
+            if axis and name not in whole and name not in mesh_axes and not taken & parts:
+                mesh_axes[name] = axis
                 taken |= parts
-    return found
+    return mesh_axes
 
 
 def folds_batch(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Tables of commands and pages: the text of every cell, and columns for a terminal."""
+"""Tables for commands and pages: the text of every cell, and aligned columns for a terminal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,9 +1,9 @@
-"""Times the Triton kernels of an op with other tiles than the table's, to be written into its
+"""Times the Triton kernels of an op with candidate tiles, of which the fastest belong in its
 `tuning.py`.
 
     python -m ttcd_kernels.tune [--op dual_window] [--shapes paper] [--case NAME ...] [--json FILE]
 
-One kernel is varied at a time, the others as the table has them; candidates take turns. Tiles that
+One kernel is varied at a time, the others keep the table's tiles; candidates take turns. Tiles that
 do not compile (too many registers, too much shared memory) are noted. Needs the GPU it tunes for.
 """
 
@@ -30,8 +30,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def tuned(op: Any, case: Any) -> list[Row]:
-    """Every candidate of every kernel, the fastest first; the table's is among them. Times are of
-    the whole pass: a backward kernel's with its forward."""
+    """Table rows of every candidate of every kernel, the fastest first, the table's tile included.
+    Times are of the whole pass: a backward kernel's include the forward."""
     rows, tuning = [], op.tuning(case)
     for kernel, best in tuning._asdict().items():
         make = measure.gradient if kernel.startswith("backward") else measure.forward
@@ -39,10 +39,10 @@ def tuned(op: Any, case: Any) -> list[Row]:
             tile: make(op.with_tuning(case, tuning._replace(**{kernel: tile})), op.NUM_INPUTS)
             for tile in dict.fromkeys((best, *op.CANDIDATES[kernel]))
         }
-        found = measure.timed(programs, op.operand_shapes(case), case.rounds)
-        base = found[best].seconds
-        for tile in sorted(found, key=lambda tile: found[tile].seconds or float("inf")):
-            seconds, _, note = found[tile]
+        timings = measure.timed(programs, op.operand_shapes(case), case.rounds)
+        base = timings[best].seconds
+        for tile in sorted(timings, key=lambda tile: timings[tile].seconds or float("inf")):
+            seconds, _, note = timings[tile]
             row = {"case": case.name, "kernel": kernel, "tile": str(tuple(tile))}
             row |= {"time ms": over(seconds, MILLISECOND), "/ table": over(seconds, base)}
             rows.append(row | {"note": note or "the table's" * (tile == best)})

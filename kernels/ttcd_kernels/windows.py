@@ -1,4 +1,4 @@
-"""Two sliding windows of attention over the same keys."""
+"""The two sliding windows of an attention call over the same keys."""
 
 from typing import NamedTuple, Self
 
@@ -26,7 +26,7 @@ def checked(teacher: int, student: int, scale: float | None, head_dim: int) -> W
     """The windows of a call; `scale` defaults to head_dim**-0.5.
 
     Raises:
-        ValueError: a window without the query, or a student's that is the wider one.
+        ValueError: a window is below 1, or the student's is wider than the teacher's.
     """
     for name, window in (("teacher_window", teacher), ("student_window", student)):
         if window < 1:

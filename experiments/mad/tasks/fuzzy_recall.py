@@ -3,7 +3,7 @@
 Ids: key tokens, value tokens, and the last id pads. Training draws a key's length from
 1 .. k_motif_size, the test takes the longest; a value's length is always drawn from
 1 .. v_motif_size. One pair, the probe, is drawn first, inserted at the first pair from a drawn
-position on unless its key was drawn before, and asked for at the end (seldom the pairs end before
+position on unless its key was drawn before, and asked for at the end (rarely the pairs end before
 that position: then the probe was never presented). Rows are padded on the left. Masked targets are
 the values of keys presented before, and the probe's at the end.
 """

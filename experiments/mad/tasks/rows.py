@@ -22,7 +22,7 @@ def shifted(x: np.ndarray, t: np.ndarray, is_training: bool) -> Rows:
 
 
 class Draws:
-    """The streams of a data set in the bits of the published generators, which training rows begin
+    """The random streams of a data set, bit-equal to the published ones, which training rows begin
     and test rows continue: `generator` is `default_rng(seed)`, `legacy` numpy's global state after
     `seed(seed)`."""
 

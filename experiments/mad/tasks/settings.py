@@ -19,7 +19,7 @@ TASKS: tuple[TaskName, ...] = get_args(TaskName)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MADConfig(Config):
-    """A task and its sizes, with the published defaults; sizes of other tasks stay as they are.
+    """A task and its sizes, with the published defaults; sizes of other tasks keep theirs.
 
     Every recall is multi-query: the value of each key that appeared before is asked for, not that
     of the last alone.
@@ -42,7 +42,7 @@ class MADConfig(Config):
 
 
 class Setting(NamedTuple):
-    """A task at one size. `name` is "default" or the change, as "seq_len=256"."""
+    """A task at one size. `name` is "default" or the change, e.g. "seq_len=256"."""
 
     name: str
     config: MADConfig

@@ -1,5 +1,5 @@
-"""Decode attention as it is measured and compiled ahead of time: its shapes, its own forms, and
-JAX's attention once for each window."""
+"""Cases of decode attention for `bench`, `tune` and `aot`: shapes, its implementations, and JAX's
+attention called once per window."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from ttcd_kernels.measure import SetName, Work
 from ttcd_kernels.windows import Results, Windows
 
 NUM_INPUTS = 3
-PEERS = ("jax.nn",)  # names of foreign implementations begin so: they may refuse a shape
+PEERS = ("jax.nn",)  # name prefixes of foreign implementations, which may refuse a shape
 
 
 class Case(NamedTuple):
@@ -82,17 +82,17 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
         attend: Any = functools.partial(decode_attention, **windows, implementation=implementation)
         return lambda *arrays: attend(*arrays, case.positions)
 
-    found = {"xla": dual("xla")}
+    functions = {"xla": dual("xla")}
     operands: Any = operand_shapes(case)
     if triton_call.unsupported(*operands) is None:
-        found["triton"] = dual("triton")
-    return found | {"jax.nn twice": functools.partial(_stock, case)}
+        functions["triton"] = dual("triton")
+    return functions | {"jax.nn twice": functools.partial(_stock, case)}
 
 
 def _stock(
     case: Case, q: jax.Array, k_cache: jax.Array, v_cache: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One masked call per window."""
+    """JAX's attention, one masked call per window."""
 
     def attend(window: int) -> jax.Array:
         visible = visible_slots(case.positions, k_cache.shape[1], window)
@@ -116,8 +116,8 @@ def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Results]:
 
 
 def work(case: Case, direction: str) -> Work:
-    """Both products of each head with the teacher's window; its keys and values once, q, and both
-    outputs."""
+    """Both products of each head over the teacher's window; its keys and values, q and both
+    outputs moved once."""
     assert direction == "forward", direction
     rows = case.batch * case.num_heads * case.head_dim
     keys = case.batch * case.teacher_window * case.num_kv_heads * case.head_dim

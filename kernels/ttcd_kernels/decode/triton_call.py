@@ -16,7 +16,7 @@ _SMALLEST_GROUP, _LARGEST_GROUP = 16, 64  # rows of a matrix product; accumulato
 
 
 def unsupported(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | None:
-    """Why the kernel cannot take these arrays on this machine; None if it can."""
+    """The reason why the kernel cannot take these arrays on this machine; None if it can."""
     group = q.shape[1] // k_cache.shape[2]
     if group > _LARGEST_GROUP:
         return f"{group} query heads per kv head are more than {_LARGEST_GROUP}"

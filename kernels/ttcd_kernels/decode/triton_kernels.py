@@ -1,16 +1,16 @@
 """Decode attention as a Triton kernel.
 
-A key counts by its distance d from the query: the near band (d < w_S) is the student's window, with
+Keys are ordered by distance d from the query: the near band (d < w_S) is the student's window, with
 the far band (w_S <= d < w_T) it is the teacher's. A program takes a slice of one band, for the
-query heads of one kv head, in tiles of keys by rising distance. A tile never holds two bands, each
-key is read once, and no key outside the window or never written.
+query heads of one kv head, in tiles of keys by rising distance. A tile never holds two bands;
+each key is read once, and keys outside the window or never written are not read.
 
 In base 2, with s = q k^T scale log2(e), a tile updates the softmax state
 
     m' = max(m, max s),  l' = l 2^(m - m') + sum 2^(s - m'),  acc' = acc 2^(m - m') + 2^(s - m') v
 
 whose result, acc / l with lse = (m + log2 l) ln 2, is the slice's share of both windows (of the
-teacher's alone in the far band). Slices are put together outside.
+teacher's alone in the far band). The slices are merged outside the kernel.
 
 Arrays are contiguous: q [B, N, H]; caches [B, W, K, H]; shares [slices, B, N, H] and
 [slices, B, N]. Offsets are 64 bit: caches may pass 2^31 elements.

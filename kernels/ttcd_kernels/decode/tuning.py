@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """The kernel's: keys per tile, warps, software pipeline depth, programs that fill the GPU."""
+    """The kernel's tile: keys, warps, software pipeline depth, and programs that fill the GPU."""
 
     block_n: int
     num_warps: int
@@ -31,7 +31,7 @@ TABLE: dict[tuple[int, int], Tile] = {
 }
 HEAD_DIMS = (32, 64, 128)
 
-# Tried by `ttcd_kernels.tune` besides the table's.
+# Tried by `ttcd_kernels.tune`, alongside the table's.
 CANDIDATES = {
     "decode_attention": tuple(
         Tile(block_n, num_warps, num_stages, num_programs)
@@ -63,7 +63,7 @@ class Slices(NamedTuple):
 
 def slices_for(tile: Tile, batch_kv_heads: int, teacher_window: int, student_window: int) -> Slices:
     """The shortest slices, in whole tiles, that make at most `num_programs` programs; one slice per
-    band where that is more already."""
+    band where that already makes more."""
     far_window = teacher_window - student_window
     keys = tile.block_n
     while True:

@@ -1,6 +1,6 @@
 """Decode attention in XLA: one masked score matrix, both windows' weights in one product with V.
 
-Products are multiplications and sums: on a CPU a matrix product first transposes the cache, whose
+Products are elementwise, then summed: on a CPU a matrix product first transposes the cache, whose
 slots hold all heads. (Two cores, float32, B 4, W 2048, 24 heads of 64: 36 ms and 3 MiB of
 temporaries against 127 ms and 97 MiB.)
 """
@@ -12,7 +12,7 @@ from ttcd_kernels.windows import Results, Windows
 
 
 def visible_slots(position: jax.Array, num_slots: int, window: int) -> jax.Array:
-    """[B, W]: which slots hold one of the last `window` positions."""
+    """[B, W]: whether a slot holds one of the last `window` positions."""
     distance = (position[:, None] - jnp.arange(num_slots)) % num_slots
     return (distance < window) & (distance <= position[:, None])
 

@@ -42,16 +42,16 @@ def dual_window_attention_with_lse(
 
     `scale` defaults to H**-0.5. Query head n reads kv head n // (N / K). Log-sum-exps are float32
     (float64 for float64 inputs). Differentiable in q, k, v through all four results, at five matrix
-    products per key pair of the teacher's window (seven in Triton: two kernels without atomics).
+    products per query-key pair of the teacher's window (seven in Triton: two kernels, no atomics).
     `implementation`:
 
         triton  a fused kernel: one sweep, GPUs of compute capability 8.0 and up, head dims 32, 64,
                 128
         mosaic  the same sweep for Hopper alone (wgmma, TMA), backward by Triton; 16-bit operands,
                 head dims 64, 128, no documents, scale > 0
-        lse     two single-window calls (cuDNN's where it can) joined by their log-sum-exps; no
+        lse     two single-window calls (cuDNN's where possible) joined by their log-sum-exps; no
                 documents
-        xla     blocks of queries, O(T * window) bytes, everywhere
+        xla     blocks of queries, O(T * window) bytes, on any device
         auto    triton where it can run, else xla
 
     Raises:
@@ -69,7 +69,7 @@ def dual_window_attention_with_lse(
 
 
 class Options(TypedDict, total=False):
-    """Options of every call, as in `dual_window_attention_with_lse`."""
+    """Options shared by all calls, as in `dual_window_attention_with_lse`."""
 
     segment_ids: Int[Array, "B S"] | None
     scale: float | None

@@ -1,5 +1,5 @@
-"""Dual-window attention as it is measured and compiled ahead of time: its shapes, its own forms,
-two single-window calls and, on a GPU, cuDNN and (where it is installed) tokamax."""
+"""Cases of dual-window attention for `bench`, `tune` and `aot`: shapes, its implementations, two
+single-window calls and, on a GPU, cuDNN and (where it is installed) tokamax."""
 
 import functools
 import importlib.util
@@ -17,7 +17,7 @@ from ttcd_kernels.measure import SetName, Work
 from ttcd_kernels.windows import Windows
 
 NUM_INPUTS = 3
-PEERS = ("cudnn", "tokamax")  # names of foreign implementations begin so: they may refuse a shape
+PEERS = ("cudnn", "tokamax")  # name prefixes of foreign implementations, which may refuse a shape
 
 
 class Case(NamedTuple):
@@ -87,8 +87,8 @@ def operand_shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
 
 
 def work(case: Case, direction: str) -> Work:
-    """Two matrix products per key pair of the teacher's window, seven with the gradients; every
-    array once."""
+    """Two matrix products per query-key pair of the teacher's window, seven with the gradients;
+    every array moved once."""
     window = case.windows.within(case.length).teacher
     pairs = window * case.length - window * (window - 1) // 2
     products = {"forward": 2, "fwd + bwd": 7}[direction]
@@ -109,7 +109,7 @@ def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Any]:
 
 
 def implementations(case: Case) -> dict[str, Callable[..., Any]]:
-    """(q, k, v) -> (teacher, student); peers that do one window only return a tuple of one."""
+    """(q, k, v) -> (teacher, student); peers with one window return a tuple of one."""
     windows = case.teacher_window, case.student_window
     ids = measure.three_documents(case.batch, case.length) if case.has_documents else None
 
@@ -122,31 +122,31 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
         options: Any = {"segment_ids": ids, "implementation": implementation}
         return lambda *qkv: tuple(window_attention(*qkv, window=w, **options) for w in windows)
 
-    found = {"xla": dual("xla"), "xla two calls": single("xla", *windows)}
+    functions = {"xla": dual("xla"), "xla two calls": single("xla", *windows)}
     qkv: Any = operand_shapes(case)[:3]
     if triton_call.unsupported(*qkv) is None:
-        found |= {"triton": dual("triton"), "triton teacher": single("triton", windows[0])}
-    if case.has_documents:  # nothing below knows them
-        return found
+        functions |= {"triton": dual("triton"), "triton teacher": single("triton", windows[0])}
+    if case.has_documents:  # nothing below supports them
+        return functions
     if jax.default_backend() != "gpu":
-        return found | {"lse": dual("lse")}
+        return functions | {"lse": dual("lse")}
     if triton_call.unsupported(*qkv) is None:
-        found["lse triton"] = _lse(case, lse.of_own(triton_call.dual_window))
+        functions["lse triton"] = _lse(case, lse.of_own(triton_call.dual_window))
     if mosaic_call.unsupported(*qkv) is None:
-        found["mosaic"] = dual("mosaic")
+        functions["mosaic"] = dual("mosaic")
     if cudnn.unsupported(*qkv) is None:
-        found |= {
+        functions |= {
             "lse cudnn": _lse(case, cudnn.attend),
             "cudnn teacher": _stock(jax.nn.dot_product_attention, "cudnn", windows[0]),
             "cudnn both": _stock(jax.nn.dot_product_attention, "cudnn", *windows),
         }
     if importlib.util.find_spec("tokamax") is not None:
         tokamax = importlib.import_module("tokamax")
-        found |= {
+        functions |= {
             "tokamax teacher": _stock(tokamax.dot_product_attention, "mosaic", windows[0]),
             "tokamax both": _stock(tokamax.dot_product_attention, "mosaic", *windows),
         }
-    return found
+    return functions
 
 
 def _lse(case: Case, attend: lse.SingleWindow) -> Callable[..., Any]:
@@ -156,7 +156,7 @@ def _lse(case: Case, attend: lse.SingleWindow) -> Callable[..., Any]:
 def _stock(
     attention: Callable[..., Any], implementation: str, *windows: int | None
 ) -> Callable[..., Any]:
-    """One call per window, with gradients of their own."""
+    """A stock attention called once per window, each call with its own gradient."""
     attend = functools.partial(attention, is_causal=True, implementation=implementation)
     sizes = [None if window is None else (window - 1, 0) for window in windows]
     return lambda *qkv: tuple(attend(*qkv, local_window_size=size) for size in sizes)

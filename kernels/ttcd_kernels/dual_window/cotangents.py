@@ -6,7 +6,7 @@ gradients pass through one set of weights:
     near:  dS = P_S * ((dO_S + rho dO_T) V^T - (D_S + rho D_T)),     dV += P_S^T (dO_S + rho dO_T)
     far:   dS = P_T * (dO_T V^T - D_T),                              dV += P_T^T dO_T
 
-with D = rowsum(dO * O) - d_lse: five matrix products for each key pair of the teacher's window.
+with D = rowsum(dO * O) - d_lse: five matrix products per query-key pair of the teacher's window.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from ttcd_kernels.windows import Results
 
 
 class Residuals(NamedTuple):
-    """Operands and results, for the backward; it computes the scores again."""
+    """Operands and results saved for the backward, which recomputes the scores."""
 
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
@@ -67,7 +67,7 @@ class BandCotangents(NamedTuple):
 
 
 def by_band(saved: Residuals, cotangents: Results) -> BandCotangents:
-    """From the cotangents of the four results. The near band's dO is rounded to q's dtype once."""
+    """The operands of each band from the results' cotangents. The near dO is rounded once."""
     d_teacher, d_student, d_teacher_lse, d_student_lse = cotangents
     state = saved.teacher_lse.dtype
 

@@ -15,12 +15,12 @@ _MAX_HEAD_DIM = {80: 128, 90: 256}  # by compute capability
 
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
-    """Why cuDNN cannot take these arrays on this machine; None if it can."""
+    """The reason why cuDNN cannot take these arrays on this machine; None if it can."""
     reason = launch.unsupported(("bfloat16", "float16"), q=q, k=k, v=v)
-    found = launch.capability()
-    if reason is not None or found is None:
+    gpu = launch.capability()
+    if reason is not None or gpu is None:
         return reason
-    widest = _MAX_HEAD_DIM[max(known for known in _MAX_HEAD_DIM if known <= found)]
+    widest = _MAX_HEAD_DIM[max(known for known in _MAX_HEAD_DIM if known <= gpu)]
     if q.shape[-1] % 8 or q.shape[-1] > widest:
         return f"head dim {q.shape[-1]} is not a multiple of 8 up to {widest}"
     return None

@@ -7,7 +7,7 @@ w_S positions back. With the student's window it adds up to the teacher's:
     L_T = log(e^L_S + e^L_F),            o_T = e^(L_S - L_T) o_S + e^(L_F - L_T) o_F
 
 so both outputs cost the products of the teacher's window alone. The gradients are the fused ones
-(`triton_call.gradients`): stock ones do both windows and drop the log-sum-exps' cotangents.
+(`triton_call.gradients`): stock ones take both windows and drop the log-sum-exps' cotangents.
 """
 
 import functools
@@ -49,7 +49,7 @@ def best_single_window(q: jax.Array, k: jax.Array, v: jax.Array) -> SingleWindow
 
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any = None) -> str | None:
-    """Why the form cannot take these arrays; None if it can."""
+    """The reason why this implementation cannot take these arrays; None if it can."""
     return None if segment_ids is None else "documents (segment_ids) are not supported"
 
 
@@ -74,8 +74,8 @@ def dual_window(
     windows: Windows,
     attend: SingleWindow | None = None,
 ) -> Results:
-    """All four results of the call, without documents; differentiable. `attend`, the best one here
-    unless given, is called twice and need not be so."""
+    """All four results of the call, without documents; differentiable. `attend` is called
+    twice and need not be differentiable; the default is `best_single_window`."""
     forward = functools.partial(_forward, best_single_window(q, k, v) if attend is None else attend)
     windows = windows.within(k.shape[1])
     return with_gradients(forward, triton_call.gradients, windows, q, k, v, segment_ids)
@@ -86,7 +86,7 @@ def _forward(
 ) -> Results:
     teacher_window, student_window, scale = windows
     student, student_lse = attend(q, k, v, student_window, scale)
-    # Queries with a far band, and the keys it may reach.
+    # The queries that have a far band, and the keys that it may reach.
     num_keys = k.shape[1] - student_window
     num_rows = min(q.shape[1], num_keys)
     if teacher_window == student_window or num_rows <= 0:
@@ -99,7 +99,7 @@ def _forward(
     )
 
     def whole(rows: jax.Array, near: jax.Array) -> jax.Array:
-        """Rows without a far band see what the student sees."""
+        """All rows of the teacher: those without a far band equal the student's."""
         return jnp.concatenate([near[:, :-num_rows], rows.astype(near.dtype)], axis=1)
 
     return whole(teacher, student), student, whole(teacher_lse, student_lse), student_lse

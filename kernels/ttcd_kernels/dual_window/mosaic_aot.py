@@ -1,8 +1,8 @@
 """Compiles the Mosaic kernel for Hopper ahead of time, down to machine code, without a GPU.
 
 The counterpart of `ttcd_kernels.aot`. The compiler is part of JAX's CUDA plugin, which `make
-.venv/hopper` installs (without NVIDIA's libraries) outside the environment, where it would warn of
-the missing GPU at every `import jax`. It compiles for a described GPU in a separate process and
+.venv/hopper` installs (without NVIDIA's libraries) outside the environment: inside, it would warn
+of the missing GPU at every `import jax`. It compiles for a described GPU in a separate process and
 reports through the variables MOSAIC_GPU_DUMP_*.
 """
 
@@ -43,11 +43,11 @@ platform_name: "CUDA"
 
 
 def unavailable() -> str | None:
-    """Why the kernel cannot be compiled here; None if it can."""
+    """The reason why the kernel cannot be compiled here; None if it can."""
     plugins = importlib.util.find_spec("jax_plugins")
-    places = [] if plugins is None else list(plugins.submodule_search_locations or [])
-    places.append(str(_COMPILER / "jax_plugins"))
-    if any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(places)):
+    folders = [] if plugins is None else list(plugins.submodule_search_locations or [])
+    folders.append(str(_COMPILER / "jax_plugins"))
+    if any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(folders)):
         return None
     return "JAX's CUDA plugin is not installed: make .venv/hopper"
 
@@ -60,27 +60,27 @@ def compile_mosaic(head_dim: int) -> Compiled:
     machine["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     program = f"from {__name__} import compile_here; compile_here({head_dim})"
     command, env = [sys.executable, "-c", program], os.environ | dumps | machine
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"compiling for head dim {head_dim} failed: {done.stderr[-3000:]}")
+    process = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(f"compiling for head dim {head_dim} failed: {process.stderr[-3000:]}")
 
     def numbers(pattern: str) -> Sequence[int]:
-        found = re.findall(pattern, done.stdout)
-        assert found, (pattern, done.stdout[-3000:])
-        return [int(x) for x in found]
+        matches = re.findall(pattern, process.stdout)
+        assert matches, (pattern, process.stdout[-3000:])
+        return [int(x) for x in matches]
 
-    name = re.findall(r"Compiling entry function '(\w+)' for 'sm_90a'", done.stdout)[0]
+    name = re.findall(r"Compiling entry function '(\w+)' for 'sm_90a'", process.stdout)[0]
     return Compiled(
         name,
         numbers(r"Used (\d+) registers")[0],
         sum(numbers(r"(\d+) bytes spill (?:stores|loads)")[:2]),
         numbers(r"smem_scratch_bytes=(\d+)")[0],
-        done.stdout.count("wgmma.mma_async"),
+        process.stdout.count("wgmma.mma_async"),
     )
 
 
 def compile_here(head_dim: int) -> None:
-    """Compiles in this process, whose output are the compiler's dumps."""
+    """Compiles in this process, which prints the compiler's dumps."""
     from jax.experimental import topologies
 
     facts = {"platform": "cuda", "target_config": _HOPPER, "topology": "1x1x1"}

@@ -18,7 +18,7 @@ CAPABILITY = 90  # wgmma exists on Hopper only
 def unsupported(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None = None
 ) -> str | None:
-    """Why the kernel cannot take these arrays on this machine; None if it can."""
+    """The reason why the kernel cannot take these arrays on this machine; None if it can."""
     if segment_ids is not None:
         return "documents (segment_ids) are not supported"
     reason = launch.unsupported(_DTYPES, MOSAIC_TILES, q=q, k=k, v=v)
@@ -34,7 +34,7 @@ def unsupported(
 
 
 def _toolkit() -> int | None:
-    """The version of CUDA, as 12090; None without a GPU."""
+    """The version of CUDA, e.g. 12090; None without a GPU."""
     if jax.default_backend() != "gpu":
         return None
     from jax._src.lib import cuda_versions
@@ -49,7 +49,7 @@ def dual_window(
     """All four results of the call, for operands that are not `unsupported`; differentiable.
 
     Raises:
-        ValueError: scale is not above 0.
+        ValueError: `scale` is not above 0.
     """
     if windows.scale <= 0:  # the largest score is found before scaling
         raise ValueError(
@@ -59,7 +59,7 @@ def dual_window(
 
 
 def _forward(windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> Results:
-    """Under vmap and on a mesh too."""
+    """The forward, also under vmap and on a mesh."""
 
     def run(windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array) -> Results:
         # Without the defaults, which JAX's partitioner would take for operands.
@@ -77,8 +77,8 @@ def launch_forward(
     interpret: Any = False,
 ) -> Results:
     """One launch, without gradients. Queries and keys are padded to the whole tiles that the kernel
-    copies: no query sees the keys after the last. `interpret`, an instance of
-    `mosaic_gpu.InterpretGPUParams`, runs it on a CPU (of three threads at least, or it hangs)."""
+    copies: no query sees a key of the padding. `interpret`, an instance of
+    `mosaic_gpu.InterpretGPUParams`, runs it on a CPU (of at least three threads, or it hangs)."""
     from ttcd_kernels.dual_window.mosaic_kernel import Facts, dual_window_forward
 
     T, S = q.shape[1], k.shape[1]

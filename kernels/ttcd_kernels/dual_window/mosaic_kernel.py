@@ -4,10 +4,10 @@ specialised warpgroups.
 The algorithm is that of `triton_kernels.dual_window_forward`: key tiles from the diagonal outward
 update one softmax state, which after the near band (distance < w_S) is the student's result and
 after the far band (w_S <= distance < w_T) the teacher's. Tiles that the student's edge cuts are
-visited twice, once for each band. A block of three warpgroups makes one query tile of one head:
+visited twice, once for each band. A block of three warpgroups computes one query tile of one head:
 
 *two compute warpgroups* own half of its queries each and take turns: while one multiplies, the
-other is in its softmax. They meet twice a tile,
+other is in its softmax. They meet twice per tile,
 
     scores of a tile started - meet - softmax - meet - its values multiplied - next tile
 
@@ -54,7 +54,7 @@ class Facts(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """Key tiles of a band: all pairs of the inner ones are in it, in the others some may be out.
+    """Key tiles of a band: every pair of the inner ones is in it; the others are masked.
     The sweep takes them from `stop - 1` down to `start`."""
 
     start: jax.Array
@@ -186,7 +186,7 @@ class _Block:
             plgpu.barrier_wait(at["k_free"].at[self._slot(step)])
             plgpu.barrier_wait(at["v_free"].at[self._slot(step)])
 
-        _loop(self.num_steps - filled, self.num_steps, drain)  # every arrival is awaited
+        _loop(self.num_steps - filled, self.num_steps, drain)  # so that every arrival is awaited
 
     # The compute warpgroups.
 
@@ -276,8 +276,8 @@ class _Block:
         return lax.fori_loop(0, stop - start, attend, state)
 
     def _scores(self, slot: jax.Array) -> jax.Array:
-        """q k^T of one tile [rows, block_kv], unscaled; the other warpgroup's turn begins when it
-        is started."""
+        """q k^T of one tile [rows, block_kv], unscaled; once the product has started, the other
+        warpgroup takes its turn."""
 
         def product(acc: Any) -> jax.Array:
             q, k = self.scratch["q_smem"].at[self.warpgroup], self.scratch["k_smem"].at[slot]
@@ -302,7 +302,7 @@ class _Block:
 
             return cast(jax.Array, pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc)))
 
-        # The interpreter neither carries an accumulator nor multiplies out of registers.
+        # The interpreter neither carries an accumulator nor multiplies from registers.
         staged = self.scratch["weight_smem"].at[self.warpgroup]
         staged[...] = weight
         plgpu.commit_smem()
@@ -316,11 +316,11 @@ class _Block:
         return acc
 
     def _write(self, state: _State, out: Any, lse: Any) -> None:
-        """The state as a result, through shared memory."""
+        """Writes the state as out and lse, through shared memory."""
         peak, total, acc = state
         out_smem = self.scratch["out_smem"].at[self.warpgroup]
         lse_smem = self.scratch["lse_smem"].at[self.warpgroup]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the student's may still be read
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the student's copy may still read it
         out_smem[...] = (acc * _by_row(1.0 / total, acc.shape)).astype(out.dtype)
         lse_smem[...] = peak * _LN2 + jnp.log(total)
         plgpu.commit_smem()

@@ -23,7 +23,7 @@ class _Shape(NamedTuple):
 
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> str | None:
-    """Why the kernels cannot take these arrays on this machine; None if they can."""
+    """The reason why the kernels cannot take these arrays on this machine; None if they can."""
     return launch.unsupported(launch.DTYPES, HEAD_DIMS, q=q, k=k, v=v)
 
 
@@ -42,8 +42,8 @@ def dual_window(
 
 
 def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
-    """dq, dk, dv from the cotangents of the four results, whoever computed the results: by the
-    kernels, or in XLA where they cannot run."""
+    """dq, dk, dv from the cotangents of the four results, whichever implementation computed these:
+    by the kernels, or in XLA where they cannot run."""
     if unsupported(saved.q, saved.k, saved.v) is not None:
         return xla.gradients(windows, saved, cotangents)
     return _backward(_shape(windows, saved.q, saved.k), saved, cotangents)
@@ -106,8 +106,8 @@ def _launch_forward(
 
 
 def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
-    """`arrays` are q, k, v, ids, and of the near and the far band dO [B, T, N, H], D and lse [B, T,
-    N]."""
+    """dq, dk, dv. `arrays` are q, k, v, ids, then for the near and the far band dO [B, T, N, H], D
+    and lse [B, T, N]."""
     from ttcd_kernels.dual_window.triton_kernels import (
         dual_window_backward_kv,
         dual_window_backward_q,

@@ -15,8 +15,8 @@ acc / l with lse = (m + log2 l) ln 2; carried on through the far band it is the 
     dS = P * (dO V^T - D),  dQ = dS K scale,  dK = dS^T Q scale,  dV = P^T dO
     near:  lse_S,  dO_S + rho dO_T,  D_S + rho D_T     far:  lse_T,  dO_T,  D_T
 
-(rho = exp(lse_S - lse_T), D = rowsum(dO * O) - d_lse; made in `cotangents.py`). They come stacked,
-near first, so that one loop serves both bands. No atomics: every result is made by one program.
+(rho = exp(lse_S - lse_T), D = rowsum(dO * O) - d_lse; from `cotangents.py`). They come stacked,
+near first, so that one loop serves both bands. No atomics: one program writes each result.
 
 Arrays are contiguous: q, outputs and cotangents [B, T, N, H], k and v [B, S, K, H], lse and D [B,
 N, T], ids [B, S]. Query row t has position t + S - T. Row offsets are 64 bit: B T N H may
@@ -35,8 +35,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _tiles(first, last, min_distance, max_distance, S, BLOCK: tl.constexpr):
-    """Key tiles a band of the queries at positions first .. last: (start, inner_start, inner_stop,
-    stop). Every pair of the inner tiles is in the band; in the others some may be out."""
+    """Key tiles of a band for the queries at positions first .. last: (start, inner_start,
+    inner_stop, stop). Every pair of the inner tiles is in the band; the others are masked."""
     stop = (tl.maximum(tl.minimum(last - min_distance, S - 1) + 1, 0) + BLOCK - 1) // BLOCK
     start = tl.minimum(tl.maximum(first - max_distance + 1, 0) // BLOCK, stop)
     start = tl.where(min_distance < max_distance, start, stop)
@@ -54,7 +54,7 @@ def _is_visible(distance, min_distance, max_distance):
 
 @triton.jit
 def _query_rows(tile, head, batch, T, N, H: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A tile's query rows, and the offsets of their numbers [BLOCK_M, H] in [B, T, N, H]."""
+    """A tile's query rows, and the offsets of their elements [BLOCK_M, H] in [B, T, N, H]."""
     row = tl.arange(0, BLOCK_M)
     base = (tl.cast(batch, tl.int64) * T + tile * BLOCK_M) * N * H + head * H
     return tile * BLOCK_M + row, base + row[:, None] * (N * H) + tl.arange(0, H)[None, :]
@@ -332,7 +332,7 @@ def dual_window_backward_kv(
         lse_log2 = tl.load(lse_ptr + at_row, mask=is_row, other=0.0) * LOG2E
         delta = tl.load(delta_ptr + at_row, mask=is_row, other=0.0)
 
-        # Transposed, [BLOCK_N, BLOCK_M]: both sums over queries then read them as they are.
+        # Transposed, [BLOCK_N, BLOCK_M]: the sums over queries below need no transpose.
         score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)
         position = row + (S - T)
         visible = (

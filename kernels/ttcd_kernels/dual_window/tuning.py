@@ -1,10 +1,10 @@
-"""Tile sizes of the kernels: those a call names, else the table's."""
+"""Tile sizes of the kernels by GPU and head dimension, and the candidates for others."""
 
 from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """One kernel's: queries and keys per tile, warps, software pipeline depth."""
+    """The tile of one kernel: queries and keys, warps, software pipeline depth."""
 
     block_m: int
     block_n: int
@@ -32,7 +32,7 @@ TABLE: dict[tuple[int, int], Tuning] = {
 }
 HEAD_DIMS = (32, 64, 128)
 
-# Tried for each kernel by `ttcd_kernels.tune` besides the table's.
+# Tried for each kernel by `ttcd_kernels.tune`, alongside the table's.
 CANDIDATES: dict[str, tuple[Tile, ...]] = dict.fromkeys(
     Tuning._fields,
     tuple(

@@ -22,10 +22,10 @@ from ttcd_kernels.dual_window.cotangents import QKV, Residuals, by_band, with_gr
 from ttcd_kernels.windows import Results, Windows
 
 _MAX_SCORE_ELEMENTS = 1 << 24  # one block's scores: 64 MiB in float32
-# Bounds of a block, else half a window: c rows compute w + c columns for w visible ones, and 256
-# rows stay in a CPU's cache. Windows 128/64 on two cores: 64 rows 0.20 s, 256 rows 0.55 s.
+# Bounds of a block of half a window: c rows compute w + c columns for w visible ones, and 256 rows
+# stay in a CPU's cache. Windows 128/64 on two cores: 64 rows 0.20 s, 256 rows 0.55 s.
 _MIN_BLOCK, _MAX_BLOCK = 16, 256
-_MIN_CAPPED_BLOCK = 64  # the limit on scores never makes fewer rows
+_MIN_CAPPED_BLOCK = 64  # the limit on scores makes no block smaller
 
 
 class _Shape(NamedTuple):
@@ -44,8 +44,8 @@ class _Shape(NamedTuple):
 
 
 def block_rows(batch_heads: int, length: int, window: int) -> int:
-    """Queries per block: the power of two at half the window, 16 to 256, fewer (down to 64) when a
-    block's scores would pass 64 MiB."""
+    """Queries per block: the largest power of two up to half the window, 16 to 256, fewer (down to
+    64) when a block's scores would exceed 64 MiB."""
     half_window = 1 << max(window // 2, 1).bit_length() - 1
     block = min(max(half_window, _MIN_BLOCK), _MAX_BLOCK)
 
@@ -140,7 +140,7 @@ def _window(
     is_near = distance < shape.student_window
     near, far = visible & is_near, visible & ~is_near
     if ids_pad is not None:
-        # Fused, they would be computed for every use: four times the time on a CPU.
+        # Fused, they would be recomputed at every use: four times the time on a CPU.
         near, far = jax.lax.optimization_barrier((near, far))
     return _Window(rows(k_pad, start), rows(v_pad, start), near, far)
 
@@ -191,7 +191,7 @@ def _forward(
 
 
 def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
-    """dq, dk, dv from the cotangents of the four results, whoever computed the results."""
+    """dq, dk, dv from the results' cotangents, whichever implementation computed the results."""
     q, k, v = saved.q, saved.k, saved.v
     shape = _shape(windows, q, k)
     state = saved.teacher_lse.dtype

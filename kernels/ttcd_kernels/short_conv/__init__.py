@@ -1,1 +1,1 @@
-"""Two depthwise convolutions inside chunks, their difference, and the student's one as a key."""
+"""Two depthwise convolutions inside chunks, their difference, and the student's as a key."""

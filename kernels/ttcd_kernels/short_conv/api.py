@@ -40,7 +40,7 @@ def short_conv_residual(
     key start from the rounded values. Differentiable in z and taps; where |student| <= 1e-6 a
     normalised key has the gradient `zero_slope` times the identity. `implementation`: "triton" is
     one kernel forward and one backward for GPUs of compute capability 8.0 and up; "xla" composes
-    them; "auto" is the first of them that can run.
+    XLA operations; "auto" is the first of them that can run.
 
     Raises:
         ValueError: shapes that do not fit, naming both, or an implementation that cannot run.

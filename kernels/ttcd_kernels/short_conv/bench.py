@@ -1,5 +1,5 @@
-"""The convolved residual as it is measured and compiled ahead of time: its shapes, its composition
-in XLA and, on a GPU, two stock convolutions and a subtraction."""
+"""Cases of the convolved residual for `bench`, `tune` and `aot`: shapes, its implementations and,
+on a GPU, two stock convolutions and a subtraction."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ from ttcd_kernels.short_conv.tuning import CANDIDATES as CANDIDATES
 from ttcd_kernels.short_conv.tuning import Tuning, tuning_for
 
 NUM_INPUTS = 4
-PEERS = ("lax.conv",)  # names of foreign implementations begin so: they may refuse a shape
+PEERS = ("lax.conv",)  # name prefixes of foreign implementations, which may refuse a shape
 
 
 class Case(NamedTuple):
@@ -118,14 +118,14 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
         options: Any = case.facts._asdict() | {"implementation": implementation}
         return functools.partial(short_conv_residual, segment_ids=ids, **options)
 
-    found = {"xla": call("xla")}
+    functions = {"xla": call("xla")}
     operands: Any = operand_shapes(case)
     if triton_call.unsupported(Operands(*operands[:4])) is None:
-        found["triton"] = call("triton")
+        functions["triton"] = call("triton")
     # A stock convolution cannot keep documents apart, and is slow on a CPU.
     if jax.default_backend() == "gpu" and not case.has_documents:
-        found["lax.conv"] = _stock(case)
-    return found
+        functions["lax.conv"] = _stock(case)
+    return functions
 
 
 def _stock(case: Case) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ class _Shape(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """Residuals of the backward: of the student's convolution its key and norm only."""
+    """Residuals of the backward; of the student's convolution, only its key and norm."""
 
     operands: Operands  # taps [B, R, F] float32
     key: jax.Array | None  # [B, C, L, F], of a normalised key only
@@ -32,7 +32,7 @@ class Residuals(NamedTuple):
 
 
 def unsupported(x: Operands) -> str | None:
-    """Why the kernels cannot take these arrays on this machine; None if they can."""
+    """The reason why the kernels cannot take these arrays on this machine; None if they can."""
     taps = [taps.dtype.name for taps in (x.teacher_taps, x.student_taps)]
     if not set(taps) <= set(launch.DTYPES):
         return f"taps are {' and '.join(taps)}: they must be of {', '.join(launch.DTYPES)}"
@@ -83,8 +83,8 @@ def _row_facts(
     """(slope, along) [B, C, L] float32 of the gradient slope (d_key - along key) through the
     normalisation.
 
-    The products are summed here, not in the kernel: a program there would pass all features before
-    it could form its first row, and once more every row that it shares with its neighbours.
+    The products are summed here, not in the kernel: a program there would read all features before
+    it could form its first row, and repeat the rows that it shares with its neighbours.
     """
     is_long = norm > NORM_EPS
     along = jnp.sum(key.astype(jnp.float32) * d_key.astype(jnp.float32), axis=-1)
@@ -102,7 +102,7 @@ def _everywhere(
     function: Callable[..., Any], kinds: str, shape: _Shape, *arrays: jax.Array | None
 ) -> Any:
     """`function(shape, *arrays)` under vmap and on a mesh: batch and chunks are independent, and
-    features where the forward needs no norm."""
+    so are features unless the forward computes a norm."""
     whole = ("l", "f", "r") if kinds.endswith("ZZZI") else ("l", "r")
     return everywhere(functools.partial(function, shape), kinds, _AXES, arrays, whole)
 

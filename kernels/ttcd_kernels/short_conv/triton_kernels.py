@@ -7,17 +7,17 @@ another segment:
     difference = target - student,  key = student / max(|student|, 1e-6) or student
 
 *forward*: a program has a tile of tokens and takes their features block by block. It reads a tile's
-rows, and the R - 1 around them, once per branch and makes all its tokens from them in registers. A
-normalised key needs the whole row's length, so a second loop makes the student's convolution again
-and writes the keys.
+rows, and the R - 1 around them, once per branch and convolves all its tokens in registers. A
+normalised key needs the norm of the whole row, so a second loop recomputes the student's
+convolution and writes the keys.
 
-*backward*: with the row facts slope and along that `triton_call.py` makes of the saved norms,
+*backward*: with slope and along per token, which `triton_call.py` computes from the saved norms,
 
     g_T = d_difference + d_target,  g_S = slope (d_key - along key) - d_difference
     dx_t = sum_r taps[r] g_{t + shift(r)},  d_taps[r] = sum_t x_t g_{t + shift(r)}
 
 A program walks along a span of tokens with the last R rows of both g in registers: each row is read
-and formed once, and serves R tokens. Its sums for d_taps are its own, so no atomics.
+and formed once, and serves R tokens. It writes sums for d_taps of its own: no atomics.
 
 Arrays are contiguous: z, results and cotangents [B, C, L, F], taps [B, R, F] float32, ids and row
 facts [B, C, L]. Offsets of chunks are 64 bit: B C L F may pass 2^31.
@@ -36,7 +36,7 @@ NORM_EPS = tl.constexpr(normalize.NORM_EPS)
 
 @triton.jit
 def _load_taps(taps_ptr, column, F: tl.constexpr, R: tl.constexpr):
-    """R vectors."""
+    """The R taps, each a vector over features."""
     taps = ()
     for r in tl.static_range(R):
         taps += (tl.load(taps_ptr + r * F + column, mask=column < F, other=0.0),)
@@ -45,7 +45,7 @@ def _load_taps(taps_ptr, column, F: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _zeros(column, NUM: tl.constexpr):
-    """NUM vectors."""
+    """NUM zero vectors shaped like `column`."""
     zeros = ()
     for _ in tl.static_range(NUM):
         zeros += (tl.zeros(column.shape, tl.float32),)
@@ -88,7 +88,7 @@ def _load_ids(ids_ptr, first, L, NUM: tl.constexpr, HAS_SEGMENTS: tl.constexpr):
 
 @triton.jit
 def _reached(rows, ids, there: tl.constexpr, here: tl.constexpr, HAS_SEGMENTS: tl.constexpr):
-    """Row `there`, as zeros if it is of another segment than row `here`."""
+    """Row `there`, or zeros if it belongs to another segment than row `here`."""
     if HAS_SEGMENTS:
         return tl.where(ids[there] == ids[here], rows[there], 0.0)
     else:
@@ -174,7 +174,7 @@ def short_conv_residual_forward(
             norm = tl.sqrt(tl.sum(squares[t], 0))
             tl.store(norm_ptr + row_base + first + t, norm, mask=first + t < L)
             scales += (1 / tl.maximum(norm, NORM_EPS),)
-        # Backwards: the features read last are still in the cache.
+        # In reverse: the features read last are still in the cache.
         for step in range(0, F, BLOCK_F):
             column = (F - 1) // BLOCK_F * BLOCK_F - step + tl.arange(0, BLOCK_F)
             taps = _load_taps(student_taps_ptr + taps_base, column, F, R)
@@ -266,7 +266,7 @@ def short_conv_residual_backward(
     student_taps = _load_taps(student_taps_ptr + taps_base, column, F, R)
     teacher_sums, student_sums = _zeros(column, R), _zeros(column, R)
 
-    # The last R rows of g, filled by the first R - 1 steps; no program is due to write there.
+    # The last R rows of g; the first R - 1 steps only fill them and write nothing.
     teacher_rows, student_rows = _zeros(column, R), _zeros(column, R)
     first = span * BLOCK_L
     ids = _load_ids(ids_ptr + row_base, first - AFTER - R, L, R, HAS_SEGMENTS)

@@ -1,10 +1,10 @@
-"""Tile sizes of the Triton kernels: those a call names, else the table's."""
+"""Tile sizes of the Triton kernels by GPU, and the candidates for others."""
 
 from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """One kernel's: tokens of a chunk per program, features at a time, warps."""
+    """The tile of one kernel: tokens of a chunk per program, features at a time, warps."""
 
     block_l: int
     block_f: int
@@ -28,7 +28,7 @@ TABLE: dict[int, Tuning] = {
     80: Tuning(Tile(8, 256, 4), Tile(128, 256, 4)),
 }
 
-# Tried for each kernel by `ttcd_kernels.tune` besides the table's.
+# Tried for each kernel by `ttcd_kernels.tune`, alongside the table's.
 CANDIDATES = {
     kernel: tuple(
         Tile(block_l, block_f, num_warps)
