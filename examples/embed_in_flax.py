@@ -64,8 +64,7 @@ def batch(seed: int) -> jax.Array:
 
 
 def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
-    return losses.mean()
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
 
 def train_nnx() -> list[float]:
@@ -85,9 +84,8 @@ def train_nnx() -> list[float]:
 
 
 def train_linen() -> list[float]:
-    model = MyLinenModel()
+    model, optimizer = MyLinenModel(), optax.adamw(1e-2)
     params = model.init(jax.random.key(0), batch(0))["params"]
-    optimizer = optax.adamw(1e-2)
     opt_state = optimizer.init(params)
 
     @jax.jit
