@@ -63,7 +63,7 @@ flags.DEFINE_integer("piece_size", None, "Tokens read at once.", lower_bound=1)
 flags.DEFINE_integer("max_length", None, "Full attention: the most tokens a text will ever have.")
 flags.DEFINE_string("save_state", None, "A folder for the state after the texts.")
 flags.DEFINE_string("load_state", None, "The folder of --save_state to continue from.")
-flags.DEFINE_string("json", None, "A file for texts, tokens and settings.")
+flags.DEFINE_string("json", None, "A file for the texts and their tokens.")
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 _PROGRESS_SECONDS = 2.0
