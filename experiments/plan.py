@@ -2,7 +2,6 @@
 a step fit."""
 
 import math
-import shlex
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +82,7 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
     used, _ = make_plan(config, mesh)
     hardware = data_sheet(jax.devices()[0].device_kind) if hardware is None else hardware
     length = config.data.seq_len
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     tokens, flops = config.batch_size * length, training_flops_per_token(config.model, length)
     facts = {
         "parameters": f"{num_params(config):,}",
@@ -96,7 +96,7 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
         "memory: activations and all else": f"{_per_device(used.rest)}, as compiled here",
         "memory: in all": _per_device(used.total),
         "decoding state": _decoding_state(config),
-        "layout": f"{_axes(mesh)}; parts {num_parts(config, mesh)}; remat {config.model.remat}",
+        "layout": f"{axes}; parts {num_parts(config, mesh)}; remat {config.model.remat}",
     }
     if hardware is not None:
         facts |= _fit(config, mesh, used, hardware, flops * tokens)
@@ -116,10 +116,6 @@ def _decoding_state(config: RunConfig) -> str:
     return f"per row: {kinds}, for {extent}"
 
 
-def _axes(mesh: Mesh) -> str:
-    return " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-
-
 def _fit(
     config: RunConfig, mesh: Mesh, used: DeviceMemory, hardware: Hardware, flops: float
 ) -> dict[str, str]:
@@ -134,9 +130,8 @@ def _fit(
         "fits": "yes" if used.total <= hardware.memory_bytes else "DOES NOT FIT",
     }
     for number, change in enumerate(changes, 1):
-        facts[f"change {number}"] = (
-            f"--param={shlex.quote(change.param)}: {_per_device(change.total)}; {change.cost}"
-        )
+        flags = " ".join(f'--param="{binding}"' for binding in change.param.splitlines())
+        facts[f"change {number}"] = f"{flags}: {_per_device(change.total)}; {change.cost}"
     if least > hardware.memory_bytes:
         facts["and"] = f"more devices than {mesh.size}, or shorter rows"
     return facts | {
@@ -168,13 +163,15 @@ def changes_to_fit(
     devices does."""
     changes: list[Change] = []
     devices = mesh.devices.flatten().tolist()
-    for propose in (_shard_parameters, _shrink_parts, _recompute, *[_shard_rows] * mesh.size):
+    proposals = [_shrink_parts, _recompute, *[_shard_rows] * mesh.size]
+    if used.lasting > hardware.memory_bytes:
+        proposals.insert(0, _shard_parameters)
+    for propose in proposals:
         if used.total <= hardware.memory_bytes:
             break
-        params = propose(config, mesh, used.lasting > hardware.memory_bytes)
-        if params is None:
+        if (proposal := propose(config, mesh)) is None:
             continue
-        param, cost, changed = params
+        param, cost, changed = proposal
         smaller_mesh = run_mesh(changed, devices)
         smaller, _ = make_plan(changed, smaller_mesh)
         if smaller.total < used.total:
@@ -186,28 +183,28 @@ def changes_to_fit(
 type _Proposal = tuple[str, str, RunConfig] | None
 
 
-def _shard_parameters(config: RunConfig, mesh: Mesh, is_state_large: bool) -> _Proposal:
+def _shard_parameters(config: RunConfig, mesh: Mesh) -> _Proposal:
     sizes = mesh.shape
-    if not is_state_large or sizes["data"] == 1:
+    if sizes["data"] == 1:
         return None
     param, config = _on_mesh(config, data=1, fsdp=sizes["fsdp"] * sizes["data"])
     return param, "parameters are gathered from more devices", config
 
 
-def _shrink_parts(config: RunConfig, mesh: Mesh, is_state_large: bool) -> _Proposal:
+def _shrink_parts(config: RunConfig, mesh: Mesh) -> _Proposal:
     parts = config.batch_size // (mesh.shape["data"] * mesh.shape["fsdp"])
     changed = config.replace(accumulation_steps=parts)
     return f"RunConfig.accumulation_steps={parts}", "smaller products, the same FLOPs", changed
 
 
-def _recompute(config: RunConfig, mesh: Mesh, is_state_large: bool) -> _Proposal:
+def _recompute(config: RunConfig, mesh: Mesh) -> _Proposal:
     if config.model.remat not in ("none", "dots"):
         return None
     changed = config.replace(model=config.model.replace(remat="block"))
     return "TransformerConfig.remat='block'", "blocks run forward twice: 4/3 of the FLOPs", changed
 
 
-def _shard_rows(config: RunConfig, mesh: Mesh, is_state_large: bool) -> _Proposal:
+def _shard_rows(config: RunConfig, mesh: Mesh) -> _Proposal:
     sizes = mesh.shape
     axis = next((name for name in ("fsdp", "data") if sizes[name] % 2 == 0), None)
     if axis is None or config.data.seq_len % (2 * sizes["seq"] * (memory_chunk(config.model) or 1)):

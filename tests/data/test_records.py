@@ -158,6 +158,7 @@ def test_weights_of_documents_count_the_tokens_of_a_mean_document(two_folders):
 
 
 def test_a_folder_of_records_is_read_alone(two_folders):
+    assert two_folders.replace(paths=(two_folders.paths,)).located() == two_folders.located()
     alone = two_folders.replace(paths=f"{two_folders.paths}/a", weights=(8, 2))
     _, manifest = alone.rows(seed=0)
     assert manifest["num_rows"] == 3001 // SEQ_LEN

@@ -22,7 +22,7 @@ def test_records_after_the_checkpoint_are_dropped_and_a_torn_line_is_skipped(tmp
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 4, "lo')
     # As after a power loss: NULs, a torn line, other JSON.
-    path.write_bytes(b'\0\0\0\n{"step": 1, "l\n[]\n\xff\n' + path.read_bytes())
+    path.write_bytes(b'\0\0\0\n{"step": 1, "l\n[]\n{"step": null}\n\xff\n' + path.read_bytes())
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
     files = MetricFiles(tmp_path, start=2)
     files.write(3, {"loss": 9.0})

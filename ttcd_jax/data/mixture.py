@@ -32,7 +32,7 @@ class RecordsConfig(Config):
     seq_len: Annotated[int, AtLeast(2)]
 
     def validate(self) -> None:
-        paths = [self.paths] if isinstance(self.paths, str) else self.paths
+        paths = self._paths
         if not all(paths) or not paths:
             raise UserError(f"RecordsConfig.paths {self.paths!r} names no folder; name one or more")
         if self.folders and len(paths) > 1:
@@ -49,11 +49,14 @@ class RecordsConfig(Config):
 
     def located(self) -> list[Path]:
         """The folders of records."""
-        if not isinstance(self.paths, str):
-            return [Path(path) for path in self.paths]
-        path = Path(self.paths)
-        is_whole = (path / MANIFEST).exists() or not path.is_dir()
-        return [path] if is_whole else [path / name for name in self.folders or ("",)]
+        paths = [Path(path) for path in self._paths]
+        if self.folders and paths[0].is_dir() and not (paths[0] / MANIFEST).exists():
+            return [paths[0] / name for name in self.folders]
+        return paths
+
+    @property
+    def _paths(self) -> tuple[str, ...]:
+        return (self.paths,) if isinstance(self.paths, str) else self.paths
 
     @property
     def vocab_size(self) -> int:
@@ -90,9 +93,8 @@ class RecordsConfig(Config):
                 f"RecordsConfig.weights {self.weights} are for {len(weights)} folders, and "
                 f"{len(records)} have a train split: prepare the others with one"
             )
-        if self.weights_per == "document":
-            means = [entry.sizes.mean() for entry in records]
-            weights = [w * mean for w, mean in zip(weights, means, strict=bool(weights))]
+        if weights and self.weights_per == "document":
+            weights = [w * x.sizes.mean() for w, x in zip(weights, records, strict=True)]
         rows, num_rows = mixed_rows(records, weights, seq_len=self.seq_len, seed=seed)
         digests = [manifest["sha256"] for manifest in self.manifests()]
         return rows, {"kind": "records", "num_rows": num_rows, "sha256": digests}

@@ -91,11 +91,11 @@ def _value(key: Key, source: Source) -> Any:
     value = source.values.get(key.name, key.default)
     if key.is_required and key.name not in source.values:
         raise DataError(f"the configuration lacks {key.name!r}")
-    if key.words is None:
+    if key.choices is None:
         return source.number(key.name, value) if isinstance(value, int | float) else value
-    if not isinstance(value, str) or value not in key.words:
-        raise DataError(f"{key.name}={value!r} is none of {', '.join(map(repr, key.words))}")
-    return key.words[value]
+    if not isinstance(value, str) or value not in key.choices:
+        raise DataError(f"{key.name}={value!r} is none of {', '.join(map(repr, key.choices))}")
+    return key.choices[value]
 
 
 def _mlp_dim(source: Source) -> int:
@@ -121,7 +121,7 @@ def reference_config(config: TransformerConfig) -> dict[str, Any]:
         group, _, name = key.field.rpartition(".")
         holder = {"": config, "rope": config.rope, "memory": config.settings}[group]
         value: Any = getattr(holder, name)
-        if key.words is not None:
-            value = next(theirs for theirs, ours in key.words.items() if ours == value)
+        if key.choices is not None:
+            value = next(theirs for theirs, ours in key.choices.items() if ours == value)
         source[key.name] = list(value) if isinstance(value, tuple) else value
     return source | dict(reference.fixed) | reference.write(config, config.settings)

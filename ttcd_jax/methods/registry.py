@@ -75,7 +75,7 @@ class Key(NamedTuple):
     name: str
     field: str
     default: Any = _REQUIRED
-    words: Mapping[str, str] | None = None
+    choices: Mapping[str, str] | None = None
 
     @property
     def is_required(self) -> bool:

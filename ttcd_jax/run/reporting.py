@@ -101,7 +101,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
         with contextlib.suppress(ValueError):
             record = json.loads(line)
-            records += [record] if isinstance(record, dict) and "step" in record else []
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
     return records
 
 
