@@ -1,8 +1,8 @@
 """The entry point of every command: flags, and one line and an exit status for a user's mistake.
 
-Exit status: 0 done, 2 to 5 a `UserError` (`ttcd_jax.errors`; 2 also for a kernel chosen by name
-that cannot run here), 130 interrupted, 141 standard output closed by its reader, 143 terminated,
-with the unfinished files removed. Any other exception keeps its traceback.
+Exit status: 0 done, 2 to 6 a `UserError` (`ttcd_jax.errors`; 2 also for a kernel chosen by name
+that cannot run here, 6 for any full disk), 130 interrupted, 141 standard output closed by its
+reader, 143 terminated, with the unfinished files removed. Any other exception keeps its traceback.
 """
 
 import ast
@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 from ttcd_jax.config import Config
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import ResourceError, UserError
+from ttcd_jax.files import full_disk
 
 CONFIG_DIR = Path(__file__).parent / "configs"
 INTERRUPTED = 130
@@ -33,6 +34,7 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
     `arguments` names the required arguments after the flags; with None every argument that is not
     a flag is passed to `main`.
     """
+    _open_standard_streams()
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     try:
         try:
@@ -47,12 +49,15 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
         _leave(f"error: {error}", UserError.exit_code)
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        if not _output_is_closed():
+    except OSError as error:
+        is_closed = isinstance(error, BrokenPipeError) and _output_is_closed()
+        if not is_closed and not full_disk(error):
             raise
         # Python flushes stdout once more when it exits: give it somewhere to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(OUTPUT_CLOSED)
+        if is_closed:
+            sys.exit(OUTPUT_CLOSED)
+        _leave(f"error: {error}: make room", ResourceError.exit_code)
     raise AssertionError("app.run ends in SystemExit")
 
 
@@ -132,6 +137,13 @@ def _parse_flags(names: Sequence[str] | None, command_line: list[str]) -> list[s
     if len(rest) < len(names):
         raise UserError(f"{names[len(rest)]} is missing; the command takes {' '.join(names)}")
     return [program, *rest]
+
+
+def _open_standard_streams() -> None:
+    """Opens those that the caller closed, or files of ours would get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _leave(message: str, status: int) -> NoReturn:

@@ -6,10 +6,10 @@ run.
                                  [--distributed=slurm] [--hang_seconds=60]
                                  [--profile=START:STOP] [--compile_cache=DIR]
 
-SIGTERM or Ctrl-C finishes the step, saves, and exits with status 75: the same command resumes, on
-any number of devices. A second Ctrl-C exits at once. SIGUSR2 traces the next three steps. Of
-several processes the first prints and writes; when one is lost, or hangs, the others exit with
-status 7.
+SIGTERM, SIGHUP or Ctrl-C finishes the step, saves, and exits with status 75: the same command
+resumes, on any number of devices. A second Ctrl-C exits at once. SIGUSR2 traces the next three
+steps. Of several processes the first prints and writes; when one is lost, or hangs, the others exit
+with status 7.
 """
 
 import shlex

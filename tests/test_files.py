@@ -59,7 +59,7 @@ def test_an_old_file_stays_until_the_new_one_is_whole(tmp_path):
     with contextlib.suppress(KeyError), whole_file(path) as unfinished:
         unfinished.write_text("newer")
         raise KeyError
-    write_whole(tmp_path / "deep" / "file", b"\xff", is_durable=True)
+    write_whole(tmp_path / "deep" / "file", b"\xff")
     assert (path.read_text(), (tmp_path / "deep" / "file").read_bytes()) == ("new", b"\xff")
     assert sorted(os.listdir(tmp_path)) == ["deep", "file"]
 

@@ -31,6 +31,12 @@ class NonFiniteError(UserError):
     exit_code = 5
 
 
+class ResourceError(UserError):
+    """Not enough room on a disk or in memory. The message names what is needed and what is free."""
+
+    exit_code = 6
+
+
 def listed(names: Sequence[str], most: int = 4) -> str:
     """The first `most` of `names`, and how many more there are, for an error message."""
     more = f", and {len(names) - most} more" if len(names) > most else ""

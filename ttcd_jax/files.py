@@ -1,23 +1,31 @@
-"""Atomic writes of files and folders, file digests, and JSON from untrusted files.
+"""Atomic writes of files and folders, files that grow by whole records, file digests, and JSON
+from untrusted files.
 
 A reader finds the old file, the new one or none, never a partial one. Each file or folder is
-written under a hidden name in the same folder, `.<name>.<process>`, and renamed once it is
-complete. After an error the hidden one is removed; a killed process leaves it, and it can be
+written under a hidden name in the same folder, `.<name>.<process>`, and renamed once its content is
+on disk. After an error the hidden one is removed; a killed process leaves it, and it can be
 deleted. `OSError` becomes `UserError`. Permissions follow the umask.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ttcd_jax.errors import DataError, UserError
+from absl import logging
+
+from ttcd_jax.errors import DataError, ResourceError, UserError
 
 MAX_JSON_BYTES = 100_000_000  # as in the safetensors library
+
+_MAX_WAITING = 1_000_000  # bytes
+_FULL = re.compile("|".join(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))))
 
 
 @contextlib.contextmanager
@@ -38,17 +46,42 @@ def whole_folder(path: Path) -> Iterator[Path]:
         yield unfinished
 
 
-def write_whole(path: Path, content: str | bytes, *, is_durable: bool = False) -> None:
-    """Writes a file, text as UTF-8. `is_durable`: its content is on disk before it is renamed."""
-    with whole_file(path) as unfinished, unfinished.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        if is_durable:
-            file.flush()
-            os.fsync(file.fileno())
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file, text as UTF-8."""
+    with whole_file(path) as unfinished:
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=2) + "\n")
+
+
+class GrowingFile:
+    """A file to which whole records are appended. A failure is a warning, once: the rest waits for
+    the next record, so that none is torn, and while too much waits the new ones are dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._waiting, self._has_failed = path, b"", False
+
+    def append(self, record: bytes) -> None:
+        """Adds a record, on disk when this returns."""
+        if len(self._waiting) < _MAX_WAITING:
+            self._waiting += record
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab", buffering=0) as file:
+                while self._waiting:
+                    self._waiting = self._waiting[file.write(self._waiting) :]
+                os.fsync(file)
+        except OSError as error:
+            if not self._has_failed:
+                logging.warning("%s cannot be written: %s", self._path, error.strerror)
+            self._has_failed = True
+
+
+def full_disk(error: BaseException) -> str | None:
+    """The reason, if `error` is due to a full disk, a quota or a limit of file sizes."""
+    return next(iter(_FULL.findall(str(error))), None)
 
 
 def check_unused(path: Path) -> None:
@@ -66,16 +99,32 @@ def _renamed(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield unfinished
+            _flush(unfinished, *unfinished.rglob("*"))
             unfinished.replace(path)
+            _flush(path.parent)
         finally:
             if unfinished.is_dir():
                 shutil.rmtree(unfinished, ignore_errors=True)
             else:
                 unfinished.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; choose another folder"
+        kind, remedy = (ResourceError, "make room, or ") if full_disk(error) else (UserError, "")
+        raise kind(
+            f"cannot write {path}: {error.strerror or error}; {remedy}choose another folder"
         ) from error
+
+
+def _flush(*paths: Path) -> None:
+    """Waits until files and folders are on disk. Some filesystems cannot flush a folder."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError:
+            if not path.is_dir():
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def sha256(path: Path) -> str:

@@ -35,7 +35,7 @@ def claim(path: Path) -> Iterator[bool]:
 
 def write(path: Path, record: Record) -> None:
     """Writes the record atomically; it is on disk when this returns."""
-    write_whole(path, json.dumps(record, indent=1, allow_nan=False) + "\n", is_durable=True)
+    write_whole(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
 def gather(sweeps: Sequence[Path]) -> list[Record]:

@@ -101,5 +101,18 @@ def test_a_reader_that_goes_away_is_no_error(command, arguments, unbuffered, mon
     assert (result.returncode, result.stderr) == (141, "")
 
 
+def test_closed_standard_streams_are_opened_on_nothing(command, tmp_path):
+    body = "print(1); file = open('file.txt', 'w'); file.write('mine'); file.close()"
+    body = body.replace("file.txt", str(tmp_path / "file.txt"))
+    assert command(body, shell="<&- >&-").returncode == 0
+    assert (tmp_path / "file.txt").read_text() == "mine"
+
+
+def test_output_on_a_full_disk_is_one_line(command):
+    result = command("print(1)", shell="> /dev/full")
+    assert result.returncode == 6
+    assert result.stderr == "error: [Errno 28] No space left on device: make room\n"
+
+
 def test_control_characters_are_escaped():
     assert printable("café \x1b[2J\u202e\n\udcff") == "café \\x1b[2J\\u202e\\n\\udcff"

@@ -18,7 +18,6 @@ def test_records_after_the_checkpoint_are_dropped_and_a_torn_line_is_skipped(tmp
     files = MetricFiles(tmp_path, start=0)
     for step in (1, 2, 3):
         files.write(step, {"loss": float(step)})
-    files.close()
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 4, "lo')
     # As after a power loss: NULs, a torn line, other JSON.
@@ -26,7 +25,6 @@ def test_records_after_the_checkpoint_are_dropped_and_a_torn_line_is_skipped(tmp
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
     files = MetricFiles(tmp_path, start=2)
     files.write(3, {"loss": 9.0})
-    files.close()
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 1), (2, 2), (3, 9)]
 
 

@@ -15,7 +15,7 @@ import pytest
 from absl import logging
 from checks import assert_same
 
-from ttcd_jax.errors import CheckpointError
+from ttcd_jax.errors import CheckpointError, ResourceError
 from ttcd_jax.train import digest
 from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.state import placed_as
@@ -285,9 +285,10 @@ def test_a_step_is_saved_once(saved, step):
 def test_full_disk_is_foreseen(saved, monkeypatch):
     usage = shutil.disk_usage(saved)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with _opened(saved) as checkpoints, pytest.raises(CheckpointError) as caught:
+    with _opened(saved) as checkpoints, pytest.raises(ResourceError) as caught:
         checkpoints.save(4, {"params": {"w": jnp.ones(1_000_000)}})
-    assert "step 4 was not saved: it needs about 3.81 MiB and" in str(caught.value)
+    assert "step 4 was not saved: No space left on device (it needs about 3.81" in str(caught.value)
+    assert " has 100 bytes free), so make room or keep fewer steps; " in str(caught.value)
     assert str(caught.value).endswith("last good step: 3")
 
 
@@ -298,11 +299,13 @@ def test_background_failure_surfaces_at_the_next_call(saved, capfd):
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
         try:
             checkpoints.save(4, noise)
-            with pytest.raises(CheckpointError) as caught:
+            with pytest.raises(ResourceError) as caught:
                 checkpoints.save(5, noise)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert "step 4 was not saved: ValueError: " in str(caught.value)
+        assert "step 4 was not saved: File too large (it needs about 1.91 MiB, " in str(
+            caught.value
+        )
         assert str(caught.value).endswith("last good step: 3")
         assert "\n" not in str(caught.value)
         checkpoints.save(6, noise)
@@ -321,6 +324,29 @@ def test_missing_and_wrong_places_are_named(tmp_path, saved):
     message = _refusal(saved, step=7)
     assert "no checkpoint step 7 in" in message
     assert message.endswith("; steps: 1, 2, 3")
+
+
+def test_a_step_that_its_run_deletes_while_it_is_read_is_looked_for_again(saved, monkeypatch):
+    verify = digest.verify
+    writer = Checkpoints(saved, keep=1)
+    steps = iter(range(4, 100))
+
+    def overtaken(step_dir):
+        if (step := next(steps)) < last:
+            writer.save(step, _state(step))
+            writer.wait()
+        return verify(step_dir)
+
+    monkeypatch.setattr(digest, "verify", overtaken)
+    with contextlib.closing(writer), _opened(saved, is_read_only=True) as checkpoints:
+        last = 7
+        assert checkpoints.restore(ABSTRACT)[0] == 6
+        last = 100
+        with pytest.raises(CheckpointError, match="loses its steps faster than they are read"):
+            checkpoints.restore(ABSTRACT)
+        named = writer.steps()[-1]
+        with pytest.raises(CheckpointError, match=f"no checkpoint step {named} in"):
+            checkpoints.restore(ABSTRACT, named)
 
 
 def test_directory_removed_while_training(saved):

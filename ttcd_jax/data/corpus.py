@@ -29,9 +29,9 @@ class CorpusConfig(Config):
     """The documents, and which of them are held out for validation.
 
     `path` (kind "text") is a plain text file, whose last `validation_percent` percent are held out,
-    a file of many documents with their text in `field`, or a folder of either. The folders `train/`
-    and `validation/` in it are the splits; without them, and in a file of many, a hash of its name
-    decides whether a document is held out.
+    a file of many documents with their text in `field`, or a folder of either, in which run
+    directories are left out. The folders `train/` and `validation/` in it are the splits; without
+    them, and in a file of many, a hash of its name decides whether a document is held out.
     """
 
     kind: Literal["stdlib", "text"] = "stdlib"
@@ -148,9 +148,18 @@ def _folder_documents(folder: pathlib.Path, config: CorpusConfig) -> Iterator[Do
 
 
 def _files(folder: pathlib.Path, glob: str) -> dict[str, pathlib.Path]:
-    """The matching files by relative name, sorted."""
-    files = {p.relative_to(folder).as_posix(): p for p in folder.glob(glob) if p.is_file()}
-    return dict(sorted(files.items()))
+    """The matching files outside run directories by relative name, sorted."""
+    names = [path.relative_to(folder) for path in folder.glob(glob) if path.is_file()]
+    runs = {x for x in {x for name in names for x in name.parents} if _is_run(folder / x)}
+    kept = (name.as_posix() for name in names if runs.isdisjoint(name.parents))
+    return {name: folder / name for name in sorted(kept)}
+
+
+def _is_run(folder: pathlib.Path) -> bool:
+    """Whether `folder` is a run directory, or is being claimed by a run."""
+    lock, config = folder / "lock", folder / "config.json"
+    is_claimed = config.is_file() and (folder / "checkpoints").is_dir()
+    return is_claimed or (lock.is_file() and lock.read_bytes().startswith(b"process "))
 
 
 def _parts_of_file(path: pathlib.Path, config: CorpusConfig) -> Iterator[tuple[Split, Document]]:

@@ -33,6 +33,7 @@ from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, with_params
 
+METRICS = "metrics.jsonl"
 TOKENIZER = "tokenizer.json"
 IMPORTED = "imported"  # the data type of an imported run
 
@@ -40,6 +41,8 @@ IMPORTED = "imported"  # the data type of an imported run
 FORMAT = 2
 
 _IMPORT = "import.json"
+# The files of a claim in the order they are written: without the last it was not finished.
+_CLAIM = ("environment.json", "data.json", "config.gin", "config.json")
 
 
 class RunDirectory:
@@ -73,16 +76,18 @@ class RunDirectory:
         layout: tuple[str, ...] = (),
     ) -> None:
         """Writes the files of a new run, or checks that the run here is the same apart from the
-        fields `layout`. Raises `UserError` naming differing fields, `DataError` for other data."""
+        fields `layout`. Called under the lock: unfinished files of a killed process are removed.
+        Raises `UserError` naming differing fields, `DataError` for other data."""
+        for path in (x for name in (*_CLAIM, METRICS) for x in self.path.glob(f".{name}.*")):
+            path.unlink()
         if not self.is_claimed:
-            if self.path.exists() and any(p.name != "lock" for p in self.path.iterdir()):
+            names = {path.name for path in self.path.iterdir()} - {"lock"}
+            if names != set(_CLAIM[: len(names)]):
                 raise UserError(
                     f"{self.path} is not empty and holds no run (no config.json): choose another "
                     "--run_dir"
                 )
-            if source is not None:
-                write_whole(self.path / "config.gin", source)
-            self._write(config, "data.json", data)
+            self._write(config, "data.json", data, source)
             return
         old = self.read_config()
         for name in layout:
@@ -102,9 +107,13 @@ class RunDirectory:
         """Writes the files of an imported run: its configuration and its origin."""
         self._write(config, _IMPORT, facts)
 
-    def _write(self, config: dict[str, Any], name: str, facts: dict[str, Any]) -> None:
+    def _write(
+        self, config: dict[str, Any], name: str, facts: dict[str, Any], source: str | None = None
+    ) -> None:
         write_json(self.path / "environment.json", _environment())
         write_json(self.path / name, facts)
+        if source is not None:
+            write_whole(self.path / "config.gin", source)
         write_json(self.path / "config.json", {"format": FORMAT} | config)
 
     def read_import(self) -> dict[str, Any] | None:

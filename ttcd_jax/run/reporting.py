@@ -1,42 +1,53 @@
-"""Reports of a run: `metrics.jsonl`, TensorBoard, and one live line on the terminal."""
+"""Reports of a run: `metrics.jsonl`, TensorBoard, and one live line on the terminal. None of them
+can end or delay it: one that fails is a warning, once."""
 
-import contextlib
 import json
+import os
+import socket
+import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from tensorboardX import SummaryWriter
+from absl import logging
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import scalar
+from tensorboardX.writer import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
 from ttcd_jax import units
-from ttcd_jax.errors import UserError
-from ttcd_jax.files import write_whole
+from ttcd_jax.errors import DataError
+from ttcd_jax.files import GrowingFile, write_whole
 from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.directory import METRICS
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet
 from ttcd_jax.train.loop import HostMetrics, MetricCallback
 
 
-def say(line: str) -> None:
+def say(line: str, end: str = "\n") -> None:
     """Prints a line in the first process only."""
-    if jax.process_index() == 0:
-        print(line, flush=True)
+    if jax.process_index():
+        return
+    try:
+        print(line, end=end, flush=True)
+    except OSError as error:
+        # Python's buffer is discarded: flushing it at exit would replace the exit status.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        logging.warning("standard output cannot be written (%s): training goes on", error)
 
 
-@contextlib.contextmanager
 def reporter(
     config: RunConfig, directory: Path, start: int
-) -> Iterator[tuple[list[MetricCallback], Callable[[int, dict[str, float]], None]]]:
+) -> tuple[list[MetricCallback], Callable[[int, dict[str, float]], None]]:
     """(callbacks that report a run every `log_every` steps, function that writes other metrics of a
     step); both do nothing outside the first process."""
     if jax.process_index():
-        yield [], lambda step, record: None
-        return
-    progress = Progress(start, config.steps)
+        return [], lambda step, record: None
+    files, progress = MetricFiles(directory, start=start), Progress(start, config.steps)
     tokens_per_step = config.batch_size * config.data.seq_len
     flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
     sheet = data_sheet(jax.devices()[0].device_kind)
@@ -49,8 +60,7 @@ def reporter(
         files.write(step, record)
         progress.show(step, record)
 
-    with contextlib.closing(MetricFiles(directory, start=start)) as files:
-        yield [MetricCallback(config.log_every, log)], files.write
+    return [MetricCallback(config.log_every, log)], files.write
 
 
 def flat_metrics(metrics: HostMetrics) -> dict[str, float]:
@@ -69,41 +79,54 @@ class MetricFiles:
     interrupted before its next checkpoint, are dropped: training repeats those steps."""
 
     def __init__(self, directory: Path, *, start: int) -> None:
-        path = directory / "metrics.jsonl"
+        path = directory / METRICS
         kept = [record for record in read_metrics(path) if record["step"] <= start]
         write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = path.open("a", encoding="utf-8")
-        # An unbounded queue: a full disk ends the writer's thread, and must not stop the run.
-        folder = str(directory / "tensorboard")
-        self._board = SummaryWriter(folder, purge_step=start + 1, max_queue=0)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._lines, self._events = GrowingFile(path), GrowingFile(directory / "tensorboard" / name)
+        begun = SessionLog(status=SessionLog.START)  # hides the records that are repeated
+        self._events.append(_framed(Event(file_version="brain.Event:2")))
+        self._events.append(_framed(Event(step=start + 1, session_log=begun)))
 
     def write(self, step: int, record: dict[str, float]) -> None:
-        """Appends one record. Raises `UserError` on a full disk."""
-        try:
-            self._file.write(json.dumps({"step": step, **record}) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise UserError(
-                f"{self._file.name} cannot be written: {error.strerror}; make room, then run the "
-                "same command to resume"
-            ) from error
+        """Appends one record; it is on disk when this returns."""
+        self._lines.append(json.dumps({"step": step, **record}).encode() + b"\n")
+        event = Event(step=step)
         for name, value in record.items():
-            self._board.add_scalar(name, value, step)
+            event.summary.MergeFrom(scalar(name, value))
+        self._events.append(_framed(event))
 
-    def close(self) -> None:
-        self._file.close()
-        self._board.close()
+
+def _framed(event: Event) -> bytes:
+    """The record of an event in a TensorBoard file. The library's own writer is a thread behind a
+    queue, which hangs the run on a full disk."""
+    event.wall_time = time.time()
+    content = event.SerializeToString()
+    parts = (struct.pack("<Q", len(content)), content)
+    return b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in parts)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete records; the torn lines of a killed run or machine are skipped."""
-    records = []
-    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                records.append(record)
+    """All intact records of a `metrics.jsonl`; the torn last line of a killed run is skipped,
+    damaged lines with a warning."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; move it away") from error
+    records = [record for line in lines[:-1] if (record := _record(line)) is not None]
+    if damaged := len(lines) - 1 - len(records):
+        logging.warning("%s: %d of %d lines are damaged, skipped", path, damaged, len(lines) - 1)
     return records
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 class Progress:
@@ -111,22 +134,14 @@ class Progress:
     left is unknown until the second report, since the first interval includes compilation."""
 
     def __init__(self, start: int, steps: int) -> None:
-        self._steps, self._is_live = steps, sys.stdout.isatty()
-        self._last = (start, time.monotonic())
-        self._first: tuple[int, float] | None = None
-        self._seconds_left: float | None = None
+        self._steps, self._is_live = steps, sys.stdout is not None and sys.stdout.isatty()
+        self._first, self._last = None, (start, time.monotonic())
 
     def update(self, step: int) -> float:
         """Steps per second since the last call."""
-        (last_step, last_time), now = self._last, time.monotonic()
-        self._last = (step, now)
-        if self._first is None:
-            self._first = self._last
-        else:
-            first_step, first_time = self._first
-            per_step = (now - first_time) / max(step - first_step, 1)
-            self._seconds_left = per_step * (self._steps - step)
-        return (step - last_step) / max(now - last_time, 1e-9)
+        (last_step, last_time), self._last = self._last, (step, time.monotonic())
+        self._first = self._first or self._last
+        return (step - last_step) / max(self._last[1] - last_time, 1e-9)
 
     def show(self, step: int, record: dict[str, float]) -> None:
         """Prints the line of `step`."""
@@ -135,10 +150,12 @@ class Progress:
             f"loss {record['loss']:.4f}",
             f"{record['tokens_per_second']:,.0f} tokens/s",
         ]
-        if self._seconds_left is not None:
-            parts.append(f"{units.clock(self._seconds_left)} left")
+        first_step, first_time = self._first or self._last
+        if done := self._last[0] - first_step:
+            seconds = (self._last[1] - first_time) / done * (self._steps - step)
+            parts.append(f"{units.clock(seconds)} left")
         if ratios := [x for name, x in record.items() if name.startswith("memory_ratio")]:
             parts.append(f"|eta S|/|W| {max(ratios):.3f}")
         start = "\r\x1b[K" if self._is_live else ""
         end = "\n" if step == self._steps or not self._is_live else ""
-        print(start + "  ".join(parts), end=end, flush=True)
+        say(start + "  ".join(parts), end)

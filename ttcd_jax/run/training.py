@@ -12,12 +12,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from ttcd_jax.data.pipeline import MakeBatches, StepBatches
+from ttcd_jax.errors import CheckpointError
 from ttcd_jax.run import build
 from ttcd_jax.run.config import LAYOUT, RunConfig
-from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.run.directory import METRICS, RunDirectory
 from ttcd_jax.run.evaluation import evaluation_callbacks
 from ttcd_jax.run.layout import num_parts, run_mesh
-from ttcd_jax.run.reporting import reporter, say
+from ttcd_jax.run.reporting import read_metrics, reporter, say
 from ttcd_jax.run.start import plan_start, started_state
 from ttcd_jax.sharding.batch import Placement
 from ttcd_jax.train.checkpoint import Checkpoints
@@ -48,10 +49,10 @@ def train_run(
     """Trains a run to its last step; a run directory that has checkpoints is resumed.
 
     `batches`, for a run whose data are `BatchesConfig`, makes the batches from a given step on.
-    `source`, the text of the configuration, is stored. The steps of `profile` are traced. SIGTERM
-    and Ctrl-C finish the step, save and return; a second Ctrl-C ends the process; SIGUSR2 traces
-    three steps. To be called in the main thread of every process of the job, which counts as lost
-    when a step takes longer than `hang_seconds` and 20 times the median step.
+    `source`, the text of the configuration, is stored. The steps of `profile` are traced. SIGTERM,
+    SIGHUP and Ctrl-C finish the step, save and return; a second Ctrl-C ends the process; SIGUSR2
+    traces three steps. To be called in the main thread of every process of the job, which counts as
+    lost when a step takes longer than `hang_seconds` and 20 times the median step.
 
     Raises `UserError` for a configuration or directory that cannot be trained, and its subclasses
     for data, checkpoints and a loss that is not finite.
@@ -66,6 +67,7 @@ def train_run(
             data, manifest = build.build_data(config, placement.rows, batches)
             if is_first:
                 directory.claim(config.to_dict(), source, manifest, LAYOUT)
+                _check_kept(config, directory)
             multihost_utils.sync_global_devices("the run directory is claimed")
             return _train(config, directory, mesh, watchdog, data, placement, on_metrics, profile)
 
@@ -75,6 +77,19 @@ def check(config: RunConfig, directory: RunDirectory) -> None:
     build.check(config)
     if config.start_from is not None and not directory.is_claimed:
         plan_start(config)
+
+
+def _check_kept(config: RunConfig, directory: RunDirectory) -> None:
+    """Raises `CheckpointError` for a run whose checkpoints have vanished. The folder is made before
+    the first report, and the first checkpoint is complete when the second one is handed over."""
+    folder, path = directory.checkpoints, directory.path / METRICS
+    if not any(folder.glob("[0-9]*")):
+        done = max((record["step"] for record in read_metrics(path)), default=0)
+        if done > (2 * config.checkpoint_every if folder.is_dir() else 0):
+            raise CheckpointError(
+                f"{path} reports {done} steps and {folder} holds no checkpoint: restore a copy, or "
+                "start anew in another run directory"
+            )
 
 
 def _train(
@@ -89,10 +104,6 @@ def _train(
 ) -> TrainedRun:
     """`train_run` in the claimed directory, on the mesh."""
     with _StopSignal() as stop, _checkpoints(config, directory, watchdog) as checkpoints:
-
-        def save(step: int, state: TrainState) -> None:
-            checkpoints.save(step, dict(state))
-
         start, state = _initial_state(config, checkpoints, mesh)
         if start >= config.steps:
             say(f"{directory.path} is complete at step {start}: nothing to train")
@@ -100,13 +111,13 @@ def _train(
         say(f"run directory {directory.path}")
         beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
         rows_at_once = config.batch_size // num_parts(config, mesh)
+        callbacks, write = reporter(config, directory.path, start)
         with (
-            reporter(config, directory.path, start) as (callbacks, write),
             compiled_once(build.build_step(config, mesh), start) as step,
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
         ):
             on_state = [
-                StateCallback(config.checkpoint_every, save),
+                StateCallback(config.checkpoint_every, lambda n, x: checkpoints.save(n, dict(x))),
                 *evaluation_callbacks(config, directory, write, rows_at_once),
             ]
             _, done = train(
@@ -164,9 +175,14 @@ def _initial_state(
 
 
 class _StopSignal:
-    """Records SIGTERM or SIGINT; a second one ends the process at once. The previous handlers are
-    restored on exit. With several processes JAX handles SIGTERM, so all stop after the same step.
+    (
+        """Records SIGTERM, SIGINT or SIGHUP; a second one ends the process at once, except SIGHUP,
+    which a closed terminal sends twice and which stays ignored under `nohup`. The previous handlers
+    are restored on exit. With several processes JAX handles SIGTERM, so all stop after the same
+    step.
     """
+        ""
+    )
 
     def __init__(self) -> None:
         self.name = ""
@@ -174,11 +190,10 @@ class _StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if self._is_alone:
-            handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT), self._note)
-        else:
-            handlers = {signal.SIGINT: lambda *_: signal.raise_signal(signal.SIGTERM)}
-        self._before = {number: signal.signal(number, call) for number, call in handlers.items()}
+        numbers = [signal.SIGINT, *([signal.SIGTERM] if self._is_alone else [])]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -192,7 +207,10 @@ class _StopSignal:
         return bool(self.name)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.name:
+        if not self._is_alone:
+            signal.raise_signal(signal.SIGTERM)
+            return
+        if self.name and number != signal.SIGHUP:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.name = signal.Signals(number).name
+        self.name = self.name or signal.Signals(number).name

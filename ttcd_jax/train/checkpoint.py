@@ -14,10 +14,14 @@ killed between the two leaves an unsealed step, complete but not verifiable:
 """
 
 import contextlib
+import errno
+import functools
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from logging import LogRecord, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +34,14 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from ttcd_jax import units
-from ttcd_jax.errors import CheckpointError, listed
+from ttcd_jax.errors import CheckpointError, ResourceError, UserError, listed
+from ttcd_jax.files import full_disk
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train import digest
 from ttcd_jax.train.fit import by_name, misfit
 from ttcd_jax.train.layers_on_disk import Leaves, stacked, unstacked
 
+_LOOKS = 10
 _PARAMS = "params"
 _TRAIN = "train"
 # Exceptions of Orbax and TensorStore for failed writes: ValueError for a full disk, OSError for a
@@ -45,9 +51,24 @@ _WRITE_ERRORS = (ValueError, OSError, jax.errors.JaxRuntimeError)
 _READ_ERRORS = (*_WRITE_ERRORS, KeyError, AttributeError, NotImplementedError)
 
 
-def _is_not_orbax(record: Any) -> bool:
-    """Whether a log record is not Orbax's, which logs progress and the failures that it raises."""
-    return f"{os.sep}orbax{os.sep}" not in record.pathname
+def _is_not_orbax(record: LogRecord) -> bool:
+    origin = record.getMessage() if record.name == "asyncio" else record.pathname
+    return f"{os.sep}orbax{os.sep}" not in origin
+
+
+@functools.cache
+def _silence_orbax() -> None:
+    """Keeps Orbax's log off the terminal: its progress, and the failures that it also raises, each
+    repeated by the event loop that it closes over the other writes."""
+    for name in ("absl", "asyncio"):
+        getLogger(name).addFilter(_is_not_orbax)
+    report = sys.unraisablehook
+
+    def report_unless_closed(failure: Any) -> None:
+        if str(failure.exc_value) != "Event loop is closed":
+            report(failure)
+
+    sys.unraisablehook = report_unless_closed
 
 
 def _to_items(leaves: Leaves) -> dict[str, Any]:
@@ -72,7 +93,7 @@ def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def _reason(error: BaseException) -> str:
     lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:400]}"
+    return lines[0] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[0][:400]}"
 
 
 @contextlib.contextmanager
@@ -115,7 +136,7 @@ class Checkpoints:
                     f"{self._directory} cannot hold checkpoints: {error.strerror}; choose another "
                     "run directory"
                 ) from error
-        logging.get_absl_logger().addFilter(_is_not_orbax)
+        _silence_orbax()
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_handlers={x: ocp.StandardCheckpointHandler() for x in (_PARAMS, _TRAIN)},
@@ -132,7 +153,7 @@ class Checkpoints:
             ),
         )
         self._sealer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
-        self._pending: tuple[int, Future[None]] | None = None
+        self._pending: tuple[int, int, Future[None]] | None = None
 
     def steps(self) -> list[int]:
         """The complete steps on disk, in ascending order: Orbax commits a step by renaming it."""
@@ -143,26 +164,25 @@ class Checkpoints:
         """Starts writing `state`, which may be donated or deleted afterwards. Until this
         returns, the devices hold the stacked layers twice.
 
-        Waits for the previous step, whose failure is raised here. Raises `CheckpointError` with the
-        step, the reason and the last good step.
+        Waits for the previous step, whose failure is raised here. Raises `CheckpointError`, or
+        `ResourceError` for a full disk, with the step, the reason and the last good step.
         """
         self.wait()
         items = _to_items(self._on_disk(by_name(state)))
         args = ocp.args.Composite(**{x: ocp.args.StandardSave(item) for x, item in items.items()})
-        with self._reporting_write(step):
-            obstacle = self._obstacle(step, state)
-            is_started = obstacle is None and self._manager.save(step, args=args)
-        if obstacle is not None:
-            raise self._unsaved(step, obstacle)
+        need = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        with self._reporting_write(step, need):
+            self._check_place(step, need)
+            is_started = self._manager.save(step, args=args)
         assert is_started, f"Orbax left step {step} out"
-        self._pending = step, self._sealer.submit(self._seal, step)
+        self._pending = step, need, self._sealer.submit(self._seal, step)
 
     def wait(self) -> None:
         """Blocks until the last step is on disk and sealed. Raises `CheckpointError` if not."""
         if self._pending is None:
             return
-        (step, sealed), self._pending = self._pending, None
-        with self._reporting_write(step):
+        (step, need, sealed), self._pending = self._pending, None
+        with self._reporting_write(step, need):
             self._manager.wait_until_finished()
             sealed.result()
 
@@ -183,6 +203,23 @@ class Checkpoints:
         `CheckpointError` for damage, and for different names, shapes or dtypes (Orbax would cast).
         """
         self.wait()
+        for _ in range(_LOOKS):
+            seen = self.steps()
+            try:
+                return self._restore(abstract_state, step)
+            except CheckpointError:
+                if set(seen) <= set(self.steps()):
+                    raise
+            self._manager.reload()  # the run deleted a step that was to be read
+        raise CheckpointError(
+            f"{self._directory} loses its steps faster than they are read: keep more of them "
+            "(RunConfig.keep_checkpoints), or read them when the run is over"
+        )
+
+    def _restore(
+        self, abstract_state: dict[str, Any], step: int | None
+    ) -> tuple[int, dict[str, Any]]:
+        """`restore`, of the steps there are now."""
         chosen, num_refused, refused = self._chosen(step)
         wanted = by_name(jax.tree.map(_with_sharding, abstract_state))
         items = _to_items(self._on_disk(wanted))
@@ -223,40 +260,38 @@ class Checkpoints:
         if jax.process_index() == 0:
             digest.seal(self._step_dir(step))
 
-    def _obstacle(self, step: int, state: dict[str, Any]) -> str | None:
+    def _check_place(self, step: int, need: int) -> None:
         where, steps = self._directory, self.steps()
         if self._is_read_only:
-            return f"{where} was opened read-only"
+            raise CheckpointError(f"{where} was opened read-only")
         if steps and steps[-1] >= step:
-            return (
+            raise CheckpointError(
                 f"step {steps[-1]} is already in {where}, so remove the steps from {step} on or "
                 "choose another run directory"
             )
-        need = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        free = shutil.disk_usage(where).free
-        if need <= free:
-            return None
-        return (
-            f"it needs about {units.size(need)} and {where} has {units.size(free)} free, so make "
-            "room or keep fewer steps"
-        )
+        if need > shutil.disk_usage(where).free:
+            raise OSError(os.strerror(errno.ENOSPC))
 
     @contextlib.contextmanager
-    def _reporting_write(self, step: int) -> Iterator[None]:
-        """Turns a failed write into a `CheckpointError` with the last good step."""
+    def _reporting_write(self, step: int, need: int) -> Iterator[None]:
+        """Turns a failed write of about `need` bytes into a `UserError` with the last good step."""
         try:
             yield
         except _WRITE_ERRORS as error:
             # Orbax has already removed from its list the steps that this one was to replace.
             self._manager.reload()
-            raise self._unsaved(step, _reason(error)) from error
-
-    def _unsaved(self, step: int, reason: str) -> CheckpointError:
-        sealed = [good for good in self.steps() if digest.is_sealed(self._step_dir(good))]
-        return CheckpointError(
-            f"checkpoint step {step} was not saved: {reason}; "
-            f"last good step: {sealed[-1] if sealed else 'none'}"
-        )
+            kind, reason = CheckpointError, _reason(error)
+            if full := full_disk(error):
+                kind, free = ResourceError, shutil.disk_usage(self._directory).free
+                reason = (
+                    f"{full} (it needs about {units.size(need)}, {self._directory} has "
+                    f"{units.size(free)} free), so make room or keep fewer steps"
+                )
+            sealed = [good for good in self.steps() if digest.is_sealed(self._step_dir(good))]
+            raise kind(
+                f"checkpoint step {step} was not saved: {reason}; "
+                f"last good step: {sealed[-1] if sealed else 'none'}"
+            ) from error
 
     def _chosen(self, step: int | None) -> tuple[int, int, list[int]]:
         """(step to restore, number of newer steps refused, on the first process also those steps).
@@ -275,7 +310,7 @@ class Checkpoints:
             there = ", ".join(map(str, steps))
             raise CheckpointError(f"there is no checkpoint step {step} in {where}; steps: {there}")
         candidates = [known for known in reversed(steps) if step is None or known <= step]
-        first, text = candidates[0], "its writer was stopped before it wrote " + digest.DIGEST
+        first, text = candidates[0], f"its writer has not written {digest.DIGEST}, or not yet"
         sealed = [known for known in candidates if digest.is_sealed(self._step_dir(known))]
         if first not in sealed and (step is not None or not sealed):
             logging.warning("checkpoint step %d in %s is used unchecked: " + text, first, where)

@@ -37,11 +37,11 @@ def verify(step_dir: Path) -> list[str]:
     if not is_sealed(step_dir):
         return [f"{DIGEST}: missing"]
     try:
-        entries = read_json(step_dir / DIGEST)
-    except DataError as error:
+        entries, files = read_json(step_dir / DIGEST), _files(step_dir)
+    except (DataError, OSError) as error:
         return [f"{DIGEST}: {error}"]
     if any(not isinstance(entry, list) or len(entry) != 2 for entry in entries.values()):
         return [f"{DIGEST}: not a table of sizes and hashes"]
-    problems = [f"{name}: added" for name in _files(step_dir) if name not in entries]
+    problems = [f"{name}: added" for name in files if name not in entries]
     reasons = {name: difference(step_dir / name, *entry) for name, entry in entries.items()}
     return problems + [f"{name}: {reason}" for name, reason in reasons.items() if reason]
