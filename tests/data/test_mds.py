@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from ttcd_jax.data.documents import read_documents
+from ttcd_jax.data.documents import LeftOut, read_documents
 from ttcd_jax.data.mds import read_column
 from ttcd_jax.errors import DataError
 
@@ -80,10 +80,10 @@ def test_bytes_and_arrays_of_one_length(write):
 
 
 def test_documents_of_text_and_of_token_ids(write):
-    documents = list(read_documents(write(), "books/index.json", "text"))
+    documents = list(read_documents(write(), "books/index.json", "text", LeftOut()))
     assert [d.name for d in documents] == [f"books/index.json:{i}" for i in range(8)]
     assert [d.text.decode() for d in documents] == TEXTS * 2
-    tokenized = list(read_documents(write(), "books/index.json", "ids"))
+    tokenized = list(read_documents(write(), "books/index.json", "ids", LeftOut()))
     assert [d.tokens.tolist() for d in tokenized] == IDS * 2
     assert {d.text for d in tokenized} == {b""}
 
@@ -94,7 +94,7 @@ def test_compressed_shards(write):
     assert len(list(read_column(index, "text"))) == 8
     with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd holds 3 bytes, its index says"):
         list(read_column(write(pack=lambda data: zstandard.compress(b"xyz")), "text"))
-    with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd ends in the middle"):
+    with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd is no intact zstd file"):
         list(read_column(write(pack=lambda data: zstandard.compress(data)[:-1]), "text"))
 
 
@@ -116,6 +116,10 @@ def test_compressed_shards(write):
         ("text", {"raw_data": {"basename": "shard.00000.mds", "bytes": 1}}, "its index says 1"),
         ("text", {"raw_data": None}, "no index of MDS shards"),
         ("text", {"column_names": 3}, "no index of MDS shards"),
+        ("text", {"samples": 1e400}, "is not JSON"),
+        ("text", {"samples": "x"}, "no index of MDS shards"),
+        ("text", {"raw_data": {"basename": "shard.00000.mds", "bytes": 2**40}}, "shard may have"),
+        ("text", {"raw_data": {"basename": "shard.00000.mds", "bytes": -1}}, "shard may have"),
     ],
 )
 def test_what_an_index_may_not_say(write, column, changes, message):

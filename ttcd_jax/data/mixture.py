@@ -9,7 +9,7 @@ import grain
 
 from ttcd_jax.config import AtLeast, Config, PositiveFloat
 from ttcd_jax.data.corpus import Split
-from ttcd_jax.data.packing import PackedRows
+from ttcd_jax.data.packing import DocumentRows, PackedRows
 from ttcd_jax.data.pipeline import ENDLESS, RowSource
 from ttcd_jax.data.records import MANIFEST, TokenRecords, open_records, read_manifest
 from ttcd_jax.errors import DataError, UserError
@@ -106,7 +106,12 @@ def mixed_rows(
     A corpus is passed over again and again, shuffled anew each time. `weights`, by default the
     numbers of rows, determine the order of the corpora, as even as they allow.
     """
-    sources = [PackedRows(records, seq_len=seq_len, seed=seed) for records in corpora]
+    sources = [
+        DocumentRows(records, seq_len=seq_len, is_whole=True)
+        if records.samples_are_rows
+        else PackedRows(records, seq_len=seq_len, seed=seed)
+        for records in corpora
+    ]
     # A seed for each: two corpora of one size would be passed over in one order.
     parts = [
         grain.MapDataset.source(rows).seed((seed + i) % 2**32).shuffle().repeat(None)
