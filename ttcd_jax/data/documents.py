@@ -156,7 +156,7 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
                 for value in batch.column(0).to_pylist():
                     yield _text(f"{path}, row {row}", field, value)
                     row += 1
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path} is no intact Parquet file ({error}); copy it again") from error
 
 
