@@ -41,7 +41,10 @@ def test_a_plain_file_is_one_document_whatever_its_bytes(tmp_path):
 def test_a_file_of_an_unknown_kind_is_refused_by_its_name(tmp_path, name):
     (tmp_path / name).write_bytes(b"anything")
     corpus = CorpusConfig(kind="text", path=str(tmp_path / name))
-    with pytest.raises(DataError, match=rf"{name} is of no kind that is read \(\*\.txt, .*name it"):
+    with pytest.raises(
+        DataError,
+        match=rf"{name} is of no kind that is read \(\*\.txt, .*name plain text {name}\.txt",
+    ):
         list(stream_documents(corpus))
 
 

@@ -13,7 +13,7 @@ from ttcd_jax.data.mds import INDEX, read_column
 from ttcd_jax.errors import DataError, UserError
 
 _PARQUET_ROWS = 256  # rows in memory at once
-_LEAST_LINES = 10_000  # before they are read, as many bad lines pass as these allow
+_LEAST_LINES = 10_000  # until they are read, as many lines are left out as of this number
 _PACKED = re.compile(rb"\x1f\x8b|\(\xb5/\xfd|BZh\d1AY|\xfd7zXZ|7z\xbc\xaf|PK\x03\x04|PAR1")
 
 
@@ -41,7 +41,7 @@ class LeftOut:
         self.num_lines = self._num_read = 0
         self._first: DataError | None = None
 
-    def add(self, value: "bytes | np.ndarray | DataError") -> None:
+    def add(self, value: bytes | np.ndarray | DataError) -> None:
         """Counts a document, or the error in its place."""
         self._num_read += 1
         if isinstance(value, DataError):
@@ -85,8 +85,8 @@ def holds_many(path: Path) -> bool:
     kind = _kind(path)
     if kind is None:
         raise DataError(
-            f"{path} is of no kind that is read ({', '.join(_READERS)}): convert it, or name it "
-            f"{path.name}.txt if it is plain text"
+            f"{path} is of no kind that is read ({', '.join(_READERS)}): convert it; name plain "
+            f"text {path.name}.txt"
         )
     return _READERS[kind] is not None
 

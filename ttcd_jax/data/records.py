@@ -11,7 +11,6 @@ A folder of records holds
 in little-endian numbers. A document is in one shard.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -127,8 +126,8 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenRecords:
     """The records of one split, mapped. Raises `DataError` for an absent split, and for a file that
-    is missing or whose size or starts do not fit. If it `verifies`, a thread
-    compares the files with their digests, and the first read of a document waits for it."""
+    is missing or whose size or starts do not fit. If it `verifies`, a thread compares the files
+    with their digests meanwhile, and the first read of a document waits for it."""
     manifest = read_manifest(folder)
     if split not in manifest["splits"]:
         raise DataError(
@@ -151,29 +150,26 @@ def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenR
     is_sound = starts.size > 1 and starts[0] == 0 and starts[-1] == ends[-1]
     if not is_sound or np.any(starts[:-1] >= starts[1:]) or not np.isin(ends, starts).all():
         raise DataError(f"{paths[-1]} does not fit its shards; {_AGAIN}")
-    return TokenRecords(
-        shards,
-        starts,
-        vocab_size=manifest["vocab_size"],
-        eos_id=manifest["eos_id"],
-        where=f"{folder} ({split})",
-        files=_Files(paths, files) if verifies else None,
-        samples_are_rows=manifest.get("samples_are_rows") is True,
-    )
+    options = {name: manifest[name] for name in ("vocab_size", "eos_id")}
+    options["samples_are_rows"] = manifest.get("samples_are_rows") is True
+    options["files"] = _Files(paths, files) if verifies else None
+    return TokenRecords(shards, starts, where=f"{folder} ({split})", **options)
 
 
 class _Files:
     """The files of a split, compared with their digests by a thread while the run starts."""
 
     def __init__(self, paths: list[Path], facts: list[dict[str, Any]]) -> None:
-        self._paths, self._facts = paths, facts
+        self._files = [
+            (str(path), x["num_bytes"], x["sha256"]) for path, x in zip(paths, facts, strict=True)
+        ]
         self._problem: str | None = "not verified"
         self._thread = threading.Thread(target=self._verify, daemon=True)
         self._thread.start()
 
     def _verify(self) -> None:
-        for path, facts in zip(self._paths, self._facts, strict=True):
-            if problem := difference(path, facts["num_bytes"], facts["sha256"]):
+        for path, num_bytes, digest in self._files:
+            if problem := difference(Path(path), num_bytes, digest):
                 self._problem = f"{path}: {problem}"
                 return
         self._problem = None
@@ -181,13 +177,17 @@ class _Files:
     def check(self, number: int) -> None:
         """Waits for the thread. Raises `DataError` if a file differed from its digest, or that of
         this number was cut since: reading it would kill the process."""
-        self._thread.join()
-        problem, path, expected = self._problem, self._paths[number], self._facts[number]
-        with contextlib.suppress(FileNotFoundError):  # unlinked: the mapping holds its content
-            if (size := os.stat(path).st_size) < expected["num_bytes"]:
-                problem = f"{path} was cut to {size} of {expected['num_bytes']} bytes"
-        if problem:
-            raise DataError(f"{problem}; {_AGAIN}")
+        if self._problem is not None:
+            self._thread.join()
+            if self._problem is not None:
+                raise DataError(f"{self._problem}; {_AGAIN}")
+        path, num_bytes, _ = self._files[number]
+        try:
+            size = os.stat(path).st_size
+        except FileNotFoundError:
+            return  # unlinked: the mapping has its content
+        if size < num_bytes:
+            raise DataError(f"{path} was cut to {size} of {num_bytes} bytes; {_AGAIN}")
 
 
 def records_tokenizer(folder: Path) -> TokenizerConfig:
