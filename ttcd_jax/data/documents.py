@@ -165,7 +165,7 @@ def _text(where: str, field: str, value: Any) -> bytes:
         kind = type(value).__name__
         raise DataError(f"{where}: {field!r} is no text but {kind}; pass another --field")
     try:
-        return (value or "").encode()
+        return _checked_size(where, (value or "").encode())
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: {field!r} is no Unicode text ({error}); repair it") from error
 

@@ -168,26 +168,23 @@ class _Files:
         self._thread.start()
 
     def _verify(self) -> None:
-        for path, num_bytes, digest in self._files:
-            if problem := difference(Path(path), num_bytes, digest):
-                self._problem = f"{path}: {problem}"
-                return
-        self._problem = None
+        found = ((path, difference(Path(path), *facts)) for path, *facts in self._files)
+        self._problem = next((f"{path}: {problem}" for path, problem in found if problem), None)
 
     def check(self, number: int) -> None:
         """Waits for the thread. Raises `DataError` if a file differed from its digest, or that of
         this number was cut since: reading it would kill the process."""
         if self._problem is not None:
             self._thread.join()
-            if self._problem is not None:
-                raise DataError(f"{self._problem}; {_AGAIN}")
-        path, num_bytes, _ = self._files[number]
+        problem, (path, num_bytes, _) = self._problem, self._files[number]
         try:
             size = os.stat(path).st_size
         except FileNotFoundError:
-            return  # unlinked: the mapping has its content
+            size = num_bytes  # unlinked: the mapping has its content
         if size < num_bytes:
-            raise DataError(f"{path} was cut to {size} of {num_bytes} bytes; {_AGAIN}")
+            problem = f"{path} was cut to {size} of {num_bytes} bytes"
+        if problem is not None:
+            raise DataError(f"{problem}; {_AGAIN}")
 
 
 def records_tokenizer(folder: Path) -> TokenizerConfig:
