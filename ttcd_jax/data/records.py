@@ -134,11 +134,10 @@ def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenR
             f"{folder} has no {split} split: prepare it with --validation_percent above 0, or from "
             "a folder with train/ and validation/"
         )
-    facts = manifest["splits"][split]
-    names = (*facts["shards"], facts["starts"])
-    paths, files = [folder / name for name in names], [manifest["files"][name] for name in names]
-    for path, entry in zip(paths, files, strict=True):
-        _check(path, entry["num_bytes"])
+    facts, files = manifest["splits"][split], manifest["files"]
+    paths = [folder / name for name in (*facts["shards"], facts["starts"])]
+    for path in paths:
+        _check(path, files[path.name]["num_bytes"])
     dtype = token_dtype(manifest["vocab_size"])
     try:
         # Plain arrays: slices of a memmap cost numpy more.
@@ -148,7 +147,8 @@ def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenR
         raise DataError(f"{folder} cannot be read: {error}") from error
     ends = np.cumsum([0, *(shard.size for shard in shards)])
     is_sound = starts.size > 1 and starts[0] == 0 and starts[-1] == ends[-1]
-    if not is_sound or np.any(starts[:-1] >= starts[1:]) or not np.isin(ends, starts).all():
+    is_sound = is_sound and bool(np.all(starts[:-1] < starts[1:]))
+    if not is_sound or np.any(starts[np.searchsorted(starts, ends)] != ends):
         raise DataError(f"{paths[-1]} does not fit its shards; {_AGAIN}")
     options = {name: manifest[name] for name in ("vocab_size", "eos_id")}
     options["samples_are_rows"] = manifest.get("samples_are_rows") is True
@@ -159,10 +159,8 @@ def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenR
 class _Files:
     """The files of a split, compared with their digests by a thread while the run starts."""
 
-    def __init__(self, paths: list[Path], facts: list[dict[str, Any]]) -> None:
-        self._files = [
-            (str(path), x["num_bytes"], x["sha256"]) for path, x in zip(paths, facts, strict=True)
-        ]
+    def __init__(self, paths: list[Path], facts: dict[str, dict[str, Any]]) -> None:
+        self._files = [(str(x), facts[x.name]["num_bytes"], facts[x.name]["sha256"]) for x in paths]
         self._problem: str | None = "not verified"
         self._thread = threading.Thread(target=self._verify, daemon=True)
         self._thread.start()
