@@ -2,13 +2,18 @@
 
     python -m experiments.prepare_data --input=PATH --tokenizer=FILE.json|byte --output=FOLDER
                                        [--glob=PATTERN] [--field=text] [--validation_percent=5]
-                                       [--processes=N]
+                                       [--processes=N] [--samples_are_rows]
     python -m experiments.prepare_data --input=PATH --train_tokenizer=VOCAB_SIZE --output=FILE.json
     python -m experiments.prepare_data --verify=FOLDER
 
-PATH is a text file, or a folder of .txt (one document each), .jsonl, .jsonl.zst, .parquet or MDS
-shards with their index.json. Subfolders `train/` and `validation/` are its splits. .zst and
-.parquet need zstandard and pyarrow (pip install 'ttcd-jax[data]').
+PATH is a file, or a folder, of .txt (one document each), .jsonl, .parquet or MDS shards with their
+index.json; .txt.gz, .jsonl.gz, .json.gz and .zst are unpacked while they are read. Subfolders
+`train/` and `validation/` are the splits. .zst and .parquet need zstandard and pyarrow (pip install
+'ttcd-jax[data]'). A document, or a line, has 256 MiB at most. A line without a document is left out
+and reported; more than 0.1 % of them are refused.
+
+--samples_are_rows, for token ids packed to rows by others: each MDS sample is one row of the run,
+neither cut nor joined to another; the run's seq_len is their length, or less by one.
 
 FOLDER appears when it is complete, and is the same for any number of processes. A killed command
 leaves a hidden folder next to it, which can be deleted. --verify reads every file of a FOLDER.
@@ -39,6 +44,7 @@ flags.DEFINE_string("verify", None, "A folder of records whose digests to check.
 flags.DEFINE_string("glob", None, "Files of a folder; default: all of the one kind it holds.")
 flags.DEFINE_string("field", "text", "Key or column of the text; an MDS one may hold token ids.")
 flags.DEFINE_integer("validation_percent", 5, "Documents held out, unless the input has splits.")
+flags.DEFINE_bool("samples_are_rows", False, "Each sample of token ids is one row of the run.")
 flags.DEFINE_integer("processes", None, "Default: one for each core.", lower_bound=1)
 
 _PROGRESS_SECONDS = 10.0
@@ -72,6 +78,7 @@ def _prepare() -> None:
             tokenizer,
             unfinished,
             num_processes=FLAGS.processes or len(os.sched_getaffinity(0)),
+            samples_are_rows=FLAGS.samples_are_rows,
             on_progress=progress.add,
         )
     progress.show()

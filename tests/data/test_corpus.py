@@ -1,4 +1,5 @@
 import hashlib
+import os
 import pathlib
 import sysconfig
 
@@ -122,6 +123,11 @@ def test_missing_or_empty_text_names_the_path_and_the_remedy(tmp_path):
         ({"path": "x"}, "kind 'stdlib' takes none"),
         ({"validation_percent": 100}, "validation_percent 100 must be between 0 and 99"),
         ({"glob": "/etc/*"}, r"glob /etc/\* must be a pattern below path, such as"),
+        ({"glob": "../*"}, r"glob \.\./\* must be a pattern below path"),
+        ({"glob": "a/../../*"}, "must be a pattern below path"),
+        ({"glob": "**x"}, "must be a pattern below path"),
+        ({"glob": ""}, "must be a pattern below path"),
+        ({"kind": "text", "path": ""}, r"path  must be the path of a file or a folder \('\.' is"),
     ],
 )
 def test_config_errors(fields, message):
@@ -169,3 +175,43 @@ def test_nothing_is_held_out_of_a_file_without_a_last_line_break(tmp_path):
     (tmp_path / "book.txt").write_text("one line\nand half a")
     config = CorpusConfig(kind="text", path=str(tmp_path / "book.txt"), validation_percent=0)
     assert [d.text for d in load_documents(config, "train")] == [b"one line\nand half a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [("one two three four " * 9, b" "), ("x" * 99, b"x"), ("\u65e5" * 50, "\u65e5".encode())],
+)
+def test_a_file_of_one_line_is_split_after_a_word_or_a_character(tmp_path, text, end):
+    (tmp_path / "book.txt").write_text(text)
+    config = CorpusConfig(kind="text", path=str(tmp_path / "book.txt"), validation_percent=10)
+    (train,), (validation,) = _splits(config)
+    assert (train.text + validation.text).decode() == text
+    assert train.text.endswith(end)
+    assert 0.1 <= len(validation.text) / len(text.encode()) < 0.2
+
+
+@pytest.mark.parametrize("place", ["a.txt", "deep", "train"])
+def test_links_that_leave_the_folder_are_refused(tmp_path, place):
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "s.txt").write_text("secret")
+    config = _folder(tmp_path / "text", {"b.txt": "b", "validation/c.txt": "c"})
+    target = tmp_path / "secret" / ("s.txt" if place == "a.txt" else "")
+    (tmp_path / "text" / place).symlink_to(target)
+    config = config.replace(glob="*.txt" if place != "deep" else "*/*.txt", validation_percent=0)
+    with pytest.raises(DataError, match=rf"text/{place} is a link that leaves .*cp -rLl"):
+        load_documents(config, "train")
+    (tmp_path / "text" / place).unlink()
+    (tmp_path / "text" / "d.txt").symlink_to("b.txt")  # one that stays
+    (tmp_path / "link").symlink_to("text")
+    config = config.replace(path=str(tmp_path / "link"), glob="*.txt")
+    assert _names(load_documents(config, "train")) == ["b.txt", "d.txt"]
+
+
+def test_the_name_of_a_file_may_be_any_bytes(tmp_path):
+    with open(os.fsencode(tmp_path) + b"/\xff.txt", "wb") as file:
+        file.write(b"text")
+    config = CorpusConfig(kind="text", path=str(tmp_path), validation_percent=0)
+    (document,) = load_documents(config, "train")
+    assert os.fsencode(document.name) == b"\xff.txt"
+    content = b"".join(len(part).to_bytes(8) + part for part in (b"\xff.txt", b"text"))
+    assert manifest(config, [document])["sha256"] == hashlib.sha256(content).hexdigest()

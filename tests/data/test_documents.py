@@ -1,10 +1,15 @@
+import bz2
+import gzip
 import importlib
 import json
+import lzma
+import resource
 import sys
 
 import pytest
 
-from ttcd_jax.data.documents import Document, holds_many, read_documents, readable_glob
+from ttcd_jax.data.corpus import CorpusConfig, stream_documents
+from ttcd_jax.data.documents import Document, LeftOut, holds_many, read_documents, readable_glob
 from ttcd_jax.errors import DataError, UserError
 
 TEXTS = ["plain\n", "größe 日本 \u2028 \x00 🧮", "", None, "last"]
@@ -12,7 +17,9 @@ EXPECTED = [(text or "").encode() for text in TEXTS]
 
 
 def _texts(path, field="text"):
-    documents = list(read_documents(path, path.name, field))
+    left_out = LeftOut()
+    documents = list(read_documents(path, path.name, field, left_out))
+    left_out.check()
     assert [d.name for d in documents] == [f"{path.name}:{i}" for i in range(len(documents))]
     return [document.text for document in documents]
 
@@ -22,10 +29,30 @@ def _json_lines():
 
 
 def test_a_plain_file_is_one_document_whatever_its_bytes(tmp_path):
-    (tmp_path / "a.md").write_bytes(b"\xff\r\nb")
-    documents = list(read_documents(tmp_path / "a.md", "sub/a.md", "text"))
-    assert documents == [Document("sub/a.md", b"\xff\r\nb")]
-    assert not holds_many(tmp_path / "a.md")
+    for name, pack in (("a.txt", bytes), ("a.md", bytes), ("a.txt.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(pack(b"\xff\r\nb"))
+        documents = list(read_documents(tmp_path / name, f"sub/{name}", "text", LeftOut()))
+        assert documents == [Document(f"sub/{name}", b"\xff\r\nb")]
+    assert not holds_many(tmp_path / "a.txt")
+    assert not holds_many(tmp_path / "a.txt.gz")
+
+
+@pytest.mark.parametrize("name", ["a.md", "a.csv", "a.jsonl.bz2", "a.json", "a"])
+def test_a_file_of_an_unknown_kind_is_refused_by_its_name(tmp_path, name):
+    (tmp_path / name).write_bytes(b"anything")
+    corpus = CorpusConfig(kind="text", path=str(tmp_path / name))
+    with pytest.raises(
+        DataError,
+        match=rf"{name} is of no kind that is read \(\*\.txt, .*name plain text {name}\.txt",
+    ):
+        list(stream_documents(corpus))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_packed_data_are_no_text_whatever_their_name(tmp_path, pack):
+    (tmp_path / "a.txt").write_bytes(pack(b"text"))
+    with pytest.raises(DataError, match=r"a\.txt is packed, not text: unpack it"):
+        _texts(tmp_path / "a.txt")
 
 
 def test_json_lines(tmp_path):
@@ -44,6 +71,7 @@ def test_json_lines(tmp_path):
         (b'{"body": "x", "id": 3}', r"line 2 has no field 'text'; .*\(there: body, id\)"),
         (b'{"text": ["x"]}', "line 2: 'text' is no text but list"),
         (b'{"text": "\\ud800"}', "line 2: 'text' is no Unicode text"),
+        (b"[" * 200_000, r"line 2 is not JSON \(maximum recursion"),
     ],
 )
 def test_a_line_that_holds_no_text_is_named(tmp_path, line, message):
@@ -53,19 +81,62 @@ def test_a_line_that_holds_no_text_is_named(tmp_path, line, message):
         _texts(path)
 
 
-def test_compressed_json_lines(tmp_path):
+def test_a_few_lines_that_hold_no_text_are_counted_and_left_out(tmp_path, caplog):
+    path = tmp_path / "a.jsonl"
+    lines = [f'{{"text": "{i}"}}\n' for i in range(2000)]
+    lines[7], lines[9] = "{\n", "\n"
+    path.write_text("".join(lines))
+    corpus = CorpusConfig(kind="text", path=str(path), validation_percent=0)
+    names = [document.name for _, document in stream_documents(corpus)]
+    # The number of a document does not change when a line before it is repaired.
+    assert names == [f"a.jsonl:{i}" for i in range(1999) if i != 7]
+    assert f"1 of 1,999 lines hold no document: {path}, line 8 is not JSON" in caplog.text
+    path.write_text("".join(lines[:500]))
+    with pytest.raises(DataError, match=r"1 of 499 lines hold no document: .*, line 8 .* 0\.1%"):
+        list(stream_documents(corpus))
+
+
+def test_a_wrong_field_ends_before_the_corpus_is_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"body": "x"}\n' * 20)
+    with pytest.raises(DataError, match=r"11 of 11 lines hold no document: .*line 1 has no field"):
+        list(stream_documents(CorpusConfig(kind="text", path=str(path))))
+
+
+def _frames(parts):
     zstandard = pytest.importorskip("zstandard")
-    path = tmp_path / "a.jsonl.zst"
+    return b"".join(map(zstandard.compress, parts))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pack"), [("zst", _frames), ("gz", lambda parts: b"".join(map(gzip.compress, parts)))]
+)
+def test_compressed_json_lines(tmp_path, kind, pack):
+    path = tmp_path / f"a.jsonl.{kind}"
     data = _json_lines() * 5000  # several pieces
-    frames = [zstandard.compress(part) for part in (data[:1000], b"", data[1000:])]
-    path.write_bytes(b"".join(frames))
+    packed = pack((data[:1000], b"", data[1000:]))
+    path.write_bytes(packed)
     assert _texts(path) == EXPECTED * 5000
-    path.write_bytes(b"".join(frames)[:-1])
-    with pytest.raises(DataError, match=r"a\.jsonl\.zst ends in the middle"):
-        _texts(path)
-    path.write_bytes(b"not compressed")
-    with pytest.raises(DataError, match=r"a\.jsonl\.zst is no intact zstandard file"):
-        _texts(path)
+    for damaged in (packed[:-1], b"not compressed"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"a\.jsonl\.{kind} is no intact {kind} file"):
+            _texts(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.txt.zst", "a.jsonl", "a.txt"])
+def test_a_document_beyond_the_limit_is_refused_before_it_is_unpacked(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("ttcd_jax.data.documents.MAX_BYTES", 2**20)
+    if name.endswith("zst"):
+        compressor = pytest.importorskip("zstandard").ZstdCompressor().compressobj()
+        pieces = [compressor.compress(bytes(2**20)) for _ in range(2**10)]
+        (tmp_path / name).write_bytes(b"".join([*pieces, compressor.flush()]))
+    else:
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(2**30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match="has more than 1048576 bytes, the largest document"):
+        _texts(tmp_path / name)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
 
 
 def test_parquet(tmp_path):
@@ -100,10 +171,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_the_kind_of_a_folder(tmp_path):
-    with pytest.raises(UserError, match=r"no file below .* matches \*\.txt, \*\.jsonl"):
+    with pytest.raises(UserError, match=r"no file below .* matches \*\.txt, \*\.txt\.gz"):
         readable_glob(tmp_path)
     (tmp_path / "deep").mkdir()
-    for name, glob in [("index.json", "**/index.json"), ("b.jsonl", "**/*.jsonl")]:
+    for name, glob in [("index.json", "**/index.json"), ("b.jsonl.gz", "**/*.jsonl.gz")]:
         (tmp_path / "deep" / name).write_text("")
         assert readable_glob(tmp_path) == glob
         (tmp_path / "deep" / name).unlink()

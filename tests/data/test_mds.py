@@ -6,8 +6,12 @@ import struct
 import numpy as np
 import pytest
 
-from ttcd_jax.data.documents import read_documents
+from ttcd_jax.data.corpus import CorpusConfig
+from ttcd_jax.data.documents import LeftOut, read_documents
 from ttcd_jax.data.mds import read_column
+from ttcd_jax.data.mixture import RecordsConfig
+from ttcd_jax.data.preparation import prepare_records
+from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import DataError
 
 TEXTS = ["one", "", "größe 日本", "x" * 300]
@@ -80,10 +84,10 @@ def test_bytes_and_arrays_of_one_length(write):
 
 
 def test_documents_of_text_and_of_token_ids(write):
-    documents = list(read_documents(write(), "books/index.json", "text"))
+    documents = list(read_documents(write(), "books/index.json", "text", LeftOut()))
     assert [d.name for d in documents] == [f"books/index.json:{i}" for i in range(8)]
     assert [d.text.decode() for d in documents] == TEXTS * 2
-    tokenized = list(read_documents(write(), "books/index.json", "ids"))
+    tokenized = list(read_documents(write(), "books/index.json", "ids", LeftOut()))
     assert [d.tokens.tolist() for d in tokenized] == IDS * 2
     assert {d.text for d in tokenized} == {b""}
 
@@ -94,7 +98,7 @@ def test_compressed_shards(write):
     assert len(list(read_column(index, "text"))) == 8
     with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd holds 3 bytes, its index says"):
         list(read_column(write(pack=lambda data: zstandard.compress(b"xyz")), "text"))
-    with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd ends in the middle"):
+    with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd is no intact zstd file"):
         list(read_column(write(pack=lambda data: zstandard.compress(data)[:-1]), "text"))
 
 
@@ -116,6 +120,10 @@ def test_compressed_shards(write):
         ("text", {"raw_data": {"basename": "shard.00000.mds", "bytes": 1}}, "its index says 1"),
         ("text", {"raw_data": None}, "no index of MDS shards"),
         ("text", {"column_names": 3}, "no index of MDS shards"),
+        ("text", {"samples": 1e400}, "is not JSON"),
+        ("text", {"samples": "x"}, "no index of MDS shards"),
+        ("text", {"raw_data": {"basename": "shard.00000.mds", "bytes": 2**40}}, "shard may have"),
+        ("text", {"raw_data": {"basename": "shard.00000.mds", "bytes": -1}}, "shard may have"),
     ],
 )
 def test_what_an_index_may_not_say(write, column, changes, message):
@@ -155,3 +163,48 @@ def test_damage_is_refused_or_reads_as_other_values(write, column, num_refused):
     assert all(str(path) in message for message in refused)
     path.write_bytes(intact[:-1])
     assert f"{len(intact) - 1} bytes, its index says {len(intact)}" in _refusal(index, column)
+
+
+SAMPLE = 65_536
+
+
+@pytest.fixture
+def samples(write, tmp_path):
+    """A folder of packed samples, made twice from the same ones: (as documents, as rows)."""
+    ids = np.random.default_rng(0).integers(0, 256, (4, SAMPLE))
+    write({"input_ids": ("ndarray:uint32", None, [_array(x.tolist(), "<u4") for x in ids])})
+    corpus = {"path": str(tmp_path), "glob": "index.json", "field": "input_ids"}
+    corpus = CorpusConfig(kind="text", **corpus, validation_percent=0)
+    for is_row in (False, True):
+        folder = tmp_path / f"records_{is_row}"
+        folder.mkdir()
+        prepare_records(corpus, TokenizerConfig(), folder, samples_are_rows=is_row)
+    return ids, str(tmp_path / "records_False"), str(tmp_path / "records_True")
+
+
+@pytest.mark.parametrize("seq_len", [SAMPLE, SAMPLE - 1])
+def test_samples_that_are_rows_stay_rows(samples, seq_len):
+    ids, _, folder = samples
+    rows, manifest = RecordsConfig(paths=(folder,), seq_len=seq_len).rows(0)
+    assert manifest["num_rows"] == 8
+    found = []
+    for number in range(8):
+        row = rows[number]
+        found.append(np.append(row["tokens"][: SAMPLE - 1], row["targets"][SAMPLE - 2]).tobytes())
+        for name, expected in (("segment_ids", 1), ("positions", range(SAMPLE - 1))):
+            assert np.all(row[name][: SAMPLE - 1] == expected)
+        assert row["loss_mask"].sum() == SAMPLE - 1
+        assert not row["loss_mask"][SAMPLE - 1 :].any()
+    assert sorted(found) == sorted(2 * [x.astype(np.int32).tobytes() for x in ids])
+
+
+def test_samples_that_are_documents_are_cut(samples):
+    """Why there is the other way: most rows hold the end of one sample and another's beginning."""
+    _, documents, rows = samples
+    source, _ = RecordsConfig(paths=(documents,), seq_len=SAMPLE).rows(0)
+    assert sum(source[i]["segment_ids"].max() > 1 for i in range(8)) >= 7
+    message = r"has a sample of 65536 tokens: set seq_len to 65535 or more \(not 65534\)"
+    with pytest.raises(DataError, match=message):
+        RecordsConfig(paths=(rows,), seq_len=SAMPLE - 2).rows(0)
+    mixed, _ = RecordsConfig(paths=(documents, rows), seq_len=SAMPLE).rows(0)
+    assert any(mixed[i]["segment_ids"].max() > 1 for i in range(4))

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 import shutil
 
 import numpy as np
@@ -21,6 +22,7 @@ from ttcd_jax.data.records import (
 from ttcd_jax.data.sources import TextConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import sha256
 
 BYTES = TokenizerConfig()
 SEQ_LEN = 32
@@ -220,19 +222,42 @@ def test_a_file_of_another_size_is_named(copy, name, cut):
     open_records(copy, "validation")
 
 
-def test_a_changed_file_is_found_by_its_digest(copy):
-    ids = np.fromfile(copy / TOKENS, "<u2")
-    ids[10] ^= 1
-    ids.tofile(copy / TOKENS)
-    open_records(copy, "train")
-    with pytest.raises(DataError, match=f"copy/{TOKENS}: its content changed"):
+@pytest.mark.parametrize("name", [TOKENS, "train.00003.tokens.bin", "train.starts.bin"])
+def test_changed_content_is_found_before_the_first_read(copy, name):
+    data = bytearray((copy / name).read_bytes())
+    position = 8 if name == "train.starts.bin" else 20  # moves one start, or changes one token
+    data[position] ^= 1
+    (copy / name).write_bytes(data)
+    source, _ = RecordsConfig(paths=(str(copy),), seq_len=SEQ_LEN).rows(0)
+    for _ in range(2):
+        with pytest.raises(DataError, match=f"copy/{name}: its content changed"):
+            source[0]
+    with pytest.raises(DataError, match=f"copy/{name}: its content changed"):
         verify_records(copy)
+    open_records(copy, "validation").read(0, 0, 1)
+
+
+def test_a_shard_that_is_cut_under_a_reader_is_an_error(copy):
+    records = open_records(copy, "train")
+    last = len(records) - 1
+    path = max(copy.glob("train.*.tokens.bin"))
+    ids = records.read(last, 0, 2).tolist()
+    os.truncate(path, 2)
+    with pytest.raises(DataError, match=rf"{path} was cut to 2 of \d+ bytes; copy it again"):
+        records.read(last, 0, 2)
+    records.read(0, 0, 2)
+    for file in copy.iterdir():  # the others are mapped
+        file.unlink()
+    assert records.read(0, 0, 1) == ids[:1]
 
 
 def test_a_token_outside_the_vocabulary_is_an_error_where_it_is_read(copy):
     ids = np.fromfile(copy / TOKENS, "<u2")
     ids[open_records(copy, "train").starts[1] + 1] = 258
     ids.tofile(copy / TOKENS)
+    files = read_manifest(copy)["files"]
+    files[TOKENS]["sha256"] = sha256(copy / TOKENS)
+    (copy / "manifest.json").write_text(_resealed(copy, files=files))
     records = open_records(copy, "train")
     assert records.read(1, 0, 1) == ByteTokenizer.bos_id
     message = r"copy \(train\), document 1: token 258 is outside the vocabulary of 258"
@@ -259,8 +284,9 @@ def test_starts_that_do_not_fit_are_refused(copy, change):
 def _resealed(folder, **changes):
     """The text of a manifest that was written with `changes`."""
     manifest = json.loads((folder / "manifest.json").read_text())
+    manifest |= changes
     del manifest["sha256"]
-    return json.dumps(sealed(manifest | changes))
+    return json.dumps(sealed(manifest))
 
 
 def test_a_damaged_manifest_is_refused(copy):
@@ -278,6 +304,20 @@ def test_a_damaged_manifest_is_refused(copy):
     path.unlink()
     with pytest.raises(DataError, match="holds no token records"):
         read_manifest(copy)
+
+
+@pytest.mark.parametrize("name", ["../secret.bin", "/etc/passwd", "", "..", "sub/x.bin", "absent"])
+def test_a_manifest_that_leaves_its_folder_is_refused(copy, name):
+    """As it would be if it were hostile: its own digest fits."""
+    (copy.parent / "secret.bin").write_bytes((copy / TOKENS).read_bytes())
+    manifest = read_manifest(copy)
+    manifest["splits"]["train"]["shards"][0] = name
+    if name != "absent":
+        manifest["files"][name] = manifest["files"][TOKENS]
+    (copy / "manifest.json").write_text(_resealed(copy, **manifest))
+    for read in (read_manifest, verify_records):
+        with pytest.raises(DataError, match=r"manifest\.json describes no files of its folder"):
+            read(copy)
 
 
 def test_folders_of_two_tokenizers_do_not_mix(copy, folder):

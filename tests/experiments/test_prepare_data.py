@@ -1,6 +1,7 @@
 """The command end to end: text in, records out, a run trained and evaluated on them."""
 
 import argparse
+import gzip
 import json
 import os
 import shutil
@@ -94,6 +95,43 @@ def test_a_run_trains_is_pinned_and_evaluated(text, tokenizer, records, tmp_path
     assert "the training data changed" in message
 
 
+def test_a_run_ends_before_it_reads_changed_records(records, tmp_path):
+    copy = shutil.copytree(records, tmp_path / "copy")
+    tokens = copy / "train.00000.tokens.bin"
+    ids = np.fromfile(tokens, "<u2")
+    ids[3] ^= 1
+    ids.tofile(tokens)
+    bindings = ["include 'data/records.gin'", f"RECORDS=('{copy}',)", "RecordsConfig.seq_len=16"]
+    bindings += ["TransformerConfig.vocab_size=300", "STEPS=3"]
+    launch = ("launch", *tiny_run.flags("quickstart.gin", *bindings))
+    message = commands.refused(*launch, f"--run_dir={tmp_path / 'run'}", status=3)
+    assert f"{tokens}: its content changed; copy it again" in message
+    assert not tiny_run.losses(tmp_path / "run")
+
+
+def test_lines_without_a_document_are_reported(tmp_path):
+    lines = ['{"text": "good"}'] * 3000
+    lines[7] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    output = tmp_path / "records"
+    arguments = (f"--input={tmp_path / 'a.jsonl'}", "--tokenizer=byte", f"--output={output}")
+    result = commands.run("prepare_data", *arguments, "--processes=2")
+    assert result.returncode == 0
+    assert "1 of 3,000 lines hold no document: " in result.stderr
+    assert "a.jsonl, line 8 is not JSON" in result.stderr
+    assert read_manifest(output)["lines_left_out"] == 1
+
+
+def test_a_compressed_file_is_unpacked(text, tmp_path):
+    lines = "".join(json.dumps({"text": p.read_text()}) + "\n" for p in sorted(text.iterdir()))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    arguments = ("--tokenizer=byte", "--validation_percent=0")
+    output = tmp_path / "records"
+    commands.output("prepare_data", f"--input={tmp_path}", f"--output={output}", *arguments)
+    num_bytes = sum(p.stat().st_size for p in text.iterdir())
+    assert read_manifest(output)["splits"]["train"]["text"]["num_bytes"] == num_bytes
+
+
 def test_nothing_is_overwritten(text, tokenizer, records):
     before = (records / "manifest.json").read_bytes()
     arguments = (f"--input={text}", f"--output={records}")
@@ -172,6 +210,13 @@ def test_damage_is_named(records, tmp_path):
             2,
             "no file or folder at --input",
         ),
+        (("--tokenizer=byte", "--input=", "--output={new}"), 2, "must be the path of a file"),
+        (
+            ("--tokenizer=byte", "--input={text}", "--glob=../*", "--output={new}"),
+            2,
+            "must be a pattern below path",
+        ),
+        (("--tokenizer=byte", "--input=Makefile", "--output={new}"), 3, "no kind that is read"),
         (("--train_tokenizer=100", "--input={text}", "--output={new}"), 2, "take 258 or more"),
         (("--tokenizer=/absent.json", "--input={text}", "--output={new}"), 3, "no tokenizer file"),
         (("--verify=/absent",), 3, "/absent holds no token records"),

@@ -1,13 +1,20 @@
-"""Files that need an optional library: its import, and zstandard decompression."""
+"""Files as streams, decompressed while they are read (gzip, zstandard), and the import of optional
+libraries."""
 
+import contextlib
+import gzip
 import importlib
+import io
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ttcd_jax.errors import DataError, UserError
 
-_CHUNK_BYTES = 2**20
+MAX_BYTES = 2**28  # of one document, line or MDS shard, unpacked: memory is in proportion to it
+
+_PIECE = 2**10  # of zstandard data, which unpack to 2^15 times as much at most
 _LARGEST_WINDOW = 2**31  # `zstd --long=31`, which the library refuses by default
 
 
@@ -22,23 +29,43 @@ def import_for(path: Path, library: str) -> Any:
         ) from error
 
 
-def decompressed(path: Path) -> Iterator[bytes]:
-    """The content of a zstandard file, of one frame or several, in pieces.
-
-    Raises `DataError` for a file that is damaged or ends early, `UserError` without zstandard.
-    """
-    zstandard = import_for(path, "zstandard")
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
-    frame = decompressor.decompressobj()
+@contextlib.contextmanager
+def unpacked(path: Path) -> Iterator[io.BufferedIOBase]:
+    """The content of a file as a stream, which unpacks .gz, .zst and .zstd. Raises `DataError` for
+    packed data that are damaged or cut, `UserError` without zstandard."""
+    zstandard = import_for(path, "zstandard") if path.suffix in (".zst", ".zstd") else None
+    damage = (EOFError, zlib.error, gzip.BadGzipFile, getattr(zstandard, "ZstdError", EOFError))
     try:
         with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                while chunk:
-                    if frame.eof:
-                        frame = decompressor.decompressobj()
-                    yield frame.decompress(chunk)
-                    chunk = frame.unused_data
-    except zstandard.ZstdError as error:
-        raise DataError(f"{path} is no intact zstandard file ({error}); copy it again") from error
-    if not frame.eof:
-        raise DataError(f"{path} ends in the middle of its data; copy it again")
+            if zstandard is not None:
+                yield io.BufferedReader(_Zstandard(zstandard, file), 2**17)
+            else:
+                yield gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+    except damage as error:
+        kind = path.suffix.lstrip(".")
+        raise DataError(f"{path} is no intact {kind} file ({error}); copy it again") from error
+
+
+class _Zstandard(io.RawIOBase):
+    """The content of zstandard frames, one after another; `EOFError` if the last one is cut."""
+
+    def __init__(self, library: Any, file: io.BufferedReader) -> None:
+        self._start = library.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj
+        self._file, self._frame, self._content = file, self._start(), memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            piece = self._frame.unused_data or self._file.read(_PIECE)
+            if not piece:
+                if self._frame.eof:
+                    return 0
+                raise EOFError("it ends in the middle of its data")
+            if self._frame.eof:
+                self._frame = self._start()
+            self._content = memoryview(self._frame.decompress(piece))
+        size = min(len(buffer), len(self._content))
+        buffer[:size], self._content = self._content[:size], self._content[size:]
+        return size

@@ -5,11 +5,13 @@ import dataclasses
 import hashlib
 import pathlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
+from absl import logging
+
 from ttcd_jax.config import Bound, Config
-from ttcd_jax.data.documents import Document, holds_many, read_documents
+from ttcd_jax.data.documents import Document, LeftOut, holds_many, read_documents
 from ttcd_jax.errors import DataError, UserError
 
 Split = Literal["train", "validation"]
@@ -21,7 +23,13 @@ LEFT_OUT_OF_STDLIB = frozenset(
 )
 
 
-_BELOW = Bound("a pattern below path, such as **/*.txt", lambda glob: glob and glob[0] != "/")
+def _is_below(glob: str) -> bool:
+    parts = glob.split("/")
+    return bool(parts[0]) and all(x != ".." and ("**" not in x or x == "**") for x in parts)
+
+
+_BELOW = Bound("a pattern below path, such as **/*.txt", _is_below)
+_PATH = Bound("the path of a file or a folder ('.' is the current one)", bool)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +43,7 @@ class CorpusConfig(Config):
     """
 
     kind: Literal["stdlib", "text"] = "stdlib"
-    path: str | None = None
+    path: Annotated[str, _PATH] | None = None
     glob: Annotated[str, _BELOW] = "**/*.txt"
     field: str = "text"
     validation_percent: Annotated[int, Bound("between 0 and 99", lambda p: 0 <= p < 100)] = 5
@@ -58,7 +66,7 @@ class Census:
     def add(self, document: Document) -> None:
         self._num_documents += 1
         self._num_bytes += len(document.content)
-        for part in (document.name.encode(), document.content):
+        for part in (_name_bytes(document), document.content):
             self._digest.update(len(part).to_bytes(8))  # so that no two lists have one digest
             self._digest.update(part)
 
@@ -71,17 +79,26 @@ class Census:
         }
 
 
+def _name_bytes(document: Document) -> bytes:
+    return document.name.encode(errors="surrogateescape")  # a file's name may be any bytes
+
+
 def stream_documents(
-    config: CorpusConfig, splits: tuple[Split, ...] = SPLITS
+    config: CorpusConfig, splits: tuple[Split, ...] = SPLITS, left_out: LeftOut | None = None
 ) -> Iterator[tuple[Split, Document]]:
     """The non-empty documents, each with its split, file by file in the order of names. In a folder
-    with splits, only `splits` are read. Raises `DataError` when the path is missing,
-    nothing matches, or a file cannot be read."""
+    with splits, only `splits` are read. A few lines without a document are counted in `left_out`,
+    with a warning. Raises `DataError` when the path is missing, nothing matches, a file cannot be
+    read, or too many lines are left out."""
+    left_out = LeftOut() if left_out is None else left_out
     if config.path is None:
         documents = _held_out_by_name(_stdlib_documents(), config)
     else:
-        documents = _user_documents(pathlib.Path(config.path), config, splits)
-    return (labelled for labelled in documents if labelled[1].content)
+        documents = _user_documents(pathlib.Path(config.path), config, splits, left_out)
+    yield from (labelled for labelled in documents if labelled[1].content)
+    left_out.check()
+    if left_out.num_lines:
+        logging.warning("%s", left_out)
 
 
 def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
@@ -121,30 +138,35 @@ def _stdlib_documents() -> Iterator[Document]:
 
 
 def _user_documents(
-    path: pathlib.Path, config: CorpusConfig, splits: tuple[Split, ...]
+    path: pathlib.Path, config: CorpusConfig, splits: tuple[Split, ...], left_out: LeftOut
 ) -> Iterator[tuple[Split, Document]]:
     if not path.exists():
         raise DataError(f"no file or folder at {path}; set CorpusConfig.path")
     if not path.is_dir():
         if holds_many(path):
-            documents = read_documents(path, path.name, config.field)
+            documents = read_documents(path, path.name, config.field, left_out)
             yield from _held_out_by_name(documents, config)
         else:
             yield from _parts_of_file(path, config)
-    elif all((path / split).is_dir() for split in SPLITS):
+        return
+    if all((path / split).is_dir() for split in SPLITS):
         for split in splits:
-            for document in _folder_documents(path / split, config):
+            for document in _folder_documents(path, split, config, left_out):
                 yield split, document
     else:
-        yield from _held_out_by_name(_folder_documents(path, config), config)
+        yield from _held_out_by_name(_folder_documents(path, ".", config, left_out), config)
 
 
-def _folder_documents(folder: pathlib.Path, config: CorpusConfig) -> Iterator[Document]:
+def _folder_documents(
+    root: pathlib.Path, part: str, config: CorpusConfig, left_out: LeftOut
+) -> Iterator[Document]:
+    folder = root / part
     files = _files(folder, config.glob)
     if not files:
         raise DataError(f"no file under {folder} matches {config.glob!r}; set CorpusConfig.glob")
+    _check_links(root, files.values())
     for name, path in files.items():
-        yield from read_documents(path, name, config.field)
+        yield from read_documents(path, name, config.field, left_out)
 
 
 def _files(folder: pathlib.Path, glob: str) -> dict[str, pathlib.Path]:
@@ -162,19 +184,37 @@ def _is_run(folder: pathlib.Path) -> bool:
     return is_claimed or (lock.is_file() and lock.read_bytes().startswith(b"process "))
 
 
+def _check_links(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
+    """Raises `DataError` for a file that a link brings into `folder` from elsewhere."""
+    root = folder.resolve()
+    for place in {path if path.is_symlink() else path.parent for path in files}:
+        if not place.resolve().is_relative_to(root):
+            raise DataError(
+                f"{place} is a link that leaves {folder}: give a copy of the folder (cp -rLl makes "
+                "one of hard links)"
+            )
+
+
 def _parts_of_file(path: pathlib.Path, config: CorpusConfig) -> Iterator[tuple[Split, Document]]:
-    for document in read_documents(path, path.name, config.field):
+    for document in read_documents(path, path.name, config.field, LeftOut()):
         text = document.text
         end = len(text) * (100 - config.validation_percent) // 100
-        if end < len(text):  # after a newline, so that no multi-byte character is split
-            end = text.rfind(b"\n", 0, end) + 1
+        if end < len(text):
+            end = _end_of_part(text, end)
         yield "train", Document(path.name, text[:end])
         yield "validation", Document(path.name, text[end:])
+
+
+def _end_of_part(text: bytes, end: int) -> int:
+    """The last place up to `end` after a line, else after a word, else between characters."""
+    while end and text[end] & 0xC0 == 0x80:
+        end -= 1
+    return (text.rfind(b"\n", 0, end) + 1) or (text.rfind(b" ", 0, end) + 1) or end
 
 
 def _held_out_by_name(
     documents: Iterator[Document], config: CorpusConfig
 ) -> Iterator[tuple[Split, Document]]:
     for document in documents:
-        digest = int.from_bytes(hashlib.sha256(document.name.encode()).digest())
+        digest = int.from_bytes(hashlib.sha256(_name_bytes(document)).digest())
         yield "validation" if digest % 100 < config.validation_percent else "train", document

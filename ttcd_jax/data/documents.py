@@ -1,26 +1,31 @@
 """Documents in files: one per text file, many per JSON lines or Parquet file or MDS folder."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ttcd_jax.data.compressed import decompressed, import_for
+from ttcd_jax.data.compressed import MAX_BYTES, import_for, unpacked
 from ttcd_jax.data.mds import INDEX, read_column
 from ttcd_jax.errors import DataError, UserError
 
 _PARQUET_ROWS = 256  # rows in memory at once
+_LEAST_LINES = 10_000  # until they are read, as many lines are left out as of this number
+_PACKED = re.compile(rb"\x1f\x8b|\(\xb5/\xfd|BZh\d1AY|\xfd7zXZ|7z\xbc\xaf|PK\x03\x04|PAR1")
 
 
 class Document(NamedTuple):
     """One text and its name: the file's path relative to the corpus, with `:number` in a file of
-    many documents. A tokenized document has `tokens` [T] and no text."""
+    many documents. A tokenized document has `tokens` [T] and no text; if it `is_row`, it gets no
+    bos and no eos."""
 
     name: str
     text: bytes
     tokens: np.ndarray | None = None
+    is_row: bool = False
 
     @property
     def content(self) -> bytes:
@@ -28,27 +33,63 @@ class Document(NamedTuple):
         return self.text if self.tokens is None else self.tokens.tobytes()
 
 
-def read_documents(path: Path, name: str, field: str) -> Iterator[Document]:
+class LeftOut:
+    """Number of lines without a document, at most the fraction `SHARE`, and the first of them."""
+
+    SHARE = 0.001
+
+    def __init__(self) -> None:
+        self.num_lines = self._num_read = 0
+        self._first: DataError | None = None
+
+    def add(self, value: bytes | np.ndarray | DataError) -> None:
+        """Counts a document, or the error in its place."""
+        self._num_read += 1
+        if isinstance(value, DataError):
+            self.num_lines, self._first = self.num_lines + 1, self._first or value
+            self.check(_LEAST_LINES)
+
+    def check(self, least_lines: int = 0) -> None:
+        """Raises `DataError` for too many of the lines, or of `least_lines` if that is more."""
+        if self.num_lines > self.SHARE * max(self._num_read, least_lines):
+            raise DataError(f"{self} (at most {self.SHARE:.1%} are left out)")
+
+    def __str__(self) -> str:
+        return f"{self.num_lines:,} of {self._num_read:,} lines hold no document: {self._first}"
+
+
+def read_documents(path: Path, name: str, field: str, left_out: LeftOut) -> Iterator[Document]:
     """The documents of one file, in order, one in memory at a time (of an MDS folder, one shard).
 
-    `field` is the key or column of the text in a file of many; null is read as an empty text.
-    Raises `DataError` naming the file, and the line, row or sample, that cannot be read.
+    `field` is the key or column of the text in a file of many; null is read as an empty text. Lines
+    without a document are counted in `left_out`. Raises `DataError` naming the file, and the line,
+    row or sample, that cannot be read, and for a document of more than `MAX_BYTES`.
     """
     try:
-        read = _reader(path)
+        read = _READERS.get(_kind(path) or "")
         if read is None:
-            yield Document(name, path.read_bytes())
+            yield Document(name, _plain(path))
             return
         for number, value in enumerate(read(path, field)):
-            is_text = isinstance(value, bytes)
-            yield Document(f"{name}:{number}", *((value, None) if is_text else (b"", value)))
+            left_out.add(value)
+            if isinstance(value, bytes):
+                yield Document(f"{name}:{number}", value)
+            elif isinstance(value, np.ndarray):
+                yield Document(f"{name}:{number}", b"", value)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def holds_many(path: Path) -> bool:
-    """Whether a file of this name holds many documents, one per line, row or sample."""
-    return _reader(path) is not None
+    """Whether a file of this name holds many documents, one per line, row or sample. Raises
+    `DataError` for an unknown kind of file."""
+    kind = _kind(path)
+    if kind is None:
+        raise DataError(
+            f"{path} is of an unknown kind (known: {', '.join(_READERS)}): convert it; name plain "
+            f"text {path.name}.txt"
+        )
+    return _READERS[kind] is not None
 
 
 def readable_glob(folder: Path) -> str:
@@ -56,10 +97,9 @@ def readable_glob(folder: Path) -> str:
 
     Raises `UserError` when there is no such file, or there are several kinds.
     """
-    kinds = ("*.txt", *_READERS)
-    globs = [f"**/{kind}" for kind in kinds if any(map(Path.is_file, folder.rglob(kind)))]
+    globs = [f"**/{kind}" for kind in _READERS if any(map(Path.is_file, folder.rglob(kind)))]
     if not globs:
-        raise UserError(f"no file below {folder} matches {', '.join(kinds)}; pass --glob")
+        raise UserError(f"no file below {folder} matches {', '.join(_READERS)}; pass --glob")
     if len(globs) > 1:
         raise UserError(
             f"{folder} holds documents of several kinds: choose one by --glob ({', '.join(globs)})"
@@ -67,31 +107,40 @@ def readable_glob(folder: Path) -> str:
     return globs[0]
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    if path.suffix != ".zst":
-        with path.open("rb") as file:
-            yield from file
-        return
-    rest = b""
-    for piece in decompressed(path):
-        *lines, rest = (rest + piece).split(b"\n")
-        yield from lines
-    yield rest
+def _plain(path: Path) -> bytes:
+    with unpacked(path) as file:
+        text = file.read(MAX_BYTES + 1)
+    if _PACKED.match(text):
+        raise DataError(f"{path} is packed, not text: unpack it, or name it by its kind (.txt.gz)")
+    return _checked_size(str(path), text)
 
 
-def _json_lines(path: Path, field: str) -> Iterator[bytes]:
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{where} is not JSON ({error}); repair or remove it") from error
-        if not isinstance(record, dict) or field not in record:
-            keys = ", ".join(record) if isinstance(record, dict) else "none"
-            raise DataError(f"{where} has no field {field!r}; pass --field (there: {keys})")
-        yield _text(where, field, record[field])
+def _checked_size(where: str, text: bytes) -> bytes:
+    if len(text) > MAX_BYTES:
+        raise DataError(f"{where} has more than {MAX_BYTES} bytes, the largest document: divide it")
+    return text
+
+
+def _json_lines(path: Path, field: str) -> Iterator[bytes | DataError]:
+    with unpacked(path) as file:
+        lines = iter(lambda: file.readline(MAX_BYTES + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            if not _checked_size(f"{path}, line {number}", line).isspace():
+                try:
+                    yield _json_text(f"{path}, line {number}", field, line)
+                except DataError as error:
+                    yield error
+
+
+def _json_text(where: str, field: str, line: bytes) -> bytes:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON ({error}); repair or remove it") from error
+    if not isinstance(record, dict) or field not in record:
+        keys = ", ".join(record) if isinstance(record, dict) else "none"
+        raise DataError(f"{where} has no field {field!r}; pass --field (there: {keys})")
+    return _text(where, field, record[field])
 
 
 def _parquet(path: Path, field: str) -> Iterator[bytes]:
@@ -108,7 +157,7 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
                 for value in batch.column(0).to_pylist():
                     yield _text(f"{path}, row {row}", field, value)
                     row += 1
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path} is no intact Parquet file ({error}); copy it again") from error
 
 
@@ -117,19 +166,20 @@ def _text(where: str, field: str, value: Any) -> bytes:
         kind = type(value).__name__
         raise DataError(f"{where}: {field!r} is no text but {kind}; pass another --field")
     try:
-        return (value or "").encode()
+        return _checked_size(where, (value or "").encode())
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: {field!r} is no Unicode text ({error}); repair it") from error
 
 
-Reader = Callable[[Path, str], Iterator[bytes | np.ndarray]]
-_READERS: dict[str, Reader] = {
-    "*.jsonl": _json_lines,
-    "*.jsonl.zst": _json_lines,
+Reader = Callable[[Path, str], Iterator[bytes | np.ndarray | DataError]]
+# None: one document of plain text. The order is that in which kinds are offered to the user.
+_READERS: dict[str, Reader | None] = {
+    **dict.fromkeys(("*.txt", "*.txt.gz", "*.txt.zst")),
+    **dict.fromkeys(("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.json.gz"), _json_lines),
     "*.parquet": _parquet,
     INDEX: read_column,
 }
 
 
-def _reader(path: Path) -> Reader | None:
-    return next((read for kind, read in _READERS.items() if path.match(kind)), None)
+def _kind(path: Path) -> str | None:
+    return next(filter(path.match, _READERS), None)

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ttcd_jax.data.compressed import decompressed
+from ttcd_jax.data.compressed import unpacked
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import read_json
 
 INDEX = "index.json"
 
+_MAX_SHARD = 2**30  # bytes in memory; the format's own default is 2^26
 _ARRAY = re.compile(r"ndarray:(u?int(?:8|16|32|64))(?::(\d+))?")
 
 
@@ -60,7 +61,7 @@ def _shards(index: Path) -> list[_Shard]:
         entries = read_json(index)["shards"]
         formats = {(entry["format"], entry["version"]) for entry in entries}
         shards = [_shard(entry) for entry in entries]
-    except (KeyError, TypeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise DataError(f"{index} is no index of MDS shards ({error!r}); write it again") from error
     if formats - {("mds", 2)}:
         raise DataError(f"{index} lists shards of format {formats}; only MDS version 2 is read")
@@ -73,7 +74,7 @@ def _shard(entry: dict[str, Any]) -> _Shard:
         str(entry["raw_data"]["basename"]),
         int(entry["raw_data"]["bytes"]),
         None if packed is None else str(packed["basename"]),
-        entry["compression"],
+        None if packed is None else str(entry["compression"]),
         int(entry["samples"]),
         [str(name) for name in entry["column_names"]],
         [str(encoding) for encoding in entry["column_encodings"]],
@@ -113,8 +114,13 @@ def _content(folder: Path, shard: _Shard) -> tuple[Path, np.ndarray]:
         )
     if not path.is_file():
         raise DataError(f"no shard at {path}: copy it again")
-    content = path.read_bytes() if is_raw else b"".join(decompressed(path))
-    data = np.frombuffer(content, np.uint8)
+    if not 0 <= shard.num_bytes <= _MAX_SHARD:
+        raise DataError(
+            f"{path} holds {shard.num_bytes} bytes, a shard may have {_MAX_SHARD}: write it again "
+            "with a smaller size_limit"
+        )
+    with unpacked(path) as file:
+        data = np.frombuffer(file.read(shard.num_bytes + 1), np.uint8)
     if data.size != shard.num_bytes:
         raise DataError(
             f"{path} holds {data.size} bytes, its index says {shard.num_bytes}: copy it again"

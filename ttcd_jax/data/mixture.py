@@ -9,7 +9,7 @@ import grain
 
 from ttcd_jax.config import AtLeast, Config, PositiveFloat
 from ttcd_jax.data.corpus import Split
-from ttcd_jax.data.packing import PackedRows
+from ttcd_jax.data.packing import DocumentRows, PackedRows
 from ttcd_jax.data.pipeline import ENDLESS, RowSource
 from ttcd_jax.data.records import MANIFEST, TokenRecords, open_records, read_manifest
 from ttcd_jax.errors import DataError, UserError
@@ -108,8 +108,13 @@ def mixed_rows(
     Every corpus is repeated, reshuffled at each pass. Corpora are interleaved as evenly as possible
     in the proportions `weights`, by default their numbers of rows.
     """
-    sources = [PackedRows(records, seq_len=seq_len, seed=seed) for records in corpora]
-    # A seed for each: two corpora of equal size would otherwise be read in the same order.
+    sources = [
+        DocumentRows(records, seq_len=seq_len, is_whole=True)
+        if records.samples_are_rows
+        else PackedRows(records, seq_len=seq_len, seed=seed)
+        for records in corpora
+    ]
+    # A seed for each: two corpora of one size would otherwise be read in the same order.
     parts = [
         grain.MapDataset.source(rows).seed((seed + i) % 2**32).shuffle().repeat(None)
         for i, rows in enumerate(sources)

@@ -23,7 +23,7 @@ def encode_documents(documents: list[Document], tokenizer: Tokenizer) -> TokenRe
     """The documents as token records in memory. Raises `DataError` naming a document that is not
     UTF-8 (with a `tokenizer.json`) or has ids outside the tokenizer's vocabulary."""
     dtype = token_dtype(tokenizer.vocab_size)
-    parts = [_encode(document, tokenizer).astype(dtype) for document in documents]
+    parts = [_encode(document, tokenizer, dtype) for document in documents]
     return TokenRecords(
         [np.concatenate([np.empty(0, dtype), *parts])],
         np.cumsum([0, *(part.size for part in parts)]),
@@ -32,18 +32,18 @@ def encode_documents(documents: list[Document], tokenizer: Tokenizer) -> TokenRe
     )
 
 
-def _encode(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+def _encode(document: Document, tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray:
     bos, eos, ids = [tokenizer.bos_id], [tokenizer.eos_id], document.tokens
     try:
         if ids is None:
             ids = tokenizer.encode(document.text)
         else:
             check_tokens(ids, tokenizer.vocab_size)
-            bos = [] if ids[:1].tolist() == bos else bos
-            eos = [] if ids[-1:].tolist() == eos else eos
+            bos = [] if document.is_row or ids[:1].tolist() == bos else bos
+            eos = [] if document.is_row or ids[-1:].tolist() == eos else eos
     except DataError as error:
         raise DataError(f"{document.name}: {error}") from error
-    return np.concatenate([bos, ids, eos], dtype=np.int64, casting="unsafe")
+    return np.concatenate([bos, ids, eos], dtype=dtype, casting="unsafe")
 
 
 class PackedRows:
@@ -101,12 +101,20 @@ class DocumentRows:
 
     The context of a prediction is its row up to its position. The last row of a document is padded
     with the eos id in segment 0, outside the loss. Documents shorter than `min_tokens` (bos and eos
-    included) are left out. Raises `DataError` when none is left.
+    included) are left out. Raises `DataError` when none is left, and, if `is_whole`, for a document
+    longer than a row.
     """
 
-    def __init__(self, records: TokenRecords, *, seq_len: int, min_tokens: int = 2) -> None:
+    def __init__(
+        self, records: TokenRecords, *, seq_len: int, min_tokens: int = 2, is_whole: bool = False
+    ) -> None:
         self.records, self.seq_len = records, seq_len
         sizes = records.sizes
+        if is_whole and sizes.max(initial=0) > seq_len + 1:
+            raise DataError(
+                f"{records.where} was prepared with --samples_are_rows and has a sample of "
+                f"{sizes.max()} tokens: set seq_len to {sizes.max() - 1} or more (not {seq_len})"
+            )
         self._kept = np.flatnonzero(sizes >= min_tokens)
         if not self._kept.size:
             raise DataError(

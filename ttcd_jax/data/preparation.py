@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ttcd_jax.data.corpus import SPLITS, Census, CorpusConfig, Split, empty_split, stream_documents
-from ttcd_jax.data.documents import Document
+from ttcd_jax.data.documents import Document, LeftOut
 from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.records import FORMAT, MANIFEST, TOKENIZER, TokenRecords, sealed, token_dtype
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
@@ -39,12 +39,14 @@ def prepare_records(
     *,
     num_processes: int = 1,
     shard_tokens: int = SHARD_TOKENS,
+    samples_are_rows: bool = False,
     on_progress: Callable[[int], None] = lambda num_tokens: None,
 ) -> dict[str, Any]:
     """Fills the empty `folder` and returns its manifest; `on_progress` gets counts of new tokens.
 
     The files do not depend on the number of processes. In memory: some megabytes of text per
     process, and the longest document. A shard has at most `shard_tokens` tokens, or one document.
+    `samples_are_rows`: samples of token ids get no bos and eos, and each is a row of the run.
     Raises `DataError` for documents that cannot be read or tokenized, and for an empty corpus.
     """
     if config.path is not None:
@@ -52,8 +54,11 @@ def prepare_records(
         config = config.replace(path=str(shutil.copyfile(config.path, folder / TOKENIZER)))
     writers: dict[Split, _SplitWriter]
     writers = {split: _SplitWriter(folder, split, shard_tokens) for split in SPLITS}
-    batches = _batches(stream_documents(corpus), writers)
-    for split, records in _encoded(batches, config, num_processes):
+    left_out = LeftOut()
+    documents: Iterable[tuple[Split, Document]] = stream_documents(corpus, left_out=left_out)
+    if samples_are_rows:
+        documents = ((split, document._replace(is_row=True)) for split, document in documents)
+    for split, records in _encoded(_batches(documents, writers), config, num_processes):
         writers[split].append(records)
         on_progress(int(records.starts[-1]))
     if not writers["train"].num_documents:
@@ -61,7 +66,12 @@ def prepare_records(
     written = {split: writer for split, writer in writers.items() if writer.num_documents}
     splits = {split: writer.facts() for split, writer in written.items()}
     files = {name: facts for w in written.values() for name, facts in w.files().items()}
-    manifest = sealed(_tokenizer_facts(config) | {"splits": splits, "files": files})
+    facts = _tokenizer_facts(config) | {"splits": splits, "files": files}
+    if samples_are_rows:
+        facts["samples_are_rows"] = True
+    if left_out.num_lines:
+        facts["lines_left_out"] = left_out.num_lines
+    manifest = sealed(facts)
     write_json(folder / MANIFEST, manifest)
     return manifest
 
@@ -199,4 +209,4 @@ class _SplitWriter:
 
 def _append(path: Path, values: np.ndarray) -> None:
     with path.open("ab") as file:
-        file.write(values.tobytes())
+        values.tofile(file)

@@ -13,6 +13,8 @@ All numbers are little-endian. No document is split between shards.
 
 import hashlib
 import json
+import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 class TokenRecords:
     """Tokenized documents: `shards` of ids [tokens], and int64 `starts` [documents + 1], the offset
-    of each document in the concatenated shards, and the end. `where` names them in errors."""
+    of each document in the concatenated shards, and the end. `where` names them in errors, `files`
+    are those of memory-mapped shards. `samples_are_rows`: every document is one whole row."""
 
     def __init__(
         self,
@@ -48,8 +51,11 @@ class TokenRecords:
         vocab_size: int,
         eos_id: int,
         where: str = "the corpus",
+        files: "_Files | None" = None,
+        samples_are_rows: bool = False,
     ) -> None:
-        self.shards, self.starts = shards, starts
+        self.shards, self.starts, self._files = shards, starts, files
+        self.samples_are_rows = samples_are_rows
         self.vocab_size, self.eos_id, self.where = vocab_size, eos_id, where
         self._ends = np.cumsum([shard.size for shard in shards])
 
@@ -63,9 +69,11 @@ class TokenRecords:
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Ids [stop - start] of the tokens `start` to `stop` of a document. Raises `DataError` for
-        an id outside the vocabulary."""
+        an id outside the vocabulary, and for files that changed."""
         first = self.starts[document]
         shard = np.searchsorted(self._ends, first, side="right")
+        if self._files is not None:
+            self._files.check(int(shard))
         offset = first - self._ends[shard] + self.shards[shard].size
         ids = self.shards[shard][offset + start : offset + stop]
         if ids.max(initial=0) >= self.vocab_size:
@@ -90,7 +98,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path} describes no {FORMAT!r}; {_AGAIN}")
     if manifest != sealed({name: manifest[name] for name in manifest if name != "sha256"}):
         raise DataError(f"{path} was changed; {_AGAIN}")
+    try:
+        is_sound = _is_sound(manifest, manifest["files"])
+    except (LookupError, TypeError, AttributeError):
+        is_sound = False
+    if not is_sound:
+        raise DataError(f"{path} describes no files of its folder; {_AGAIN}")
     return manifest
+
+
+def _is_sound(manifest: dict[str, Any], files: dict[str, Any]) -> bool:
+    """Whether the entries are there, counts are integers, and files are in the folder."""
+    counts = [manifest[name] for name in ("vocab_size", "bos_id", "eos_id")]
+    for facts in manifest["splits"].values():
+        counts += [facts["num_documents"], facts["num_tokens"], facts["text"]["num_bytes"]]
+        counts += [files[name]["num_bytes"] for name in (facts["starts"], *facts["shards"])]
+    is_inside = all(Path(name).name == name not in ("", "..") for name in files)
+    is_complete = "tokenizer" in manifest and all("sha256" in facts for facts in files.values())
+    return is_inside and is_complete and all(type(x) is int and x >= 0 for x in counts)
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -99,27 +124,65 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def open_records(folder: Path, split: Split) -> TokenRecords:
+def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenRecords:
     """The records of one split, memory-mapped. Raises `DataError` for an absent split or file, and
-    for sizes or starts that do not fit (`verify_records` checks contents too)."""
+    for sizes or starts that do not fit. With `verifies`, a thread compares the files with their
+    digests, and the first read of a document waits for it."""
     manifest = read_manifest(folder)
     if split not in manifest["splits"]:
         raise DataError(
             f"{folder} has no {split} split: prepare it with --validation_percent above 0, or from "
             "a folder with train/ and validation/"
         )
-    facts = manifest["splits"][split]
-    for name in (facts["starts"], *facts["shards"]):
-        _check(folder / name, manifest["files"][name]["num_bytes"])
+    facts, files = manifest["splits"][split], manifest["files"]
+    paths = [folder / name for name in (*facts["shards"], facts["starts"])]
+    for path in paths:
+        _check(path, files[path.name]["num_bytes"])
     dtype = token_dtype(manifest["vocab_size"])
-    shards = [_mapped(folder / name, dtype) for name in facts["shards"]]
-    starts = _mapped(folder / facts["starts"], np.dtype("<i8"))  # no count of tokens reaches 2^63
-    ends = np.cumsum([shard.size for shard in shards])
-    is_sound = starts[0] == 0 and starts[-1] == ends[-1] and np.all(starts[:-1] < starts[1:])
+    try:
+        # Plain arrays: slices of a memmap cost numpy more.
+        shards = [np.asarray(np.memmap(path, dtype, "r")) for path in paths[:-1]]
+        starts = np.fromfile(paths[-1], "<i8")  # no count of tokens reaches 2^63
+    except (OSError, ValueError) as error:  # ValueError: no whole number of ids
+        raise DataError(f"{folder} cannot be read: {error}") from error
+    ends = np.cumsum([0, *(shard.size for shard in shards)])
+    is_sound = starts.size > 1 and starts[0] == 0 and starts[-1] == ends[-1]
+    is_sound = is_sound and bool(np.all(starts[:-1] < starts[1:]))
     if not is_sound or np.any(starts[np.searchsorted(starts, ends)] != ends):
-        raise DataError(f"{folder / facts['starts']} does not fit its shards; {_AGAIN}")
-    ids = {name: manifest[name] for name in ("vocab_size", "eos_id")}
-    return TokenRecords(shards, starts, **ids, where=f"{folder} ({split})")
+        raise DataError(f"{paths[-1]} does not fit its shards; {_AGAIN}")
+    options = {name: manifest[name] for name in ("vocab_size", "eos_id")}
+    options["samples_are_rows"] = manifest.get("samples_are_rows") is True
+    options["files"] = _Files(paths, files) if verifies else None
+    return TokenRecords(shards, starts, where=f"{folder} ({split})", **options)
+
+
+class _Files:
+    """The files of a split, compared with their digests by a thread while the run starts."""
+
+    def __init__(self, paths: list[Path], facts: dict[str, dict[str, Any]]) -> None:
+        self._files = [(str(x), facts[x.name]["num_bytes"], facts[x.name]["sha256"]) for x in paths]
+        self._problem: str | None = "not verified"
+        self._thread = threading.Thread(target=self._verify, daemon=True)
+        self._thread.start()
+
+    def _verify(self) -> None:
+        found = ((path, difference(Path(path), *facts)) for path, *facts in self._files)
+        self._problem = next((f"{path}: {problem}" for path, problem in found if problem), None)
+
+    def check(self, number: int) -> None:
+        """Waits for the thread. Raises `DataError` if a file differed from its digest, or that of
+        this number was cut since: reading it would kill the process."""
+        if self._problem is not None:
+            self._thread.join()
+        problem, (path, num_bytes, _) = self._problem, self._files[number]
+        try:
+            size = os.stat(path).st_size
+        except FileNotFoundError:
+            size = num_bytes  # unlinked: the mapping has its content
+        if size < num_bytes:
+            problem = f"{path} was cut to {size} of {num_bytes} bytes"
+        if problem is not None:
+            raise DataError(f"{problem}; {_AGAIN}")
 
 
 def records_tokenizer(folder: Path) -> TokenizerConfig:
@@ -138,14 +201,9 @@ def verify_records(folder: Path) -> dict[str, Any]:
     for name, facts in manifest["files"].items():
         _check(folder / name, facts["num_bytes"], facts["sha256"])
     for split in manifest["splits"]:
-        open_records(folder, split)
+        open_records(folder, split, verifies=False)
     records_tokenizer(folder)
     return manifest
-
-
-def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    # A plain array, since slicing a memmap is slower.
-    return np.asarray(np.memmap(path, dtype, "r"))
 
 
 def _check(path: Path, num_bytes: int | None = None, digest: str | None = None) -> None:
