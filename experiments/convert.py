@@ -64,6 +64,8 @@ def _import(source: Path, run_dir: Path) -> None:
     from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
     from ttcd_jax.train.checkpoint import Checkpoints
 
+    if not source.exists():
+        raise DataError(f"no checkpoint file or folder at {source}")
     check_unused(run_dir)
     params, config, facts = import_reference(source)
     tokenizer = _tokenizer(source, config.vocab_size)

@@ -18,6 +18,7 @@ from absl import flags
 from experiments import cli, processes
 
 FLAGS = flags.FLAGS
+flags.adopt_module_key_flags(processes)
 flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
 flags.DEFINE_string("task", None, "The task; its options follow.", required=True)
 flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")

@@ -31,6 +31,12 @@ class NonFiniteError(UserError):
     exit_code = 5
 
 
+class ResourceError(UserError):
+    """Bytes that are needed and that the devices, or the host, do not have."""
+
+    exit_code = 6
+
+
 def listed(names: Sequence[str], most: int = 4) -> str:
     """The first `most` of `names`, and how many more there are: for an error message."""
     more = f", and {len(names) - most} more" if len(names) > most else ""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ttcd_jax.config import differences
+from ttcd_jax.config import check_text, differences
 from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.records import records_tokenizer
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
@@ -46,6 +46,7 @@ class RunDirectory:
     """Paths and small files of one run."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        check_text("the run directory", os.fspath(path))
         self.path = Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
 
@@ -63,6 +64,12 @@ class RunDirectory:
                 f"{self.path} is a run directory of format {found}, this version reads {FORMAT}: "
                 "train it, or import its checkpoint, again"
             )
+        for name in ("model", "data"):
+            if not isinstance(config.get(name), dict) or "type" not in config[name]:
+                raise UserError(
+                    f"{self.path / 'config.json'} has no {name} with a type: it is damaged, "
+                    "restore a copy"
+                )
         return config
 
     def claim(

@@ -23,7 +23,7 @@ from ttcd_jax.train.loop import HostMetrics, MetricCallback
 def say(line: str) -> None:
     """Prints a line, if this is the first process."""
     if jax.process_index() == 0:
-        print(line, flush=True)
+        print(units.printable(line), flush=True)
 
 
 @contextlib.contextmanager

@@ -63,6 +63,7 @@ def train_run(
         is_first = jax.process_index() == 0
         with directory.lock() if is_first else contextlib.nullcontext(), jax.set_mesh(mesh):
             placement = build.placement(config, mesh)
+            build.check_bytes(config, mesh)
             data, manifest = build.build_data(config, placement.rows, batches)
             if is_first:
                 directory.claim(config.to_dict(), source, manifest, LAYOUT)

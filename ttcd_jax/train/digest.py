@@ -40,8 +40,12 @@ def verify(step_dir: Path) -> list[str]:
         entries = read_json(step_dir / DIGEST)
     except DataError as error:
         return [f"{DIGEST}: {error}"]
-    if any(not isinstance(entry, list) or len(entry) != 2 for entry in entries.values()):
-        return [f"{DIGEST}: not a table of sizes and hashes"]
-    problems = [f"{name}: added" for name in _files(step_dir) if name not in entries]
-    reasons = {name: difference(step_dir / name, *entry) for name, entry in entries.items()}
-    return problems + [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    for entry in entries.values():
+        if not isinstance(entry, list) or [type(x) for x in entry] != [int, str]:
+            return [f"{DIGEST}: not a table of sizes and hashes"]
+    found = _files(step_dir)  # no name leads anywhere else
+    problems = [f"{name}: added" for name in found if name not in entries]
+    for name, entry in entries.items():
+        reason = difference(found[name], *entry) if name in found else "missing"
+        problems += [f"{name}: {reason}"] if reason else []
+    return problems

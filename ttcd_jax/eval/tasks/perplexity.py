@@ -13,6 +13,7 @@ from ttcd_jax.config import Positive
 from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.data.tokenizer import Tokenizer
+from ttcd_jax.errors import DataError
 from ttcd_jax.eval.report import plot_lines
 from ttcd_jax.eval.scorer import Scores
 from ttcd_jax.eval.task import Records, ScoredTask, Series, Subject, register
@@ -32,7 +33,7 @@ def by_position(scores: Scores, rows: dict[str, np.ndarray], tokenizer: Tokenize
     length = rows["tokens"].shape[1]
     num_bytes = tokenizer.num_bytes(rows["targets"])
     records = []
-    for start, stop in [*itertools.pairwise(bucket_edges(length)), (0, length)]:
+    for start, stop in dict.fromkeys([*itertools.pairwise(bucket_edges(length)), (0, length)]):
         part = np.s_[:, start:stop]
         mask = rows["loss_mask"][part]
         if not mask.any():
@@ -69,6 +70,9 @@ class Perplexity(ScoredTask):
     def source(self, subject: Subject) -> Any:
         records = text_records(subject.run_dir, subject.data, subject.tokenizer, self.text)
         seq_len = self.seq_len or subject.data["seq_len"]
+        num_tokens = sum(int(part.sizes.sum()) for part in records)
+        if seq_len > num_tokens:
+            raise DataError(f"--seq_len {seq_len} is longer than the text of {num_tokens} tokens")
         parts = [DocumentRows(part, seq_len=seq_len) for part in records]
         return grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
 
