@@ -52,7 +52,7 @@ def read_results(run_dir: Path, task: str) -> dict[str, Any] | None:
 
 
 # What a table of other fields, or of none, ends in.
-_DAMAGE = (LookupError, TypeError, AttributeError, StopIteration)
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, StopIteration)
 
 
 def merged(task: type[Task], results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -87,6 +87,8 @@ def write_report(
                 result = merged(task, found)
                 task.draw(output / picture, result["series"], result.get("chance"))
                 sections.append(Section(task.title, task.table(result["series"]), picture))
+            except UserError:
+                raise
             except _DAMAGE as error:
                 raise DataError(
                     f"results.json of task {task.name} in {', '.join(map(str, run_dirs))} is "

@@ -19,6 +19,7 @@ from ttcd_jax.eval.scorer import Scores
 from ttcd_jax.eval.task import Records, ScoredTask, Series, Subject, register
 
 _FIRST_EDGE = 32
+_ANY_LENGTH = 2**20  # rows may be longer than the text up to here
 
 
 def bucket_edges(length: int) -> list[int]:
@@ -69,10 +70,10 @@ class Perplexity(ScoredTask):
 
     def source(self, subject: Subject) -> Any:
         records = text_records(subject.run_dir, subject.data, subject.tokenizer, self.text)
-        seq_len = self.seq_len or subject.data["seq_len"]
-        num_tokens = sum(int(part.sizes.sum()) for part in records)
-        if seq_len > num_tokens:
-            raise DataError(f"--seq_len {seq_len} is longer than the text of {num_tokens} tokens")
+        seq_len = self.seq_len or subject.data.get("seq_len")
+        longest = max(_ANY_LENGTH, sum(int(part.sizes.sum()) for part in records))
+        if type(seq_len) is not int or not 0 < seq_len <= longest:
+            raise DataError(f"seq_len {seq_len} is not in 1 .. {longest}, the tokens of the text")
         parts = [DocumentRows(part, seq_len=seq_len) for part in records]
         return grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
 
