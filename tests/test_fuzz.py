@@ -55,17 +55,15 @@ def changed(value, draw: random.Random):
 
 
 def fuzz(source, read, count: int, *, write=None) -> None:
-    """Calls `read` with changed copies of `source`: it returns, or raises a `UserError` of one line
-    that is not too long to read."""
+    """Calls `read` with changed copies of `source`: it returns, or raises a `UserError`."""
     num_refused = 0
     for seed in range(count):
         draw = random.Random(seed)
         value = changed(source, draw) if write is None else write(source, draw)
         try:
             read(value)
-        except UserError as error:
+        except UserError:
             num_refused += 1
-            assert len(cli.printable(str(error))) < 5000, seed
         except BaseException as error:
             error.add_note(f"seed {seed}: {str(value)[:3000]}")
             raise

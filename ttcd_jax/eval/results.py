@@ -85,6 +85,8 @@ def write_report(
             picture = Path(f"{task.name}.png")
             try:
                 result = merged(task, found)
+                if not all(result["series"].values()):
+                    raise LookupError("a series without records")
                 task.draw(output / picture, result["series"], result.get("chance"))
                 sections.append(Section(task.title, task.table(result["series"]), picture))
             except UserError:

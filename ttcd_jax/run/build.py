@@ -68,8 +68,9 @@ def placement(config: RunConfig, mesh: Mesh) -> Placement:
 def check_bytes(config: RunConfig, mesh: Mesh) -> None:
     """Raises `ResourceError` when a device has fewer bytes than its shards of the state and of the
     batch alone; nothing is allocated."""
-    needed = shard_bytes((abstract_state(config, mesh), abstract_batch(config, mesh)))
-    there = device_bytes()
+    batch = jax.tree.leaves(abstract_batch(config, mesh))
+    rows = sum(math.prod(x.shape) * x.dtype.itemsize for x in batch)
+    needed, there = shard_bytes(abstract_state(config, mesh)) + rows // mesh.size, device_bytes()
     if needed > there:
         raise ResourceError(
             f"parameters, optimizer and batch take {units.size(needed)} per device, and there are "

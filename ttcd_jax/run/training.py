@@ -60,10 +60,10 @@ def train_run(
     with Watchdog(jax.process_count(), minimum_seconds=hang_seconds) as watchdog:
         check(config, directory)
         mesh = run_mesh(config)
+        build.check_bytes(config, mesh)
         is_first = jax.process_index() == 0
         with directory.lock() if is_first else contextlib.nullcontext(), jax.set_mesh(mesh):
             placement = build.placement(config, mesh)
-            build.check_bytes(config, mesh)
             data, manifest = build.build_data(config, placement.rows, batches)
             if is_first:
                 directory.claim(config.to_dict(), source, manifest, LAYOUT)

@@ -48,7 +48,7 @@ def device_bytes() -> int:
 
 def parse_topology(text: str) -> tuple[Hardware, int]:
     """(device, number of devices) from e.g. 'h100x64'. Raises `UserError`."""
-    match = re.fullmatch(r"([a-z]\w*?)x(\d+)", text.lower())
+    match = re.fullmatch(r"([a-z]\w*?)x(\d{1,9})", text.lower())
     if match is None or int(match[2]) < 1:
         raise UserError(f"topology {text!r} must be a device and a number, as in 'h100x64'")
     name, count = match[1].upper(), int(match[2])

@@ -93,6 +93,6 @@ class Perplexity(ScoredTask):
         value, label = cls.unit(series)
         lines = {}
         for name, records in series.items():
-            parts = [record for record in records if record["context"] != "all"]
+            parts = [record for record in records if record["context"] != "all"] or records
             lines[name] = [part["stop"] for part in parts], [part[value] for part in parts]
         plot_lines(path, title=cls.title, x_label=cls.x_label, y_label=label, series=lines)
