@@ -64,9 +64,6 @@ def fuzz(source, read, count: int, *, write=None) -> None:
             read(value)
         except UserError:
             num_refused += 1
-        except BaseException as error:
-            error.add_note(f"seed {seed}: {str(value)[:3000]}")
-            raise
     assert num_refused > count // 4
 
 
@@ -83,7 +80,7 @@ def test_configuration_of_a_run(tmp_path):
     def read(value):
         (tmp_path / "config.json").write_text(json.dumps(value))
         model_config(directory)
-        stored = directory.read_config()["data"]
+        stored = directory.read_part("data")
         tokenizer = run_tokenizer(directory)
         if stored.get("corpus") == corpus:
             text_records(tmp_path, stored, tokenizer, None)

@@ -137,6 +137,7 @@ def test_training_continues_with_another_method_and_lists_what_it_draws(imported
     output = _launch(
         *(tmp_path / "run", f"START='{imported[0]}'", f"TEXT='{text}'", "STEPS=1"),
         *("TransformerConfig.method='ipttt'", "TransformerConfig.fast_layers=(0, 1)"),
+        *("TransformerConfig.memory=@TargetMemoryConfig()", "TargetMemoryConfig.chunk_size=4"),
         "RunConfig.start_drops=('layers/1/mlp/rate', 'layers/1/mlp/*_conv')",
     )
     assert "\n  initialised: layers/0/mlp/proj\n" in output

@@ -64,13 +64,17 @@ class RunDirectory:
                 f"{self.path} is a run directory of format {found}, this version reads {FORMAT}: "
                 "train it, or import its checkpoint, again"
             )
-        for name in ("model", "data"):
-            if not isinstance(config.get(name), dict) or "type" not in config[name]:
-                raise UserError(
-                    f"{self.path / 'config.json'} has no {name} with a type: it is damaged, "
-                    "restore a copy"
-                )
         return config
+
+    def read_part(self, name: str) -> dict[str, Any]:
+        """The configuration `model` or `data`. Raises `UserError` for none."""
+        part = self.read_config().get(name)
+        if not isinstance(part, dict) or "type" not in part:
+            raise UserError(
+                f"{self.path / 'config.json'} has no {name} with a type: it is damaged, restore a "
+                "copy"
+            )
+        return part
 
     def claim(
         self,
@@ -180,7 +184,7 @@ def open_checkpoints(
 
 def model_config(directory: RunDirectory) -> TransformerConfig:
     """The model of a run directory; no checkpoint is needed."""
-    return TransformerConfig.from_dict(directory.read_config()["model"])
+    return TransformerConfig.from_dict(directory.read_part("model"))
 
 
 class LoadedRun(NamedTuple):
@@ -211,7 +215,7 @@ def load_run(run_dir: str | os.PathLike[str], step: int | None = None) -> Loaded
 def run_tokenizer(directory: RunDirectory) -> Tokenizer | None:
     """The tokenizer of the run's data, None without one; its file in the directory takes precedence
     over the configured path."""
-    data = directory.read_config()["data"]
+    data = directory.read_part("data")
     if data["type"] == RecordsConfig.__name__:
         config = records_tokenizer(RecordsConfig.from_dict(data).located()[0])
     elif "tokenizer" in data:
