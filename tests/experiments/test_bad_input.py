@@ -74,7 +74,7 @@ def test_launch_refuses(tmp_path, arguments, status, words):
         ('["x"]', 3, "is a list, not an object"),
         (DEEP, 3, "nested too deeply"),
         ("{}", 2, "format 1"),
-        ('{"format": 2}', 2, "no model"),
+        ('{"format": 2}', 2, "no data"),
         ({"model": None}, 2, "no model"),
         ({"model": {"type": "TransformerConfig"}}, 2, "TransformerConfig lacks"),
         ({"data": None}, 2, "no data"),
