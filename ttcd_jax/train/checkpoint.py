@@ -42,10 +42,7 @@ _TRAIN = "train"
 # directory an OSError, a lost process a JaxRuntimeError.
 _WRITE_ERRORS = (ValueError, OSError, jax.errors.JaxRuntimeError)
 # What they raise on damaged or absent metadata, found by damaging every file of a step in turn.
-_READ_ERRORS = (
-    *_WRITE_ERRORS,
-    *(KeyError, AttributeError, NotImplementedError, TypeError, RecursionError),
-)
+_READ_ERRORS = (*_WRITE_ERRORS, KeyError, AttributeError, NotImplementedError, RecursionError)
 
 
 def _is_not_orbax(record: Any) -> bool:
