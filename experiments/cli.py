@@ -1,8 +1,9 @@
 """The entry point of every command: flags, and one line and an exit status for a user's mistake.
 
 Exit status: 0 done, 2 to 6 a `UserError` (`ttcd_jax.errors`; 2 also for a kernel chosen by name
-that cannot run here, 6 for any full disk), 130 interrupted, 141 standard output closed by its
-reader, 143 terminated, with the unfinished files removed. Any other exception keeps its traceback.
+that cannot run here and a file that the system refuses, 6 for any full disk and exhausted memory),
+130 interrupted, 141 standard output closed by its reader, 143 terminated, with the unfinished files
+removed. Any other exception keeps its traceback.
 """
 
 import ast
@@ -18,11 +19,13 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
-from ttcd_jax.config import Config
+from ttcd_jax.config import Config, check_text
 from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.files import full_disk
+from ttcd_jax.units import printable
 
 CONFIG_DIR = Path(__file__).parent / "configs"
+_MAY_BE_EMPTY = ("compile_cache",)
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
 TERMINATED = 128 + signal.SIGTERM
@@ -49,9 +52,19 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
         _leave(f"error: {error}", UserError.exit_code)
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _leave(
+            f"error: out of memory ({str(error).partition(chr(10))[0]}): take a smaller batch, "
+            "shorter rows or more devices; launch --dry_run prints the bytes of a step",
+            ResourceError.exit_code,
+        )
     except OSError as error:
         is_closed = isinstance(error, BrokenPipeError) and _output_is_closed()
         if not is_closed and not full_disk(error):
+            if error.filename is not None:
+                _leave(f"error: {error.filename}: {error.strerror}", UserError.exit_code)
             raise
         # Python flushes stdout once more when it exits: give it somewhere to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -112,14 +125,6 @@ def _literal(text: str) -> Any:
         return text
 
 
-def printable(text: str) -> str:
-    """`text` on one line, control characters escaped: a file name may hold terminal sequences."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in text
-    )
-
-
 def _parse_flags(names: Sequence[str] | None, command_line: list[str]) -> list[str]:
     flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
     try:
@@ -129,6 +134,7 @@ def _parse_flags(names: Sequence[str] | None, command_line: list[str]) -> list[s
     except SystemExit:
         # Only a help flag exits while flags are parsed, and absl calls that a failure.
         sys.exit(0)
+    _check_texts(rest)
     if names is None:
         return [program, *rest]
     if len(rest) > len(names):
@@ -144,6 +150,18 @@ def _open_standard_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+def _check_texts(arguments: Sequence[str]) -> None:
+    """Raises `UserError` for a flag or an argument that is empty or names a bucket."""
+    texts = [("an argument", text) for text in arguments]
+    for name in flags.FLAGS:
+        flag = flags.FLAGS[name]
+        if flag.present and name not in _MAY_BE_EMPTY:
+            values = (flag.value or [""]) if isinstance(flag.value, list) else [flag.value]
+            texts += [(f"--{name}", value) for value in values if isinstance(value, str)]
+    for name, text in texts:
+        check_text(name, text)
 
 
 def _leave(message: str, status: int) -> NoReturn:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from experiments import cli
+from ttcd_jax import units
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.files import check_unused, whole_folder
 
@@ -64,6 +65,8 @@ def _import(source: Path, run_dir: Path) -> None:
     from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
     from ttcd_jax.train.checkpoint import Checkpoints
 
+    if not source.exists():
+        raise DataError(f"no checkpoint file or folder at {source}")
     check_unused(run_dir)
     params, config, facts = import_reference(source)
     tokenizer = _tokenizer(source, config.vocab_size)
@@ -81,7 +84,7 @@ def _import(source: Path, run_dir: Path) -> None:
             checkpoints.save(0, {"params": params})
         directory.write_import({"model": config.to_dict(), "data": data}, facts)
     _print_import(facts)
-    print(f"run directory {run_dir.absolute()}")
+    print(units.printable(f"run directory {run_dir.absolute()}"))
 
 
 def _tokenizer(source: Path, vocab_size: int) -> "TokenizerConfig | None":
@@ -137,7 +140,8 @@ def _export(run_dir: Path, folder: Path) -> None:
         if (directory.path / TOKENIZER).is_file():
             shutil.copyfile(directory.path / TOKENIZER, unfinished / TOKENIZER)
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    print(f"{len(tensors)} tensors, {count:,} numbers of step {step} in {folder.absolute()}")
+    place = units.printable(str(folder.absolute()))
+    print(f"{len(tensors)} tensors, {count:,} numbers of step {step} in {place}")
 
 
 if __name__ == "__main__":

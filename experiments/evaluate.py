@@ -18,6 +18,7 @@ from absl import flags
 from experiments import cli, processes
 
 FLAGS = flags.FLAGS
+flags.adopt_module_key_flags(processes)
 flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
 flags.DEFINE_string("task", None, "The task; its options follow.", required=True)
 flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
@@ -35,20 +36,21 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.run.directory import RunDirectory, load_run
     from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
     from ttcd_jax.train.watchdog import Watchdog
+    from ttcd_jax.units import printable
 
     task = cli.parse_options(find_task(FLAGS.task), f"task {FLAGS.task}", argv[1:])
-    source = RunDirectory(FLAGS.run_dir).read_config()
+    data = RunDirectory(FLAGS.run_dir).read_part("data")
     mesh_config = cli.parse_options(MeshConfig, "--mesh", FLAGS.mesh)
     processes.connect()
     with Watchdog(jax.process_count()), jax.set_mesh(build_mesh(mesh_config)):
         run = load_run(FLAGS.run_dir, FLAGS.step)
-        subject = Subject(run.model, run.tokenizer, source["data"], FLAGS.run_dir, FLAGS.label)
+        subject = Subject(run.model, run.tokenizer, data, FLAGS.run_dir, FLAGS.label)
         result = evaluate(task, subject, run.step)
         if jax.process_index() == 0:
             folder = write_results(result)
             print(f"{task.title} (step {run.step}, {result['rows']} rows)")
             print(format_table(task.table(result["series"])))
-            print(f"written to {folder}")
+            print(printable(f"written to {folder}"))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ Texts go to standard output, everything else to standard error.
 """
 
 import contextlib
+import re
 import signal
 import sys
 import threading
@@ -99,8 +100,8 @@ def _check_flags() -> None:
         _refuse("--save_state stores the state after a text: pass --prompt_file=FILE")
     if FLAGS.save_state is not None:
         check_unused(Path(FLAGS.save_state))
-    if json is not None and not Path(json).absolute().parent.is_dir():
-        _refuse(f"there is no folder for --json={json}")
+    if json is not None and (Path(json).is_dir() or not Path(json).absolute().parent.is_dir()):
+        _refuse(f"--json={json} must be a file in a folder that exists")
 
 
 def _refuse(message: str) -> NoReturn:
@@ -210,10 +211,10 @@ def _texts(
         text["finish_reason"] = event.finish_reason
         is_over = bool(text["tokens"]) and (event.finish_reason is not None or is_stopped)
         if len(texts) == 1:
-            print(event.text, end="\n" * is_over, flush=True)
+            print(_shown(event.text), end="\n" * is_over, flush=True)
         elif is_over:
-            name = cli.printable(FLAGS.prompt_file[event.row])
-            print(f"--- {name}\n{text['text']}", flush=True)
+            name = units.printable(FLAGS.prompt_file[event.row])
+            print(f"--- {name}\n{_shown(text['text'])}", flush=True)
         if is_stopped:
             break
     later = sum(len(text["tokens"]) for text in texts) - len(texts)
@@ -223,6 +224,13 @@ def _texts(
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(generation.state))
     _say(", ".join([*facts, f"state {units.size(size)}"]))
     return texts
+
+
+def _shown(text: str) -> str:
+    """`text` exactly; on a terminal without the control characters that could command it."""
+    if not sys.stdout.isatty():
+        return text
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: units.printable(found[0]), text)
 
 
 def _read(generation: "Generation") -> str:
@@ -266,7 +274,7 @@ def _tokens_read(state: "InferenceState") -> str:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(units.printable(line), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

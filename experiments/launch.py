@@ -21,6 +21,7 @@ from absl import flags
 from experiments import cli, processes
 
 FLAGS = flags.FLAGS
+flags.adopt_module_key_flags(processes)
 flags.DEFINE_string("gin", None, "A file in experiments/configs/, or a path.", required=True)
 flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
 flags.DEFINE_string("run_dir", None, "The run directory; default: runs/<name of the gin file>.")

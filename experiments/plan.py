@@ -2,7 +2,7 @@
 a step fit."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -57,19 +57,13 @@ def make_plan(config: RunConfig, mesh: Mesh) -> tuple[DeviceMemory, jax.stages.C
     state, batch = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
     with jax.set_mesh(mesh):
         compiled = build.build_step(config, mesh).lower(state, batch).compile()
-    params = _num_bytes(state["params"])
+    params = build.shard_bytes(state["params"])
     # Gradients are as large as the parameters, and part of the temporary arrays.
     sizes = compiled.memory_analysis()
     assert sizes is not None, "the compiler reports the bytes of its program"
-    temporary = sizes.temp_size_in_bytes + _num_bytes(batch)
-    optimizer, rest = _num_bytes(state["opt_state"]), max(temporary - params, 0)
+    temporary = sizes.temp_size_in_bytes + build.shard_bytes(batch)
+    optimizer, rest = build.shard_bytes(state["opt_state"]), max(temporary - params, 0)
     return DeviceMemory(params, params, optimizer, rest), compiled
-
-
-def _num_bytes(arrays: Any) -> int:
-    """Bytes of one device's shards."""
-    leaves = jax.tree.leaves(arrays)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def print_plan(config: RunConfig, hardware: Hardware | None) -> None:

@@ -21,6 +21,7 @@ def main(argv: list[str]) -> None:
     from ttcd_kernels.table import format_table
 
     from ttcd_jax.eval.results import write_report
+    from ttcd_jax.units import printable
 
     run_dirs = [Path(path) for path in FLAGS.run_dir]
     output = Path(FLAGS.output) if FLAGS.output else run_dirs[0] / "report"
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> None:
     for section in sections:
         print(f"\n{section.title}\n{format_table(section.table)}")
     names = ", ".join(str(section.picture) for section in sections)
-    print(f"\npage {output / 'index.html'}, pictures {names} next to it")
+    print("\n" + printable(f"page {output / 'index.html'}, pictures {names} next to it"))
     if FLAGS.next:
         print("\nnext:\n" + "\n".join(f"  {line}" for line in FLAGS.next))
 

@@ -183,5 +183,5 @@ def test_parameters_name_known_axes_only():
 def test_every_user_error_has_an_exit_status_of_its_own():
     kinds = (x for x in vars(errors).values() if isinstance(x, type))
     classes = [x for x in kinds if issubclass(x, Exception)]
-    assert len({cls.exit_code for cls in classes}) == len(classes) == 4
-    assert all(issubclass(cls, UserError) and 2 <= cls.exit_code <= 5 for cls in classes)
+    assert len({cls.exit_code for cls in classes}) == len(classes) == 5
+    assert all(issubclass(cls, UserError) and 2 <= cls.exit_code <= 6 for cls in classes)

@@ -9,6 +9,7 @@ bound is part of the field's annotation: `num_taps: Positive = 5`,
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Collection
@@ -90,6 +91,20 @@ def _refusal(value: Any, hint: Any) -> str | None:
     return None
 
 
+_BUCKET = re.compile(r"(gs|gcs|s3|r2|az|abfss?|hdfs)://")
+
+
+def check_text(name: str, text: str) -> None:
+    """Raises `UserError` for an empty string, and for the address of a bucket."""
+    if not text:
+        raise UserError(f"{name} is empty, as after a shell variable that is not set: give a value")
+    if _BUCKET.match(text):
+        raise UserError(
+            f"{name} {text!r} is in a bucket, and only mounted file systems are read and written: "
+            "mount the bucket (gcsfuse, mount-s3) and pass its folder"
+        )
+
+
 def closest(name: str, known: list[str]) -> str:
     """`"; did you mean 'x'?"` for the nearest of `known`, or the empty string."""
     near = difflib.get_close_matches(name, known, n=1)
@@ -123,6 +138,9 @@ class Config:
                 raise UserError(
                     f"{name} must be {_describe(hint)}, got {value!r} ({type(value).__name__})"
                 )
+            for text in value if isinstance(value, tuple) else (value,):
+                if isinstance(text, str):
+                    check_text(name, text)
             if refusal := _refusal(value, hint):
                 raise UserError(f"{name} {value} {refusal}")
         self.validate()
@@ -158,6 +176,8 @@ class Config:
     @classmethod
     def from_dict(cls, source: dict[str, Any]) -> Self:
         """The inverse of `to_dict`. Unknown or missing keys are a `UserError`."""
+        if not isinstance(source, dict):
+            raise UserError(f"{cls.__name__} is a {type(source).__name__}, not an object of fields")
         hints = typing.get_type_hints(cls)
         names = [field.name for field in dataclasses.fields(cls)]
         for key in source:

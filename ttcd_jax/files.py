@@ -151,6 +151,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of at most `MAX_JSON_BYTES`; otherwise a `DataError`."""
     try:
         size = path.stat().st_size
+        if not path.is_file():
+            raise DataError(f"{path} is no regular file")
         if size > MAX_JSON_BYTES:
             raise DataError(f"{path} has {size} bytes, JSON may have {MAX_JSON_BYTES}")
         return parse_json(path.read_bytes(), path)

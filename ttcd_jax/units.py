@@ -1,4 +1,5 @@
-"""Sizes, counts and times as commands print them. Bytes and token counts have binary units."""
+"""Sizes, counts, times and names as commands print them. Bytes and token counts have binary
+units."""
 
 _SCALES = (("G", 2**30), ("M", 2**20), ("K", 2**10))
 
@@ -17,6 +18,14 @@ def count(tokens: int) -> str:
         if tokens >= scale:
             return f"{tokens // scale}{letter}"
     return str(tokens)
+
+
+def printable(text: str) -> str:
+    """`text` on one line, control characters escaped: a file name may hold terminal commands."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def clock(seconds: float) -> str:

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.run.directory import RunDirectory, load_run, model_config
 
     directory = RunDirectory(FLAGS.run_dir)
-    data, config = directory.read_config()["data"], model_config(directory)
+    data, config = directory.read_part("data"), model_config(directory)
     ways = parse_way(FLAGS.reference), parse_way(FLAGS.candidate)
     resolved = [way.resolved(config) for way in ways]
     if resolved[0] == resolved[1]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.mad.config import Job
-from ttcd_jax.errors import UserError
-from ttcd_jax.files import write_whole
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import read_json, write_whole
 
 Record = dict[str, Any]
 
@@ -52,9 +52,7 @@ def gather(sweeps: Sequence[Path]) -> list[Record]:
                     "without --beside"
                 )
             try:
-                records[path.name] = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise UserError(
-                    f"{path} is damaged ({error}): delete it and run the sweep again"
-                ) from error
+                records[path.name] = read_json(path)
+            except DataError as error:
+                raise DataError(f"{error}: delete the file and run the sweep again") from error
     return list(records.values())

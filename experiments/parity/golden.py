@@ -1,7 +1,6 @@
 """Reference files: their arrays, the errors of our results, and the bounds of these errors."""
 
 import dataclasses
-import json
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -12,6 +11,13 @@ import numpy as np
 from ttcd_kernels import parity
 
 from ttcd_jax.errors import DataError
+from ttcd_jax.files import parse_json
+
+# A header may claim more bytes than there are: MemoryError.
+_READ_ERRORS = (
+    *(OSError, KeyError, ValueError, EOFError, TypeError, MemoryError, zipfile.BadZipFile),
+    *(zlib.error, NotImplementedError),
+)
 
 
 class Bounds(NamedTuple):
@@ -99,11 +105,14 @@ class Golden:
         try:
             with np.load(path, allow_pickle=False) as archive:
                 self.arrays = {name: archive[name] for name in archive.files}
-            self.info: dict[str, Any] = json.loads(str(self.arrays["config_json"]))
-            self.kind: str = self.info["kind"]
-        except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            text = str(self.arrays["config_json"]).encode()
+        except _READ_ERRORS as error:
             raise DataError(f"{path} is not a readable reference file: {error}") from error
+        self.info: dict[str, Any] = parse_json(text, path)
+        self.kind: Any = self.info.get("kind")
         self.config: dict[str, Any] = self.info.get("config", {})
+        if not isinstance(self.kind, str) or not isinstance(self.config, dict):
+            raise DataError(f"{path} is not a readable reference file: it has no kind or no config")
 
     def group(self, prefix: str) -> dict[str, np.ndarray]:
         """The arrays whose names start with `prefix`, by the rest of the name."""

@@ -77,11 +77,19 @@ def test_num_bytes_of_sentencepiece_pieces(tmp_path):
 def test_json_tokenizer_errors(tmp_path):
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "other.json").write_text('{"model": "gpt"}')
+    (tmp_path / "empty.json").write_text('{"model": {}}')
+    (tmp_path / "deep.json").write_text('{"model":' * 50_000)
+    vocab = '{"<s>": 0, "</s>": 4294967295}'
+    model = f'{{"type": "WordLevel", "vocab": {vocab}, "unk_token": "<s>"}}'
+    (tmp_path / "huge.json").write_text(f'{{"model": {model}}}')
     _byte_level_file(tmp_path, "<unusual>")
     for name, message in [
         ("absent.json", r"no tokenizer file at .*absent\.json"),
         ("broken.json", r"broken\.json is not JSON"),
         ("other.json", "no tokenizer model"),
+        ("empty.json", r"describes no tokenizer \(data did not match .*; copy it again"),
+        ("deep.json", "nested too deeply"),
+        ("huge.json", "id 4,294,967,295, ids end at 16,777,215"),
         ("tokenizer.json", r"no bos token; add one of <s>, <\|begin_of_text\|>"),
     ]:
         with pytest.raises(DataError, match=message):

@@ -33,6 +33,9 @@ def test_perplexity_by_position_counts_marked_targets_and_their_bytes():
     assert second["perplexity"] == pytest.approx(8)
     assert second["bits_per_byte"] == pytest.approx(3)
     assert (whole["context"], whole["tokens"]) == ("all", 96)
+    short = {name: field[:, :20] for name, field in rows.items()}
+    (only,) = by_position(Scores(losses[:, :20], losses[:, :20] > 0), short, ByteTokenizer())
+    assert (only["context"], only["tokens"]) == ("all", 40)
 
 
 def test_recall_by_distance_splits_at_the_reach_of_attention():

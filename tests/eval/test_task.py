@@ -38,7 +38,7 @@ def toy():
         value = "loss"
 
         length: Positive = 8
-        text: str = ""
+        text: str = "none"
         sizes: tuple[Positive, ...] = ()
         names: tuple[str, ...] = ()
 
@@ -114,7 +114,7 @@ def test_results_are_written_read_and_reported(toy, result, tmp_path):
     with pytest.raises(UserError, match="no evaluation in"):
         write_report([tmp_path], tmp_path / "page", [])
     (folder / "results.json").write_text(json.dumps(result)[:-5])
-    with pytest.raises(UserError, match=r"results\.json is damaged"):
+    with pytest.raises(UserError, match=r"results\.json is not JSON"):
         read_results(run_dir, "halves")
 
 

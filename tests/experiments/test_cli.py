@@ -1,5 +1,6 @@
 """The end of a command: exit status, one line for a user's mistake, a traceback for ours."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cli import printable
+from ttcd_jax.units import printable
 
 PROGRAM = """
     import sys
@@ -16,6 +17,8 @@ PROGRAM = """
     from ttcd_jax.errors import CheckpointError, DataError, UserError
 
     WIDTH = flags.DEFINE_integer("width", 3, "How wide.")
+    flags.DEFINE_string("name", None, "Whose.")
+    flags.DEFINE_list("names", [], "Of whom.")
 
     def main(argv):
         {body}
@@ -52,12 +55,40 @@ def test_success_prints_and_leaves_with_zero(command):
         ("raise DataError('no text')", 3, "error: no text\n"),
         ("raise CheckpointError('damaged')", 4, "error: damaged\n"),
         ("from ttcd_kernels import dispatch as d; raise d.Unsupported('GPU')", 2, "error: GPU\n"),
+        ("open('/no/such')", 2, "error: /no/such: No such file or directory\n"),
         ("raise KeyboardInterrupt", 130, "interrupted\n"),
     ],
 )
 def test_an_end_that_is_no_defect_of_ours_is_one_line_and_a_status(command, body, status, line):
     result = command(body)
     assert (result.returncode, result.stderr) == (status, line)
+
+
+@pytest.mark.parametrize(
+    "body", ["raise RuntimeError('RESOURCE_EXHAUSTED: 9 bytes\\nmore')", "bytearray(2**62)"]
+)
+def test_exhausted_memory_is_one_line_with_the_remedy(command, body):
+    result = command(body)
+    assert result.returncode == 6
+    assert re.fullmatch(
+        r"error: out of memory \(.*\): take .* launch --dry_run .*\n", result.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--name=", "error: --name is empty, as after a shell variable that is not set"),
+        ("--name=gs://bucket/x", "error: --name 'gs://bucket/x' is in a bucket"),
+        ("--names=a,s3://b/x", "error: --names 's3://b/x' is in a bucket"),
+        ("--names=", "error: --names is empty"),
+        ("", "error: an argument is empty"),
+    ],
+)
+def test_empty_flags_and_buckets_are_refused(command, argument, message):
+    result = command("pass", argument)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(message)
 
 
 @pytest.mark.parametrize("error", ["ValueError('shape')", "BrokenPipeError('worker')"])

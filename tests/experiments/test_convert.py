@@ -1,6 +1,7 @@
 """Commands end to end: a reference checkpoint is imported, evaluated, trained on and exported."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -110,10 +111,33 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
     np.testing.assert_array_equal(head, np.asarray(trained.params["embedding"], np.float16))
 
 
+def test_an_export_of_any_size_is_imported_and_readable_by_all(tmp_path):
+    """18 layers make a header whose length begins as a pickle does."""
+    model = MODEL.replace(num_layers=18, fast_layers=tuple(range(18)))
+    params = nnx.to_pure_dict(nnx.state(Transformer(model, rngs=nnx.Rngs(0)), nnx.Param))
+    tensors, text = export_reference(params, model)
+    (tmp_path / "out").mkdir()
+    (file,) = write_safetensors(tmp_path / "out", tensors)
+    (tmp_path / "out" / "config.json").write_text(text)
+    assert file.read_bytes()[0] == 0x80
+    assert file.stat().st_mode & 0o777 == 0o666 & ~_umask()
+    commands.output(*IMPORT, tmp_path / "out", tmp_path / "run")
+    commands.output(*EXPORT, tmp_path / "run", tmp_path / "again")
+    again = tmp_path / "again" / SINGLE
+    assert again.read_bytes() == file.read_bytes()
+    assert again.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    os.umask(before := os.umask(0))
+    return before
+
+
 def test_training_continues_with_another_method_and_lists_what_it_draws(imported, text, tmp_path):
     output = _launch(
         *(tmp_path / "run", f"START='{imported[0]}'", f"TEXT='{text}'", "STEPS=1"),
         *("TransformerConfig.method='ipttt'", "TransformerConfig.fast_layers=(0, 1)"),
+        *("TransformerConfig.memory=@TargetMemoryConfig()", "TargetMemoryConfig.chunk_size=4"),
         "RunConfig.start_drops=('layers/1/mlp/rate', 'layers/1/mlp/*_conv')",
     )
     assert "\n  initialised: layers/0/mlp/proj\n" in output

@@ -15,6 +15,7 @@ from ttcd_jax.inference.saved_state import load_state, save_state
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
+from ttcd_jax.train import digest
 
 CONFIG = config_of(
     "ipttcd", vocab_size=16, num_layers=1, window=8, precision=Precision(compute="bfloat16")
@@ -100,6 +101,39 @@ def test_damage_is_named(model, folder, tmp_path, name, damage):
         (copy / name).write_bytes(data if damage == "flip" else data[: len(data) // 2])
     with pytest.raises(CheckpointError, match=name):
         load_state(copy, model)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../../../../../../etc/passwd", "../state.json"])
+def test_a_digest_names_the_files_of_its_folder_alone(model, folder, tmp_path, name):
+    shutil.copytree(folder, tmp_path / "copy")
+    entries = json.loads((tmp_path / "copy" / "DIGEST.json").read_text()) | {name: [0, "0"]}
+    (tmp_path / "copy" / "DIGEST.json").write_text(json.dumps(entries))
+    with pytest.raises(CheckpointError, match=f"{name}: missing"):
+        load_state(tmp_path / "copy", model)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("state.json", b"null"),
+        ("state.json", b"[" * 100_000),
+        ("state.json", b'{"tokens_read": 5}'),
+        ("state.safetensors", b"nonsense"),
+        ("state.safetensors", (2**62).to_bytes(8, "little") + b"{}"),
+        ("rows", [0] * 3_000_000),
+        ("rows", 5),
+        ("rows", []),
+    ],
+)
+def test_a_sealed_state_of_nonsense_is_refused(model, folder, tmp_path, name, content):
+    shutil.copytree(folder, tmp_path / "copy")
+    if name == "rows":
+        name, record = "state.json", json.loads((folder / "state.json").read_text())
+        content = json.dumps(record | {"tokens_read": content}).encode()
+    (tmp_path / "copy" / name).write_bytes(content)
+    digest.seal(tmp_path / "copy")
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        load_state(tmp_path / "copy", model)
 
 
 def test_a_folder_without_a_state_is_refused(model, tmp_path):

@@ -108,6 +108,7 @@ IPTTCD = SMALLEST | {"model_type": "ipttcdv9", "ttt_layers": [0]}
     ("source", "words"),
     [
         (IPTTCD | {"model_type": "gpt2"}, ["gpt2", "ipttcdv9"]),
+        (IPTTCD | {"ttt_output_source": "techer"}, ["'techer'", "'student'"]),
         (IPTTCD | {"model_type": ["ipttcdv9"]}, ["model_type"]),
         ({"model_type": "transformer"}, ["vocab_size"]),
         (IPTTCD | {"use_output_gate": True}, ["use_output_gate", "True"]),

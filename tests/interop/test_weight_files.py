@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.interop.weight_files import INDEX, SINGLE, open_weights, write_safetensors
@@ -99,6 +100,24 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path, data):
     path = tmp_path / "x.safetensors"
     path.write_bytes(data)
     _refused(path)
+
+
+def test_headers_of_all_lengths_are_read(tmp_path):
+    """Neither 0x80, as in a pickle, nor PK, as in an archive, means anything in a length."""
+    path, names = tmp_path / "x.safetensors", set()
+    for size in range(1, 257):
+        save_file({"x" * size: np.ones(3, np.float32)}, path)
+        names.add(path.read_bytes()[0])
+        assert dict(open_weights(path))["x" * size].sum() == 3
+    assert len(names) == 32
+    assert 0x80 in names
+    header = json.dumps({"a": _entry()}).encode()
+    for length in (*range(0x680, 0x780), 0x4B50, 0x5880):
+        assert open_weights(_write(path, header.ljust(length), bytes(8)))["a"].sum() == 0
+
+
+def test_a_header_that_takes_long_to_parse_is_refused(tmp_path):
+    _refused(_write(tmp_path / "x.safetensors", b"{" * 20_000_001, b"-"), "20,000,001 bytes")
 
 
 FIRST, SECOND = (f"model-0000{number}-of-00004.safetensors" for number in (1, 2))

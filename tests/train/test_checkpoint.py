@@ -173,7 +173,7 @@ def test_added_file_is_noticed(saved):
     assert digest.verify(saved / "3") == ["params/extra: added"]
 
 
-@pytest.mark.parametrize("content", ["[]", '{"a": 3}', '{"a": [1]}', "\xff"])
+@pytest.mark.parametrize("content", ["[]", '{"a": 3}', '{"a": [null, null]}', '{"a": [1]}', "\xff"])
 def test_nonsense_digest_is_refused(saved, content):
     (saved / "3" / digest.DIGEST).write_text(content, encoding="latin-1")
     assert digest.verify(saved / "3")[0].startswith("DIGEST.json: ")

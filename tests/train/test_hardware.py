@@ -16,6 +16,8 @@ def test_a_topology_is_a_device_and_their_number():
         ("h100", "as in 'h100x64'"),
         ("h100x0", "as in 'h100x64'"),
         ("64xh100", "as in 'h100x64'"),
+        ("h100x1000000", "1000000 devices, plans go up to 4096"),
+        ("h100x" + "9" * 5000, "as in 'h100x64'"),
         ("h100x12", "12 devices do not fill nodes of 8"),
     ],
 )

@@ -25,6 +25,7 @@ EOS_NAMES = (
     *("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[EOS]"),
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
+_MOST_IDS = 2**24  # a table of bytes has an entry for each
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -74,7 +75,7 @@ class JsonTokenizer:
 
     def __init__(self, path: str) -> None:
         source = _read_json(path)
-        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(source))
+        self._tokenizer = _tokenizer(json.dumps(source), path)
         # A file may carry the truncation and padding of its last use; documents here are whole.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -84,6 +85,8 @@ class JsonTokenizer:
         self.bos_id = self._special("bos", BOS_NAMES, path)
         self.eos_id = self._special("eos", EOS_NAMES, path)
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        if self.vocab_size > _MOST_IDS:
+            raise DataError(f"{path} has id {self.vocab_size - 1:,}, ids end at {_MOST_IDS - 1:,}")
 
     def _special(self, role: str, names: tuple[str, ...], path: str) -> int:
         for name in names:
@@ -129,6 +132,16 @@ def _read_json(path: str) -> dict[str, Any]:
     if not isinstance(source.get("model"), dict):
         raise DataError(f"{path} describes no tokenizer model; give a tokenizer.json")
     return source
+
+
+def _tokenizer(source: str, path: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(source)
+    except Exception as error:
+        if type(error) is not Exception:  # the library raises the bare class
+            raise
+        reason = str(error)[:200]
+        raise DataError(f"{path} describes no tokenizer ({reason}); copy it again") from error
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

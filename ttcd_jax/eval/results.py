@@ -2,18 +2,17 @@
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.eval.report import Section, write_page
 from ttcd_jax.eval.task import Subject, Task
 from ttcd_jax.eval.tasks import TASKS
-from ttcd_jax.files import write_json, write_whole
+from ttcd_jax.files import read_json, write_json, write_whole
 
 
 def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
@@ -49,12 +48,11 @@ def write_results(result: dict[str, Any]) -> Path:
 def read_results(run_dir: Path, task: str) -> dict[str, Any] | None:
     """The results of one task of a run, None without them."""
     path = run_dir / "eval" / task / "results.json"
-    if not path.exists():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): evaluate again") from error
+    return read_json(path) if path.exists() else None
+
+
+# What a table of other fields, or of none, ends in.
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, StopIteration)
 
 
 def merged(task: type[Task], results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -74,17 +72,30 @@ def write_report(
     run_dirs: Sequence[Path], output: Path, next_steps: Sequence[str]
 ) -> list[Section]:
     """Writes the page and its pictures from the results of `run_dirs`; returns its sections, one
-    for each task that some run was evaluated on."""
+    for each task that some run was evaluated on. Raises `UserError` for a run without results,
+    `DataError` for damaged ones."""
+    results = {path: {name: read_results(path, name) for name in TASKS} for path in run_dirs}
+    for path, by_task in results.items():
+        if not any(by_task.values()):
+            raise UserError(f"no evaluation in {path}: run experiments.evaluate first")
     sections = []
     for task in TASKS.values():
-        results = [result for path in run_dirs if (result := read_results(path, task.name))]
-        if results:
-            result, picture = merged(task, results), Path(f"{task.name}.png")
-            task.draw(output / picture, result["series"], result.get("chance"))
-            sections.append(Section(task.title, task.table(result["series"]), picture))
-    if not sections:
-        names = ", ".join(map(str, run_dirs))
-        raise UserError(f"no evaluation in {names}: run experiments.evaluate first")
+        found = [result for by_task in results.values() if (result := by_task[task.name])]
+        if found:
+            picture = Path(f"{task.name}.png")
+            try:
+                result = merged(task, found)
+                if not all(result["series"].values()):
+                    raise LookupError("a series without records")
+                task.draw(output / picture, result["series"], result.get("chance"))
+                sections.append(Section(task.title, task.table(result["series"]), picture))
+            except UserError:
+                raise
+            except _DAMAGE as error:
+                raise DataError(
+                    f"results.json of task {task.name} in {', '.join(map(str, run_dirs))} is "
+                    f"damaged ({type(error).__name__}: {error}): evaluate again"
+                ) from error
     write_page(
         output / "index.html",
         title="ttcd_jax report",

@@ -5,7 +5,6 @@ DIGEST.json         sizes and SHA-256 of both
 """
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ttcd_jax.config import differences
-from ttcd_jax.errors import CheckpointError, UserError, listed
-from ttcd_jax.files import whole_file, whole_folder, write_json
+from ttcd_jax.errors import CheckpointError, DataError, UserError, listed
+from ttcd_jax.files import read_json, whole_file, whole_folder, write_json
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.state import InferenceState, cache_slots, start_state
+from ttcd_jax.inference.state import InferenceState, abstract_state, cache_slots, start_state
 from ttcd_jax.train import digest
 from ttcd_jax.train.fit import by_name, misfit
 
@@ -67,29 +66,36 @@ def load_state(folder: str | os.PathLike[str], model: InferenceModel) -> Inferen
         raise CheckpointError(
             f"the saved state {folder} is damaged: {'; '.join(problems)}; read the text again"
         )
-    record = json.loads((folder / _RECORD).read_text())
+    try:
+        record, arrays = read_json(folder / _RECORD), load_file(folder / _ARRAYS)
+    except (DataError, SafetensorError, AttributeError) as error:  # numpy lacks the dtype
+        raise CheckpointError(f"the saved state {folder} cannot be read: {error}") from error
     _check_model(folder, record, model)
-    batch_size = len(record["tokens_read"])
-    start = start_state(model, batch_size, max_length=record["max_length"])
-    arrays, wanted = load_file(folder / _ARRAYS), by_name(start)
-    problem = misfit(wanted, arrays, ("shape", "dtype"))
+    rows, slots = record.get("tokens_read"), record.get("max_length")
+    most = (folder / _ARRAYS).stat().st_size  # a row, or a slot, has bytes there
+    is_sized = slots is None or (type(slots) is int and 0 < slots <= most)
+    if not isinstance(rows, list) or not 0 < len(rows) <= most or not is_sized:
+        raise CheckpointError(f"{folder / _RECORD} describes no {_ARRAYS}: read the text again")
+    wanted = abstract_state(model, len(rows), max_length=slots)
+    problem = misfit(by_name(wanted), arrays, ("shape", "dtype"))
     if problem:
         raise CheckpointError(
             f"the saved state {folder} is of another version of this library: {problem}; read the "
             "text again"
         )
-    placed = [jax.device_put(arrays[name], leaf.sharding) for name, leaf in wanted.items()]
+    start = start_state(model, len(rows), max_length=slots)
+    placed = [jax.device_put(arrays[x], leaf.sharding) for x, leaf in by_name(start).items()]
     return jax.tree.unflatten(jax.tree.structure(start), placed)
 
 
 def _check_model(folder: Path, record: dict[str, Any], model: InferenceModel) -> None:
-    changed = differences(record["model"], model.config.to_dict())
+    changed = differences(record.get("model"), model.config.to_dict())
     if changed:
         raise CheckpointError(
             f"the saved state {folder} is of a model of another configuration: {listed(changed)}; "
             "load it with its own model"
         )
-    if record["parameters"] != _parameter_digest(model):
+    if record.get("parameters") != _parameter_digest(model):
         raise CheckpointError(
             f"the saved state {folder} is of other parameters of the same configuration: load it "
             "with the checkpoint that made it, perhaps another step of the run"

@@ -59,10 +59,17 @@ def start_state(
         )
     mesh = jax.sharding.get_mesh()
     if not mesh.empty:
-        make = functools.partial(_start, batch_size=batch_size, max_length=max_length)
-        state = jax.eval_shape(make, model)
+        state = abstract_state(model, batch_size, max_length=max_length)
         rules.shardings(mesh, state_axes(state), state)  # raises where something does not divide
     return _started(model, batch_size=batch_size, max_length=max_length)
+
+
+def abstract_state(
+    model: InferenceModel, batch_size: int, *, max_length: int | None = None
+) -> InferenceState:
+    """Shapes and dtypes of `start_state`; nothing is allocated."""
+    make = functools.partial(_start, batch_size=batch_size, max_length=max_length)
+    return jax.eval_shape(make, model)
 
 
 def _start(model: InferenceModel, *, batch_size: int, max_length: int | None) -> InferenceState:
@@ -113,8 +120,7 @@ def state_bytes(
     (sums, running weights and delta-rule states), `open chunk` (with the tokens that convolutions
     look back at), `total`. A layer's state assigns the kinds (`kinds`)."""
     model = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
-    make = functools.partial(_start, batch_size=batch_size, max_length=max_length)
-    state = jax.eval_shape(make, model)
+    state = abstract_state(model, batch_size, max_length=max_length)
     sizes = {"attention": 0, "memory": 0, "open chunk": 0}
     for node in jax.tree.leaves(state.layers, is_leaf=lambda node: hasattr(node, "kinds")):
         for kind, part in node.kinds().items():

@@ -31,6 +31,7 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 _MAX_NAME = 256
+_MAX_HEADER = 20_000_000  # bytes: more than 100,000 tensors
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 
 
@@ -123,9 +124,12 @@ def _open_safetensors(files: Sequence[Path]) -> WeightFiles:
 def _open_file(file: Path) -> tuple[Any, dict[str, StoredTensor]]:
     """The library's handle for a file, and the tensors in its header."""
     try:
-        handle = safe_open(file, framework="np")
         with file.open("rb") as stream:
-            header = parse_json(stream.read(int.from_bytes(stream.read(8), "little")), file)
+            length = int.from_bytes(stream.read(8), "little")
+            if _MAX_HEADER < length < file.stat().st_size:
+                raise DataError(f"{file}: a header of {length:,} bytes, at most {_MAX_HEADER:,}")
+            handle = safe_open(file, framework="np")  # refuses a longer one than the file
+            header = parse_json(stream.read(length), file)
     except (SafetensorError, OSError) as error:
         reason = str(error)[:_MAX_NAME].encode("unicode_escape").decode()  # it quotes the file
         raise DataError(f"{file} is truncated, damaged or no safetensors file: {reason}") from error

@@ -18,7 +18,7 @@ from ttcd_kernels import short_conv_residual
 from ttcd_kernels.normalize import l2_normalize
 
 from ttcd_jax.config import Positive
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.memory.delta import chunk_errors
 from ttcd_jax.memory.prefix import PrefixMemory
 from ttcd_jax.memory.protocol import ChunkedMemory
@@ -277,7 +277,10 @@ _CONV_INIT = {"zero": "zeros", "identity": "identity", "random": "normal"}
 
 
 def _read(source: Source) -> dict[str, Any]:
-    if source.values.get("ttt_output_source", "teacher") == "student":
+    output = source.values.get("ttt_output_source", "teacher")
+    if output not in ("teacher", "student"):
+        raise DataError(f"ttt_output_source={output!r} is neither 'teacher' nor 'student'")
+    if output == "student":
         output = "student"
     elif source.flag("ttt_teacher_conv", True) and not source.flag(
         "ttt_output_use_teacher_conv", True

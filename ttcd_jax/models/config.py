@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ttcd_jax.config import Positive
+from ttcd_jax.config import Bound, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.methods import Settings, method_named
 from ttcd_jax.methods.registry import ModelConfig
@@ -24,7 +24,7 @@ class TransformerConfig(ModelConfig):
     """
 
     vocab_size: Positive
-    num_layers: Positive
+    num_layers: Annotated[int, Bound("in 1 .. 10,000", lambda count: 0 < count <= 10_000)]
     method: str
     fast_layers: tuple[int, ...] = ()
     has_tied_head: bool = True

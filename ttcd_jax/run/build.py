@@ -9,13 +9,16 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from ttcd_jax import units
 from ttcd_jax.data.pipeline import Batches, CallerBatches, MakeBatches, StepBatches
 from ttcd_jax.data.sources import BatchesConfig
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import ResourceError, UserError
+from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import num_parts
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.rules import BATCH, spec
+from ttcd_jax.train.hardware import device_bytes
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
 from ttcd_jax.train.schedule import learning_rate
 from ttcd_jax.train.state import (
@@ -32,7 +35,13 @@ BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 
 
 def check(config: RunConfig) -> None:
-    """Raises `UserError` if the model's vocabulary is smaller than the data's."""
+    """Raises `UserError` if vocabulary or lengths of model and data do not fit together."""
+    chunk, seq_len = memory_chunk(config.model), config.data.seq_len
+    if chunk is not None and chunk >= seq_len:
+        raise UserError(
+            f"chunk_size {chunk} of the memory is not below the seq_len {seq_len} of the data: no "
+            "token would read what a chunk wrote; lower chunk_size or take longer rows"
+        )
     needed = config.data.vocab_size
     if config.model.vocab_size < needed:
         raise UserError(
@@ -54,6 +63,26 @@ def placement(config: RunConfig, mesh: Mesh) -> Placement:
             f"axes {' x '.join(BATCH)}: lower accumulation_steps or change MeshConfig"
         )
     return Placement(mesh, batch_size=config.batch_size, length=config.data.seq_len)
+
+
+def check_bytes(config: RunConfig, mesh: Mesh) -> None:
+    """Raises `ResourceError` when a device has fewer bytes than its shards of the state and of the
+    batch alone; nothing is allocated."""
+    batch = jax.tree.leaves(abstract_batch(config, mesh))
+    rows = sum(math.prod(x.shape) * x.dtype.itemsize for x in batch)
+    needed, there = shard_bytes(abstract_state(config, mesh)) + rows // mesh.size, device_bytes()
+    if needed > there:
+        raise ResourceError(
+            f"parameters, optimizer and batch take {units.size(needed)} per device, and there are "
+            f"{units.size(there)}: use more devices or a smaller configuration; --dry_run prints "
+            "the bytes of a step"
+        )
+
+
+def shard_bytes(arrays: Any) -> int:
+    """Bytes of one device's shards."""
+    leaves = jax.tree.leaves(arrays)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def build_data(

@@ -30,7 +30,7 @@ class RunConfig(Config):
     data: DataConfig
     optimizer: OptimizerConfig
     steps: Positive
-    batch_size: Positive
+    batch_size: Annotated[int, Bound("in 1 .. 16,777,216", lambda rows: 0 < rows <= 2**24)]
     accumulation_steps: Positive | None = None
     seed: Annotated[int, Bound("in 0 .. 2^32 - 1", lambda seed: 0 <= seed < 2**32)] = 0
     log_every: Positive = 10

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ttcd_jax.config import differences
+from ttcd_jax.config import check_text, differences
 from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.records import records_tokenizer
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
@@ -49,6 +49,7 @@ class RunDirectory:
     """Paths and small files of one run."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        check_text("the run directory", os.fspath(path))
         self.path = Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
 
@@ -67,6 +68,16 @@ class RunDirectory:
                 "train it, or import its checkpoint, again"
             )
         return config
+
+    def read_part(self, name: str) -> dict[str, Any]:
+        """The configuration `model` or `data`. Raises `UserError` for none."""
+        part = self.read_config().get(name)
+        if not isinstance(part, dict) or "type" not in part:
+            raise UserError(
+                f"{self.path / 'config.json'} has no {name} with a type: it is damaged, restore a "
+                "copy"
+            )
+        return part
 
     def claim(
         self,
@@ -182,7 +193,7 @@ def open_checkpoints(
 
 def model_config(directory: RunDirectory) -> TransformerConfig:
     """The model configuration of a run directory; no checkpoint is needed."""
-    return TransformerConfig.from_dict(directory.read_config()["model"])
+    return TransformerConfig.from_dict(directory.read_part("model"))
 
 
 class LoadedRun(NamedTuple):
@@ -213,7 +224,7 @@ def load_run(run_dir: str | os.PathLike[str], step: int | None = None) -> Loaded
 def run_tokenizer(directory: RunDirectory) -> Tokenizer | None:
     """The tokenizer of the run's data, None without one; its file in the directory takes precedence
     over the configured path."""
-    data = directory.read_config()["data"]
+    data = directory.read_part("data")
     if data["type"] == RecordsConfig.__name__:
         config = records_tokenizer(RecordsConfig.from_dict(data).located()[0])
     elif "tokenizer" in data:

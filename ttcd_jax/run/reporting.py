@@ -28,12 +28,16 @@ from ttcd_jax.train.hardware import data_sheet
 from ttcd_jax.train.loop import HostMetrics, MetricCallback
 
 
-def say(line: str, end: str = "\n") -> None:
+def say(line: str) -> None:
     """Prints a line in the first process only."""
+    _print(units.printable(line) + "\n")
+
+
+def _print(text: str) -> None:
     if jax.process_index():
         return
     try:
-        print(line, end=end, flush=True)
+        print(text, end="", flush=True)
     except OSError as error:
         # Python's buffer is discarded: flushing it at exit would replace the exit status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -158,4 +162,4 @@ class Progress:
             parts.append(f"|eta S|/|W| {max(ratios):.3f}")
         start = "\r\x1b[K" if self._is_live else ""
         end = "\n" if step == self._steps or not self._is_live else ""
-        say(start + "  ".join(parts), end)
+        _print(start + "  ".join(parts) + end)

@@ -61,6 +61,7 @@ def train_run(
     with Watchdog(jax.process_count(), minimum_seconds=hang_seconds) as watchdog:
         check(config, directory)
         mesh = run_mesh(config)
+        build.check_bytes(config, mesh)
         is_first = jax.process_index() == 0
         with directory.lock() if is_first else contextlib.nullcontext(), jax.set_mesh(mesh):
             placement = build.placement(config, mesh)

@@ -48,7 +48,7 @@ _TRAIN = "train"
 # missing directory, JaxRuntimeError for a lost process.
 _WRITE_ERRORS = (ValueError, OSError, jax.errors.JaxRuntimeError)
 # Those for damaged or absent metadata, determined by damaging every file of a step in turn.
-_READ_ERRORS = (*_WRITE_ERRORS, KeyError, AttributeError, NotImplementedError)
+_READ_ERRORS = (*_WRITE_ERRORS, KeyError, AttributeError, NotImplementedError, RecursionError)
 
 
 def _is_not_orbax(record: LogRecord) -> bool:

@@ -37,11 +37,15 @@ def verify(step_dir: Path) -> list[str]:
     if not is_sealed(step_dir):
         return [f"{DIGEST}: missing"]
     try:
-        entries, files = read_json(step_dir / DIGEST), _files(step_dir)
+        entries, found = read_json(step_dir / DIGEST), _files(step_dir)
     except (DataError, OSError) as error:
         return [f"{DIGEST}: {error}"]
-    if any(not isinstance(entry, list) or len(entry) != 2 for entry in entries.values()):
-        return [f"{DIGEST}: not a table of sizes and hashes"]
-    problems = [f"{name}: added" for name in files if name not in entries]
-    reasons = {name: difference(step_dir / name, *entry) for name, entry in entries.items()}
-    return problems + [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    for entry in entries.values():
+        if not isinstance(entry, list) or [type(x) for x in entry] != [int, str]:
+            return [f"{DIGEST}: not a table of sizes and hashes"]
+    # Only names of files in the step are opened.
+    problems = [f"{name}: added" for name in found if name not in entries]
+    for name, entry in entries.items():
+        reason = difference(found[name], *entry) if name in found else "missing"
+        problems += [f"{name}: {reason}"] if reason else []
+    return problems

@@ -1,12 +1,17 @@
 """Data sheets of accelerators: peak FLOP/s and bytes of device memory."""
 
+import os
 import re
+import resource
 from typing import NamedTuple
+
+import jax
 
 from ttcd_jax.config import closest
 from ttcd_jax.errors import UserError
 
 DEVICES_PER_NODE = 8
+MOST_DEVICES = 4096  # planned by one process, as devices of its CPU
 
 
 class Hardware(NamedTuple):
@@ -31,9 +36,19 @@ def data_sheet(device_kind: str) -> Hardware | None:
     return next((device for name, device in HARDWARE.items() if name in device_kind), None)
 
 
+def device_bytes() -> int:
+    """Bytes of one local device; devices of a CPU share those of the host in equal parts."""
+    devices = jax.local_devices()
+    if stats := devices[0].memory_stats():
+        return stats["bytes_limit"]
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return (host if limit == resource.RLIM_INFINITY else min(host, limit)) // len(devices)
+
+
 def parse_topology(text: str) -> tuple[Hardware, int]:
     """(device, number of devices) from e.g. 'h100x64'. Raises `UserError`."""
-    match = re.fullmatch(r"([a-z]\w*?)x(\d+)", text.lower())
+    match = re.fullmatch(r"([a-z]\w*?)x(\d{1,9})", text.lower())
     if match is None or int(match[2]) < 1:
         raise UserError(f"topology {text!r} must be a device and a number, as in 'h100x64'")
     name, count = match[1].upper(), int(match[2])
@@ -43,6 +58,8 @@ def parse_topology(text: str) -> tuple[Hardware, int]:
             f"topology {text!r}: no data sheet of {match[1]!r}{closest(match[1], known)} "
             f"(known: {', '.join(known)})"
         )
+    if count > MOST_DEVICES:
+        raise UserError(f"topology {text!r}: {count} devices, plans go up to {MOST_DEVICES}")
     if count > DEVICES_PER_NODE and count % DEVICES_PER_NODE:
         raise UserError(
             f"topology {text!r}: {count} devices do not fill nodes of {DEVICES_PER_NODE}"

@@ -114,7 +114,7 @@ def test_a_job_is_one_process_s_at_a_time(tmp_path):
 def test_a_damaged_record_is_named(tmp_path):
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "compression.default.swa.json").write_text('{"task":')
-    with pytest.raises(UserError, match=r"compression.default.swa.json is damaged"):
+    with pytest.raises(UserError, match=r"compression.default.swa.json is not JSON"):
         gather([tmp_path])
 
 

@@ -13,11 +13,13 @@ from ttcd_jax.config import Positive
 from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.data.tokenizer import Tokenizer
+from ttcd_jax.errors import DataError
 from ttcd_jax.eval.report import plot_lines
 from ttcd_jax.eval.scorer import Scores
 from ttcd_jax.eval.task import Records, ScoredTask, Series, Subject, register
 
 _FIRST_EDGE = 32
+_ANY_LENGTH = 2**20  # rows may be longer than the text up to here
 
 
 def bucket_edges(length: int) -> list[int]:
@@ -32,7 +34,7 @@ def by_position(scores: Scores, rows: dict[str, np.ndarray], tokenizer: Tokenize
     length = rows["tokens"].shape[1]
     num_bytes = tokenizer.num_bytes(rows["targets"])
     records = []
-    for start, stop in [*itertools.pairwise(bucket_edges(length)), (0, length)]:
+    for start, stop in dict.fromkeys([*itertools.pairwise(bucket_edges(length)), (0, length)]):
         part = np.s_[:, start:stop]
         mask = rows["loss_mask"][part]
         if not mask.any():
@@ -68,7 +70,10 @@ class Perplexity(ScoredTask):
 
     def source(self, subject: Subject) -> Any:
         records = text_records(subject.run_dir, subject.data, subject.tokenizer, self.text)
-        seq_len = self.seq_len or subject.data["seq_len"]
+        seq_len = self.seq_len or subject.data.get("seq_len")
+        longest = max(_ANY_LENGTH, sum(int(part.sizes.sum()) for part in records))
+        if type(seq_len) is not int or not 0 < seq_len <= longest:
+            raise DataError(f"seq_len {seq_len} is not in 1 .. {longest}, the tokens of the text")
         parts = [DocumentRows(part, seq_len=seq_len) for part in records]
         return grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
 
@@ -88,6 +93,6 @@ class Perplexity(ScoredTask):
         value, label = cls.unit(series)
         lines = {}
         for name, records in series.items():
-            parts = [record for record in records if record["context"] != "all"]
+            parts = [record for record in records if record["context"] != "all"] or records
             lines[name] = [part["stop"] for part in parts], [part[value] for part in parts]
         plot_lines(path, title=cls.title, x_label=cls.x_label, y_label=label, series=lines)

@@ -1,0 +1,210 @@
+"""Files of a run with changed values, and .gin files with changed words: read, or refused in one
+line. A seed draws thousands of changes; nothing else may be raised."""
+
+import copy
+import json
+import random
+
+import numpy as np
+import tokenizers
+from checks import randomize
+from small_models import byte_model, config_of
+
+from experiments import cli
+from experiments.gin_loading import load_config
+from ttcd_jax.data.sources import text_records
+from ttcd_jax.data.tokenizer import JsonTokenizer
+from ttcd_jax.errors import UserError
+from ttcd_jax.eval.results import write_report
+from ttcd_jax.inference.model import inference_model
+from ttcd_jax.inference.saved_state import load_state, save_state
+from ttcd_jax.inference.state import start_state
+from ttcd_jax.interop.reference_config import reference_config, transformer_config
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.directory import RunDirectory, model_config, run_tokenizer
+from ttcd_jax.train import digest
+
+ODD = (
+    *(None, True, [], {}, "", "x", "../../etc/passwd", "/dev/zero", "gs://bucket/x", "\x1b[2J"),
+    *(0, -1, 3, 10**6, 2**31, 2**63, 10**30, 0.5, 1e300, [1], [[]], [None], {"type": "x"}),
+    *({"a": {"b": []}}, "\udcff", "os.system"),
+)
+
+
+def changed(value, draw: random.Random):
+    """A copy of a JSON value with one to three of its nodes replaced, removed or added."""
+    value = copy.deepcopy(value)
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        node = {"": value}
+        holder, key = node, ""
+        while isinstance(holder[key], dict | list) and holder[key] and draw.random() < 0.85:
+            holder = holder[key]
+            key = draw.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+        action = draw.random()
+        if action < 0.7 or holder is node:
+            holder[key] = copy.deepcopy(draw.choice(ODD))
+        elif action < 0.85:
+            del holder[key]
+        elif isinstance(holder, dict):
+            holder["added"] = draw.choice(ODD)
+        else:
+            holder.append(draw.choice(ODD))
+        value = node[""]
+    return value
+
+
+def fuzz(source, read, count: int, *, write=None) -> None:
+    """Calls `read` with changed copies of `source`: it returns, or raises a `UserError`."""
+    num_refused = 0
+    for seed in range(count):
+        draw = random.Random(seed)
+        value = changed(source, draw) if write is None else write(source, draw)
+        try:
+            read(value)
+        except UserError:
+            num_refused += 1
+    assert num_refused > count // 4
+
+
+def test_configuration_of_a_run(tmp_path):
+    directory = RunDirectory(tmp_path)
+    corpus = {"type": "CorpusConfig", "kind": "text", "path": str(tmp_path), "glob": "**/*.txt"}
+    corpus |= {"field": "text", "validation_percent": 5}
+    tokenizer = {"type": "TokenizerConfig", "kind": "byte", "path": None}
+    data = {"type": "TextConfig", "corpus": corpus, "tokenizer": tokenizer, "seq_len": 32}
+    (tmp_path / "a.txt").write_text("a text of some words\n" * 9)
+    (tmp_path / "b.txt").write_text("another text\n" * 9)
+    config = {"format": 2, "model": byte_model().to_dict(), "data": data}
+
+    def read(value):
+        (tmp_path / "config.json").write_text(json.dumps(value))
+        model_config(directory)
+        stored = directory.read_part("data")
+        tokenizer = run_tokenizer(directory)
+        if stored.get("corpus") == corpus:
+            text_records(tmp_path, stored, tokenizer, None)
+
+    fuzz(config, read, 1000)
+
+
+def test_configuration_of_a_reference_checkpoint():
+    def read(value):
+        transformer_config(value if isinstance(value, dict) else {})
+
+    for method in ("ipttcd", "ipttt", "lact", "deltanet", "swa"):
+        fuzz(reference_config(config_of(method, student_window=4)), read, 300)
+
+
+def test_digests(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name * 10)
+    digest.seal(tmp_path)
+    source = json.loads((tmp_path / digest.DIGEST).read_text())
+
+    def read(value):
+        (tmp_path / digest.DIGEST).write_text(json.dumps(value))
+        if problems := digest.verify(tmp_path):
+            raise UserError(str(problems))
+
+    fuzz(source, read, 500)
+
+
+def test_saved_states(tmp_path):
+    model = inference_model(randomize(Transformer, config_of("ipttcd", num_layers=1), std=0.5))
+    save_state(tmp_path / "state", model, start_state(model, 2))
+    folder = tmp_path / "state"
+    source = json.loads((folder / "state.json").read_text())
+
+    def read(value):
+        (folder / "state.json").write_text(json.dumps(value))
+        digest.seal(folder)
+        load_state(folder, model)
+
+    fuzz(source, read, 300)
+    (folder / "state.json").write_text(json.dumps(source))
+    arrays = (folder / "state.safetensors").read_bytes()
+
+    def damaged(data, draw):
+        data = bytearray(data)
+        for _ in range(3):
+            data[draw.randrange(min(len(data), 400))] = draw.randrange(256)
+        return bytes(data)
+
+    def read_arrays(data):
+        (folder / "state.safetensors").write_bytes(data)
+        digest.seal(folder)
+        load_state(folder, model)
+
+    fuzz(arrays, read_arrays, 200, write=damaged)
+
+
+def test_results(tmp_path, monkeypatch):
+    records = [
+        {"context": name, "start": 0, "stop": 32, "tokens": 5, "perplexity": 2.0}
+        | {"bits_per_byte": 1.0}
+        for name in ("0-31", "all")
+    ]
+    source = {"task": "ppl", "chance": None, "series": {"on": records, "off": records}}
+    path = tmp_path / "eval" / "ppl" / "results.json"
+    path.parent.mkdir(parents=True)
+
+    def read(value):
+        path.write_text(json.dumps(value))
+        write_report([tmp_path], tmp_path / "page", [])
+
+    fuzz(source, read, 60)
+
+
+def test_tokenizers(tmp_path):
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    options = {"show_progress": False, "special_tokens": ["<s>", "</s>"]}
+    tokenizer.train_from_iterator(["some text of words"] * 3, 262, **options)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    source = json.loads((tmp_path / "tokenizer.json").read_text())
+
+    def read(value):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(value))
+        read = JsonTokenizer(str(tmp_path / "tokenizer.json"))
+        read.num_bytes(np.minimum(read.encode("some text"), read.vocab_size - 1))
+
+    fuzz(source, read, 1500)
+
+
+def test_gin_files(tmp_path):
+    lines = [
+        *("include 'text.gin'", "TEXT = 'README.md'", "RunConfig.steps = 3"),
+        *("RunConfig.seed = 1", "TransformerConfig.fast_layers = (0, 1)"),
+        *("MemoryConfig.chunk_size = 32", "OptimizerConfig.beta1 = 0.9"),
+    ]
+    words = (
+        *("0", "-1", "10**9", "''", "'x'", "None", "(", ")", "[1, 2]", "{}", "@x()", "%X", "@"),
+        *(
+            "import os",
+            "include '../x'",
+            "\x00",
+            "é",
+            "=",
+            ".",
+            "/",
+            "'''",
+            "#",
+            "\\",
+            "\t",
+            "1e999",
+        ),
+        *("RunConfig", "MemoryConfig.eta", "a/b.c", "(" * 300, "9" * 500, "lambda: 0", "\n  3"),
+    )
+
+    def write(source, draw):
+        tokens = [line.split(" ") for line in source]
+        for _ in range(draw.choice((1, 2, 4))):
+            line = draw.choice(tokens)
+            line[draw.randrange(len(line))] = draw.choice(words)
+        return "\n".join(map(" ".join, tokens))
+
+    def read(text):
+        (tmp_path / "x.gin").write_text(text)
+        load_config(RunConfig, str(tmp_path / "x.gin"), config_dir=cli.CONFIG_DIR)
+
+    fuzz(lines, read, 2000, write=write)
