@@ -176,14 +176,11 @@ def _initial_state(
 
 
 class _StopSignal:
-    (
-        """Records SIGTERM, SIGINT or SIGHUP; a second one ends the process at once, except SIGHUP,
+    """Records SIGTERM, SIGINT or SIGHUP; a second one ends the process at once, except SIGHUP,
     which a closed terminal sends twice and which stays ignored under `nohup`. The previous handlers
     are restored on exit. With several processes JAX handles SIGTERM, so all stop after the same
     step.
     """
-        ""
-    )
 
     def __init__(self) -> None:
         self.name = ""
