@@ -43,7 +43,7 @@ def test_a_file_of_an_unknown_kind_is_refused_by_its_name(tmp_path, name):
     corpus = CorpusConfig(kind="text", path=str(tmp_path / name))
     with pytest.raises(
         DataError,
-        match=rf"{name} is of no kind that is read \(\*\.txt, .*name plain text {name}\.txt",
+        match=rf"{name} is of an unknown kind \(known: \*\.txt, .*name plain text {name}\.txt",
     ):
         list(stream_documents(corpus))
 

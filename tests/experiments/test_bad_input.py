@@ -37,7 +37,7 @@ def run_dir(tmp_path_factory):
         checkpoints.save(7, {"params": params})
     data = {"type": IMPORTED, "seq_len": 32, "tokenizer": TokenizerConfig().to_dict()}
     directory.write_import({"model": MODEL.to_dict(), "data": data}, {})
-    (directory.path.parent / "book").write_text("It was a dark and stormy night. " * 8)
+    (directory.path.parent / "book.txt").write_text("It was a dark and stormy night. " * 8)
     return directory.path
 
 
@@ -88,7 +88,7 @@ def test_a_configuration_of_another_kind_is_refused(run_dir, tmp_path, content, 
         content = json.dumps(json.loads((run_dir / "config.json").read_text()) | content)
     shutil.copytree(run_dir, tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text(content)
-    book = run_dir.parent / "book"
+    book = run_dir.parent / "book.txt"
     place = f"--run_dir={tmp_path / 'run'}"
     message = commands.refused("evaluate", place, "--task=ppl", f"--text={book}", status=status)
     assert words in message
@@ -109,7 +109,7 @@ def test_a_configuration_of_another_kind_is_refused(run_dir, tmp_path, content, 
     ],
 )
 def test_commands_on_a_run_refuse(run_dir, tmp_path, command, status, words):
-    book = str(run_dir.parent / "book")
+    book = str(run_dir.parent / "book.txt")
     name, *rest = command.replace("BOOK", book).replace("FOLDER", str(tmp_path)).split()
     assert words in commands.refused(name, f"--run_dir={run_dir}", *rest, status=status)
     assert list(tmp_path.iterdir()) == []
@@ -156,7 +156,7 @@ def test_reference_values_of_another_kind_fail_in_one_line(tmp_path):
 
 def test_control_characters_reach_no_terminal(run_dir, tmp_path):
     """The name of the run and the text that it generates are escaped; a file gets the text."""
-    book = run_dir.parent / "book"
+    book = run_dir.parent / "book.txt"
     line = ("generate", f"--run_dir={run_dir}", f"--prompt_file={book}", "--max_new_tokens=6")
     assert set(commands.output(*line).rstrip("\n")) <= {"\x1b", "\x1c"}
     ours, its = pty.openpty()

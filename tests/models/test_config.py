@@ -120,7 +120,7 @@ def test_absent_head_counts_follow_from_the_others():
     ("changes", "message"),
     [
         ({"dim": 0}, "dim 0 must be at least 1"),
-        ({"num_layers": 0}, "num_layers 0 must be at least 1"),
+        ({"num_layers": 0}, "num_layers 0 must be in 1 .. 10,000"),
         ({"num_heads": 3}, "num_heads 3 does not divide dim 8; set head_dim"),
         ({"num_kv_heads": 3, "num_heads": 4}, "num_kv_heads 3 does not divide num_heads 4"),
         ({"fast_layers": (1, 4)}, "fast_layers [4] outside 0 .. 3"),

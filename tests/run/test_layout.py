@@ -53,3 +53,9 @@ def test_rows_that_do_not_divide_among_a_bound_mesh_are_refused():
     sizes = layout.mesh_config(config, 8).sizes(8)
     with pytest.raises(UserError, match="parts of 1 rows, which do not divide among the 8 devices"):
         build.placement(config, AbstractMesh(tuple(sizes.values()), AXES))
+
+
+def test_devices_that_no_mesh_divides_the_batch_among_are_refused():
+    config = _loaded("ipttcd_340m.gin", batch_size=32)
+    with pytest.raises(UserError, match="among 24 devices: use 16 of them, or set"):
+        layout.mesh_config(config, 24)

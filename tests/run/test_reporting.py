@@ -1,11 +1,7 @@
-import errno
 import time
 
 import numpy as np
-import pytest
-from tensorboardX.event_file_writer import EventsWriter
 
-from ttcd_jax.errors import UserError
 from ttcd_jax.run.reporting import MetricFiles, Progress, flat_metrics, read_metrics
 
 
@@ -26,29 +22,6 @@ def test_records_after_the_checkpoint_are_dropped_and_a_torn_line_is_skipped(tmp
     files = MetricFiles(tmp_path, start=2)
     files.write(3, {"loss": 9.0})
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 1), (2, 2), (3, 9)]
-
-
-def _fail(*arguments):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_event_writer_that_died_does_not_stop_a_run(tmp_path, monkeypatch):
-    files = MetricFiles(tmp_path, start=0)
-    monkeypatch.setattr(EventsWriter, "write_event", _fail)
-    for step in range(1, 100):
-        files.write(step, {"loss": float(step)})
-    files.close()
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 99
-
-
-def test_a_full_disk_under_the_metrics_is_one_line(tmp_path, monkeypatch):
-    files = MetricFiles(tmp_path, start=0)
-    monkeypatch.setattr(files._file, "flush", _fail)
-    with pytest.raises(UserError, match="cannot be written: No space left on device; make room"):
-        files.write(1, {"loss": 1.0})
-    monkeypatch.undo()
-    files.close()
 
 
 def test_a_log_gets_one_line_per_report(capsys, monkeypatch):

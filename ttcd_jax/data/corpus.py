@@ -29,7 +29,6 @@ def _is_below(glob: str) -> bool:
 
 
 _BELOW = Bound("a pattern below path, such as **/*.txt", _is_below)
-_PATH = Bound("the path of a file or a folder ('.' is the current one)", bool)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,13 +42,13 @@ class CorpusConfig(Config):
     """
 
     kind: Literal["stdlib", "text"] = "stdlib"
-    path: Annotated[str, _PATH] | None = None
+    path: str | None = None
     glob: Annotated[str, _BELOW] = "**/*.txt"
     field: str = "text"
     validation_percent: Annotated[int, Bound("between 0 and 99", lambda p: 0 <= p < 100)] = 5
 
     def validate(self) -> None:
-        if self.path == "" or (self.kind == "text") != (self.path is not None):
+        if (self.kind == "text") != (self.path is not None):
             raise UserError(
                 f"CorpusConfig kind={self.kind!r} with path={self.path!r}; "
                 "kind 'text' takes the path of a file or a folder, kind 'stdlib' takes none"

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from ttcd_jax.errors import UserError
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
 from ttcd_jax.sharding.rules import BATCH
@@ -23,11 +24,22 @@ PART_TOKENS = 32_768
 
 
 def mesh_config(config: RunConfig, num_devices: int) -> MeshConfig:
-    """The mesh of a run on `num_devices`."""
+    """The mesh of a run on `num_devices`. Raises `UserError` if no mesh divides the batch."""
     if config.mesh is not None:
         return config.mesh
-    by_rows = math.gcd(config.batch_size, num_devices)
-    return MeshConfig(fsdp=by_rows, seq=num_devices // by_rows)
+
+    def by_tokens(devices: int) -> int:
+        return devices // math.gcd(config.batch_size, devices)
+
+    usable = next(n for n in range(num_devices, 0, -1) if config.data.seq_len % by_tokens(n) == 0)
+    if usable < num_devices:
+        raise UserError(
+            f"a batch of {config.batch_size} rows of {config.data.seq_len} tokens does not divide "
+            f"among {num_devices} devices: use {usable} of them, or set RunConfig.batch_size to a "
+            f"multiple of {num_devices}"
+        )
+    seq = by_tokens(num_devices)
+    return MeshConfig(fsdp=num_devices // seq, seq=seq)
 
 
 def run_mesh(config: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:
