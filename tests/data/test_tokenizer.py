@@ -1,7 +1,9 @@
+import json
+
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
 from ttcd_jax.data.tokenizer import (
     ByteTokenizer,
@@ -9,6 +11,7 @@ from ttcd_jax.data.tokenizer import (
     TokenizerConfig,
     build_tokenizer,
     check_tokens,
+    train_tokenizer,
 )
 from ttcd_jax.errors import DataError, UserError
 
@@ -115,3 +118,62 @@ def test_the_first_token_outside_the_vocabulary_is_named():
         check_tokens([3, 258, 999], 258)
     with pytest.raises(DataError, match="token -1 at position 1, 1 is outside"):
         check_tokens([[0, 1], [2, -1]], 258)
+
+
+CONTEXT = (
+    r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
+)
+LONG = b"We've 1234 words... at\n  12 o'clock, \xe6\x97\xa5\xe6\x9c\xac  (and so on)\r\n\n" * 40
+
+
+@pytest.mark.parametrize(
+    ("words", "is_divisible"),
+    [
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), True),
+        (
+            pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Split(tokenizers.Regex(CONTEXT), "isolated"),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+                ]
+            ),
+            True,
+        ),
+        (pre_tokenizers.ByteLevel(add_prefix_space=True), False),
+        (pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), False),
+        (pre_tokenizers.Split(tokenizers.Regex(r"\n"), "isolated"), False),
+    ],
+)
+def test_a_long_text_is_encoded_in_pieces_where_words_end(
+    words, is_divisible, tmp_path, monkeypatch
+):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(train_tokenizer([LONG], 400))
+    source = json.loads(path.read_text()) | {"pre_tokenizer": json.loads(words.__getstate__())}
+    path.write_text(json.dumps(source))
+    whole = JsonTokenizer(str(path)).encode(LONG)
+    monkeypatch.setattr("ttcd_jax.data.tokenizer._PIECE_BYTES", 100)
+    pieces = list(JsonTokenizer(str(path)).encode_pieces(LONG))
+    assert (len(pieces) > 20) == is_divisible
+    np.testing.assert_array_equal(np.concatenate(pieces), whole)
+    with pytest.raises(DataError, match=f"not UTF-8 at byte {len(LONG)} of {len(LONG) + 1}"):
+        JsonTokenizer(str(path)).encode(LONG + b"\xff")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Lowercase"}},
+        {"pre_tokenizer": None},
+        {"added_tokens": [{"id": 258, "content": "\n  ", "special": False}]},
+    ],
+)
+def test_a_tokenizer_that_joins_words_gets_the_whole_text(change, tmp_path, monkeypatch):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(train_tokenizer([LONG], 400))
+    options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    source = json.loads(path.read_text())
+    added = [token | options for token in change.get("added_tokens", [])]
+    path.write_text(json.dumps(source | change | {"added_tokens": source["added_tokens"] + added}))
+    monkeypatch.setattr("ttcd_jax.data.tokenizer._PIECE_BYTES", 100)
+    assert len(list(JsonTokenizer(str(path)).encode_pieces(LONG))) == 1

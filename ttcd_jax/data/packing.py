@@ -9,7 +9,10 @@ A document becomes bos + tokens + eos. A row is a dict of arrays [T]:
     loss_mask    bool    whether the target counts in the loss
 """
 
+from collections.abc import Iterator
+
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ttcd_jax.data.documents import Document
 from ttcd_jax.data.records import TokenRecords, token_dtype
@@ -22,28 +25,33 @@ Row = dict[str, np.ndarray]
 def encode_documents(documents: list[Document], tokenizer: Tokenizer) -> TokenRecords:
     """The documents as token records in memory. Raises `DataError` naming a document that is not
     UTF-8 (with a `tokenizer.json`) or has ids outside the tokenizer's vocabulary."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    parts = [_encode(document, tokenizer, dtype) for document in documents]
+    dtype, ids, starts = token_dtype(tokenizer.vocab_size), bytearray(), [0]
+    for document in documents:
+        try:
+            for part in _encode(document, tokenizer):
+                ids += np.asarray(part, dtype).data
+        except DataError as error:
+            raise DataError(f"{document.name}: {error}") from error
+        starts.append(len(ids) // dtype.itemsize)
     return TokenRecords(
-        [np.concatenate([np.empty(0, dtype), *parts])],
-        np.cumsum([0, *(part.size for part in parts)]),
+        [np.frombuffer(ids, dtype)],
+        np.array(starts),
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
     )
 
 
-def _encode(document: Document, tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray:
+def _encode(document: Document, tokenizer: Tokenizer) -> Iterator[ArrayLike]:
     bos, eos, ids = [tokenizer.bos_id], [tokenizer.eos_id], document.tokens
-    try:
-        if ids is None:
-            ids = tokenizer.encode(document.text)
-        else:
-            check_tokens(ids, tokenizer.vocab_size)
-            bos = [] if document.is_row or ids[:1].tolist() == bos else bos
-            eos = [] if document.is_row or ids[-1:].tolist() == eos else eos
-    except DataError as error:
-        raise DataError(f"{document.name}: {error}") from error
-    return np.concatenate([bos, ids, eos], dtype=dtype, casting="unsafe")
+    if ids is None:
+        yield bos
+        yield from tokenizer.encode_pieces(document.text)
+        yield eos
+        return
+    check_tokens(ids, tokenizer.vocab_size)
+    yield [] if document.is_row or ids[:1].tolist() == bos else bos
+    yield ids
+    yield [] if document.is_row or ids[-1:].tolist() == eos else eos
 
 
 class PackedRows:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,10 @@ EOS_NAMES = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
 _MOST_IDS = 2**24  # a table of bytes has an entry for each
+_PIECE_BYTES = 2**18  # of text at once: the library takes 150 bytes of memory for each
+_END_OF_WORD = re.compile(rb"[A-Za-z](?=[ \n])")
+_KINDS = "aE7'._ \n\ré日。\u0301"  # one of each that patterns of words distinguish
+_NO_NORMALIZER = {"type": "Sequence", "normalizers": []}
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -56,6 +61,11 @@ class ByteTokenizer:
         data = text.encode() if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
+    def encode_pieces(self, text: bytes) -> Iterator[np.ndarray]:
+        """The ids of `encode`, some at a time."""
+        ids = np.frombuffer(text, np.uint8)
+        yield from (ids[i : i + _PIECE_BYTES] for i in range(0, ids.size, _PIECE_BYTES))
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids [T] without special tokens; bytes that are not UTF-8 become U+FFFD."""
         ids = np.asarray(ids, np.int32)
@@ -81,6 +91,7 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         # Text that spells a special token stays text, so only packing marks where documents end.
         self._tokenizer.encode_special_tokens = True
+        self._has_plain_text = source.get("normalizer") in (None, {"type": "NFC"}, _NO_NORMALIZER)
         self._is_byte_level = '"ByteLevel"' in json.dumps(source.get("decoder"))
         self.bos_id = self._special("bos", BOS_NAMES, path)
         self.eos_id = self._special("eos", EOS_NAMES, path)
@@ -96,8 +107,41 @@ class JsonTokenizer:
         raise DataError(f"{path} has no {role} token; add one of {', '.join(names)} to it")
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        text = _decoded(text) if isinstance(text, bytes) else text
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        text = text.encode() if isinstance(text, str) else text
+        return np.concatenate(list(self.encode_pieces(text)))
+
+    def encode_pieces(self, text: bytes) -> Iterator[np.ndarray]:
+        """The ids of `encode`, some at a time; all at once where words may join across blanks."""
+        for start, stop in itertools.pairwise(self._cuts(text)):
+            piece = _decoded(text, start, stop)
+            yield np.array(self._tokenizer.encode(piece, add_special_tokens=False).ids, np.int32)
+
+    def _cuts(self, text: bytes) -> list[int]:
+        cuts = [0]
+        while len(text) - cuts[-1] > _PIECE_BYTES and self._is_divisible:
+            if (end := _END_OF_WORD.search(text, cuts[-1] + _PIECE_BYTES)) is None:
+                break
+            cuts.append(end.end())
+        return [*cuts, len(text)]
+
+    @functools.cached_property
+    def _is_divisible(self) -> bool:
+        """Whether a text has the ids of its two parts where it is cut after a letter and before a
+        blank: words are probed with up to two characters of every kind on either side."""
+        words, added = self._tokenizer.pre_tokenizer, self._tokenizer.get_added_tokens_decoder()
+        texts = [x for x in added.values() if not x.special]
+        if any(x.lstrip or x.rstrip or re.search(r"\s", x.content) for x in texts):
+            return False
+        if words is None or not self._has_plain_text:
+            return False
+
+        def split(text: str) -> list[str]:
+            return [word for word, _ in words.pre_tokenize_str(text)]
+
+        sides = ["".join(x) for n in range(3) for x in itertools.product(_KINDS, repeat=n)]
+        heads = {text: split(text) for side in sides for text in (side + "a", side + "E")}
+        tails = {text: split(text) for side in sides for text in (" " + side, "\n" + side)}
+        return all(split(x + y) == heads[x] + tails[y] for x in heads for y in tails)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         kept = [int(i) for i in ids if i not in (self.bos_id, self.eos_id)]
@@ -169,13 +213,13 @@ def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> str:
     return tokenizer.to_str(pretty=True)
 
 
-def _decoded(text: bytes) -> str:
+def _decoded(text: bytes, start: int = 0, stop: int | None = None) -> str:
     try:
-        return text.decode()
+        return text[start:stop].decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"text is not UTF-8 at byte {error.start} of {len(text)}; convert it, or use the byte "
-            "tokenizer"
+            f"text is not UTF-8 at byte {start + error.start} of {len(text)}; convert it, or use "
+            "the byte tokenizer"
         ) from error
 
 
