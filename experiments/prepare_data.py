@@ -15,8 +15,9 @@ and reported; more than 0.1 % of them are refused.
 --samples_are_rows, for token ids packed to rows by others: each MDS sample is one row of the run,
 neither cut nor joined to another; the run's seq_len is their length, or less by one.
 
-FOLDER appears when it is complete, and is the same for any number of processes. A killed command
-leaves a hidden folder next to it, which can be deleted. --verify reads every file of a FOLDER.
+FOLDER appears when it is complete, and is the same for any number of processes. A command that was
+stopped or killed leaves the hidden folder .FOLDER.unfinished: repeat it, and it tokenizes the rest
+only. --verify reads every file of a FOLDER.
 """
 
 import os
@@ -29,8 +30,9 @@ from absl import flags
 
 from experiments import cli
 from ttcd_jax import units
+from ttcd_jax.data.compressed import bytes_read
 from ttcd_jax.errors import UserError
-from ttcd_jax.files import check_unused, whole_folder, write_whole
+from ttcd_jax.files import whole_folder, write_whole
 
 if TYPE_CHECKING:
     from ttcd_jax.data.corpus import CorpusConfig
@@ -48,6 +50,7 @@ flags.DEFINE_bool("samples_are_rows", False, "Each sample of token ids is one ro
 flags.DEFINE_integer("processes", None, "Default: one for each core.", lower_bound=1)
 
 _PROGRESS_SECONDS = 10.0
+_TOKENIZER_BYTES = 2**32  # of files: a tokenizer counts their words in memory
 
 
 def main(argv: list[str]) -> None:
@@ -64,23 +67,34 @@ def main(argv: list[str]) -> None:
 
 
 def _prepare() -> None:
-    from ttcd_jax.data.preparation import prepare_records
+    from ttcd_jax.data.corpus import input_bytes
+    from ttcd_jax.data.preparation import prepare_records, stored_tokens
     from ttcd_jax.data.tokenizer import TokenizerConfig
 
     folder = Path(FLAGS.output)
-    check_unused(folder)
     path = None if FLAGS.tokenizer == "byte" else FLAGS.tokenizer
     tokenizer = TokenizerConfig(kind="byte" if path is None else "json", path=path)
-    progress = _Progress()
-    with whole_folder(folder) as unfinished:
-        manifest = prepare_records(
-            _corpus(),
-            tokenizer,
-            unfinished,
-            num_processes=FLAGS.processes or len(os.sched_getaffinity(0)),
-            samples_are_rows=FLAGS.samples_are_rows,
-            on_progress=progress.add,
-        )
+    corpus = _corpus()
+    progress = _Progress(input_bytes(corpus))
+    with whole_folder(folder, stored_tokens) as unfinished:
+        if stored := stored_tokens(unfinished):
+            _say(f"{stored:,} tokens are stored: reading their text again")
+        try:
+            manifest = prepare_records(
+                corpus,
+                tokenizer,
+                unfinished,
+                num_processes=FLAGS.processes or len(os.sched_getaffinity(0)),
+                samples_are_rows=FLAGS.samples_are_rows,
+                on_progress=progress.add,
+            )
+        except BaseException:
+            if stored := stored_tokens(unfinished):
+                _say(
+                    f"{stored:,} tokens are stored: repeat the command to continue, or remove "
+                    f"them (rm -r {unfinished})"
+                )
+            raise
     progress.show()
     _print_facts(folder, manifest)
 
@@ -102,32 +116,49 @@ def _corpus() -> "CorpusConfig":
 
 
 class _Progress:
-    """Progress lines on stderr, every few seconds."""
+    """Progress lines, every few seconds; the time left is that of `num_bytes` of files."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes, self._num_tokens = num_bytes, 0
         self._start = self._shown = time.monotonic()
-        self._num_tokens = 0
+        self._bytes_before = 0  # read when the first new tokens came
 
     def add(self, num_tokens: int) -> None:
+        if num_tokens and not self._num_tokens:
+            self._start, self._bytes_before = time.monotonic(), bytes_read()
         self._num_tokens += num_tokens
         if time.monotonic() - self._shown > _PROGRESS_SECONDS:
             self.show()
 
     def show(self) -> None:
         self._shown = time.monotonic()
-        rate = self._num_tokens / (self._shown - self._start)
-        print(f"{self._num_tokens:,} tokens, {rate:,.0f} tokens/s", file=sys.stderr, flush=True)
+        seconds, done = max(self._shown - self._start, 1e-9), bytes_read()
+        line = f"{self._num_tokens:,} tokens, {self._num_tokens / seconds:,.0f} tokens/s"
+        if 0 < done <= self._num_bytes:
+            line += f", {done / self._num_bytes:.1%} of {units.size(self._num_bytes)}"
+            if new := done - self._bytes_before:
+                line += f", {units.clock((self._num_bytes - done) / new * seconds)} left"
+        _say(line)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _train_tokenizer() -> None:
-    from ttcd_jax.data.corpus import stream_documents
+    from ttcd_jax.data.corpus import input_bytes, sample, stream_documents
     from ttcd_jax.data.tokenizer import JsonTokenizer, train_tokenizer
 
     path = Path(FLAGS.output)
     if path.exists():
         raise UserError(f"{path} exists: choose another --output")
-    documents = (d for split, d in stream_documents(_corpus(), ("train",)) if split == "train")
-    source = train_tokenizer((document.text for document in documents), FLAGS.train_tokenizer)
+    corpus = _corpus()
+    share = _TOKENIZER_BYTES / max(1, input_bytes(corpus, ("train",)))
+    if share < 1:
+        _say(f"the tokenizer is made from {share:.1%} of the documents, chosen by their names")
+    documents = (d for split, d in stream_documents(corpus, ("train",)) if split == "train")
+    texts = (document.text for document in sample(documents, share))
+    source = train_tokenizer(texts, FLAGS.train_tokenizer)
     write_whole(path, source)
     print(f"{JsonTokenizer(str(path)).vocab_size:,} tokens in {path.absolute()}")
 

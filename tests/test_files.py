@@ -80,7 +80,7 @@ def test_a_place_that_cannot_be_used_is_the_users_mistake(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match=r"cannot write .*/file/x: .*; choose another folder"):
         write_whole(tmp_path / "file" / "x", "")
-    with pytest.raises(UserError, match="not empty"), whole_folder(tmp_path):
+    with pytest.raises(UserError, match="not an empty folder"), whole_folder(tmp_path):
         pass
     for used in (tmp_path, tmp_path / "file"):
         with pytest.raises(UserError, match="exists and is not an empty folder"):

@@ -1,20 +1,22 @@
 """Atomic writes of files and folders, files that grow by whole records, file digests, and JSON
 from untrusted files.
 
-A reader finds the old file, the new one or none, never a partial one. Each file or folder is
-written under a hidden name in the same folder, `.<name>.<process>`, and renamed once its content is
-on disk. After an error the hidden one is removed; a killed process leaves it, and it can be
-deleted. `OSError` becomes `UserError`. Permissions follow the umask.
+A reader finds the old file, the new one or none, never a partial one. Each is written under a
+hidden name in the same folder (a file's is `.<name>.<process>`, a folder's `.<name>.unfinished`)
+and renamed once its content is on disk. After an error the hidden one is removed. What a killed
+process leaves can be deleted; a folder's next writer takes it over. `OSError` becomes `UserError`.
+Permissions follow the umask.
 """
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +33,10 @@ _FULL = re.compile("|".join(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A temporary path to write to, renamed to `path` at the end."""
-    with _renamed(path) as unfinished:
+    path = path.absolute()
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with _errors_of(path), _renamed(unfinished, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.touch()
         mode = unfinished.stat().st_mode
         yield unfinished
@@ -39,11 +44,21 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder to fill, renamed to `path` at the end; `path` must be absent or empty."""
-    with _renamed(path) as unfinished:
-        unfinished.mkdir()
+def whole_folder(path: Path, keeps: Callable[[Path], object] = lambda _: False) -> Iterator[Path]:
+    """A folder to fill, by one process at a time, renamed to `path` at the end; `path` must be
+    absent or empty. After an error or a kill the next one finds its content, if `keeps(it)`."""
+    path = path.absolute()
+    unfinished = unfinished_folder(path)
+    with _errors_of(path), _locked(unfinished), _renamed(unfinished, path, keeps):
+        check_unused(path)
+        for left in () if keeps(unfinished) else unfinished.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield unfinished
+
+
+def unfinished_folder(path: Path) -> Path:
+    """The name of a folder until it is whole."""
+    return path.with_name(f".{path.name}.unfinished")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -91,27 +106,51 @@ def check_unused(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _renamed(path: Path) -> Iterator[Path]:
-    """A hidden name next to `path`, renamed to it at the end and removed after an error."""
-    path = path.absolute()
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+def _errors_of(path: Path) -> Iterator[None]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield unfinished
-            _flush(unfinished, *unfinished.rglob("*"))
-            unfinished.replace(path)
-            _flush(path.parent)
-        finally:
-            if unfinished.is_dir():
-                shutil.rmtree(unfinished, ignore_errors=True)
-            else:
-                unfinished.unlink(missing_ok=True)
+        yield
     except OSError as error:
         kind, remedy = (ResourceError, "make room, or ") if full_disk(error) else (UserError, "")
         raise kind(
             f"cannot write {path}: {error.strerror or error}; {remedy}choose another folder"
         ) from error
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Makes the folder and locks it, for as long as this process lives."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+            raise FileNotFoundError  # its owner renamed or removed it just now
+    except (BlockingIOError, FileNotFoundError) as error:
+        os.close(descriptor)
+        raise UserError(
+            f"{folder} is being written by another process: wait for its end"
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _renamed(
+    unfinished: Path, path: Path, keeps: Callable[[Path], object] = lambda _: False
+) -> Iterator[None]:
+    """Renames `unfinished` to `path` at the end; removes it after an error, unless it is kept."""
+    try:
+        yield
+        _flush(unfinished, *unfinished.rglob("*"))
+        unfinished.replace(path)
+        _flush(path.parent)
+    finally:
+        if unfinished.is_dir() and not keeps(unfinished):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        elif unfinished.is_file():
+            unfinished.unlink()
 
 
 def _flush(*paths: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls.clear()
     with files.whole_folder(tmp_path / "folder") as folder:
         (folder / "part").write_text("text")
-    assert calls == [f".folder.{os.getpid()}", "part", "rename", tmp_path.name]
+    assert calls == [".folder.unfinished", "part", "rename", tmp_path.name]
 
 
 def _name(descriptor: int) -> str:

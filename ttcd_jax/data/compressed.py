@@ -36,7 +36,7 @@ def unpacked(path: Path) -> Iterator[io.BufferedIOBase]:
     zstandard = import_for(path, "zstandard") if path.suffix in (".zst", ".zstd") else None
     damage = (EOFError, zlib.error, gzip.BadGzipFile, getattr(zstandard, "ZstdError", EOFError))
     try:
-        with path.open("rb") as file:
+        with io.BufferedReader(_Counted(path), 2**17) as file:
             if zstandard is not None:
                 yield io.BufferedReader(_Zstandard(zstandard, file), 2**17)
             else:
@@ -46,10 +46,24 @@ def unpacked(path: Path) -> Iterator[io.BufferedIOBase]:
         raise DataError(f"{path} is no intact {kind} file ({error}); copy it again") from error
 
 
+def bytes_read() -> int:
+    """The bytes that this process has read from files, packed as they are."""
+    return _Counted.num_bytes
+
+
+class _Counted(io.FileIO):
+    num_bytes = 0
+
+    def readinto(self, buffer: Any) -> int:
+        size = super().readinto(buffer)
+        _Counted.num_bytes += size
+        return size
+
+
 class _Zstandard(io.RawIOBase):
     """The content of zstandard frames, one after another; `EOFError` if the last one is cut."""
 
-    def __init__(self, library: Any, file: io.BufferedReader) -> None:
+    def __init__(self, library: Any, file: io.BufferedIOBase) -> None:
         self._start = library.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj
         self._file, self._frame, self._content = file, self._start(), memoryview(b"")
 

@@ -10,12 +10,16 @@ from typing import Annotated, Any, Literal
 
 from absl import logging
 
+from ttcd_jax import units
 from ttcd_jax.config import Bound, Config
 from ttcd_jax.data.documents import Document, LeftOut, holds_many, read_documents
+from ttcd_jax.data.mds import INDEX
 from ttcd_jax.errors import DataError, UserError
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
+
+MAX_TEXT_BYTES = 2**30  # of one split in memory
 
 # Installed packages and test suites differ between installations of one Python release.
 LEFT_OUT_OF_STDLIB = frozenset(
@@ -59,20 +63,21 @@ class Census:
     """The number, total bytes and digest of the documents added so far."""
 
     def __init__(self) -> None:
-        self._num_documents = self._num_bytes = 0
+        self.num_documents = self._num_bytes = 0
         self._digest = hashlib.sha256()
 
     def add(self, document: Document) -> None:
-        self._num_documents += 1
-        self._num_bytes += len(document.content)
-        for part in (_name_bytes(document), document.content):
+        content = document.content
+        self.num_documents += 1
+        self._num_bytes += len(content)
+        for part in (_name_bytes(document), content):
             self._digest.update(len(part).to_bytes(8))  # so that no two lists have one digest
             self._digest.update(part)
 
     def summary(self) -> dict[str, Any]:
         """The census, ready for JSON; `sha256` covers names and contents, in order."""
         return {
-            "num_documents": self._num_documents,
+            "num_documents": self.num_documents,
             "num_bytes": self._num_bytes,
             "sha256": self._digest.hexdigest(),
         }
@@ -101,12 +106,39 @@ def stream_documents(
 
 
 def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
-    """The documents of one split. Raises the errors of `stream_documents`, and `DataError` when
-    there is none."""
-    documents = [document for s, document in stream_documents(config, (split,)) if s == split]
+    """The documents of one split. Raises the errors of `stream_documents`, `DataError` when there
+    is none, and `UserError` for more than `MAX_TEXT_BYTES`."""
+    _check_size(config, input_bytes(config, (split,)))
+    documents, num_bytes = [], 0
+    for found, document in stream_documents(config, (split,)):
+        if found == split:
+            documents.append(document)
+            num_bytes += len(document.content)
+            _check_size(config, num_bytes)
     if not documents:
         raise empty_split(config, split)
     return documents
+
+
+def _check_size(config: CorpusConfig, num_bytes: int) -> None:
+    if num_bytes > MAX_TEXT_BYTES:
+        raise UserError(
+            f"{config.path} has {units.size(num_bytes)} of text or more, and memory is for "
+            f"{units.size(MAX_TEXT_BYTES)}: make token records (python -m experiments.prepare_data "
+            f"--input={config.path} --tokenizer=tokenizer.json --output=DIR) and train on them "
+            "(RecordsConfig.paths)"
+        )
+
+
+def input_bytes(config: CorpusConfig, splits: tuple[Split, ...] = SPLITS) -> int:
+    """Bytes of the user's files, packed as they are."""
+    path = pathlib.Path(config.path or "")
+    if config.path is None or not path.is_dir():
+        return path.stat().st_size if config.path is not None and path.exists() else 0
+    parts = splits if _has_splits(path) else (".",)
+    files = [file for part in parts for file in _files(path / part, config.glob).values()]
+    shards = [x for file in files if file.name == INDEX for x in file.parent.iterdir()]
+    return sum(file.stat().st_size for file in (*files, *shards))
 
 
 def empty_split(config: CorpusConfig, split: Split) -> DataError:
@@ -148,12 +180,16 @@ def _user_documents(
         else:
             yield from _parts_of_file(path, config)
         return
-    if all((path / split).is_dir() for split in SPLITS):
+    if _has_splits(path):
         for split in splits:
             for document in _folder_documents(path, split, config, left_out):
                 yield split, document
     else:
         yield from _held_out_by_name(_folder_documents(path, ".", config, left_out), config)
+
+
+def _has_splits(path: pathlib.Path) -> bool:
+    return all((path / split).is_dir() for split in SPLITS)
 
 
 def _folder_documents(
@@ -200,8 +236,10 @@ def _parts_of_file(path: pathlib.Path, config: CorpusConfig) -> Iterator[tuple[S
         end = len(text) * (100 - config.validation_percent) // 100
         if end < len(text):
             end = _end_of_part(text, end)
-        yield "train", Document(path.name, text[:end])
+        del document
         yield "validation", Document(path.name, text[end:])
+        text = text[:end]
+        yield "train", Document(path.name, text)
 
 
 def _end_of_part(text: bytes, end: int) -> int:
@@ -215,5 +253,14 @@ def _held_out_by_name(
     documents: Iterator[Document], config: CorpusConfig
 ) -> Iterator[tuple[Split, Document]]:
     for document in documents:
-        digest = int.from_bytes(hashlib.sha256(_name_bytes(document)).digest())
-        yield "validation" if digest % 100 < config.validation_percent else "train", document
+        is_held_out = _number(document) % 100 < config.validation_percent
+        yield "validation" if is_held_out else "train", document
+
+
+def sample(documents: Iterable[Document], share: float) -> Iterator[Document]:
+    """About a `share` of the documents, chosen by their names."""
+    return (x for x in documents if _number(x) >> 224 < share * 2**32)
+
+
+def _number(document: Document) -> int:
+    return int.from_bytes(hashlib.sha256(_name_bytes(document)).digest())

@@ -33,20 +33,31 @@ class Document(NamedTuple):
         return self.text if self.tokens is None else self.tokens.tobytes()
 
 
-class LeftOut:
-    """Number of lines without a document, at most the fraction `SHARE`, and the first of them."""
+class LineError(DataError):
+    """A line without a document."""
 
-    SHARE = 0.001
+    def __init__(self, line: int, error: DataError) -> None:
+        super().__init__(str(error))
+        self.line = line
+
+
+class LeftOut:
+    """Number of lines without a document, at most the fraction `SHARE`, and the first of them:
+    file, line and reason."""
+
+    SHARE, MOST = 0.001, 100
 
     def __init__(self) -> None:
         self.num_lines = self._num_read = 0
-        self._first: DataError | None = None
+        self.first: list[dict[str, Any]] = []
 
-    def add(self, value: bytes | np.ndarray | DataError) -> None:
-        """Counts a document, or the error in its place."""
+    def add(self, name: str, value: bytes | np.ndarray | LineError) -> None:
+        """Counts a document of the file `name`, or the error in its place."""
         self._num_read += 1
-        if isinstance(value, DataError):
-            self.num_lines, self._first = self.num_lines + 1, self._first or value
+        if isinstance(value, LineError):
+            self.num_lines += 1
+            if self.num_lines <= self.MOST:
+                self.first.append({"file": name, "line": value.line, "reason": str(value)})
             self.check(_LEAST_LINES)
 
     def check(self, least_lines: int = 0) -> None:
@@ -55,7 +66,8 @@ class LeftOut:
             raise DataError(f"{self} (at most {self.SHARE:.1%} are left out)")
 
     def __str__(self) -> str:
-        return f"{self.num_lines:,} of {self._num_read:,} lines hold no document: {self._first}"
+        lines = f"{self.num_lines:,} of {self._num_read:,} lines"
+        return f"{lines} hold no document: {self.first[0]['reason']}"
 
 
 def read_documents(path: Path, name: str, field: str, left_out: LeftOut) -> Iterator[Document]:
@@ -71,7 +83,7 @@ def read_documents(path: Path, name: str, field: str, left_out: LeftOut) -> Iter
             yield Document(name, _plain(path))
             return
         for number, value in enumerate(read(path, field)):
-            left_out.add(value)
+            left_out.add(name, value)
             if isinstance(value, bytes):
                 yield Document(f"{name}:{number}", value)
             elif isinstance(value, np.ndarray):
@@ -121,7 +133,7 @@ def _checked_size(where: str, text: bytes) -> bytes:
     return text
 
 
-def _json_lines(path: Path, field: str) -> Iterator[bytes | DataError]:
+def _json_lines(path: Path, field: str) -> Iterator[bytes | LineError]:
     with unpacked(path) as file:
         lines = iter(lambda: file.readline(MAX_BYTES + 1), b"")
         for number, line in enumerate(lines, start=1):
@@ -129,7 +141,7 @@ def _json_lines(path: Path, field: str) -> Iterator[bytes | DataError]:
                 try:
                     yield _json_text(f"{path}, line {number}", field, line)
                 except DataError as error:
-                    yield error
+                    yield LineError(number, error)
 
 
 def _json_text(where: str, field: str, line: bytes) -> bytes:
@@ -146,7 +158,7 @@ def _json_text(where: str, field: str, line: bytes) -> bytes:
 def _parquet(path: Path, field: str) -> Iterator[bytes]:
     pyarrow, parquet = import_for(path, "pyarrow"), import_for(path, "pyarrow.parquet")
     try:
-        with parquet.ParquetFile(path) as file:
+        with unpacked(path) as content, parquet.ParquetFile(content) as file:
             names = file.schema_arrow.names
             if field not in names:
                 raise DataError(
@@ -171,7 +183,7 @@ def _text(where: str, field: str, value: Any) -> bytes:
         raise DataError(f"{where}: {field!r} is no Unicode text ({error}); repair it") from error
 
 
-Reader = Callable[[Path, str], Iterator[bytes | np.ndarray | DataError]]
+Reader = Callable[[Path, str], Iterator[bytes | np.ndarray | LineError]]
 # None: one document of plain text. The order is that in which kinds are offered to the user.
 _READERS: dict[str, Reader | None] = {
     **dict.fromkeys(("*.txt", "*.txt.gz", "*.txt.zst")),

@@ -84,8 +84,9 @@ class TokenRecords:
         return ids
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder of records. Raises `DataError` unless it is intact."""
+def read_manifest(folder: Path, kind: str = FORMAT) -> dict[str, Any]:
+    """The manifest of a folder of records. Raises `DataError` unless it is intact and of the format
+    `kind`."""
     path = folder / MANIFEST
     if not path.is_file():
         raise DataError(
@@ -94,8 +95,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "name them (RecordsConfig.paths; in a recipe --param=\"RECORDS='DIR'\")"
         )
     manifest = read_json(path)
-    if manifest.get("format") != FORMAT:
-        raise DataError(f"{path} describes no {FORMAT!r}; {_AGAIN}")
+    if manifest.get("format") != kind:
+        raise DataError(f"{path} describes no {kind!r}; {_AGAIN}")
     if manifest != sealed({name: manifest[name] for name in manifest if name != "sha256"}):
         raise DataError(f"{path} was changed; {_AGAIN}")
     try:

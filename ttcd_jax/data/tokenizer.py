@@ -196,12 +196,15 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> str:
     """A `tokenizer.json` of byte-level BPE: every byte, the most frequent pairs of `texts`, a bos
     and an eos, `vocab_size` tokens in all (fewer, where the texts have fewer pairs). One text is in
-    memory at a time. Raises `DataError` for one that is not UTF-8, `UserError` below 258 tokens."""
+    memory at a time. Raises `DataError` for one that is not UTF-8, `UserError` for fewer than 258
+    tokens or more than 2^24."""
     if vocab_size < ByteTokenizer.vocab_size:
         raise UserError(
             f"a vocabulary of {vocab_size} does not hold all 256 bytes, bos and eos: take "
             f"{ByteTokenizer.vocab_size} or more"
         )
+    if vocab_size > _MOST_IDS:
+        raise UserError(f"a vocabulary of {vocab_size} is too large: take {_MOST_IDS} or less")
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
         map(_decoded, texts),
