@@ -121,10 +121,10 @@ class _Progress:
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes, self._num_tokens = num_bytes, 0
         self._start = self._shown = time.monotonic()
-        self._bytes_before = 0  # read when the first new tokens came
+        self._bytes_before = 0  # of text whose tokens were stored
 
     def add(self, num_tokens: int) -> None:
-        if num_tokens and not self._num_tokens:
+        if not num_tokens:
             self._start, self._bytes_before = time.monotonic(), bytes_read()
         self._num_tokens += num_tokens
         if time.monotonic() - self._shown > _PROGRESS_SECONDS:
