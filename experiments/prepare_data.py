@@ -20,6 +20,7 @@ stopped or killed leaves the hidden folder .FOLDER.unfinished: repeat it, and it
 only. --verify reads every file of a FOLDER.
 """
 
+import itertools
 import os
 import sys
 import time
@@ -79,22 +80,14 @@ def _prepare() -> None:
     with whole_folder(folder, stored_tokens) as unfinished:
         if stored := stored_tokens(unfinished):
             _say(f"{stored:,} tokens are stored: reading their text again")
-        try:
-            manifest = prepare_records(
-                corpus,
-                tokenizer,
-                unfinished,
-                num_processes=FLAGS.processes or len(os.sched_getaffinity(0)),
-                samples_are_rows=FLAGS.samples_are_rows,
-                on_progress=progress.add,
-            )
-        except BaseException:
-            if stored := stored_tokens(unfinished):
-                _say(
-                    f"{stored:,} tokens are stored: repeat the command to continue, or remove "
-                    f"them (rm -r {unfinished})"
-                )
-            raise
+        manifest = prepare_records(
+            corpus,
+            tokenizer,
+            unfinished,
+            num_processes=FLAGS.processes or len(os.sched_getaffinity(0)),
+            samples_are_rows=FLAGS.samples_are_rows,
+            on_progress=progress.add,
+        )
     progress.show()
     _print_facts(folder, manifest)
 
@@ -146,18 +139,18 @@ def _say(line: str) -> None:
 
 
 def _train_tokenizer() -> None:
-    from ttcd_jax.data.corpus import input_bytes, sample, stream_documents
+    from ttcd_jax.data.corpus import input_bytes, stream_documents
     from ttcd_jax.data.tokenizer import JsonTokenizer, train_tokenizer
 
     path = Path(FLAGS.output)
     if path.exists():
         raise UserError(f"{path} exists: choose another --output")
     corpus = _corpus()
-    share = _TOKENIZER_BYTES / max(1, input_bytes(corpus, ("train",)))
-    if share < 1:
-        _say(f"the tokenizer is made from {share:.1%} of the documents, chosen by their names")
     documents = (d for split, d in stream_documents(corpus, ("train",)) if split == "train")
-    texts = (document.text for document in sample(documents, share))
+    step = 1 + input_bytes(corpus, ("train",)) // _TOKENIZER_BYTES
+    if step > 1:
+        _say(f"one document of {step} is read, about {units.size(_TOKENIZER_BYTES)} of the input")
+    texts = (document.text for document in itertools.islice(documents, None, None, step))
     source = train_tokenizer(texts, FLAGS.train_tokenizer)
     write_whole(path, source)
     print(f"{JsonTokenizer(str(path)).vocab_size:,} tokens in {path.absolute()}")

@@ -48,17 +48,12 @@ def whole_folder(path: Path, keeps: Callable[[Path], object] = lambda _: False) 
     """A folder to fill, by one process at a time, renamed to `path` at the end; `path` must be
     absent or empty. After an error or a kill the next one finds its content, if `keeps(it)`."""
     path = path.absolute()
-    unfinished = unfinished_folder(path)
+    unfinished = path.with_name(f".{path.name}.unfinished")
     with _errors_of(path), _locked(unfinished), _renamed(unfinished, path, keeps):
         check_unused(path)
         for left in () if keeps(unfinished) else unfinished.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield unfinished
-
-
-def unfinished_folder(path: Path) -> Path:
-    """The name of a folder until it is whole."""
-    return path.with_name(f".{path.name}.unfinished")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -147,10 +142,12 @@ def _renamed(
         unfinished.replace(path)
         _flush(path.parent)
     finally:
-        if unfinished.is_dir() and not keeps(unfinished):
-            shutil.rmtree(unfinished, ignore_errors=True)
-        elif unfinished.is_file():
+        if unfinished.is_file():
             unfinished.unlink()
+        elif unfinished.is_dir() and not keeps(unfinished):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        elif unfinished.is_dir():
+            logging.warning("%s is kept: the same command continues it", unfinished)
 
 
 def _flush(*paths: Path) -> None:

@@ -213,3 +213,15 @@ def test_the_name_of_a_file_may_be_any_bytes(tmp_path):
     assert os.fsencode(document.name) == b"\xff.txt"
     content = b"".join(len(part).to_bytes(8) + part for part in (b"\xff.txt", b"text"))
     assert manifest(config, [document])["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def test_text_that_is_too_large_for_memory_is_refused(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("x" * 600)
+    config = CorpusConfig(kind="text", path=str(tmp_path), validation_percent=0)
+    monkeypatch.setattr("ttcd_jax.data.corpus.MAX_TEXT_BYTES", 1200)
+    assert len(load_documents(config, "train")) == 2
+    monkeypatch.setattr("ttcd_jax.data.corpus.MAX_TEXT_BYTES", 1199)
+    remedy = f"experiments.prepare_data --input={tmp_path} --tokenizer=tokenizer.json"
+    with pytest.raises(UserError, match=rf"1.17 KiB of text and more.*{remedy}"):
+        load_documents(config, "train")

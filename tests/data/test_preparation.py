@@ -1,6 +1,7 @@
 """Records that several calls make: each begins where the last one was killed."""
 
 import json
+import re
 import signal
 import tracemalloc
 
@@ -14,8 +15,8 @@ from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.preparation import prepare_records
 from ttcd_jax.data.records import read_manifest, verify_records
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
-from ttcd_jax.errors import UserError
-from ttcd_jax.files import unfinished_folder, whole_folder
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import whole_folder
 
 NUM_DOCUMENTS = 60
 # Killed before the n-th write, flush or new name of a file; a write is cut in the middle.
@@ -31,7 +32,7 @@ from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.files import whole_folder
 
 def main(source, output, killed_at, num_processes):
-    events, encode, append = [], preparation.encode_documents, preparation._File.append
+    events, encode, append = [], preparation.encode_documents, preparation._append
     tokenized = []
 
     def event(call, half=lambda *arguments: None):
@@ -48,8 +49,8 @@ def main(source, output, killed_at, num_processes):
         return encode(documents, tokenizer)
 
     os.fsync, Path.replace = event(os.fsync), event(Path.replace)
-    half = lambda file, values: append(file, values[: len(values) // 2])
-    preparation._File.append = event(append, half)
+    half = lambda path, values: append(path, values[: len(values) // 2])
+    preparation._append = event(append, half)
     preparation.encode_documents = encode_counted
     preparation._BATCH_BYTES = 100
     corpus = CorpusConfig(kind="text", path=source, validation_percent=30)
@@ -95,9 +96,13 @@ def _prepare(source, folder):
     return _files(folder)
 
 
+def _unfinished(output):
+    return output.with_name(f".{output.name}.unfinished")
+
+
 def _stored_documents(output):
     try:
-        manifest = json.loads((unfinished_folder(output) / "manifest.json").read_text())
+        manifest = json.loads((_unfinished(output) / "manifest.json").read_text())
     except FileNotFoundError:
         return 0
     return sum(facts["num_documents"] for facts in manifest["splits"].values())
@@ -122,7 +127,7 @@ def test_a_killed_call_is_continued(program, source, tmp_path, killed_at, proces
     assert (stored > 0) == (killed_at > 10), stored
     assert _files(output) == _prepare(source, tmp_path / "undisturbed")
     verify_records(output)
-    assert not unfinished_folder(output).exists()
+    assert not _unfinished(output).exists()
 
 
 def test_calls_that_are_killed_one_after_another_come_to_an_end(program, source, tmp_path):
@@ -135,44 +140,45 @@ def test_calls_that_are_killed_one_after_another_come_to_an_end(program, source,
     assert _files(output) == _prepare(source, tmp_path / "undisturbed")
 
 
-def test_text_that_changed_is_tokenized_again(program, source, tmp_path):
-    for name, texts in {
-        "changed": ["x", *TEXTS[1:]],
-        "shorter": TEXTS[:5],
-        "longer": [*TEXTS, *"abc"],
-    }.items():
-        _write(source, TEXTS)
-        output = tmp_path / name
-        _killed(program, source, output, 40)
-        stored = _stored_documents(output)
-        _write(source, texts)
-        result = commands.run(program, source, output, "0", "1")
-        is_continued = name == "longer"
-        assert ("cannot be continued" in result.stderr) != is_continued
-        expected = NUM_DOCUMENTS + 3 - stored if is_continued else len(texts)
-        assert int(result.stdout.split()[0]) >= expected
-        assert _files(output) == _prepare(source, tmp_path / f"{name} undisturbed")
+@pytest.mark.parametrize(
+    ("texts", "num_tokenized"),
+    [(["x", *TEXTS[1:]], None), (TEXTS[:5], None), ([*TEXTS, *"abc"], NUM_DOCUMENTS + 3)],
+)
+def test_only_text_that_did_not_change_is_continued(
+    program, source, tmp_path, texts, num_tokenized
+):
+    output = tmp_path / "records"
+    _killed(program, source, output, 40)
+    stored = _stored_documents(output)
+    _write(source, texts)
+    result = commands.run(program, source, output, "0", "1")
+    if num_tokenized is None:
+        change = "documents of (train|validation)"
+        assert re.search(rf"cannot be continued, .*{change}\): restore it, or begin", result.stderr)
+        assert _stored_documents(output) >= stored
+    else:
+        assert int(result.stdout.split()[0]) == num_tokenized - stored
+        assert _files(output) == _prepare(source, tmp_path / "undisturbed")
 
 
 def test_damage_is_not_continued(program, source, tmp_path):
     output = tmp_path / "records"
     _killed(program, source, output, 40)
-    shard = unfinished_folder(output) / "train.00000.tokens.bin"
+    shard = _unfinished(output) / "train.00000.tokens.bin"
     ids = np.fromfile(shard, "<u2")
     ids[3] ^= 1
     ids.tofile(shard)
     result = commands.run(program, source, output, "0", "1")
-    assert "train.00000.tokens.bin changed" in result.stderr
-    assert _files(output) == _prepare(source, tmp_path / "undisturbed")
+    assert "train.00000.tokens.bin: its content changed" in result.stderr
 
 
 def test_other_arguments_are_refused(program, source, tmp_path):
     output = tmp_path / "records"
     _killed(program, source, output, 40)
     corpus = CorpusConfig(kind="text", path=str(source), validation_percent=20)
-    folder = unfinished_folder(output)
+    folder = _unfinished(output)
     before = _files(folder)
-    with pytest.raises(UserError, match=r"corpus.validation_percent: 30 -> 20\): repeat those"):
+    with pytest.raises(DataError, match=r"corpus.validation_percent: 30 -> 20\): restore it"):
         prepare_records(corpus, TokenizerConfig(), folder, shard_tokens=200)
     assert _files(folder) == before
 

@@ -4,9 +4,11 @@ import argparse
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import string
+import subprocess
 from pathlib import Path
 
 import commands
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import tiny_run
 
+from ttcd_jax import units
 from ttcd_jax.data.records import open_records, read_manifest
 from ttcd_jax.data.tokenizer import JsonTokenizer
 from ttcd_jax.run.directory import load_run
@@ -120,6 +123,8 @@ def test_lines_without_a_document_are_reported(tmp_path):
     assert "1 of 3,000 lines hold no document: " in result.stderr
     assert "a.jsonl, line 8 is not JSON" in result.stderr
     assert read_manifest(output)["lines_left_out"] == 1
+    (reason,) = json.loads((output / "left_out.json").read_text())
+    assert reason.startswith(f"{tmp_path / 'a.jsonl'}, line 8 is not JSON")
 
 
 def test_a_compressed_file_is_unpacked(text, tmp_path):
@@ -180,6 +185,58 @@ def test_a_stopped_command_clears_up(tmp_path):
     assert os.listdir(tmp_path) == ["corpus.jsonl"]
 
 
+SAVING = """
+import runpy
+
+from ttcd_jax.data import preparation
+
+preparation._SAVE_SECONDS = 0
+runpy.run_module("experiments.prepare_data", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_command_is_continued(tmp_path, stop):
+    source, program, output = (tmp_path / name for name in ("a.jsonl", "program.py", "records"))
+    program.write_text(SAVING)
+    os.mkfifo(source)
+    arguments = (f"--input={source}", "--tokenizer=byte", "--processes=1")
+    process = commands.start(program, *arguments, f"--output={output}", stderr=subprocess.PIPE)
+    lines = [json.dumps({"text": f"{i} " * 3000}) + "\n" for i in range(400)]
+    with source.open("w") as pipe:
+        pipe.writelines(lines)
+        pipe.flush()
+        tiny_run.wait_until(lambda: (tmp_path / ".records.unfinished/manifest.json").exists())
+        refusal = commands.refused("prepare_data", *arguments, f"--output={output}")
+        assert "is being written by another process" in refusal
+        process.send_signal(stop)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + stop
+    assert ".records.unfinished is kept: the same command continues it" in errors
+    source.unlink()
+    source.write_text("".join(lines))
+    result = commands.run("prepare_data", *arguments, f"--output={output}")
+    assert result.returncode == 0, result.stderr
+    assert " tokens are stored: " in result.stderr
+    assert f"100.0% of {units.size(source.stat().st_size)}" in result.stderr
+    other = tmp_path / "other"
+    commands.output("prepare_data", *arguments, f"--output={other}")
+    assert all((other / x.name).read_bytes() == x.read_bytes() for x in output.iterdir())
+    assert sorted(os.listdir(output)) == sorted(os.listdir(other))
+
+
+def test_a_tokenizer_of_a_large_corpus_is_made_from_a_part(text, tmp_path):
+    program, path = tmp_path / "program.py", tmp_path / "tokenizer.json"
+    program.write_text(
+        "import sys\nfrom experiments import cli, prepare_data\n"
+        "prepare_data._TOKENIZER_BYTES = 10_000\ncli.run(prepare_data.main)\n"
+    )
+    arguments = (f"--input={text}", "--train_tokenizer=300", f"--output={path}")
+    result = commands.run(program, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"one document of \d+ is read, about 9.77 KiB of the input", result.stderr)
+
+
 def test_a_document_that_cannot_be_tokenized_is_named(text, tokenizer, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"gr\xf6\xdfe")
     output = tmp_path / "records"
@@ -217,6 +274,11 @@ def test_damage_is_named(records, tmp_path):
             "must be a pattern below path",
         ),
         (("--tokenizer=byte", "--input=Makefile", "--output={new}"), 3, "is of an unknown kind"),
+        (
+            ("--train_tokenizer=1000000000000", "--input={text}", "--output={new}"),
+            2,
+            "a vocabulary of 1000000000000 is too large: take 16777216 or less",
+        ),
         (("--train_tokenizer=100", "--input={text}", "--output={new}"), 2, "take 258 or more"),
         (("--tokenizer=/absent.json", "--input={text}", "--output={new}"), 3, "no tokenizer file"),
         (("--verify=/absent",), 3, "/absent holds no token records"),

@@ -108,33 +108,28 @@ def stream_documents(
 def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
     """The documents of one split. Raises the errors of `stream_documents`, `DataError` when there
     is none, and `UserError` for more than `MAX_TEXT_BYTES`."""
-    _check_size(config, input_bytes(config, (split,)))
     documents, num_bytes = [], 0
     for found, document in stream_documents(config, (split,)):
         if found == split:
             documents.append(document)
             num_bytes += len(document.content)
-            _check_size(config, num_bytes)
+        if num_bytes > MAX_TEXT_BYTES:
+            raise UserError(
+                f"{config.path} has {units.size(num_bytes)} of text and more, text in memory may "
+                f"have {units.size(MAX_TEXT_BYTES)}: make token records of it (python -m "
+                f"experiments.prepare_data --input={config.path} --tokenizer=tokenizer.json "
+                "--output=DIR) and name them (RecordsConfig.paths)"
+            )
     if not documents:
         raise empty_split(config, split)
     return documents
 
 
-def _check_size(config: CorpusConfig, num_bytes: int) -> None:
-    if num_bytes > MAX_TEXT_BYTES:
-        raise UserError(
-            f"{config.path} has {units.size(num_bytes)} of text or more, and memory is for "
-            f"{units.size(MAX_TEXT_BYTES)}: make token records (python -m experiments.prepare_data "
-            f"--input={config.path} --tokenizer=tokenizer.json --output=DIR) and train on them "
-            "(RecordsConfig.paths)"
-        )
-
-
 def input_bytes(config: CorpusConfig, splits: tuple[Split, ...] = SPLITS) -> int:
-    """Bytes of the user's files, packed as they are."""
+    """Bytes of the files at `config.path`, packed as they are."""
     path = pathlib.Path(config.path or "")
-    if config.path is None or not path.is_dir():
-        return path.stat().st_size if config.path is not None and path.exists() else 0
+    if not path.is_dir():
+        return path.stat().st_size if path.exists() else 0
     parts = splits if _has_splits(path) else (".",)
     files = [file for part in parts for file in _files(path / part, config.glob).values()]
     shards = [x for file in files if file.name == INDEX for x in file.parent.iterdir()]
@@ -253,14 +248,5 @@ def _held_out_by_name(
     documents: Iterator[Document], config: CorpusConfig
 ) -> Iterator[tuple[Split, Document]]:
     for document in documents:
-        is_held_out = _number(document) % 100 < config.validation_percent
-        yield "validation" if is_held_out else "train", document
-
-
-def sample(documents: Iterable[Document], share: float) -> Iterator[Document]:
-    """About a `share` of the documents, chosen by their names."""
-    return (x for x in documents if _number(x) >> 224 < share * 2**32)
-
-
-def _number(document: Document) -> int:
-    return int.from_bytes(hashlib.sha256(_name_bytes(document)).digest())
+        digest = int.from_bytes(hashlib.sha256(_name_bytes(document)).digest())
+        yield "validation" if digest % 100 < config.validation_percent else "train", document

@@ -33,31 +33,22 @@ class Document(NamedTuple):
         return self.text if self.tokens is None else self.tokens.tobytes()
 
 
-class LineError(DataError):
-    """A line without a document."""
-
-    def __init__(self, line: int, error: DataError) -> None:
-        super().__init__(str(error))
-        self.line = line
-
-
 class LeftOut:
-    """Number of lines without a document, at most the fraction `SHARE`, and the first of them:
-    file, line and reason."""
+    """Number of lines without a document, at most the fraction `SHARE`, and why the first have
+    none."""
 
     SHARE, MOST = 0.001, 100
 
     def __init__(self) -> None:
         self.num_lines = self._num_read = 0
-        self.first: list[dict[str, Any]] = []
+        self.first: list[str] = []
 
-    def add(self, name: str, value: bytes | np.ndarray | LineError) -> None:
-        """Counts a document of the file `name`, or the error in its place."""
+    def add(self, value: bytes | np.ndarray | DataError) -> None:
+        """Counts a document, or the error in its place."""
         self._num_read += 1
-        if isinstance(value, LineError):
+        if isinstance(value, DataError):
             self.num_lines += 1
-            if self.num_lines <= self.MOST:
-                self.first.append({"file": name, "line": value.line, "reason": str(value)})
+            self.first = [*self.first, str(value)][: self.MOST]
             self.check(_LEAST_LINES)
 
     def check(self, least_lines: int = 0) -> None:
@@ -66,8 +57,7 @@ class LeftOut:
             raise DataError(f"{self} (at most {self.SHARE:.1%} are left out)")
 
     def __str__(self) -> str:
-        lines = f"{self.num_lines:,} of {self._num_read:,} lines"
-        return f"{lines} hold no document: {self.first[0]['reason']}"
+        return f"{self.num_lines:,} of {self._num_read:,} lines hold no document: {self.first[0]}"
 
 
 def read_documents(path: Path, name: str, field: str, left_out: LeftOut) -> Iterator[Document]:
@@ -83,7 +73,7 @@ def read_documents(path: Path, name: str, field: str, left_out: LeftOut) -> Iter
             yield Document(name, _plain(path))
             return
         for number, value in enumerate(read(path, field)):
-            left_out.add(name, value)
+            left_out.add(value)
             if isinstance(value, bytes):
                 yield Document(f"{name}:{number}", value)
             elif isinstance(value, np.ndarray):
@@ -133,7 +123,7 @@ def _checked_size(where: str, text: bytes) -> bytes:
     return text
 
 
-def _json_lines(path: Path, field: str) -> Iterator[bytes | LineError]:
+def _json_lines(path: Path, field: str) -> Iterator[bytes | DataError]:
     with unpacked(path) as file:
         lines = iter(lambda: file.readline(MAX_BYTES + 1), b"")
         for number, line in enumerate(lines, start=1):
@@ -141,7 +131,7 @@ def _json_lines(path: Path, field: str) -> Iterator[bytes | LineError]:
                 try:
                     yield _json_text(f"{path}, line {number}", field, line)
                 except DataError as error:
-                    yield LineError(number, error)
+                    yield error
 
 
 def _json_text(where: str, field: str, line: bytes) -> bytes:
@@ -183,7 +173,7 @@ def _text(where: str, field: str, value: Any) -> bytes:
         raise DataError(f"{where}: {field!r} is no Unicode text ({error}); repair it") from error
 
 
-Reader = Callable[[Path, str], Iterator[bytes | np.ndarray | LineError]]
+Reader = Callable[[Path, str], Iterator[bytes | np.ndarray | DataError]]
 # None: one document of plain text. The order is that in which kinds are offered to the user.
 _READERS: dict[str, Reader | None] = {
     **dict.fromkeys(("*.txt", "*.txt.gz", "*.txt.zst")),

@@ -1,14 +1,13 @@
 """Token records of a corpus, its documents streamed and tokenized by several processes.
 
-While a folder is filled, its manifest has the format `UNFINISHED` and lists the documents that are
-on disk. A later call reads the text again, but tokenizes the other documents only.
+While a folder is filled, its manifest has the format `UNFINISHED` and lists what is on disk. A
+later call reads all text again, but tokenizes only the other documents.
 """
 
 import collections
 import concurrent.futures
 import contextlib
 import functools
-import hashlib
 import multiprocessing
 import os
 import shutil
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from absl import logging
 
 from ttcd_jax.config import differences
 from ttcd_jax.data.corpus import SPLITS, Census, CorpusConfig, Split, empty_split, stream_documents
@@ -38,7 +36,7 @@ from ttcd_jax.data.records import (
 )
 from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import DataError, UserError, listed
-from ttcd_jax.files import sha256, write_json
+from ttcd_jax.files import difference, sha256, write_json
 
 SHARD_TOKENS = 2**28
 UNFINISHED = "ttcd_jax unfinished token records 1"
@@ -59,10 +57,6 @@ class _Batch(NamedTuple):
     text: dict[str, Any]
 
 
-class _Changed(Exception):
-    """The reason why an unfinished folder is of no use."""
-
-
 def prepare_records(
     corpus: CorpusConfig,
     config: TokenizerConfig,
@@ -76,11 +70,12 @@ def prepare_records(
     """Fills `folder`, which is empty or unfinished, and returns its manifest; `on_progress` gets
     counts of new tokens, 0 while text is read again.
 
-    The files do not depend on the number of processes, nor on the calls that it took to finish. In
-    memory: some megabytes of text per process, and the longest document with its tokens. A shard
-    has at most `shard_tokens` tokens, or one document. `samples_are_rows`: samples of token ids get
-    no bos and eos, and each is a row of the run. Raises `DataError` for documents that cannot be
-    read or tokenized, and for an empty corpus, `UserError` for a folder begun with other arguments.
+    The files depend neither on the number of processes nor on that of the calls it took. In memory:
+    some megabytes of text per process, and the longest document with its tokens. A shard has at
+    most `shard_tokens` tokens, or one document. `samples_are_rows`: samples of token ids get no bos
+    and eos, and each is a row of the run. Raises `DataError` for documents that cannot be read or
+    tokenized, for an empty corpus, and where the text or the arguments of an unfinished folder
+    changed.
     """
     if config.path is not None:
         build_tokenizer(config)  # an error names the user's file, not the copy
@@ -88,50 +83,80 @@ def prepare_records(
     facts = _tokenizer_facts(config)
     arguments = {
         "tokenizer": facts["tokenizer"],
-        "shard_tokens": shard_tokens,
         "samples_are_rows": samples_are_rows,
-        "corpus": {name: x for name, x in corpus.to_dict().items() if name != "path"},
+        "shard_tokens": shard_tokens,
+        "corpus": corpus.to_dict() | {"path": None},  # its content is compared
     }
-    unfinished = _Unfinished(folder, facts, arguments)
-
-    def fill() -> LeftOut:
-        left_out = LeftOut()
-        documents: Iterable[tuple[Split, Document]] = stream_documents(corpus, left_out=left_out)
-        if samples_are_rows:
-            documents = ((split, document._replace(is_row=True)) for split, document in documents)
-        batches = _batches(documents, unfinished.writers, on_progress)
-        for batch, records in _encoded(batches, config, num_processes):
-            unfinished.append(batch, records)
-            on_progress(int(records.starts[-1]))
-        return left_out
-
-    try:
-        unfinished.take_up()
-        left_out = fill()
-    except _Changed as change:
-        logging.warning("%s cannot be continued (%s): begins again", folder, change)
-        unfinished.clear()
-        left_out = fill()
-    if not unfinished.writers["train"].num_documents:
+    writers: dict[Split, _SplitWriter]
+    writers = {split: _SplitWriter(folder, split, shard_tokens) for split in SPLITS}
+    _take_up(folder, arguments, writers)
+    left_out, saved = LeftOut(), time.monotonic()
+    documents: Iterable[tuple[Split, Document]] = stream_documents(corpus, left_out=left_out)
+    if samples_are_rows:
+        documents = ((split, document._replace(is_row=True)) for split, document in documents)
+    batches = _batches(documents, writers, on_progress)
+    for batch, records in _encoded(batches, config, num_processes):
+        has_filled_one = writers[batch.split].append(records, batch.text)
+        on_progress(int(records.starts[-1]))
+        if has_filled_one or time.monotonic() - saved > _SAVE_SECONDS:
+            _save(folder, writers, {"format": UNFINISHED} | facts, arguments)
+            saved = time.monotonic()
+    if not writers["train"].num_documents:
         raise empty_split(corpus, "train")
     extra: dict[str, Any] = {"samples_are_rows": True} if samples_are_rows else {}
     if left_out.num_lines:
         extra["lines_left_out"] = left_out.num_lines
         write_json(folder / LEFT_OUT, left_out.first)
-    return unfinished.save(FORMAT, extra)
+    return _save(folder, writers, {"format": FORMAT} | facts, extra)
 
 
 def stored_tokens(folder: Path) -> int:
     """Number of tokens that an unfinished folder keeps for the next call."""
-    manifest = _stored(folder)
-    return sum(x["num_tokens"] for x in manifest["splits"].values()) if manifest else 0
+    return sum(facts["num_tokens"] for facts in _stored(folder).get("splits", {}).values())
 
 
-def _stored(folder: Path) -> dict[str, Any] | None:
-    for kind in (UNFINISHED, FORMAT):  # a kill may come between the last manifest and the new name
+def _stored(folder: Path) -> dict[str, Any]:
+    """The manifest of an unfinished folder, or of one that was killed before it got its name."""
+    for kind in (UNFINISHED, FORMAT):
         with contextlib.suppress(DataError):
             return read_manifest(folder, kind)
-    return None
+    return {}
+
+
+def _take_up(folder: Path, arguments: dict[str, Any], writers: dict[Split, "_SplitWriter"]) -> None:
+    """Goes back to what the manifest lists."""
+    if not (manifest := _stored(folder)):
+        return
+    old = {name: manifest[name] for name in arguments if name in manifest}
+    if changed := differences(arguments | {"samples_are_rows": False} | old, arguments):
+        raise _no_continuation(folder, listed(changed))
+    for path in folder.iterdir():
+        if path.name not in (MANIFEST, TOKENIZER, *manifest["files"]):
+            path.unlink()
+    for split, facts in manifest["splits"].items():
+        writers[split].take_up(facts, manifest["files"])
+
+
+def _no_continuation(folder: Path, change: str) -> DataError:
+    return DataError(
+        f"{folder} cannot be continued, what it was made from changed ({change}): restore it, or "
+        f"begin again (rm -r {folder})"
+    )
+
+
+def _save(
+    folder: Path,
+    writers: dict[Split, "_SplitWriter"],
+    facts: dict[str, Any],
+    extra: dict[str, Any],
+) -> dict[str, Any]:
+    """Writes the manifest of all that is stored, once it is on disk."""
+    written = {split: writer for split, writer in writers.items() if writer.num_documents}
+    splits = {split: writer.facts() for split, writer in written.items()}
+    files = {name: x for writer in written.values() for name, x in writer.files().items()}
+    manifest = sealed(facts | {"splits": splits, "files": files} | extra)
+    write_json(folder / MANIFEST, manifest)
+    return manifest
 
 
 def _tokenizer_facts(config: TokenizerConfig) -> dict[str, Any]:
@@ -151,7 +176,7 @@ def _batches(
     on_progress: Callable[[int], None],
 ) -> Iterator[_Batch]:
     """Batches of about `_BATCH_BYTES` of the documents that are not yet stored, in order within the
-    split. Raises `_Changed` if the others are not those that were stored."""
+    split. Raises `DataError` if the others are not those that were stored."""
     lots: dict[Split, list[Document]] = {split: [] for split in SPLITS}
     sizes = dict.fromkeys(SPLITS, 0)
 
@@ -229,162 +254,87 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-class _Unfinished:
-    """The folder while it is filled: a writer for each split, and the manifest of what is stored.
-    `arguments` are those that its continuation must have."""
-
-    def __init__(self, folder: Path, facts: dict[str, Any], arguments: dict[str, Any]) -> None:
-        self._folder, self._facts, self._arguments = folder, facts, arguments
-        self._saved = time.monotonic()
-        self.writers: dict[Split, _SplitWriter] = {}
-        self._begin()
-
-    def _begin(self) -> None:
-        size, dtype = self._arguments["shard_tokens"], np.dtype(self._facts["dtype"])
-        self.writers |= {split: _SplitWriter(self._folder, split, size, dtype) for split in SPLITS}
-
-    def take_up(self) -> None:
-        """Goes back to what the manifest lists. Raises `_Changed` for another content."""
-        manifest = _stored(self._folder)
-        if manifest is None:
-            return
-        names = ("tokenizer", "samples_are_rows")
-        old = manifest.get("arguments") or {x: manifest.get(x, False) for x in names}
-        if changed := differences(old, {name: self._arguments[name] for name in old}):
-            raise UserError(
-                f"{self._folder} was begun with other arguments ({listed(changed)}): repeat those, "
-                f"or remove it (rm -r {self._folder})"
-            )
-        self._remove_all_but(MANIFEST, TOKENIZER, *manifest["files"])
-        for split, facts in manifest["splits"].items():
-            self.writers[split].take_up(facts, manifest["files"])
-
-    def clear(self) -> None:
-        """Begins again with the first document."""
-        self._remove_all_but(TOKENIZER)
-        self._begin()
-
-    def _remove_all_but(self, *names: str) -> None:
-        for path in self._folder.iterdir():
-            if path.name not in names:
-                path.unlink()
-
-    def append(self, batch: _Batch, records: TokenRecords) -> None:
-        """Appends the records of a batch; those before are listed when they fill a shard."""
-        writer = self.writers[batch.split]
-        num_shards = writer.num_shards
-        writer.append(records, batch.text)
-        is_late = time.monotonic() - self._saved > _SAVE_SECONDS
-        if is_late or writer.num_shards > num_shards > 0:
-            self.save(UNFINISHED, {"arguments": self._arguments})
-
-    def save(self, kind: str, extra: dict[str, Any]) -> dict[str, Any]:
-        """Writes the manifest of all that is stored, which is on disk before."""
-        written = [writer for writer in self.writers.values() if writer.num_documents]
-        facts: dict[str, Any] = {"format": kind} | self._facts
-        facts["splits"] = {writer.split: writer.facts() for writer in written}
-        facts["files"] = {name: x for writer in written for name, x in writer.files().items()}
-        manifest = sealed(facts | extra)
-        write_json(self._folder / MANIFEST, manifest)
-        self._saved = time.monotonic()
-        return manifest
-
-
 class _SplitWriter:
     """A writer of the shards and the starts of one split. `text`: the census of what is stored."""
 
-    def __init__(self, folder: Path, split: Split, shard_tokens: int, dtype: np.dtype) -> None:
-        self.split: Split = split
-        self._folder, self._shard_tokens, self._dtype = folder, shard_tokens, dtype
-        self._starts = _File(folder / f"{split}.starts.bin")
-        self._shards: list[_File] = []
+    def __init__(self, folder: Path, split: Split, shard_tokens: int) -> None:
+        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
+        self._starts = folder / f"{split}.starts.bin"
+        self._shards: list[Path] = []
+        self._filled: dict[str, dict[str, Any]] = {}  # size and sha256
         self._room = self._num_tokens = self.num_documents = 0
-        self.census, self.text = Census(), Census().summary()
-
-    @property
-    def num_shards(self) -> int:
-        return len(self._shards)
+        self.census, self._text = Census(), Census().summary()
 
     def take_up(self, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
         """Goes back to the entries of the split and of its files in a manifest."""
         self._num_tokens, self.num_documents = facts["num_tokens"], facts["num_documents"]
-        self.text = facts["text"]
-        self._shards = [_File(self._folder / name) for name in facts["shards"]]
-        for file in (self._starts, *self._shards):
-            file.take_up(**files[file.path.name])
-        last = self._shards[-1].num_bytes // self._dtype.itemsize
-        self._room = max(0, self._shard_tokens - last)
+        self._text = facts["text"]
+        self._shards = [self._folder / name for name in facts["shards"]]
+        self._filled = {name: files[name] for name in facts["shards"][:-1]}
+        for path in (self._starts, *self._shards):
+            num_bytes, digest = (files[path.name][x] for x in ("num_bytes", "sha256"))
+            if path.exists():
+                os.truncate(path, num_bytes)
+            if problem := difference(path, num_bytes, digest):
+                raise _no_continuation(self._folder, f"{path.name}: {problem}")
+        sizes = [path.stat().st_size for path in self._shards]
+        last_tokens = sizes[-1] * self._num_tokens // sum(sizes)
+        self._room = max(0, self._shard_tokens - last_tokens)
 
     def check_text(self) -> None:
-        """Raises `_Changed` unless the text that was read is what is stored."""
-        if self.census.summary() != self.text:
-            raise _Changed(f"the first {self.num_documents:,} documents of {self.split} changed")
+        """Raises `DataError` unless the text that was read is what is stored."""
+        if self.census.summary() != self._text:
+            change = f"the first {self.num_documents:,} documents of {self._split}"
+            raise _no_continuation(self._folder, change)
 
-    def append(self, records: TokenRecords, text: dict[str, Any]) -> None:
-        """Appends the documents; one that does not fit into the last shard begins a new one."""
+    def append(self, records: TokenRecords, text: dict[str, Any]) -> bool:
+        """Appends the documents; one that does not fit into the last shard begins a new one.
+        Returns whether a shard was filled."""
         (ids,), starts = records.shards, records.starts
         new = starts[1:] if self.num_documents else starts  # the first is stored as the last end
-        self._starts.append((self._num_tokens + new).astype("<u8"))
-        begin = 0
+        _append(self._starts, (self._num_tokens + new).astype("<u8"))
+        begin, num_shards = 0, len(self._shards)
         while begin < len(records):
             end = int(np.searchsorted(starts, starts[begin] + self._room, side="right")) - 1
             if end <= begin:
                 self._room = max(self._shard_tokens, int(starts[begin + 1] - starts[begin]))
-                name = f"{self.split}.{len(self._shards):05}.tokens.bin"
-                self._shards.append(_File(self._folder / name))
+                name = f"{self._split}.{len(self._shards):05}.tokens.bin"
+                self._shards.append(self._folder / name)
                 continue
-            self._shards[-1].append(ids[starts[begin] : starts[end]])
+            _append(self._shards[-1], ids[starts[begin] : starts[end]])
             self._room -= int(starts[end] - starts[begin])
             begin = end
         self._num_tokens += int(starts[-1])
         self.num_documents += len(records)
-        self.text = text
+        self._text = text
+        return len(self._shards) > num_shards > 0
 
     def facts(self) -> dict[str, Any]:
         """The entry of the split in the manifest."""
         return {
             "num_documents": self.num_documents,
             "num_tokens": self._num_tokens,
-            "starts": self._starts.path.name,
-            "shards": [shard.path.name for shard in self._shards],
-            "text": self.text,
+            "starts": self._starts.name,
+            "shards": [shard.name for shard in self._shards],
+            "text": self._text,
         }
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Size and sha256 of each file; all are on disk when this returns."""
-        return {file.path.name: file.flushed() for file in (self._starts, *self._shards)}
+        facts = {}
+        for path in (self._starts, *self._shards):
+            facts[path.name] = self._filled.get(path.name) or _flushed(path)
+            if path in self._shards[:-1]:
+                self._filled[path.name] = facts[path.name]
+        return facts
 
 
-class _File:
-    """A file that grows, with its size and digest."""
+def _flushed(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return {"num_bytes": path.stat().st_size, "sha256": sha256(path)}
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.num_bytes = path, 0
-        self._digest, self._is_flushed = hashlib.sha256(), True
 
-    def take_up(self, num_bytes: int, sha256: str) -> None:
-        """Cuts what is behind the first `num_bytes`. Raises `_Changed` for another digest."""
-        try:
-            with self.path.open("rb+") as file:
-                file.truncate(num_bytes)
-                self._digest = hashlib.file_digest(file, "sha256")
-        except FileNotFoundError as error:
-            raise _Changed(f"{self.path.name} is missing") from error
-        if self._digest.hexdigest() != sha256:
-            raise _Changed(f"{self.path.name} changed")
-        self.num_bytes, self._is_flushed = num_bytes, False
-
-    def append(self, values: np.ndarray) -> None:
-        with self.path.open("ab") as file:
-            values.tofile(file)
-        self._digest.update(values)
-        self.num_bytes += values.nbytes
-        self._is_flushed = False
-
-    def flushed(self) -> dict[str, Any]:
-        """Size and sha256, once the content is on disk."""
-        if not self._is_flushed:
-            with self.path.open("rb") as file:
-                os.fsync(file)
-        self._is_flushed = True
-        return {"num_bytes": self.num_bytes, "sha256": self._digest.hexdigest()}
+def _append(path: Path, values: np.ndarray) -> None:
+    with path.open("ab") as file:
+        values.tofile(file)
