@@ -202,8 +202,9 @@ def _folder_documents(
 def _files(folder: pathlib.Path, glob: str) -> dict[str, pathlib.Path]:
     """The matching files outside run directories by relative name, sorted."""
     names = [path.relative_to(folder) for path in folder.glob(glob) if path.is_file()]
-    runs = {x for x in {x for name in names for x in name.parents} if _is_run(folder / x)}
-    kept = (name.as_posix() for name in names if runs.isdisjoint(name.parents))
+    parents = {place: (place, *place.parents) for place in {name.parent for name in names}}
+    runs = {x for x in {x for places in parents.values() for x in places} if _is_run(folder / x)}
+    kept = (name.as_posix() for name in names if runs.isdisjoint(parents[name.parent]))
     return {name: folder / name for name in sorted(kept)}
 
 

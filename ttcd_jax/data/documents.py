@@ -1,5 +1,6 @@
 """Documents in files: one per text file, many per JSON lines or Parquet file or MDS folder."""
 
+import fnmatch
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -184,4 +185,4 @@ _READERS: dict[str, Reader | None] = {
 
 
 def _kind(path: Path) -> str | None:
-    return next(filter(path.match, _READERS), None)
+    return next((kind for kind in _READERS if fnmatch.fnmatchcase(path.name, kind)), None)

@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 import tokenizers
+from absl import logging
 from numpy.typing import ArrayLike
 
+from ttcd_jax import units
 from ttcd_jax.config import Config
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_json
@@ -28,6 +30,7 @@ EOS_NAMES = (
 )
 _MOST_IDS = 2**24  # a table of bytes has an entry for each
 _PIECE_BYTES = 2**18  # of text at once: the library takes 150 bytes of memory for each
+_LARGE_PIECES = 64
 _END_OF_WORD = re.compile(rb"[A-Za-z](?=[ \n])")
 _KINDS = "aE7'._ \n\ré日。\u0301"  # one of each that patterns of words distinguish
 _NO_NORMALIZER = {"type": "Sequence", "normalizers": []}
@@ -113,6 +116,9 @@ class JsonTokenizer:
     def encode_pieces(self, text: bytes) -> Iterator[np.ndarray]:
         """The ids of `encode`, some at a time; all at once where words may join across blanks."""
         for start, stop in itertools.pairwise(self._cuts(text)):
+            if stop - start > _LARGE_PIECES * _PIECE_BYTES:
+                size, memory = units.size(stop - start), units.size(150 * (stop - start))
+                logging.warning("%s of text without a place to cut take %s of memory", size, memory)
             piece = _decoded(text, start, stop)
             yield np.array(self._tokenizer.encode(piece, add_special_tokens=False).ids, np.int32)
 
