@@ -201,7 +201,9 @@ def _folder_documents(
 
 def _files(folder: pathlib.Path, glob: str) -> dict[str, pathlib.Path]:
     """The matching files outside run directories by relative name, sorted."""
-    names = [path.relative_to(folder) for path in folder.glob(glob) if path.is_file()]
+    depth = len(folder.parts)  # `relative_to` is slow
+    found = (path for path in folder.glob(glob) if path.is_file())
+    names = [pathlib.PurePath(*path.parts[depth:]) for path in found]
     parents = {place: (place, *place.parents) for place in {name.parent for name in names}}
     runs = {x for x in {x for places in parents.values() for x in places} if _is_run(folder / x)}
     kept = (name.as_posix() for name in names if runs.isdisjoint(parents[name.parent]))

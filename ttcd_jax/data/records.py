@@ -7,6 +7,7 @@ A folder of records holds
     <split>.00000.tokens.bin, ...  uint16 or uint32: documents as bos + tokens + eos, end to end
     <split>.starts.bin             uint64 [documents + 1]: the offset of each in the concatenated
                                    shards, and the end
+    left_out.json                  why lines have no document, if some have none
 
 All numbers are little-endian. No document is split between shards.
 """
