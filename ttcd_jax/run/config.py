@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated
 
-from ttcd_jax.config import Bound, Config, Positive
+from ttcd_jax.config import Bound, Config, Positive, PositiveFloat
 from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.tasks import find_task
@@ -14,6 +14,12 @@ from ttcd_jax.train.optimizer import OptimizerConfig
 
 # The fields that may change when a run is resumed: sharding, parts of a step, evaluations.
 LAYOUT = ("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks")
+# Those that make another run. All others change when the user names them.
+LASTING = ("model", "data", "batch_size", "seed", "start_from", "start_drops", "optimizer.kind")
+# Where data are: they may move, and their digests decide.
+PLACES = (
+    *("CorpusConfig.path", "TokenizerConfig.path", "RecordsConfig.paths", "RecordsConfig.folders"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +30,10 @@ class RunConfig(Config):
     parameters this run starts from, with a fresh optimizer; missing ones are drawn from `seed`.
     `start_drops`: patterns (`layers/*/mlp/proj`) of parameters that are not taken from it.
     `evaluate_every`: steps between evaluations of `tasks` on the current parameters, None for none.
+
+    A checkpoint is saved every `checkpoint_every` steps, and `checkpoint_minutes` after the last
+    one. The newest `keep_checkpoints` are kept, those of steps divisible by `keep_every`, and the
+    `keep_best` best by `best_metric`, a metric of the evaluations as `metrics.jsonl` names it.
     """
 
     model: TransformerConfig
@@ -35,7 +45,11 @@ class RunConfig(Config):
     seed: Annotated[int, Bound("in 0 .. 2^32 - 1", lambda seed: 0 <= seed < 2**32)] = 0
     log_every: Positive = 10
     checkpoint_every: Positive = 200
+    checkpoint_minutes: PositiveFloat | None = None
     keep_checkpoints: Positive = 3
+    keep_every: Positive | None = None
+    keep_best: Positive | None = None
+    best_metric: str | None = None
     loss_rows: Positive = DEFAULT_ROWS
     evaluate_every: Positive | None = None
     tasks: tuple[str, ...] = ("ppl",)
@@ -50,6 +64,15 @@ class RunConfig(Config):
             raise UserError(
                 f"RunConfig.start_drops {self.start_drops} without RunConfig.start_from: set the "
                 "run whose parameters it names"
+            )
+        task = (self.best_metric or "").split("/")[0]
+        if (self.keep_best is None) != (self.best_metric is None) or (
+            self.keep_best and (self.evaluate_every is None or task not in self.tasks)
+        ):
+            raise UserError(
+                f"RunConfig.keep_best {self.keep_best} with best_metric {self.best_metric!r}, "
+                f"evaluate_every {self.evaluate_every} and tasks {', '.join(self.tasks)}: it takes "
+                "a metric TASK/VARIANT/BUCKET of a task that is evaluated"
             )
         if self.accumulation_steps and self.batch_size % self.accumulation_steps:
             raise UserError(

@@ -1,7 +1,12 @@
 """Evaluation during training: the tasks of a run on its current parameters, as metrics."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from absl import logging
+
+from ttcd_jax.config import closest
 from ttcd_jax.eval.task import Subject
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.run.config import RunConfig
@@ -43,3 +48,19 @@ def evaluation_callbacks(
         write(step, metrics)
 
     return [StateCallback(every, evaluate)]
+
+
+def best_scores(
+    config: RunConfig, records: Sequence[dict[str, Any]], *, is_new: bool = False
+) -> dict[int, float]:
+    """{step: value of `best_metric`, the higher the better} of those of `records` that have it;
+    when they are new, one that has not is a warning."""
+    name = config.best_metric
+    if name is None:
+        return {}
+    sign = -1 if TASKS[name.split("/")[0]].is_lower_better else 1
+    scores = {x["step"]: sign * x[name] for x in records if math.isfinite(x.get(name, math.nan))}
+    if is_new and not scores:
+        text = "RunConfig.best_metric %r is no finite metric of the evaluation%s"
+        logging.warning(text, name, closest(name, [*records[0]]))
+    return scores

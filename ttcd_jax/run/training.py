@@ -2,10 +2,8 @@
 
 import contextlib
 import os
-import signal
 from collections.abc import Iterator, Sequence
-from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
@@ -16,12 +14,13 @@ from ttcd_jax.errors import CheckpointError
 from ttcd_jax.run import build
 from ttcd_jax.run.config import LAYOUT, RunConfig
 from ttcd_jax.run.directory import METRICS, RunDirectory
-from ttcd_jax.run.evaluation import evaluation_callbacks
+from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.layout import num_parts, run_mesh
 from ttcd_jax.run.reporting import read_metrics, reporter, say
+from ttcd_jax.run.signals import SaveRequests, StopSignal
 from ttcd_jax.run.start import plan_start, started_state
 from ttcd_jax.sharding.batch import Placement
-from ttcd_jax.train.checkpoint import Checkpoints
+from ttcd_jax.train.checkpoint import Best, Checkpoints
 from ttcd_jax.train.compilation import compiled_once
 from ttcd_jax.train.loop import MetricCallback, StateCallback, train
 from ttcd_jax.train.profile import profiled
@@ -43,16 +42,18 @@ def train_run(
     *,
     on_metrics: Sequence[MetricCallback] = (),
     source: str | None = None,
+    changes: Sequence[str] = (),
     profile: range = range(0),
     hang_seconds: float = 60.0,
 ) -> TrainedRun:
     """Trains a run to its last step; a run directory that has checkpoints is resumed.
 
     `batches`, for a run whose data are `BatchesConfig`, makes the batches from a given step on.
-    `source`, the text of the configuration, is stored. The steps of `profile` are traced. SIGTERM,
-    SIGHUP and Ctrl-C finish the step, save and return; a second Ctrl-C ends the process; SIGUSR2
-    traces three steps. To be called in the main thread of every process of the job, which counts as
-    lost when a step takes longer than `hang_seconds` and 20 times the median step.
+    `source`, the text of the configuration, is stored. `changes` names fields (`RunConfig.steps`)
+    in which a resumed run may change. The steps of `profile` are traced. SIGTERM, SIGHUP and Ctrl-C
+    finish the step, save and return; a second Ctrl-C ends the process; SIGUSR1 saves after the
+    step; SIGUSR2 traces three steps. To be called in the main thread of every process of the job,
+    which counts as lost when a step takes longer than `hang_seconds` and 20 times the median step.
 
     Raises `UserError` for a configuration or directory that cannot be trained, and its subclasses
     for data, checkpoints and a loss that is not finite.
@@ -67,7 +68,7 @@ def train_run(
             placement = build.placement(config, mesh)
             data, manifest = build.build_data(config, placement.rows, batches)
             if is_first:
-                directory.claim(config.to_dict(), source, manifest, LAYOUT)
+                directory.claim(config.to_dict(), source, manifest, LAYOUT, changes)
                 _check_kept(config, directory)
             multihost_utils.sync_global_devices("the run directory is claimed")
             return _train(config, directory, mesh, watchdog, data, placement, on_metrics, profile)
@@ -104,7 +105,12 @@ def _train(
     profile: range,
 ) -> TrainedRun:
     """`train_run` in the claimed directory, on the mesh."""
-    with _StopSignal() as stop, _checkpoints(config, directory, watchdog) as checkpoints:
+    scores = best_scores(config, read_metrics(directory.path / METRICS))
+    with (
+        StopSignal() as stop,
+        SaveRequests(config.checkpoint_minutes) as requests,
+        _checkpoints(config, directory, watchdog, scores) as checkpoints,
+    ):
         start, state = _initial_state(config, checkpoints, mesh)
         if start >= config.steps:
             say(f"{directory.path} is complete at step {start}: nothing to train")
@@ -113,13 +119,22 @@ def _train(
         beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
         rows_at_once = config.batch_size // num_parts(config, mesh)
         callbacks, write = reporter(config, directory.path, start)
+
+        def save(step: int, state: TrainState) -> None:
+            checkpoints.save(step, dict(state))
+            requests.satisfied()
+
+        def evaluated(step: int, metrics: dict[str, float]) -> None:
+            write(step, metrics)
+            scores.update(best_scores(config, [{"step": step, **metrics}], is_new=True))
+
         with (
             compiled_once(build.build_step(config, mesh), start) as step,
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
         ):
             on_state = [
-                StateCallback(config.checkpoint_every, lambda n, x: checkpoints.save(n, dict(x))),
-                *evaluation_callbacks(config, directory, write, rows_at_once),
+                StateCallback(config.checkpoint_every, save, requests.is_due),
+                *evaluation_callbacks(config, directory, evaluated, rows_at_once),
             ]
             _, done = train(
                 state,
@@ -139,11 +154,15 @@ def _train(
 
 @contextlib.contextmanager
 def _checkpoints(
-    config: RunConfig, directory: RunDirectory, watchdog: Watchdog
+    config: RunConfig, directory: RunDirectory, watchdog: Watchdog, scores: dict[int, float]
 ) -> Iterator[Checkpoints]:
     """The checkpoints of the run, closed on exit unless a process was lost."""
     checkpoints = Checkpoints(
-        directory.checkpoints, model=config.model, keep=config.keep_checkpoints
+        directory.checkpoints,
+        model=config.model,
+        keep=config.keep_checkpoints,
+        keep_every=config.keep_every,
+        best=None if config.keep_best is None else Best(config.keep_best, scores),
     )
     try:
         yield checkpoints
@@ -173,42 +192,3 @@ def _initial_state(
     for line in plan.lines():
         say(f"  {line}")
     return 0, state
-
-
-class _StopSignal:
-    """Records SIGTERM, SIGINT or SIGHUP; a second one ends the process at once, except SIGHUP,
-    which a closed terminal sends twice and which stays ignored under `nohup`. The previous handlers
-    are restored on exit. With several processes JAX handles SIGTERM, so all stop after the same
-    step.
-    """
-
-    def __init__(self) -> None:
-        self.name = ""
-        self._is_alone = jax.process_count() == 1
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        numbers = [signal.SIGINT, *([signal.SIGTERM] if self._is_alone else [])]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, call in self._before.items():
-            signal.signal(number, call)
-
-    def is_set(self, step: int) -> bool:
-        """Whether to stop after `step`, the same in all processes."""
-        if not self._is_alone and multihost_utils.reached_preemption_sync_point(step):
-            self.name = signal.SIGTERM.name
-        return bool(self.name)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self._is_alone:
-            signal.raise_signal(signal.SIGTERM)
-            return
-        if self.name and number != signal.SIGHUP:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.name = self.name or signal.Signals(number).name
