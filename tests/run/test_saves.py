@@ -14,7 +14,7 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.evaluation import best_scores
 from ttcd_jax.run.reporting import read_metrics
-from ttcd_jax.run.signals import SaveRequests
+from ttcd_jax.run.training import _Signals
 from ttcd_jax.train.optimizer import OptimizerConfig
 
 SIGNALLED = """
@@ -156,19 +156,19 @@ def test_processes_agree_on_the_step_by_the_clock_of_the_first(monkeypatch, inde
     monkeypatch.setattr("jax.process_index", lambda: index)
     monkeypatch.setattr(ocp.multihost, "get_jax_distributed_client", Client)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with SaveRequests(minutes=1) as requests:
+    with _Signals(minutes=1) as signals:
         due = []
         for step in range(1, 13):
             now[0] += 25
-            if requests.is_due(step):
+            if signals.is_saving(step):
                 due.append(step)
-                requests.satisfied()
+                signals.note_save()
         assert due == ([5, 10] if index == 0 else [])
         signal.raise_signal(signal.SIGUSR1)
-        assert [step for step in range(13, 18) if requests.is_due(step)] == [15]
+        assert [step for step in range(13, 18) if signals.is_saving(step)] == [15]
 
 
-def test_best_scores_are_those_of_the_metric_and_others_are_a_warning(caplog):
+def test_best_scores_are_those_of_the_metric_the_higher_the_better():
     config = RunConfig(
         model=config_of("ipttcd"),
         data=RecallConfig(num_slots=8, num_keys=4, num_values=4),
@@ -181,8 +181,7 @@ def test_best_scores_are_those_of_the_metric_and_others_are_a_warning(caplog):
     )
     records = [{"step": 2, "ppl/on/64": 3.0}, {"step": 3, "loss": 1}, {"step": 4, "ppl/on/64": 2.0}]
     assert best_scores(config, records) == {2: -3.0, 4: -2.0}
-    assert best_scores(config, [{"step": 2, "ppl/on/32": 1.0}], is_new=True) == {}
-    assert "did you mean 'ppl/on/32'" in caplog.messages[0]
+    assert best_scores(config, [{"step": 2, "ppl/on/32": 1.0}]) == {}
     for change in ({"best_metric": None}, {"best_metric": "recall/x"}, {"evaluate_every": None}):
         with pytest.raises(UserError, match=r"RunConfig\.keep_best 1 with best_metric"):
             config.replace(**change)

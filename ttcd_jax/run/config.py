@@ -1,11 +1,13 @@
 """The configuration of a run: the root of every .gin file and of `config.json`."""
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
-from ttcd_jax.config import Bound, Config, Positive, PositiveFloat
+from ttcd_jax.config import Bound, Config, Positive, PositiveFloat, closest
 from ttcd_jax.data.sources import DataConfig
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import UserError, listed
 from ttcd_jax.eval.tasks import find_task
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.sharding.mesh import MeshConfig
@@ -66,16 +68,54 @@ class RunConfig(Config):
                 "run whose parameters it names"
             )
         task = (self.best_metric or "").split("/")[0]
-        if (self.keep_best is None) != (self.best_metric is None) or (
-            self.keep_best and (self.evaluate_every is None or task not in self.tasks)
-        ):
+        is_scored = self.evaluate_every is not None and task in self.tasks
+        if (self.keep_best is None) != (not task) or (task and not is_scored):
             raise UserError(
-                f"RunConfig.keep_best {self.keep_best} with best_metric {self.best_metric!r}, "
-                f"evaluate_every {self.evaluate_every} and tasks {', '.join(self.tasks)}: it takes "
-                "a metric TASK/VARIANT/BUCKET of a task that is evaluated"
+                f"RunConfig.keep_best {self.keep_best} with best_metric {self.best_metric!r}: set "
+                "both, the metric as TASK/VARIANT/BUCKET of one of tasks, and evaluate_every"
             )
         if self.accumulation_steps and self.batch_size % self.accumulation_steps:
             raise UserError(
                 f"accumulation_steps {self.accumulation_steps} does not divide batch_size "
                 f"{self.batch_size}"
             )
+
+
+def accepted_changes(
+    run_dir: Path, old: dict[str, Any], new: dict[str, Any], named: Sequence[str]
+) -> list[dict[str, Any]]:
+    """{field, old, new} of every difference: of the fields `named`, by their names in .gin files or
+    their paths, and of the places of data, whose digests are compared elsewhere. Raises `UserError`
+    for a name without a field, and for any other difference."""
+    before, after = _leaves(old), _leaves(new)
+    fields = {path: name for path, (name, _) in (before | after).items()}
+    known = [*fields.values(), *fields]
+    for name in set(named).difference(known):
+        raise UserError(f"--change={name} names no field{closest(name, known)}")
+    accepted, lasting, others = [], [], {}
+    for path, field in fields.items():
+        start, now = (leaves.get(path, (field, None))[1] for leaves in (before, after))
+        # A clip that begins or ends gives the optimizer's state another structure.
+        lasts = any(f"{path}.".startswith(f"{part}.") for part in LASTING)
+        lasts |= path == "optimizer.clip_norm" and None in (start, now)
+        if start != now and (field in PLACES or (not lasts and {field, path} & {*named})):
+            accepted.append({"field": field, "old": start, "new": now})
+        elif start != now:
+            others[f"{path}: {start} -> {now}"] = f"--change={field}"
+            lasting += [f"{path}: {start} -> {now}"] if lasts else []
+    if others:
+        flags = "" if lasting else f"add {' '.join(others.values())} to change this run, or "
+        raise UserError(
+            f"{run_dir} holds a run of another configuration: {listed(lasting or [*others])}; "
+            f"{flags}choose another --run_dir, or start again with the old configuration"
+        )
+    return accepted
+
+
+def _leaves(config: dict[str, Any], path: str = "") -> dict[str, tuple[str, Any]]:
+    """{path: (name in .gin files, value)} of every value below `config`, made by `to_dict`."""
+    leaves = {}
+    for key, value in config.items():
+        below = _leaves(value, f"{path}{key}.") if isinstance(value, dict) else None
+        leaves |= below or {path + key: (f"{config.get('type', '')}.{key}", value)}
+    return leaves

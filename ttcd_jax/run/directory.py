@@ -30,7 +30,7 @@ from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.run.changes import accepted_changes
+from ttcd_jax.run.config import accepted_changes
 from ttcd_jax.train.checkpoint import Checkpoints, complete_steps
 from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, with_params
 

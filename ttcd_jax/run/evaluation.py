@@ -45,22 +45,18 @@ def evaluation_callbacks(
             for variant, value in row.items()
             if variant != task.key and value is not None
         }
+        if config.best_metric not in {None, *metrics}:
+            near = closest(str(config.best_metric), [*metrics])
+            logging.warning("no metric is RunConfig.best_metric %r%s", config.best_metric, near)
         write(step, metrics)
 
     return [StateCallback(every, evaluate)]
 
 
-def best_scores(
-    config: RunConfig, records: Sequence[dict[str, Any]], *, is_new: bool = False
-) -> dict[int, float]:
-    """{step: value of `best_metric`, the higher the better} of those of `records` that have it;
-    when they are new, one that has not is a warning."""
+def best_scores(config: RunConfig, records: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """{step: value of `best_metric`, the higher the better} of those of `records` that have it."""
     name = config.best_metric
     if name is None:
         return {}
     sign = -1 if TASKS[name.split("/")[0]].is_lower_better else 1
-    scores = {x["step"]: sign * x[name] for x in records if math.isfinite(x.get(name, math.nan))}
-    if is_new and not scores:
-        text = "RunConfig.best_metric %r is no finite metric of the evaluation%s"
-        logging.warning(text, name, closest(name, [*records[0]]))
-    return scores
+    return {x["step"]: sign * x[name] for x in records if math.isfinite(x.get(name, math.nan))}

@@ -1,11 +1,16 @@
 """Training or resuming a run in one call, from its configuration to the files of its directory."""
 
 import contextlib
+import math
 import os
+import signal
+import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, Self
 
 import jax
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
@@ -17,7 +22,6 @@ from ttcd_jax.run.directory import METRICS, RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.layout import num_parts, run_mesh
 from ttcd_jax.run.reporting import read_metrics, reporter, say
-from ttcd_jax.run.signals import SaveRequests, StopSignal
 from ttcd_jax.run.start import plan_start, started_state
 from ttcd_jax.sharding.batch import Placement
 from ttcd_jax.train.checkpoint import Best, Checkpoints
@@ -26,6 +30,8 @@ from ttcd_jax.train.loop import MetricCallback, StateCallback, train
 from ttcd_jax.train.profile import profiled
 from ttcd_jax.train.state import TrainState
 from ttcd_jax.train.watchdog import Watchdog
+
+_SAVE, _AHEAD = "ttcd_jax/save/", 2
 
 
 class TrainedRun(NamedTuple):
@@ -107,8 +113,7 @@ def _train(
     """`train_run` in the claimed directory, on the mesh."""
     scores = best_scores(config, read_metrics(directory.path / METRICS))
     with (
-        StopSignal() as stop,
-        SaveRequests(config.checkpoint_minutes) as requests,
+        _Signals(config.checkpoint_minutes) as signals,
         _checkpoints(config, directory, watchdog, scores) as checkpoints,
     ):
         start, state = _initial_state(config, checkpoints, mesh)
@@ -122,18 +127,18 @@ def _train(
 
         def save(step: int, state: TrainState) -> None:
             checkpoints.save(step, dict(state))
-            requests.satisfied()
+            signals.note_save()
 
         def evaluated(step: int, metrics: dict[str, float]) -> None:
             write(step, metrics)
-            scores.update(best_scores(config, [{"step": step, **metrics}], is_new=True))
+            scores.update(best_scores(config, [{"step": step, **metrics}]))
 
         with (
             compiled_once(build.build_step(config, mesh), start) as step,
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
         ):
             on_state = [
-                StateCallback(config.checkpoint_every, save, requests.is_due),
+                StateCallback(config.checkpoint_every, save, signals.is_saving),
                 *evaluation_callbacks(config, directory, evaluated, rows_at_once),
             ]
             _, done = train(
@@ -145,11 +150,11 @@ def _train(
                 placement=placement,
                 on_metrics=[*callbacks, *on_metrics, beat],
                 on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
-                is_stopping=stop.is_set,
+                is_stopping=signals.is_stopping,
             )
     if done == config.steps:
         say(f"trained {done} steps; checkpoints in {directory.checkpoints}")
-    return TrainedRun(done, stop.name if done < config.steps else None)
+    return TrainedRun(done, signals.name if done < config.steps else None)
 
 
 @contextlib.contextmanager
@@ -192,3 +197,66 @@ def _initial_state(
     for line in plan.lines():
         say(f"  {line}")
     return 0, state
+
+
+class _Signals:
+    """Records SIGTERM, SIGINT or SIGHUP, which stop the run; a second one ends the process at once,
+    except SIGHUP, which a closed terminal sends twice and which stays ignored under `nohup`. With
+    several processes JAX handles SIGTERM, so all stop after the same step.
+
+    SIGUSR1 to any process asks for a checkpoint, and so does process 0 when the last one is
+    `minutes` old. A process enters a step when all have ended the step before the last, so that
+    none is two steps ahead of another: what one announces two steps ahead reaches all in time.
+
+    The previous handlers are restored on exit.
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        self.name, self._is_asked, self._last_save = "", False, time.monotonic()
+        self._seconds = math.inf if minutes is None else 60 * minutes
+        self._is_alone = jax.process_count() == 1
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        numbers = [signal.SIGINT, signal.SIGUSR1, *([signal.SIGTERM] if self._is_alone else [])]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, call in self._before.items():
+            signal.signal(number, call)
+
+    def is_stopping(self, step: int) -> bool:
+        """Whether to stop after `step`, the same in all processes."""
+        if not self._is_alone and multihost_utils.reached_preemption_sync_point(step):
+            self.name = signal.SIGTERM.name
+        return bool(self.name)
+
+    def is_saving(self, step: int) -> bool:
+        """Whether to save after `step`, the same in all processes."""
+        is_late = time.monotonic() - self._last_save >= self._seconds and jax.process_index() == 0
+        if is_asked := self._is_asked or is_late:
+            self.note_save()
+        if self._is_alone:
+            return is_asked
+        client = ocp.multihost.get_jax_distributed_client()
+        if is_asked:
+            client.key_value_set(f"{_SAVE}{step + _AHEAD}", "", allow_overwrite=True)
+        return any(key == f"{_SAVE}{step}" for key, _ in client.key_value_dir_get(_SAVE))
+
+    def note_save(self) -> None:
+        """Notes that a checkpoint is saved now."""
+        self._is_asked, self._last_save = False, time.monotonic()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self._is_asked = True
+        elif not self._is_alone:
+            signal.raise_signal(signal.SIGTERM)
+        elif self.name and number != signal.SIGHUP:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        else:
+            self.name = self.name or signal.Signals(number).name

@@ -120,16 +120,11 @@ class Best(NamedTuple):
     number: int
     scores: Mapping[int, float]
 
-    def should_preserve(
-        self,
-        checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
-        *,
-        context: checkpoint_managers.PreservationContext,
-    ) -> list[bool]:
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Whether each of `checkpoints` is one of them."""
-        scored = [point.step for point in checkpoints if point.step in self.scores]
+        scored = [x.step for x in checkpoints if x.step in self.scores]
         kept = sorted(scored, key=self.scores.__getitem__)[-self.number :]
-        return [point.step in kept for point in checkpoints]
+        return [x.step in kept for x in checkpoints]
 
 
 class Checkpoints:
