@@ -2,14 +2,15 @@
 run.
 
     python -m experiments.launch --gin=quickstart.gin [--param='RunConfig.steps=20' ...]
-                                 [--run_dir=DIR] [--dry_run [--topology=h100x64]]
+                                 [--run_dir=DIR] [--change=RunConfig.steps ...]
+                                 [--dry_run [--topology=h100x64]]
                                  [--distributed=slurm] [--hang_seconds=60]
                                  [--profile=START:STOP] [--compile_cache=DIR]
 
 SIGTERM, SIGHUP or Ctrl-C finishes the step, saves, and exits with status 75: the same command
-resumes, on any number of devices. A second Ctrl-C exits at once. SIGUSR2 traces the next three
-steps. Of several processes the first prints and writes; when one is lost, or hangs, the others exit
-with status 7.
+resumes, on any number of devices. A second Ctrl-C exits at once. SIGUSR1 saves after the step,
+SIGUSR2 traces the next three steps. Of several processes the first prints and writes; when one is
+lost, or hangs, the others exit with status 7.
 """
 
 import shlex
@@ -25,6 +26,12 @@ flags.adopt_module_key_flags(processes)
 flags.DEFINE_string("gin", None, "A file in experiments/configs/, or a path.", required=True)
 flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
 flags.DEFINE_string("run_dir", None, "The run directory; default: runs/<name of the gin file>.")
+flags.DEFINE_multi_string(
+    "change",
+    [],
+    "A field that may differ from the run that is resumed, as Class.field; steps, rhythms, what is "
+    "kept, and the optimizer's numbers can change.",
+)
 flags.DEFINE_bool(
     "dry_run", False, "Print parameters, memory and FLOPs; allocate and write nothing."
 )
@@ -81,7 +88,9 @@ def main(argv: list[str]) -> None:
     window = step_window(FLAGS.profile, config.steps) if FLAGS.profile else range(0)
     processes.connect()
     options = {"profile": window, "hang_seconds": FLAGS.hang_seconds}
-    run = training.train_run(config, run_dir.path, source=_source(), **options)
+    run = training.train_run(
+        config, run_dir.path, source=_source(), changes=FLAGS.change, **options
+    )
     if run.stopped_by is not None:
         command = shlex.join(["python", "-m", "experiments.launch", *sys.argv[1:]])
         say(

@@ -75,6 +75,7 @@ def test_launch_refuses(tmp_path, arguments, status, words):
         (DEEP, 3, "nested too deeply"),
         ("{}", 2, "format 1"),
         ('{"format": 2}', 2, "no data"),
+        ('{"format": 3}', 4, "config.json was edited or damaged since it was written: restore a"),
         ({"model": None}, 2, "no model"),
         ({"model": {"type": "TransformerConfig"}}, 2, "TransformerConfig lacks"),
         ({"data": None}, 2, "no data"),
@@ -85,7 +86,8 @@ def test_launch_refuses(tmp_path, arguments, status, words):
 )
 def test_a_configuration_of_another_kind_is_refused(run_dir, tmp_path, content, status, words):
     if isinstance(content, dict):
-        content = json.dumps(json.loads((run_dir / "config.json").read_text()) | content)
+        stored = json.loads((run_dir / "config.json").read_text()) | content | {"format": 2}
+        content = json.dumps({name: stored[name] for name in stored if name != "sha256"})
     shutil.copytree(run_dir, tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text(content)
     book = run_dir.parent / "book.txt"

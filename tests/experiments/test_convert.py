@@ -14,6 +14,7 @@ import tiny_run
 from flax import nnx
 from small_models import byte_model
 
+from ttcd_jax.data.records import sealed
 from ttcd_jax.data.tokenizer import JsonTokenizer, train_tokenizer
 from ttcd_jax.interop.reference_checkpoint import export_reference
 from ttcd_jax.interop.weight_files import SINGLE, open_weights, write_safetensors
@@ -172,8 +173,8 @@ def test_without_a_tokenizer_text_cannot_be_evaluated(imported, text, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(imported[0], run_dir)
     config = json.loads((run_dir / "config.json").read_text())
-    del config["data"]["tokenizer"]
-    (run_dir / "config.json").write_text(json.dumps(config))
+    del config["data"]["tokenizer"], config["sha256"]
+    (run_dir / "config.json").write_text(json.dumps(sealed(config)))
     arguments = (f"--run_dir={run_dir}", "--task=ppl", f"--text={text}")
     assert "--tokenizer" in commands.refused("evaluate", *arguments)
 

@@ -178,6 +178,21 @@ def test_the_same_command_goes_on_after_every_end(whole, launch, tmp_path):
     np.testing.assert_array_equal(tiny_run.losses(run_dir), tiny_run.losses(whole[0]))
 
 
+def test_a_signal_to_one_process_saves_in_all_and_they_go_on(whole, launch, tmp_path):
+    job = launch(tmp_path, "RunConfig.checkpoint_every=100")
+    tiny_run.wait_for_step(tmp_path, 3, *job)
+    job[1].send_signal(signal.SIGUSR1)
+    for process in job:
+        _end(process)
+    step, last = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert 3 < step < last == 32
+    written = {
+        path.name for path in (tmp_path / "checkpoints" / str(step) / "params").glob("ocdbt.*")
+    }
+    assert written == {"ocdbt.process_0", "ocdbt.process_1"}
+    np.testing.assert_array_equal(tiny_run.losses(tmp_path), tiny_run.losses(whole[0]))
+
+
 def test_a_directory_in_use_is_refused_by_all(launch, tmp_path):
     with (tmp_path / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

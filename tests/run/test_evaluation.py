@@ -36,7 +36,7 @@ def run_dir(tmp_path):
     return directory
 
 
-def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir):
+def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir, caplog):
     model = randomize(Transformer, CONFIG.model)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     state = TrainState(params=params, opt_state=(), step=jnp.array(0))
@@ -46,7 +46,8 @@ def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir):
         if event.endswith("backend_compile_duration"):
             compiled.append(kwargs["fun_name"])
 
-    (callback,) = evaluation_callbacks(CONFIG, run_dir, written.__setitem__, 2)
+    config = CONFIG.replace(keep_best=1, best_metric="recall/on/al")
+    (callback,) = evaluation_callbacks(config, run_dir, written.__setitem__, 2)
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         for step in (2, 3, 4, 5):  # at 3 the run is stopped
@@ -55,6 +56,7 @@ def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir):
         jax.monitoring.unregister_event_duration_listener(note)
     assert callback.every == 2
     assert [*written] == [2, 4, 5]
+    assert "RunConfig.best_metric 'recall/on/al'" in caplog.messages[0]
     assert compiled.count("jit(_scored)") == 2  # with the memory and without, for all evaluations
 
 

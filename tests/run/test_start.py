@@ -188,9 +188,9 @@ def test_another_shape_is_refused_with_both_and_may_be_drawn_anew(plain, mesh):
 
 def test_a_run_of_an_older_format_is_refused(plain, tmp_path):
     (tmp_path / "config.json").write_text(
-        (plain / "config.json").read_text().replace('"format": 2,', "")
+        (plain / "config.json").read_text().replace('"format": 3,', "")
     )
-    with pytest.raises(UserError, match="is a run directory of format 1, this version reads 2"):
+    with pytest.raises(UserError, match="is a run directory of format 1, this version reads 3"):
         RunDirectory(tmp_path).read_config()
 
 

@@ -198,6 +198,14 @@ def test_damaged_newest_step_falls_back(saved, warnings, damage, item):
     assert (saved / "3.refused").is_dir()
 
 
+def test_refused_steps_stay_until_the_next_refusal(saved):
+    for step in (3, 2):
+        _flip(_largest(saved / str(step), "params"))
+        with _opened(saved) as checkpoints:
+            assert checkpoints.restore(ABSTRACT)[0] == step - 1
+        assert [path.name for path in saved.glob("*.refused")] == [f"{step}.refused"]
+
+
 def test_read_only_falls_back_and_touches_nothing(saved, warnings):
     _flip(_largest(saved / "3", "params"))
     before = sorted(saved.rglob("*"))

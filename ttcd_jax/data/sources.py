@@ -3,6 +3,7 @@ open splits of text as token records. Equal manifests mean equal data."""
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from ttcd_jax.config import AtLeast, Config
@@ -14,6 +15,7 @@ from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import UserError
+from ttcd_jax.files import sha256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,10 @@ class TextConfig(Config):
         documents = load_documents(self.corpus, "train")
         records = encode_documents(documents, build_tokenizer(self.tokenizer))
         rows, num_rows = mixed_rows([records], seq_len=self.seq_len, seed=seed)
-        return rows, manifest(self.corpus, documents) | {"num_rows": num_rows}
+        facts = manifest(self.corpus, documents) | {"num_rows": num_rows}
+        if self.tokenizer.path is not None:
+            facts["tokenizer"] = sha256(Path(self.tokenizer.path))
+        return rows, facts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,7 @@ class Task(Config, abc.ABC):
     key: ClassVar[str]  # the field of a record that names its bucket: the table's first column
     x_label: ClassVar[str]  # of `key`
     value: ClassVar[str] = "accuracy"  # the field of a record that is shown
+    is_lower_better: ClassVar[bool] = False
 
     batch_size: Positive = 16
 

@@ -1,11 +1,13 @@
 """The configuration of a run: the root of every .gin file and of `config.json`."""
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
-from ttcd_jax.config import Bound, Config, Positive
+from ttcd_jax.config import Bound, Config, Positive, PositiveFloat, closest
 from ttcd_jax.data.sources import DataConfig
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import UserError, listed
 from ttcd_jax.eval.tasks import find_task
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.sharding.mesh import MeshConfig
@@ -14,6 +16,12 @@ from ttcd_jax.train.optimizer import OptimizerConfig
 
 # The fields that may change when a run is resumed: sharding, parts of a step, evaluations.
 LAYOUT = ("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks")
+# Those that make another run. All others change when the user names them.
+LASTING = ("model", "data", "batch_size", "seed", "start_from", "start_drops", "optimizer.kind")
+# Where data are: they may move, and their digests decide.
+PLACES = (
+    *("CorpusConfig.path", "TokenizerConfig.path", "RecordsConfig.paths", "RecordsConfig.folders"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +32,10 @@ class RunConfig(Config):
     parameters this run starts from, with a fresh optimizer; missing ones are drawn from `seed`.
     `start_drops`: patterns (`layers/*/mlp/proj`) of parameters that are not taken from it.
     `evaluate_every`: steps between evaluations of `tasks` on the current parameters, None for none.
+
+    A checkpoint is saved every `checkpoint_every` steps, and `checkpoint_minutes` after the last
+    one. The newest `keep_checkpoints` are kept, those of steps divisible by `keep_every`, and the
+    `keep_best` best by `best_metric`, a metric of the evaluations as `metrics.jsonl` names it.
     """
 
     model: TransformerConfig
@@ -35,7 +47,11 @@ class RunConfig(Config):
     seed: Annotated[int, Bound("in 0 .. 2^32 - 1", lambda seed: 0 <= seed < 2**32)] = 0
     log_every: Positive = 10
     checkpoint_every: Positive = 200
+    checkpoint_minutes: PositiveFloat | None = None
     keep_checkpoints: Positive = 3
+    keep_every: Positive | None = None
+    keep_best: Positive | None = None
+    best_metric: str | None = None
     loss_rows: Positive = DEFAULT_ROWS
     evaluate_every: Positive | None = None
     tasks: tuple[str, ...] = ("ppl",)
@@ -51,8 +67,55 @@ class RunConfig(Config):
                 f"RunConfig.start_drops {self.start_drops} without RunConfig.start_from: set the "
                 "run whose parameters it names"
             )
+        task = (self.best_metric or "").split("/")[0]
+        is_scored = self.evaluate_every is not None and task in self.tasks
+        if (self.keep_best is None) != (not task) or (task and not is_scored):
+            raise UserError(
+                f"RunConfig.keep_best {self.keep_best} with best_metric {self.best_metric!r}: set "
+                "both, the metric as TASK/VARIANT/BUCKET of one of tasks, and evaluate_every"
+            )
         if self.accumulation_steps and self.batch_size % self.accumulation_steps:
             raise UserError(
                 f"accumulation_steps {self.accumulation_steps} does not divide batch_size "
                 f"{self.batch_size}"
             )
+
+
+def accepted_changes(
+    run_dir: Path, old: dict[str, Any], new: dict[str, Any], named: Sequence[str]
+) -> list[dict[str, Any]]:
+    """{field, old, new} of every difference: of the fields `named`, by their names in .gin files or
+    their paths, and of the places of data, whose digests are compared elsewhere. Raises `UserError`
+    for a name without a field, and for any other difference."""
+    before, after = _leaves(old), _leaves(new)
+    fields = {path: name for path, (name, _) in (before | after).items()}
+    known = [*fields.values(), *fields]
+    for name in set(named).difference(known):
+        raise UserError(f"--change={name} names no field{closest(name, known)}")
+    accepted, lasting, others = [], [], {}
+    for path, field in fields.items():
+        start, now = (leaves.get(path, (field, None))[1] for leaves in (before, after))
+        # A clip that begins or ends gives the optimizer's state another structure.
+        lasts = any(f"{path}.".startswith(f"{part}.") for part in LASTING)
+        lasts |= path == "optimizer.clip_norm" and None in (start, now)
+        if start != now and (field in PLACES or (not lasts and {field, path} & {*named})):
+            accepted.append({"field": field, "old": start, "new": now})
+        elif start != now:
+            others[f"{path}: {start} -> {now}"] = f"--change={field}"
+            lasting += [f"{path}: {start} -> {now}"] if lasts else []
+    if others:
+        flags = "" if lasting else f"add {' '.join(others.values())} to change this run, or "
+        raise UserError(
+            f"{run_dir} holds a run of another configuration: {listed(lasting or [*others])}; "
+            f"{flags}choose another --run_dir, or start again with the old configuration"
+        )
+    return accepted
+
+
+def _leaves(config: dict[str, Any], path: str = "") -> dict[str, tuple[str, Any]]:
+    """{path: (name in .gin files, value)} of every value below `config`, made by `to_dict`."""
+    leaves = {}
+    for key, value in config.items():
+        below = _leaves(value, f"{path}{key}.") if isinstance(value, dict) else None
+        leaves |= below or {path + key: (f"{config.get('type', '')}.{key}", value)}
+    return leaves

@@ -1,6 +1,6 @@
 """The run directory: the files that a run writes, all that evaluation needs.
 
-config.json      FORMAT and the configuration  config.gin        the recipe and its parameters
+config.json      configuration, its changes    config.gin        the recipe and its parameters
 data.json        manifest of the data          environment.json  versions and device
 checkpoints/     Orbax steps with digests      metrics.jsonl, tensorboard/
 eval/            results of evaluations        lock              held by the training process
@@ -15,7 +15,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,21 +24,22 @@ import jax
 
 from ttcd_jax.config import check_text, differences
 from ttcd_jax.data.mixture import RecordsConfig
-from ttcd_jax.data.records import records_tokenizer
+from ttcd_jax.data.records import records_tokenizer, sealed
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
-from ttcd_jax.errors import DataError, UserError, listed
+from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.train.checkpoint import Checkpoints
+from ttcd_jax.run.config import accepted_changes
+from ttcd_jax.train.checkpoint import Checkpoints, complete_steps
 from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, with_params
 
 METRICS = "metrics.jsonl"
 TOKENIZER = "tokenizer.json"
 IMPORTED = "imported"  # the data type of an imported run
 
-# 1 stored layers stacked, 2 stores them one by one.
-FORMAT = 2
+# 1 stored layers stacked, 2 stored them one by one, 3 has a sha256 of config.json in it.
+FORMAT = 3
 
 _IMPORT = "import.json"
 # The files of a claim in the order they are written: without the last it was not finished.
@@ -59,15 +60,22 @@ class RunDirectory:
         return (self.path / "config.json").exists()
 
     def read_config(self) -> dict[str, Any]:
-        """The resolved configuration. Raises `UserError` without one or for another format."""
+        """The resolved configuration. Raises `UserError` without one or for another format,
+        `CheckpointError` for one that is not as it was written."""
         config = self._read("config.json")
-        version = config.pop("format", 1)
-        if version != FORMAT:
+        version = config.get("format", 1)
+        if version not in (2, FORMAT):
             raise UserError(
                 f"{self.path} is a run directory of format {version}, this version reads {FORMAT}: "
                 "train it, or import its checkpoint, again"
             )
-        return config
+        is_sealed = version == FORMAT or "sha256" in config
+        if is_sealed and config != sealed({x: config[x] for x in config if x != "sha256"}):
+            raise CheckpointError(
+                f"{self.path / 'config.json'} was edited or damaged since it was written: restore "
+                "a copy (a run's fields are changed by launch --param=... --change=...)"
+            )
+        return {x: config[x] for x in config if x not in ("format", "sha256", "changes")}
 
     def read_part(self, name: str) -> dict[str, Any]:
         """The configuration `model` or `data`. Raises `UserError` for none."""
@@ -85,12 +93,17 @@ class RunDirectory:
         source: str | None,
         data: dict[str, Any],
         layout: tuple[str, ...] = (),
+        changes: Sequence[str] = (),
     ) -> None:
         """Writes the files of a new run, or checks that the run here is the same apart from the
-        fields `layout`. Called under the lock: unfinished files of a killed process are removed.
-        Raises `UserError` naming differing fields, `DataError` for other data."""
+        fields `layout`, and those of `changes`, which are recorded. Called under the lock:
+        unfinished files of a killed process are removed. Raises `UserError` naming differing
+        fields, `DataError` for other data."""
         for path in (x for name in (*_CLAIM, METRICS) for x in self.path.glob(f".{name}.*")):
             path.unlink()
+        old = self.read_config() if self.is_claimed else config
+        old |= {name: config[name] for name in layout}
+        accepted = accepted_changes(self.path, old, config, changes)
         if not self.is_claimed:
             names = {path.name for path in self.path.iterdir()} - {"lock"}
             if names != set(_CLAIM[: len(names)]):
@@ -100,19 +113,23 @@ class RunDirectory:
                 )
             self._write(config, "data.json", data, source)
             return
-        old = self.read_config()
-        for name in layout:
-            old[name] = config[name]
-        if differing := differences(old, config):
-            raise UserError(
-                f"{self.path} holds a run of another configuration: {listed(differing)}; choose "
-                "another --run_dir, or start again with the old configuration"
-            )
-        if changed := differences(self._read("data.json"), data):
+        # Earlier versions stored no digest of the tokenizer.
+        stored = {"tokenizer": data.get("tokenizer")} | self._read("data.json")
+        if changed := differences(stored, data):
             raise DataError(
                 f"the training data changed since {self.path} was started ({changed[0]}): restore "
                 "it, or choose another --run_dir"
             )
+        done = max(complete_steps(self.checkpoints), default=0)
+        if accepted and config["steps"] < done:
+            raise UserError(
+                f"RunConfig.steps {config['steps']} is below the {done} steps that {self.path} has "
+                f"done: take {done} or more, or choose another --run_dir"
+            )
+        if accepted:
+            history = self._read("config.json").get("changes", [])
+            history += [{"step": done} | change for change in accepted]
+            self._write_config(config, source, history)
 
     def write_import(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
         """Writes the files of an imported run: its configuration and its origin."""
@@ -123,9 +140,15 @@ class RunDirectory:
     ) -> None:
         write_json(self.path / "environment.json", _environment())
         write_json(self.path / name, facts)
+        self._write_config(config, source, [])
+
+    def _write_config(
+        self, config: dict[str, Any], source: str | None, changes: list[dict[str, Any]]
+    ) -> None:
         if source is not None:
             write_whole(self.path / "config.gin", source)
-        write_json(self.path / "config.json", {"format": FORMAT} | config)
+        facts = {"format": FORMAT, "changes": changes} | config
+        write_json(self.path / "config.json", sealed(facts))
 
     def read_import(self) -> dict[str, Any] | None:
         """The origin of an imported run; None for a run that was trained."""

@@ -1,7 +1,12 @@
 """Evaluation during training: the tasks of a run on its current parameters, as metrics."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from absl import logging
+
+from ttcd_jax.config import closest
 from ttcd_jax.eval.task import Subject
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.run.config import RunConfig
@@ -40,6 +45,18 @@ def evaluation_callbacks(
             for variant, value in row.items()
             if variant != task.key and value is not None
         }
+        if config.best_metric not in {None, *metrics}:
+            near = closest(str(config.best_metric), [*metrics])
+            logging.warning("no metric is RunConfig.best_metric %r%s", config.best_metric, near)
         write(step, metrics)
 
     return [StateCallback(every, evaluate)]
+
+
+def best_scores(config: RunConfig, records: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """{step: value of `best_metric`, the higher the better} of those of `records` that have it."""
+    name = config.best_metric
+    if name is None:
+        return {}
+    sign = -1 if TASKS[name.split("/")[0]].is_lower_better else 1
+    return {x["step"]: sign * x[name] for x in records if math.isfinite(x.get(name, math.nan))}

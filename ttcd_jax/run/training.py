@@ -1,13 +1,16 @@
 """Training or resuming a run in one call, from its configuration to the files of its directory."""
 
 import contextlib
+import math
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
 import jax
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
@@ -16,17 +19,19 @@ from ttcd_jax.errors import CheckpointError
 from ttcd_jax.run import build
 from ttcd_jax.run.config import LAYOUT, RunConfig
 from ttcd_jax.run.directory import METRICS, RunDirectory
-from ttcd_jax.run.evaluation import evaluation_callbacks
+from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.layout import num_parts, run_mesh
 from ttcd_jax.run.reporting import read_metrics, reporter, say
 from ttcd_jax.run.start import plan_start, started_state
 from ttcd_jax.sharding.batch import Placement
-from ttcd_jax.train.checkpoint import Checkpoints
+from ttcd_jax.train.checkpoint import Best, Checkpoints
 from ttcd_jax.train.compilation import compiled_once
 from ttcd_jax.train.loop import MetricCallback, StateCallback, train
 from ttcd_jax.train.profile import profiled
 from ttcd_jax.train.state import TrainState
 from ttcd_jax.train.watchdog import Watchdog
+
+_SAVE, _AHEAD = "ttcd_jax/save/", 2
 
 
 class TrainedRun(NamedTuple):
@@ -43,16 +48,18 @@ def train_run(
     *,
     on_metrics: Sequence[MetricCallback] = (),
     source: str | None = None,
+    changes: Sequence[str] = (),
     profile: range = range(0),
     hang_seconds: float = 60.0,
 ) -> TrainedRun:
     """Trains a run to its last step; a run directory that has checkpoints is resumed.
 
     `batches`, for a run whose data are `BatchesConfig`, makes the batches from a given step on.
-    `source`, the text of the configuration, is stored. The steps of `profile` are traced. SIGTERM,
-    SIGHUP and Ctrl-C finish the step, save and return; a second Ctrl-C ends the process; SIGUSR2
-    traces three steps. To be called in the main thread of every process of the job, which counts as
-    lost when a step takes longer than `hang_seconds` and 20 times the median step.
+    `source`, the text of the configuration, is stored. `changes` names fields (`RunConfig.steps`)
+    in which a resumed run may change. The steps of `profile` are traced. SIGTERM, SIGHUP and Ctrl-C
+    finish the step, save and return; a second Ctrl-C ends the process; SIGUSR1 saves after the
+    step; SIGUSR2 traces three steps. To be called in the main thread of every process of the job,
+    which counts as lost when a step takes longer than `hang_seconds` and 20 times the median step.
 
     Raises `UserError` for a configuration or directory that cannot be trained, and its subclasses
     for data, checkpoints and a loss that is not finite.
@@ -67,7 +74,7 @@ def train_run(
             placement = build.placement(config, mesh)
             data, manifest = build.build_data(config, placement.rows, batches)
             if is_first:
-                directory.claim(config.to_dict(), source, manifest, LAYOUT)
+                directory.claim(config.to_dict(), source, manifest, LAYOUT, changes)
                 _check_kept(config, directory)
             multihost_utils.sync_global_devices("the run directory is claimed")
             return _train(config, directory, mesh, watchdog, data, placement, on_metrics, profile)
@@ -104,7 +111,11 @@ def _train(
     profile: range,
 ) -> TrainedRun:
     """`train_run` in the claimed directory, on the mesh."""
-    with _StopSignal() as stop, _checkpoints(config, directory, watchdog) as checkpoints:
+    scores = best_scores(config, read_metrics(directory.path / METRICS))
+    with (
+        _Signals(config.checkpoint_minutes) as signals,
+        _checkpoints(config, directory, watchdog, scores) as checkpoints,
+    ):
         start, state = _initial_state(config, checkpoints, mesh)
         if start >= config.steps:
             say(f"{directory.path} is complete at step {start}: nothing to train")
@@ -113,13 +124,22 @@ def _train(
         beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
         rows_at_once = config.batch_size // num_parts(config, mesh)
         callbacks, write = reporter(config, directory.path, start)
+
+        def save(step: int, state: TrainState) -> None:
+            checkpoints.save(step, dict(state))
+            signals.note_save()
+
+        def evaluated(step: int, metrics: dict[str, float]) -> None:
+            write(step, metrics)
+            scores.update(best_scores(config, [{"step": step, **metrics}]))
+
         with (
             compiled_once(build.build_step(config, mesh), start) as step,
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
         ):
             on_state = [
-                StateCallback(config.checkpoint_every, lambda n, x: checkpoints.save(n, dict(x))),
-                *evaluation_callbacks(config, directory, write, rows_at_once),
+                StateCallback(config.checkpoint_every, save, signals.is_saving),
+                *evaluation_callbacks(config, directory, evaluated, rows_at_once),
             ]
             _, done = train(
                 state,
@@ -130,20 +150,24 @@ def _train(
                 placement=placement,
                 on_metrics=[*callbacks, *on_metrics, beat],
                 on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
-                is_stopping=stop.is_set,
+                is_stopping=signals.is_stopping,
             )
     if done == config.steps:
         say(f"trained {done} steps; checkpoints in {directory.checkpoints}")
-    return TrainedRun(done, stop.name if done < config.steps else None)
+    return TrainedRun(done, signals.name if done < config.steps else None)
 
 
 @contextlib.contextmanager
 def _checkpoints(
-    config: RunConfig, directory: RunDirectory, watchdog: Watchdog
+    config: RunConfig, directory: RunDirectory, watchdog: Watchdog, scores: dict[int, float]
 ) -> Iterator[Checkpoints]:
     """The checkpoints of the run, closed on exit unless a process was lost."""
     checkpoints = Checkpoints(
-        directory.checkpoints, model=config.model, keep=config.keep_checkpoints
+        directory.checkpoints,
+        model=config.model,
+        keep=config.keep_checkpoints,
+        keep_every=config.keep_every,
+        best=None if config.keep_best is None else Best(config.keep_best, scores),
     )
     try:
         yield checkpoints
@@ -175,20 +199,26 @@ def _initial_state(
     return 0, state
 
 
-class _StopSignal:
-    """Records SIGTERM, SIGINT or SIGHUP; a second one ends the process at once, except SIGHUP,
-    which a closed terminal sends twice and which stays ignored under `nohup`. The previous handlers
-    are restored on exit. With several processes JAX handles SIGTERM, so all stop after the same
-    step.
+class _Signals:
+    """Records SIGTERM, SIGINT or SIGHUP, which stop the run; a second one ends the process at once,
+    except SIGHUP, which a closed terminal sends twice and which stays ignored under `nohup`. With
+    several processes JAX handles SIGTERM, so all stop after the same step.
+
+    SIGUSR1 to any process asks for a checkpoint, and so does process 0 when the last one is
+    `minutes` old. A process enters a step when all have ended the step before the last, so that
+    none is two steps ahead of another: what one announces two steps ahead reaches all in time.
+
+    The previous handlers are restored on exit.
     """
 
-    def __init__(self) -> None:
-        self.name = ""
+    def __init__(self, minutes: float | None) -> None:
+        self.name, self._is_asked, self._last_save = "", False, time.monotonic()
+        self._seconds = math.inf if minutes is None else 60 * minutes
         self._is_alone = jax.process_count() == 1
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        numbers = [signal.SIGINT, *([signal.SIGTERM] if self._is_alone else [])]
+        numbers = [signal.SIGINT, signal.SIGUSR1, *([signal.SIGTERM] if self._is_alone else [])]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         self._before = {number: signal.signal(number, self._note) for number in numbers}
@@ -198,17 +228,35 @@ class _StopSignal:
         for number, call in self._before.items():
             signal.signal(number, call)
 
-    def is_set(self, step: int) -> bool:
+    def is_stopping(self, step: int) -> bool:
         """Whether to stop after `step`, the same in all processes."""
         if not self._is_alone and multihost_utils.reached_preemption_sync_point(step):
             self.name = signal.SIGTERM.name
         return bool(self.name)
 
+    def is_saving(self, step: int) -> bool:
+        """Whether to save after `step`, the same in all processes."""
+        is_late = time.monotonic() - self._last_save >= self._seconds and jax.process_index() == 0
+        if is_asked := self._is_asked or is_late:
+            self.note_save()
+        if self._is_alone:
+            return is_asked
+        client = ocp.multihost.get_jax_distributed_client()
+        if is_asked:
+            client.key_value_set(f"{_SAVE}{step + _AHEAD}", "", allow_overwrite=True)
+        return any(key == f"{_SAVE}{step}" for key, _ in client.key_value_dir_get(_SAVE))
+
+    def note_save(self) -> None:
+        """Notes that a checkpoint is saved now."""
+        self._is_asked, self._last_save = False, time.monotonic()
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self._is_alone:
+        if number == signal.SIGUSR1:
+            self._is_asked = True
+        elif not self._is_alone:
             signal.raise_signal(signal.SIGTERM)
-            return
-        if self.name and number != signal.SIGHUP:
+        elif self.name and number != signal.SIGHUP:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.name = self.name or signal.Signals(number).name
+        else:
+            self.name = self.name or signal.Signals(number).name

@@ -7,9 +7,10 @@ model are stored one by one (`train.layers_on_disk`).
 A step is *sealed* by its digest, written in the background after Orbax has committed it. A process
 killed between the two leaves an unsealed step, complete but not verifiable:
 
-* `step=None` restores the newest sealed and intact step, since training repeats the steps after it
-  exactly. One warning names the newer ones; a writer renames them to `N.refused`, since Orbax would
-  not save these steps again. If no step is sealed, the newest is used, with a warning;
+* `step=None` restores the newest sealed and intact step, since training repeats the steps after
+  it exactly. One warning names the newer ones; a writer renames them to `N.refused`, since Orbax
+  would not save these steps again, and deletes those of earlier times. If no step is sealed, as
+  after a kill in the first save, the newest is used, with a warning;
 * an unsealed step that the user names is used with a warning, a damaged one never.
 """
 
@@ -19,11 +20,11 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging import LogRecord, getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -106,14 +107,34 @@ def _reporting_read(step: int) -> Iterator[None]:
         ) from error
 
 
+def complete_steps(directory: Path) -> list[int]:
+    """The complete steps in `directory`, in ascending order: Orbax commits a step by renaming."""
+    paths = directory.glob("*")
+    return sorted(int(path.name) for path in paths if path.name.isdigit() and path.is_dir())
+
+
+class Best(NamedTuple):
+    """Orbax' policy that keeps the `number` steps with the highest of `scores`, which may be added
+    after the step was saved."""
+
+    number: int
+    scores: Mapping[int, float]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Whether each of `checkpoints` is one of them."""
+        scored = [x.step for x in checkpoints if x.step in self.scores]
+        kept = sorted(scored, key=self.scores.__getitem__)[-self.number :]
+        return [x.step in kept for x in checkpoints]
+
+
 class Checkpoints:
     """The checkpoints of one run, in `directory`.
 
-    The newest `keep` steps are kept. A state is a dict of trees of arrays, `params` among its keys.
-    The layers of `model`, stacked on the devices, are stored one by one; without a model a state is
-    stored, and read, as it is. With `is_read_only` nothing on disk is changed. One writer per
-    directory: opening it deletes the unfinished step of a killed writer. A save in progress is
-    lost unless `close` is called.
+    The newest `keep` steps are kept, those that `keep_every` divides, and the `best`. A state is a
+    dict of trees of arrays, `params` among its keys. The layers of `model`, stacked on the devices,
+    are stored one by one; without a model a state is stored, and read, as it is. With
+    `is_read_only` nothing on disk is changed. One writer per directory: opening it deletes the
+    unfinished step of a killed writer. A save in progress is lost unless `close` is called.
     """
 
     def __init__(
@@ -122,6 +143,8 @@ class Checkpoints:
         *,
         model: TransformerConfig | None = None,
         keep: int = 3,
+        keep_every: int | None = None,
+        best: Best | None = None,
         is_read_only: bool = False,
     ) -> None:
         self._directory, self._model = Path(directory).absolute(), model
@@ -137,12 +160,15 @@ class Checkpoints:
                     "run directory"
                 ) from error
         _silence_orbax()
+        policies = [checkpoint_managers.LatestN(keep), *([best] if best else [])]
+        if keep_every is not None:
+            policies.append(checkpoint_managers.EveryNSteps(keep_every))
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_handlers={x: ocp.StandardCheckpointHandler() for x in (_PARAMS, _TRAIN)},
             options=ocp.CheckpointManagerOptions(
                 save_interval_steps=0 if is_read_only else 1,
-                preservation_policy=checkpoint_managers.LatestN(keep),
+                preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
                 create=False,
                 cleanup_tmp_directories=not is_read_only,
                 read_only=is_read_only,
@@ -156,9 +182,8 @@ class Checkpoints:
         self._pending: tuple[int, int, Future[None]] | None = None
 
     def steps(self) -> list[int]:
-        """The complete steps on disk, in ascending order: Orbax commits a step by renaming it."""
-        paths = self._directory.glob("*")
-        return sorted(int(path.name) for path in paths if path.name.isdigit() and path.is_dir())
+        """The complete steps on disk, in ascending order."""
+        return complete_steps(self._directory)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Starts writing `state`, which may be donated or deleted afterwards. Until this
@@ -337,12 +362,13 @@ class Checkpoints:
         return chosen, list(refused)
 
     def _set_aside(self, refused: list[int]) -> None:
-        """Renames `refused` so that Orbax ignores them, once every process has restored."""
+        """Renames `refused` so that Orbax ignores them, once every process has restored, and
+        deletes those of earlier times, so that they do not fill the disk."""
         multihost_utils.sync_global_devices("checkpoints: refused")
         if jax.process_index() == 0:
-            for step in refused:
-                aside = self._directory / f"{step}.refused"
+            for aside in self._directory.glob("*.refused"):
                 shutil.rmtree(aside, ignore_errors=True)
-                self._step_dir(step).rename(aside)
+            for step in refused:
+                self._step_dir(step).rename(self._directory / f"{step}.refused")
         multihost_utils.sync_global_devices("checkpoints: set aside")
         self._manager.reload()

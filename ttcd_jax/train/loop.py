@@ -22,11 +22,12 @@ class MetricCallback(NamedTuple):
 
 
 class StateCallback(NamedTuple):
-    """Called with (steps done, state) every `every` steps and when training ends or is stopped,
-    only once the step is known to be finite."""
+    """Called with (steps done, state) every `every` steps, where `is_due(steps done)`, and when
+    training ends or is stopped, only once the step is known to be finite."""
 
     every: int
     call: Callable[[int, TrainState], None]
+    is_due: Callable[[int], bool] = lambda step: False
 
 
 def train(
@@ -64,7 +65,7 @@ def train(
             report(*pending)
         pending = (done, metrics)
         is_last = done == steps or is_stopping(done)
-        due = [callback for callback in on_state if is_last or done % callback.every == 0]
+        due = [x for x in on_state if is_last or done % x.every == 0 or x.is_due(done)]
         if due:
             report(*pending)
             pending = None

@@ -64,6 +64,7 @@ class Perplexity(ScoredTask):
     title = "Held-out text: bits per byte by context length"
     key = "context"
     x_label = "context length (tokens)"
+    is_lower_better = True
 
     text: str | None = None
     seq_len: Positive | None = None

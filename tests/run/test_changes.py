@@ -1,0 +1,206 @@
+"""What of a run may change when it is resumed: fields that are named, and the place of its data."""
+
+import json
+import re
+import shutil
+
+import commands
+import pytest
+import tiny_run
+from small_models import config_of
+
+from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.data.tokenizer import train_tokenizer
+from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.run.config import LAYOUT, RunConfig
+from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.train.optimizer import OptimizerConfig
+from ttcd_jax.train.schedule import ScheduleConfig
+
+CONFIG = RunConfig(
+    model=config_of("ipttcd"),
+    data=RecallConfig(num_slots=8, num_keys=4, num_values=4),
+    optimizer=OptimizerConfig(schedule=ScheduleConfig(peak=1e-2)),
+    steps=8,
+    batch_size=2,
+)
+RECALL = ("recall.gin", *tiny_run.RECALL)
+
+
+@pytest.fixture
+def claim(tmp_path):
+    """Claims one run directory: `claim(config, manifest, *changes)`."""
+    directory = RunDirectory(tmp_path / "run")
+
+    def claim(config, manifest=None, *changes):
+        with directory.lock():
+            directory.claim(config.to_dict(), "text", manifest or {}, LAYOUT, changes)
+        return directory
+
+    return claim
+
+
+def _changes(directory):
+    return json.loads((directory.path / "config.json").read_text())["changes"]
+
+
+def test_the_flags_that_a_refusal_prints_change_the_run(tmp_path):
+    run_dir = f"--run_dir={tmp_path}"
+    commands.output("launch", *tiny_run.flags(*RECALL, "STEPS=8"), run_dir)
+    longer = "launch", *tiny_run.flags(*RECALL, "STEPS=12", "ScheduleConfig.peak=2e-2"), run_dir
+    before = (tmp_path / "config.json").read_bytes(), (tmp_path / "config.gin").read_bytes()
+    message = commands.refused(*longer)
+    assert "optimizer.schedule.peak: 0.01 -> 0.02, steps: 8 -> 12; add " in message
+    assert before[0] == (tmp_path / "config.json").read_bytes()
+    assert before[1] == (tmp_path / "config.gin").read_bytes()
+    flags = re.findall(r"--change=\S+", message)
+    assert flags == ["--change=ScheduleConfig.peak", "--change=RunConfig.steps"]
+    assert "resumed at step 8\n" in commands.output(*longer, *flags)
+    assert [step for step, *_ in tiny_run.losses(tmp_path)] == [*range(1, 13)]
+    directory = RunDirectory(tmp_path)
+    config = RunConfig.from_dict(directory.read_config())
+    assert (config.steps, config.optimizer.schedule.peak) == (12, 0.02)
+    assert _changes(directory) == [
+        {"step": 8, "field": "ScheduleConfig.peak", "old": 0.01, "new": 0.02},
+        {"step": 8, "field": "RunConfig.steps", "old": 8, "new": 12},
+    ]
+    assert "STEPS=12" in (tmp_path / "config.gin").read_text()
+    for again in (longer, (*longer, *flags)):
+        assert "is complete at step 12" in commands.output(*again)
+    shorter = "launch", *tiny_run.flags(*RECALL, "STEPS=4", "ScheduleConfig.peak=2e-2"), run_dir
+    message = commands.refused(*shorter, "--change=RunConfig.steps")
+    assert "RunConfig.steps 4 is below the 12 steps that " in message
+    assert RunDirectory(tmp_path).read_config()["steps"] == 12
+
+
+def test_a_field_is_named_as_in_gin_or_by_its_path(claim):
+    claim(CONFIG)
+    claim(CONFIG.replace(log_every=3), None, "log_every")
+    optimizer = CONFIG.optimizer.replace(clip_norm=0.5)
+    directory = claim(
+        CONFIG.replace(optimizer=optimizer), None, "OptimizerConfig.clip_norm", "log_every"
+    )
+    assert [(x["field"], x["old"], x["new"]) for x in _changes(directory)] == [
+        ("RunConfig.log_every", 10, 3),
+        ("OptimizerConfig.clip_norm", 1.0, 0.5),
+        ("RunConfig.log_every", 3, 10),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("seed", {"seed": 1}),
+        ("batch_size", {"batch_size": 4}),
+        ("data.num_slots", {"data": CONFIG.data.replace(num_slots=16)}),
+        ("model.window", {"model": CONFIG.model.replace(window=64)}),
+        ("optimizer.kind", {"optimizer": CONFIG.optimizer.replace(kind="muon")}),
+        ("optimizer.clip_norm", {"optimizer": CONFIG.optimizer.replace(clip_norm=None)}),
+    ],
+)
+def test_what_makes_another_run_is_refused_though_named(claim, name, change):
+    before = (claim(CONFIG).path / "config.json").read_bytes()
+    with pytest.raises(UserError, match=f"another configuration: {name}: .* choose") as caught:
+        claim(CONFIG.replace(steps=9, **change), None, name, "RunConfig.steps")
+    assert "--change" not in str(caught.value)
+    assert (RunDirectory(claim(CONFIG).path).path / "config.json").read_bytes() == before
+
+
+def test_a_name_without_a_field_is_refused_in_new_runs_too(claim):
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"=steps\.x names no field; did you mean 'steps'\?"):
+            claim(CONFIG, None, "steps.x")
+        claim(CONFIG)
+
+
+def test_moved_text_goes_on_and_changed_text_does_not(tmp_path):
+    text = tmp_path / "old" / "text"
+    text.mkdir(parents=True)
+    for number in range(40):
+        (text / f"{number}.txt").write_text(f"some words on line {number}\n" * 50)
+    tokenizer = train_tokenizer([b"some words on a line"], 258)
+    (text.parent / "tokenizer.json").write_text(tokenizer)
+
+    def line(folder):
+        places = f"TEXT='{folder / 'text'}'", f"TokenizerConfig.path='{folder / 'tokenizer.json'}'"
+        sizes = "STEPS=4", "TextConfig.seq_len=16", "TokenizerConfig.kind='json'"
+        flags = tiny_run.flags("text.gin", *sizes, *places)
+        return "launch", *flags, f"--run_dir={tmp_path / 'run'}"
+
+    commands.output(*line(text.parent))
+    moved = text.parent.rename(tmp_path / "moved")
+    assert "is complete at step 4" in commands.output(*line(moved))
+    directory = RunDirectory(tmp_path / "run")
+    data = directory.read_part("data")
+    assert data["corpus"]["path"] == str(moved / "text")
+    assert data["tokenizer"]["path"] == str(moved / "tokenizer.json")
+    assert [x["field"] for x in _changes(directory)] == [
+        "CorpusConfig.path",
+        "TokenizerConfig.path",
+    ]
+    arguments = f"--run_dir={directory.path}", "--task=ppl", "--max_rows=2"
+    assert "written to" in commands.output("evaluate", *arguments)
+    for number, name in enumerate(("text/7.txt", "tokenizer.json")):
+        changed = shutil.copytree(moved, tmp_path / str(number))
+        with (changed / name).open("a") as file:
+            file.write("\n")
+        message = commands.refused(*line(changed), status=3)
+        assert "the training data changed since " in message
+        assert directory.read_part("data") == data
+
+
+def test_moved_records_go_on(tmp_path):
+    (tmp_path / "a.txt").write_text("some words on a line\n" * 500)
+    for name, text in (("records", "a.txt"), ("others", "b.txt")):
+        (tmp_path / "b.txt").write_text("other words on a line\n" * 500)
+        places = f"--input={tmp_path / text}", f"--output={tmp_path / name}"
+        commands.output("prepare_data", *places, "--tokenizer=byte")
+    line = (
+        "launch",
+        *tiny_run.flags("text.gin", "STEPS=2", "TEXT='-'"),
+        f"--run_dir={tmp_path / 'run'}",
+    )
+
+    def records(path):
+        data = "RunConfig.data=@RecordsConfig()", f"RecordsConfig.paths='{path}'"
+        return *line, *tiny_run.params(*data, "RecordsConfig.seq_len=16")
+
+    commands.output(*records(tmp_path / "records"))
+    moved = (tmp_path / "records").rename(tmp_path / "moved")
+    assert "is complete at step 2" in commands.output(*records(moved))
+    assert RunDirectory(tmp_path / "run").read_part("data")["paths"] == str(moved)
+    assert "training data changed" in commands.refused(*records(tmp_path / "others"), status=3)
+
+
+def test_every_flipped_bit_of_a_configuration_is_noticed_or_harmless(tmp_path):
+    directory = RunDirectory(tmp_path)
+    model = {"type": "MemoryConfig", "eta": 0.3, "chunk_size": 64, "loss": "ntp", "is_on": True}
+    directory.claim({"type": "RunConfig", "model": model}, None, {})
+    path = tmp_path / "config.json"
+    content, config = path.read_bytes(), directory.read_config()
+    num_refused = 0
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            assert directory.read_config() == config
+        except UserError:
+            num_refused += 1
+    assert num_refused > 0.8 * 8 * len(content.replace(b" ", b""))
+
+
+def test_an_edited_configuration_is_refused_and_one_without_a_digest_is_read(claim):
+    directory = claim(CONFIG)
+    path = directory.path / "config.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored))  # other blanks
+    assert directory.read_config() == CONFIG.to_dict()
+    for edited in (stored | {"seed": 5}, {x: stored[x] for x in stored if x != "sha256"}):
+        path.write_text(json.dumps(edited))
+        with pytest.raises(CheckpointError, match=r"json was edited or damaged .* --change"):
+            directory.read_config()
+    path.write_text(json.dumps({"format": 2} | CONFIG.to_dict()))
+    assert directory.read_config() == CONFIG.to_dict()
+    claim(CONFIG.replace(steps=9), None, "RunConfig.steps")
+    assert json.loads(path.read_text())["format"] == 3
