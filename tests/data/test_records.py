@@ -8,7 +8,7 @@ import pytest
 from checks import assert_same
 
 from ttcd_jax.data.corpus import CorpusConfig
-from ttcd_jax.data.mixture import RecordsConfig, mixed_rows
+from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.preparation import prepare_records
@@ -177,8 +177,8 @@ def test_a_folder_is_passed_over_before_a_row_of_it_comes_again(tmp_path, folder
 
     def drawn(seed, start):
         """Rows of the second folder, from index `start` on."""
-        rows, num_distinct = mixed_rows(config.open("train"), seq_len=SEQ_LEN, seed=seed)
-        found = (rows[start + i]["tokens"] for i in range(2 * num_distinct))
+        rows, manifest = config.rows(seed)
+        found = (rows[start + i]["tokens"] for i in range(2 * manifest["num_rows"]))
         return [t.tobytes() for t in found if ((t >= 48) & (t < 58)).sum() > 20][:num_rows]
 
     first = drawn(5, 0)

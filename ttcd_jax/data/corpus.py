@@ -109,10 +109,14 @@ def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
     return documents
 
 
-def empty_split(config: CorpusConfig, split: Split) -> DataError:
+class EmptySplitError(DataError):
+    """A split without documents."""
+
+
+def empty_split(config: CorpusConfig, split: Split) -> EmptySplitError:
     """The error for a split without documents."""
     where = sysconfig.get_paths()["stdlib"] if config.path is None else config.path
-    return DataError(
+    return EmptySplitError(
         f"the {split} split of {where} is empty (validation_percent="
         f"{config.validation_percent}); add text, or give a folder with train/ and validation/"
     )

@@ -1,35 +1,210 @@
-"""Rows of one corpus or several, drawn by weight: pure functions of (seed, index)."""
+"""Rows of one corpus or several, drawn by weight: pure functions of (seed, step).
 
+A part is a corpus, or several that are mixed. It is repeated without end and reshuffled at each
+pass. `MixedRows` interleaves parts, from given steps on by other weights.
+"""
+
+import bisect
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import grain
 
-from ttcd_jax.config import AtLeast, Config, PositiveFloat
-from ttcd_jax.data.corpus import Split
+from ttcd_jax.config import AtLeast, Config, NonNegative, NonNegativeFloat, PositiveFloat
+from ttcd_jax.data.best_fit import BestFitRows
+from ttcd_jax.data.corpus import EmptySplitError, Split
 from ttcd_jax.data.packing import DocumentRows, PackedRows
 from ttcd_jax.data.pipeline import ENDLESS, RowSource
-from ttcd_jax.data.records import MANIFEST, TokenRecords, open_records, read_manifest
+from ttcd_jax.data.records import (
+    MANIFEST,
+    TokenRecords,
+    open_records,
+    read_manifest,
+    records_tokenizer,
+)
+from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import DataError, UserError
+
+Packing = Literal["concatenate", "best_fit"]
+Weights = Sequence[float]
+
+
+class Part(NamedTuple):
+    """Endless rows, the number of distinct ones, and the tokens of a mean document."""
+
+    rows: RowSource
+    num_rows: int
+    mean_size: float
+
+
+def corpus_part(
+    records: TokenRecords, *, seq_len: int, packing: Packing, seed: int, shuffle_seed: int
+) -> Part:
+    """The rows of one corpus: `seed` orders its documents, `shuffle_seed` its rows."""
+    if records.samples_are_rows:
+        rows = DocumentRows(records, seq_len=seq_len, is_whole=True)
+    elif packing == "best_fit":
+        rows = BestFitRows(records, seq_len=seq_len, seed=seed)
+    else:
+        rows = PackedRows(records, seq_len=seq_len, seed=seed)
+    endless = (
+        grain.MapDataset.source(rows).seed(shuffle_seed % 2**32).shuffle().repeat(None)[:ENDLESS]
+    )
+    return Part(endless, len(rows), float(records.sizes.mean()))
+
+
+class MixedRows:
+    """Endless rows of `parts`, interleaved as evenly as possible: a random-access source.
+
+    `stages`: (first row, weight of each part) in order, the first from row 0 on. Every part goes on
+    where the stage before left it. Weights are exact to a hundredth of the smallest above 0.
+    """
+
+    def __init__(self, parts: Sequence[RowSource], stages: Sequence[tuple[int, Weights]]) -> None:
+        self._parts = parts
+        self._starts = [start for start, _ in stages]
+        self._weights = [_integers(weights) for _, weights in stages]
+        self._before = [[0] * len(parts)]  # rows of each part before each stage
+        for (start, stop), weights in zip(
+            itertools.pairwise(self._starts), self._weights, strict=False
+        ):
+            drawn = _drawn(stop - start, weights)
+            self._before.append([sum(x) for x in zip(self._before[-1], drawn, strict=True)])
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: int) -> Any:
+        stage = bisect.bisect_right(self._starts, index) - 1
+        number, weights = int(index) - self._starts[stage], self._weights[stage]
+        drawn = _drawn(number, weights)
+        part = next(i for i, n in enumerate(_drawn(number + 1, weights)) if n > drawn[i])
+        return self._parts[part][self._before[stage][part] + drawn[part]]
+
+
+def _integers(weights: Weights) -> list[int]:
+    scale = 100 / min(weight for weight in weights if weight)
+    return [int(weight * scale) for weight in weights]
+
+
+def _drawn(num_rows: int, weights: list[int]) -> list[int]:
+    """Rows of each part among the first `num_rows`."""
+    drawn, total = [], sum(weights)
+    for weight in weights:
+        rest = num_rows * (total - weight) // total if total else num_rows
+        drawn.append(num_rows - rest)
+        num_rows, total = rest, total - weight
+    return drawn
+
+
+def that_have[T](parts: Iterable[T], open_part: Callable[[T], list[TokenRecords]]) -> list:
+    """The records of all parts that have a split. Raises the error of the first if none has."""
+    opened, errors = [], []
+    for part in parts:
+        try:
+            opened += open_part(part)
+        except EmptySplitError as error:
+            errors.append(error)
+    if not opened:
+        raise errors[0]
+    return opened
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordsConfig(Config):
-    """Folders of token records (`python -m experiments.prepare_data`), in rows of `seq_len` tokens.
+class TextData(Config):
+    """Text of one tokenizer, in rows of `seq_len` tokens."""
+
+    seq_len: Annotated[int, AtLeast(2)]
+
+    def open(self, split: Split) -> list[TokenRecords]:
+        """The records of all corpora that have the split. Raises `DataError` when none has."""
+        raise NotImplementedError
+
+    def part(
+        self, seed: int, shuffle_seeds: Iterator[int], batch_size: int = 1
+    ) -> tuple[Part, dict[str, Any]]:
+        """(the training split, its manifest); every corpus takes one of `shuffle_seeds`, since two
+        of one size would otherwise be read in the same order."""
+        raise NotImplementedError
+
+    def rows(self, seed: int, batch_size: int = 1) -> tuple[RowSource, dict[str, Any]]:
+        """(endless rows of the training split, manifest); a stage begins with a batch."""
+        part, facts = self.part(seed, itertools.count(seed), batch_size)
+        return part.rows, facts | {"num_rows": part.num_rows}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightedConfig(TextData):
+    """Parts, mixed.
+
+    `weights`: relative shares of the rows, one per part, exact to a hundredth of the smallest; with
+    `weights_per` "document", of the documents, converted by each part's mean length. Without
+    weights every row of every part is equally likely; with a single part they have no effect.
+    `stages`: weights from given steps on, ((0, (8, 2)), (10000, (5, 5))), instead of `weights`; a
+    part of weight 0 is absent from a stage.
+    """
+
+    weights: tuple[PositiveFloat, ...] = ()
+    weights_per: Literal["token", "document"] = "token"
+    stages: tuple[tuple[NonNegative, tuple[NonNegativeFloat, ...]], ...] = ()
+
+    def check_weights(self, parts: str, num_parts: int) -> None:
+        """Raises `UserError` for weights that are not one per part, and stages out of order."""
+        name, starts = type(self).__name__, [start for start, _ in self.stages]
+        if self.weights and self.stages:
+            raise UserError(f"{name}.weights and {name}.stages are both bound: remove one")
+        if starts and (starts[0] != 0 or starts != sorted(set(starts))):
+            raise UserError(
+                f"{name}.stages begin at steps {starts}: the first begins at 0, each other one "
+                "after the one before it"
+            )
+        for weights in [weights for _, weights in self.stages] or [
+            self.weights or (1,) * num_parts
+        ]:
+            if len(weights) != num_parts:
+                raise UserError(
+                    f"{name}.{'stages' if self.stages else 'weights'} {weights} are {len(weights)} "
+                    f"numbers for {num_parts} {parts}; give one each, or none"
+                )
+            if not any(weights):
+                raise UserError(f"{name}.stages has weights {weights}: one must be above 0")
+
+    def mixed(self, parts: Sequence[Part], batch_size: int) -> Part:
+        """The parts as one."""
+        sizes, means = [part.num_rows for part in parts], [part.mean_size for part in parts]
+        stages: Sequence[tuple[int, Weights]] = self.stages or ((0, self.weights),)
+        if len(parts) == 1 or not stages[0][1]:
+            stages = ((0, sizes),)
+        elif len(parts) != len(stages[0][1]):
+            raise DataError(
+                f"{type(self).__name__} has weights {stages[0][1]} for {len(stages[0][1])} parts, "
+                f"and {len(parts)} have a train split: prepare the others with one"
+            )
+        elif self.weights_per == "document":
+            scaled = [[w * x for w, x in zip(ws, means, strict=True)] for _, ws in stages]
+            stages = [(step, ws) for (step, _), ws in zip(stages, scaled, strict=True)]
+        rows = MixedRows(
+            [part.rows for part in parts], [(step * batch_size, ws) for step, ws in stages]
+        )
+        shares = stages[0][1]
+        mean = sum(shares) / sum(w / x for w, x in zip(shares, means, strict=True))
+        return Part(rows, sum(sizes), mean)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordsConfig(WeightedConfig):
+    """Folders of token records (`python -m experiments.prepare_data`), which are its parts.
 
     `paths`: a folder of records, several of them, or the parent of those named in `folders`.
-    `weights`: relative shares of the rows, one per folder, exact to a hundredth of the smallest;
-    with `weights_per` "document", of the documents, converted by each folder's mean length. Without
-    weights every row of every folder is equally likely; with a single folder they have no effect.
+    `packing`: "best_fit" cuts no document that fits into a row (`ttcd_jax.data.best_fit`).
     """
 
     paths: str | tuple[str, ...]
     folders: tuple[str, ...] = ()
-    weights: tuple[PositiveFloat, ...] = ()
-    weights_per: Literal["token", "document"] = "token"
-    seq_len: Annotated[int, AtLeast(2)]
+    packing: Packing = "concatenate"
 
     def validate(self) -> None:
         paths = self._paths
@@ -40,12 +215,7 @@ class RecordsConfig(Config):
                 f"RecordsConfig.folders {self.folders} are names below one path, and there are "
                 f"{len(paths)}: list all folders in paths, or give one"
             )
-        names = self.folders or paths
-        if self.weights and len(self.weights) != len(names):
-            raise UserError(
-                f"RecordsConfig.weights {self.weights} are {len(self.weights)} numbers for "
-                f"{len(names)} folders; give one each, or none"
-            )
+        self.check_weights("folders", len(self.folders or paths))
 
     def located(self) -> list[Path]:
         """The folders of records."""
@@ -62,6 +232,11 @@ class RecordsConfig(Config):
     def vocab_size(self) -> int:
         return self.manifests()[0]["vocab_size"]
 
+    @property
+    def tokenizer(self) -> TokenizerConfig:
+        """The tokenizer of the first folder."""
+        return records_tokenizer(self.located()[0])
+
     def manifests(self) -> list[dict[str, Any]]:
         """The manifest of each folder. Raises `DataError` if their tokenizers differ."""
         folders = self.located()
@@ -75,49 +250,16 @@ class RecordsConfig(Config):
         return manifests
 
     def open(self, split: Split) -> list[TokenRecords]:
-        """The records of the folders that have the split. Raises `DataError` when none has."""
-        folders = self.located()
-        with_split = [
-            folder
-            for folder, manifest in zip(folders, self.manifests(), strict=True)
-            if split in manifest["splits"]
+        self.manifests()
+        return that_have(self.located(), lambda folder: [open_records(folder, split)])
+
+    def part(
+        self, seed: int, shuffle_seeds: Iterator[int], batch_size: int = 1
+    ) -> tuple[Part, dict[str, Any]]:
+        options = {"seq_len": self.seq_len, "packing": self.packing, "seed": seed}
+        parts = [
+            corpus_part(records, shuffle_seed=next(shuffle_seeds), **options)
+            for records in self.open("train")
         ]
-        return [open_records(folder, split) for folder in with_split or folders]
-
-    def rows(self, seed: int) -> tuple[RowSource, dict[str, Any]]:
-        """(endless rows of the training splits, manifest)."""
-        records = self.open("train")
-        weights: Sequence[float] = self.weights if len(records) > 1 else ()
-        if weights and len(weights) != len(records):
-            raise DataError(
-                f"RecordsConfig.weights {self.weights} are for {len(weights)} folders, and "
-                f"{len(records)} have a train split: prepare the others with one"
-            )
-        if weights and self.weights_per == "document":
-            weights = [w * x.sizes.mean() for w, x in zip(weights, records, strict=True)]
-        rows, num_rows = mixed_rows(records, weights, seq_len=self.seq_len, seed=seed)
         digests = [manifest["sha256"] for manifest in self.manifests()]
-        return rows, {"kind": "records", "num_rows": num_rows, "sha256": digests}
-
-
-def mixed_rows(
-    corpora: Sequence[TokenRecords], weights: Sequence[float] = (), *, seq_len: int, seed: int
-) -> tuple[RowSource, int]:
-    """(an endless random-access source of rows, number of rows of all corpora).
-
-    Every corpus is repeated, reshuffled at each pass. Corpora are interleaved as evenly as possible
-    in the proportions `weights`, by default their numbers of rows.
-    """
-    sources = [
-        DocumentRows(records, seq_len=seq_len, is_whole=True)
-        if records.samples_are_rows
-        else PackedRows(records, seq_len=seq_len, seed=seed)
-        for records in corpora
-    ]
-    # A seed for each: two corpora of one size would otherwise be read in the same order.
-    parts = [
-        grain.MapDataset.source(rows).seed((seed + i) % 2**32).shuffle().repeat(None)
-        for i, rows in enumerate(sources)
-    ]
-    sizes = [len(rows) for rows in sources]
-    return grain.MapDataset.mix(parts, weights or sizes)[:ENDLESS], sum(sizes)
+        return self.mixed(parts, batch_size), {"kind": "records", "sha256": digests}

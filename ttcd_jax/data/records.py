@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ttcd_jax.data.corpus import Split
+from ttcd_jax.data.corpus import EmptySplitError, Split
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import difference, read_json
@@ -130,7 +130,7 @@ def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenR
     digests, and the first read of a document waits for it."""
     manifest = read_manifest(folder)
     if split not in manifest["splits"]:
-        raise DataError(
+        raise EmptySplitError(
             f"{folder} has no {split} split: prepare it with --validation_percent above 0, or from "
             "a folder with train/ and validation/"
         )

@@ -3,42 +3,113 @@ open splits of text as token records. Equal manifests mean equal data."""
 
 import dataclasses
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from ttcd_jax.config import AtLeast, Config
 from ttcd_jax.data.corpus import CorpusConfig, Split, load_documents, manifest
-from ttcd_jax.data.mixture import RecordsConfig, mixed_rows
+from ttcd_jax.data.mixture import (
+    Packing,
+    Part,
+    RecordsConfig,
+    TextData,
+    WeightedConfig,
+    corpus_part,
+    that_have,
+)
 from ttcd_jax.data.packing import encode_documents
-from ttcd_jax.data.pipeline import RowSource
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import read_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextConfig(Config):
-    """Documents of a corpus, tokenized and packed into rows of `seq_len` tokens."""
+class TextConfig(TextData):
+    """Documents of a corpus, tokenized and packed into rows of `seq_len` tokens: one after another,
+    or such that none is cut that fits into a row (`packing` "best_fit")."""
 
     corpus: CorpusConfig
     tokenizer: TokenizerConfig
-    seq_len: Annotated[int, AtLeast(2)]
+    packing: Packing = "concatenate"
 
     @property
     def vocab_size(self) -> int:
         return build_tokenizer(self.tokenizer).vocab_size
 
     def open(self, split: Split) -> list[TokenRecords]:
-        """The documents of a split as records in memory."""
         tokenizer = build_tokenizer(self.tokenizer)
         return [encode_documents(load_documents(self.corpus, split), tokenizer)]
 
-    def rows(self, seed: int) -> tuple[RowSource, dict[str, Any]]:
-        """(endless rows of the training split, manifest)."""
+    def part(
+        self, seed: int, shuffle_seeds: Iterator[int], batch_size: int = 1
+    ) -> tuple[Part, dict[str, Any]]:
         documents = load_documents(self.corpus, "train")
-        records = encode_documents(documents, build_tokenizer(self.tokenizer))
-        rows, num_rows = mixed_rows([records], seq_len=self.seq_len, seed=seed)
-        return rows, manifest(self.corpus, documents) | {"num_rows": num_rows}
+        part = corpus_part(
+            encode_documents(documents, build_tokenizer(self.tokenizer)),
+            seq_len=self.seq_len,
+            packing=self.packing,
+            seed=seed,
+            shuffle_seed=next(shuffle_seeds),
+        )
+        return part, manifest(self.corpus, documents)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixtureConfig(WeightedConfig):
+    """Corpora of text and folders of records as the parts of a mixture, of one tokenizer and one
+    `seq_len`."""
+
+    parts: tuple[TextConfig | RecordsConfig, ...]
+
+    def validate(self) -> None:
+        if not self.parts:
+            raise UserError("MixtureConfig.parts () is empty: bind one part or more")
+        self.check_weights("parts", len(self.parts))
+        for number, part in enumerate(self.parts, 1):
+            name = f"MixtureConfig.parts: number {number}, a {type(part).__name__},"
+            if part.seq_len != self.seq_len:
+                raise UserError(
+                    f"{name} has seq_len {part.seq_len}, and the mixture {self.seq_len}: bind one "
+                    "to both"
+                )
+            if isinstance(part, RecordsConfig) and part.stages:
+                raise UserError(f"{name} has stages {part.stages}: bind those of the mixture")
+
+    @property
+    def tokenizer(self) -> TokenizerConfig:
+        return self.tokenizers()[0]
+
+    def tokenizers(self) -> list[TokenizerConfig]:
+        """The tokenizer of each part. Raises `DataError` if they differ."""
+        tokenizers = [part.tokenizer for part in self.parts]
+        contents = [x.path and read_json(Path(x.path)) for x in tokenizers]
+        for number, content in enumerate(contents):
+            if content != contents[0]:
+                raise DataError(
+                    f"MixtureConfig.parts: number {number + 1} has the tokenizer "
+                    f"{tokenizers[number].path or 'byte'} and number 1 "
+                    f"{tokenizers[0].path or 'byte'}, which differ: prepare both with one"
+                )
+        return tokenizers
+
+    @property
+    def vocab_size(self) -> int:
+        self.tokenizers()
+        return self.parts[0].vocab_size
+
+    def open(self, split: Split) -> list[TokenRecords]:
+        self.tokenizers()
+        return that_have(self.parts, lambda part: part.open(split))
+
+    def part(
+        self, seed: int, shuffle_seeds: Iterator[int], batch_size: int = 1
+    ) -> tuple[Part, dict[str, Any]]:
+        self.tokenizers()
+        parts, facts = zip(*(part.part(seed, shuffle_seeds) for part in self.parts), strict=True)
+        return self.mixed(parts, batch_size), {"kind": "mixture", "parts": list(facts)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +121,15 @@ class BatchesConfig(Config):
     vocab_size: ClassVar[int] = 0  # tokens are checked batch by batch
 
 
-DataConfig = TextConfig | RecordsConfig | RecallConfig | BatchesConfig
+DataConfig = TextConfig | RecordsConfig | MixtureConfig | RecallConfig | BatchesConfig
+
+
+def text_data(data: dict[str, Any]) -> TextConfig | RecordsConfig | MixtureConfig | None:
+    """The data configuration of a run as an object, if it is text."""
+    for config in (TextConfig, RecordsConfig, MixtureConfig):
+        if data["type"] == config.__name__:
+            return config.from_dict(data)
+    return None
 
 
 def text_records(
@@ -74,7 +153,6 @@ def text_records(
     if text is not None:
         corpus = CorpusConfig(kind="text", path=text, validation_percent=0)
         return [encode_documents(load_documents(corpus, "train"), tokenizer)]
-    for config in (TextConfig, RecordsConfig):
-        if data["type"] == config.__name__:
-            return config.from_dict(data).open("validation")
-    raise UserError(f"{run_dir} was imported and has no corpus: pass --text=PATH")
+    if (config := text_data(data)) is None:
+        raise UserError(f"{run_dir} was imported and has no corpus: pass --text=PATH")
+    return config.open("validation")
