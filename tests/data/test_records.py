@@ -231,7 +231,7 @@ def test_changed_content_is_found_before_the_first_read(copy, name):
     source, _ = RecordsConfig(paths=(str(copy),), seq_len=SEQ_LEN).rows(0)
     for _ in range(2):
         with pytest.raises(DataError, match=f"copy/{name}: its content changed"):
-            source[0]
+            list(map(source.__getitem__, range(200)))  # more than a pass
     with pytest.raises(DataError, match=f"copy/{name}: its content changed"):
         verify_records(copy)
     open_records(copy, "validation").read(0, 0, 1)
