@@ -35,7 +35,7 @@ def _naive_rooms(histogram, seq_len):
 @pytest.mark.parametrize("seed", range(50))
 def test_the_plan_is_best_fit_decreasing(seed):
     rng = np.random.default_rng(seed)
-    histogram = rng.integers(10, size=SEQ_LEN) * (rng.random(SEQ_LEN) < rng.random())
+    histogram = rng.integers(10, size=SEQ_LEN + 1) * (rng.random(SEQ_LEN + 1) < rng.random())
     histogram[0] = 0
     kinds = plan_rows(histogram, SEQ_LEN)
     placed = np.zeros_like(histogram)
@@ -89,7 +89,7 @@ def test_a_seed_permutes_the_documents_of_one_length(sizes):
 
     np.testing.assert_array_equal(drawn(1), drawn(1))
     assert drawn(1).shape == drawn(2).shape
-    assert np.mean(drawn(1) != drawn(2)) > 0.3  # the rows of the long ones are the same
+    assert np.mean(drawn(1) != drawn(2)) > 0.5
 
 
 def test_little_is_padding_where_lengths_have_a_long_tail():

@@ -8,7 +8,7 @@ import pytest
 from checks import assert_same
 
 from ttcd_jax.data.corpus import CorpusConfig
-from ttcd_jax.data.mixture import MixedRows, RecordsConfig, corpus_part
+from ttcd_jax.data.mixture import MixedRows, RecordsConfig, corpus_rows
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.preparation import prepare_records
 from ttcd_jax.data.records import TokenRecords
@@ -33,13 +33,13 @@ def _corpus(seed, num_documents, mean):
 def test_the_order_is_that_of_every_run_so_far(weights, digest):
     """Digests from grain's `MapDataset.mix`, which mixed the rows at first."""
     parts = [
-        corpus_part(
+        corpus_rows(
             _corpus(i, *sizes), seq_len=16, packing="concatenate", seed=3, shuffle_seed=3 + i
         )
         for i, sizes in enumerate([(40, 50), (60, 9), (5, 300)])
     ]
-    weights = weights or [part.num_rows for part in parts]
-    rows = MixedRows([part.rows for part in parts], [(0, weights)])
+    weights = weights or [size for _, size in parts]
+    rows = MixedRows([rows for rows, _ in parts], [(0, weights)])
     found = hashlib.sha256()
     for index in (*range(500), *range(10**6, 10**6 + 100), 2**31 - 2):
         row = rows[index]
@@ -148,16 +148,6 @@ def test_corpora_of_a_mixture_are_shuffled_apart(mixture):
     assert passes[0] != passes[1] != passes[2] != passes[0]
 
 
-def test_weights_of_documents_count_each_parts_mean_document(mixture):
-    config = mixture.replace(stages=((0, (1, 1)),), weights_per="document")
-    rows, _ = config.rows(1)
-    share = np.mean([(rows[i]["tokens"] == ord("c")).any() for i in range(1000)])
-    records, (text,) = mixture.parts[0].open("train"), mixture.parts[1].open("train")
-    a, b = (x.sizes.mean() for x in records)
-    mean = 4 / (3 / a + 1 / b)  # of the documents of a mixture of tokens 3 to 1
-    assert abs(share - text.sizes.mean() / (text.sizes.mean() + mean)) < 0.01
-
-
 def test_all_parts_with_a_validation_split_are_evaluated(mixture):
     assert len(mixture.open("validation")) == 3
     records, text = mixture.parts
@@ -194,7 +184,7 @@ def test_parts_of_two_tokenizers_are_refused(mixture, tmp_path):
         ({"stages": ((0, (1, 1)), (9, (1, 1)), (4, (1, 1)))}, r"\[0, 9, 4\]"),
         ({"stages": ((0, (1, 1, 1)),)}, r"stages \(1, 1, 1\) are 3 numbers for 2 parts; give"),
         ({"stages": ((0, ()),)}, r"stages \(\) are 0 numbers for 2 parts"),
-        ({"stages": ((0, (0, 0)),)}, r"stages has weights \(0, 0\): one must be above 0"),
+        ({"stages": ((0, (0, 0)),)}, r"stages \(0, 0\) are all 0: one must be above 0"),
         ({"stages": ((0, (1, -1)),)}, r"stages .* must each be 0 or more, finite"),
         (
             {"stages": ((0, 1, 1),)},

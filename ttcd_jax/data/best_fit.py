@@ -1,8 +1,8 @@
 """Rows in which no document is cut that fits into one: best-fit packing.
 
 Ding et al. 2024, "Fewer Truncations Improve Language Modeling": a document of more than T targets
-is cut into rows of T, and the pieces of less are placed, the longest first, each into the row with
-the least room that holds it. Pieces of one length are interchangeable, so rows are planned from the
+is cut into pieces of T and a rest; the longest pieces are placed first, each into the row with the
+least room that holds it. Pieces of one length are interchangeable, so rows are planned from the
 histogram of lengths: time and size of the plan grow with T, not with the documents.
 """
 
@@ -20,7 +20,7 @@ Kind = tuple[int, list[tuple[int, int]]]
 
 
 def plan_rows(histogram: np.ndarray, seq_len: int) -> list[Kind]:
-    """The rows that best-fit decreasing makes of `histogram[n]` pieces of n tokens, 0 < n < T."""
+    """The rows that best-fit decreasing makes of `histogram[n]` pieces of n tokens, 0 < n <= T."""
     kinds: dict[int, list[Kind]] = collections.defaultdict(list)  # by the room that is left
     rooms: list[int] = []  # those with rows, sorted
 
@@ -50,55 +50,41 @@ def plan_rows(histogram: np.ndarray, seq_len: int) -> list[Kind]:
 
 class BestFitRows:
     """Every target of every document once, in rows planned by `plan_rows`, padded in segment 0
-    outside the loss: a random-access source. `seed` permutes the documents of one length.
+    outside the loss: a random-access source. `seed` permutes the pieces of one length.
 
-    In memory: `_order` [documents], by the length of the piece that does not fill a row; the
-    documents that fill rows; the plan. Raises `DataError` when no document has two tokens.
+    In memory: `_order` [pieces], sorted by length; `_before` [documents + 1], the pieces before
+    each document; the plan. Raises `DataError` when no document has two tokens.
     """
 
     def __init__(self, records: TokenRecords, *, seq_len: int, seed: int) -> None:
         self.records, self.seq_len = records, seq_len
         targets = records.sizes - 1
-        self._long = np.flatnonzero(targets >= seq_len)
-        self._long_ends = np.cumsum([0, *(targets[self._long] // seq_len)])
-        rests = (targets % seq_len).astype(np.min_scalar_type(seq_len))
-        histogram = np.bincount(rests, minlength=1)
-        order = np.random.default_rng(seed).permutation(len(records))
-        self._order = order[np.argsort(rests[order], kind="stable")][histogram[0] :]
-        histogram[0] = 0
-        kinds = plan_rows(histogram, seq_len)
-        # Kind k has the rows from _starts[k] on, and the entries from _entries[k] on.
-        self._starts = np.cumsum([self._long_ends[-1], *(num_rows for num_rows, _ in kinds)])
-        self._entries = np.cumsum([0, *(len(pieces) for _, pieces in kinds)])
-        table = np.array([entry for _, pieces in kinds for entry in pieces], np.int64)
-        self._lengths, self._counts = table.reshape(-1, 2).T
-        taken = self._counts * np.repeat(np.diff(self._starts), np.diff(self._entries))
-        by_length = np.argsort(self._lengths, kind="stable")
-        self._firsts = np.empty_like(taken)  # of an entry's documents in _order
-        self._firsts[by_length] = np.cumsum(taken[by_length]) - taken[by_length]
-        if not len(self):
+        self._before = np.concatenate([[0], np.cumsum(-(-targets // seq_len))])
+        lengths = np.full(self._before[-1], seq_len, np.min_scalar_type(seq_len))
+        lengths[self._before[1:][targets > 0] - 1] = (targets[targets > 0] - 1) % seq_len + 1
+        if not lengths.size:
             raise DataError(f"{records.where} has no document of 2 tokens; add text")
+        order = np.random.default_rng(seed).permutation(lengths.size)
+        self._order = order[np.argsort(lengths[order], kind="stable")]
+        histogram = np.bincount(lengths)
+        firsts = np.cumsum(histogram) - histogram  # the next piece of each length in _order
+        self._starts, self._kinds = [0], []
+        for num_rows, pieces in plan_rows(histogram, seq_len):
+            self._kinds.append([(length, count, firsts[length]) for length, count in pieces])
+            for length, count in pieces:
+                firsts[length] += num_rows * count
+            self._starts.append(self._starts[-1] + num_rows)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        return row_of(self.records, self._pieces(int(index)), self.seq_len)
-
-    def _pieces(self, index: int) -> list[tuple[int, int, int]]:
-        """(document, start, inputs) of a row."""
-        if index < self._starts[0]:
-            place = np.searchsorted(self._long_ends, index, side="right") - 1
-            start = (index - self._long_ends[place]) * self.seq_len
-            return [(self._long[place], start, self.seq_len)]
-        kind = np.searchsorted(self._starts, index, side="right") - 1
-        pieces = []
-        for entry in range(self._entries[kind], self._entries[kind + 1]):
-            length, count = self._lengths[entry], self._counts[entry]
-            first = self._firsts[entry] + (index - self._starts[kind]) * count
-            documents = self._order[first : first + count]
-            ends = self.records.starts[documents + 1] - self.records.starts[documents] - 1
-            pieces += [(d, end - length, length) for d, end in zip(documents, ends, strict=True)]
-        return pieces
+        kind = bisect.bisect_right(self._starts, index) - 1
+        number, pieces = index - self._starts[kind], []
+        for length, count, first in self._kinds[kind]:
+            for piece in self._order[first + number * count : first + (number + 1) * count]:
+                document = np.searchsorted(self._before, piece, side="right") - 1
+                pieces.append((document, (piece - self._before[document]) * self.seq_len, length))
+        return row_of(self.records, pieces, self.seq_len)

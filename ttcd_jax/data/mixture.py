@@ -1,15 +1,12 @@
-"""Rows of one corpus or several, drawn by weight: pure functions of (seed, step).
-
-A part is a corpus, or several that are mixed. It is repeated without end and reshuffled at each
-pass. `MixedRows` interleaves parts, from given steps on by other weights.
-"""
+"""Rows of one corpus or several, drawn by weight: pure functions of (seed, index)."""
 
 import bisect
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, pairwise
+from operator import add
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import grain
 
@@ -32,28 +29,18 @@ Packing = Literal["concatenate", "best_fit"]
 Weights = Sequence[float]
 
 
-class Part(NamedTuple):
-    """Endless rows, the number of distinct ones, and the tokens of a mean document."""
-
-    rows: RowSource
-    num_rows: int
-    mean_size: float
-
-
-def corpus_part(
+def corpus_rows(
     records: TokenRecords, *, seq_len: int, packing: Packing, seed: int, shuffle_seed: int
-) -> Part:
-    """The rows of one corpus: `seed` orders its documents, `shuffle_seed` its rows."""
+) -> tuple[RowSource, int]:
+    """(endless rows of one corpus, number of distinct ones): `seed` orders its documents,
+    `shuffle_seed` its rows, anew at each pass."""
     if records.samples_are_rows:
         rows = DocumentRows(records, seq_len=seq_len, is_whole=True)
-    elif packing == "best_fit":
-        rows = BestFitRows(records, seq_len=seq_len, seed=seed)
     else:
-        rows = PackedRows(records, seq_len=seq_len, seed=seed)
-    endless = (
-        grain.MapDataset.source(rows).seed(shuffle_seed % 2**32).shuffle().repeat(None)[:ENDLESS]
-    )
-    return Part(endless, len(rows), float(records.sizes.mean()))
+        kind = {"concatenate": PackedRows, "best_fit": BestFitRows}[packing]
+        rows = kind(records, seq_len=seq_len, seed=seed)
+    shuffled = grain.MapDataset.source(rows).seed(shuffle_seed % 2**32).shuffle()
+    return shuffled.repeat(None)[:ENDLESS], len(rows)
 
 
 class MixedRows:
@@ -68,11 +55,8 @@ class MixedRows:
         self._starts = [start for start, _ in stages]
         self._weights = [_integers(weights) for _, weights in stages]
         self._before = [[0] * len(parts)]  # rows of each part before each stage
-        for (start, stop), weights in zip(
-            itertools.pairwise(self._starts), self._weights, strict=False
-        ):
-            drawn = _drawn(stop - start, weights)
-            self._before.append([sum(x) for x in zip(self._before[-1], drawn, strict=True)])
+        for (start, stop), weights in zip(pairwise(self._starts), self._weights, strict=False):
+            self._before.append(list(map(add, self._before[-1], _drawn(stop - start, weights))))
 
     def __len__(self) -> int:
         return ENDLESS
@@ -114,42 +98,18 @@ def that_have[T](parts: Iterable[T], open_part: Callable[[T], list[TokenRecords]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextData(Config):
-    """Text of one tokenizer, in rows of `seq_len` tokens."""
+class WeightedConfig(Config):
+    """Parts, mixed in rows of `seq_len` tokens.
 
-    seq_len: Annotated[int, AtLeast(2)]
-
-    def open(self, split: Split) -> list[TokenRecords]:
-        """The records of all corpora that have the split. Raises `DataError` when none has."""
-        raise NotImplementedError
-
-    def part(
-        self, seed: int, shuffle_seeds: Iterator[int], batch_size: int = 1
-    ) -> tuple[Part, dict[str, Any]]:
-        """(the training split, its manifest); every corpus takes one of `shuffle_seeds`, since two
-        of one size would otherwise be read in the same order."""
-        raise NotImplementedError
-
-    def rows(self, seed: int, batch_size: int = 1) -> tuple[RowSource, dict[str, Any]]:
-        """(endless rows of the training split, manifest); a stage begins with a batch."""
-        part, facts = self.part(seed, itertools.count(seed), batch_size)
-        return part.rows, facts | {"num_rows": part.num_rows}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightedConfig(TextData):
-    """Parts, mixed.
-
-    `weights`: relative shares of the rows, one per part, exact to a hundredth of the smallest; with
-    `weights_per` "document", of the documents, converted by each part's mean length. Without
-    weights every row of every part is equally likely; with a single part they have no effect.
+    `weights`: relative shares of the rows, one per part, exact to a hundredth of the smallest.
+    Without them every row of every part is equally likely; with a single part they have no effect.
     `stages`: weights from given steps on, ((0, (8, 2)), (10000, (5, 5))), instead of `weights`; a
     part of weight 0 is absent from a stage.
     """
 
     weights: tuple[PositiveFloat, ...] = ()
-    weights_per: Literal["token", "document"] = "token"
     stages: tuple[tuple[NonNegative, tuple[NonNegativeFloat, ...]], ...] = ()
+    seq_len: Annotated[int, AtLeast(2)]
 
     def check_weights(self, parts: str, num_parts: int) -> None:
         """Raises `UserError` for weights that are not one per part, and stages out of order."""
@@ -161,37 +121,35 @@ class WeightedConfig(TextData):
                 f"{name}.stages begin at steps {starts}: the first begins at 0, each other one "
                 "after the one before it"
             )
-        for weights in [weights for _, weights in self.stages] or [
-            self.weights or (1,) * num_parts
-        ]:
-            if len(weights) != num_parts:
+        for field, weights in (*(("stages", w) for _, w in self.stages), ("weights", self.weights)):
+            if len(weights) != num_parts and (weights or field == "stages"):
                 raise UserError(
-                    f"{name}.{'stages' if self.stages else 'weights'} {weights} are {len(weights)} "
-                    f"numbers for {num_parts} {parts}; give one each, or none"
+                    f"{name}.{field} {weights} are {len(weights)} numbers for {num_parts} {parts}; "
+                    "give one each, or none"
                 )
-            if not any(weights):
-                raise UserError(f"{name}.stages has weights {weights}: one must be above 0")
+            if weights and not any(weights):
+                raise UserError(f"{name}.{field} {weights} are all 0: one must be above 0")
 
-    def mixed(self, parts: Sequence[Part], batch_size: int) -> Part:
-        """The parts as one."""
-        sizes, means = [part.num_rows for part in parts], [part.mean_size for part in parts]
+    def mixed(
+        self, parts: Sequence[tuple[RowSource, int]], batch_size: int, scale: Weights | None = None
+    ) -> tuple[RowSource, int]:
+        """(endless rows of the parts, number of distinct ones); a stage begins with a batch, and
+        weights are multiplied by `scale`."""
+        rows, sizes = zip(*parts, strict=True)
         stages: Sequence[tuple[int, Weights]] = self.stages or ((0, self.weights),)
         if len(parts) == 1 or not stages[0][1]:
-            stages = ((0, sizes),)
+            stages, scale = ((0, sizes),), None
         elif len(parts) != len(stages[0][1]):
             raise DataError(
-                f"{type(self).__name__} has weights {stages[0][1]} for {len(stages[0][1])} parts, "
-                f"and {len(parts)} have a train split: prepare the others with one"
+                f"{type(self).__name__} has {len(stages[0][1])} weights for each row, and "
+                f"{len(parts)} parts have a train split: prepare the others with one"
             )
-        elif self.weights_per == "document":
-            scaled = [[w * x for w, x in zip(ws, means, strict=True)] for _, ws in stages]
-            stages = [(step, ws) for (step, _), ws in zip(stages, scaled, strict=True)]
-        rows = MixedRows(
-            [part.rows for part in parts], [(step * batch_size, ws) for step, ws in stages]
-        )
-        shares = stages[0][1]
-        mean = sum(shares) / sum(w / x for w, x in zip(shares, means, strict=True))
-        return Part(rows, sum(sizes), mean)
+        scale = scale or [1] * len(parts)
+        scaled = [
+            (step * batch_size, [w * x for w, x in zip(weights, scale, strict=True)])
+            for step, weights in stages
+        ]
+        return MixedRows(rows, scaled), sum(sizes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,11 +157,13 @@ class RecordsConfig(WeightedConfig):
     """Folders of token records (`python -m experiments.prepare_data`), which are its parts.
 
     `paths`: a folder of records, several of them, or the parent of those named in `folders`.
-    `packing`: "best_fit" cuts no document that fits into a row (`ttcd_jax.data.best_fit`).
+    `weights_per` "document": the weights are shares of the documents, converted by each folder's
+    mean length. `packing` "best_fit": no document is cut that fits into a row.
     """
 
     paths: str | tuple[str, ...]
     folders: tuple[str, ...] = ()
+    weights_per: Literal["token", "document"] = "token"
     packing: Packing = "concatenate"
 
     def validate(self) -> None:
@@ -253,13 +213,18 @@ class RecordsConfig(WeightedConfig):
         self.manifests()
         return that_have(self.located(), lambda folder: [open_records(folder, split)])
 
-    def part(
-        self, seed: int, shuffle_seeds: Iterator[int], batch_size: int = 1
-    ) -> tuple[Part, dict[str, Any]]:
+    def rows(
+        self, seed: int, batch_size: int = 1, shuffle_seeds: Iterator[int] | None = None
+    ) -> tuple[RowSource, dict[str, Any]]:
+        """(endless rows of the training splits, manifest). Every corpus takes one of
+        `shuffle_seeds`: two of one size would otherwise be read in the same order."""
+        shuffle_seeds = shuffle_seeds or count(seed)
+        corpora = self.open("train")
         options = {"seq_len": self.seq_len, "packing": self.packing, "seed": seed}
-        parts = [
-            corpus_part(records, shuffle_seed=next(shuffle_seeds), **options)
-            for records in self.open("train")
-        ]
+        parts = [corpus_rows(x, **options, shuffle_seed=next(shuffle_seeds)) for x in corpora]
+        means = [float(records.sizes.mean()) for records in corpora]
+        rows, num_rows = self.mixed(
+            parts, batch_size, means if self.weights_per == "document" else None
+        )
         digests = [manifest["sha256"] for manifest in self.manifests()]
-        return self.mixed(parts, batch_size), {"kind": "records", "sha256": digests}
+        return rows, {"kind": "records", "num_rows": num_rows, "sha256": digests}

@@ -2,6 +2,7 @@
 open splits of text as token records. Equal manifests mean equal data."""
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +12,13 @@ from ttcd_jax.config import AtLeast, Config
 from ttcd_jax.data.corpus import CorpusConfig, Split, load_documents, manifest
 from ttcd_jax.data.mixture import (
     Packing,
-    Part,
     RecordsConfig,
-    TextData,
     WeightedConfig,
-    corpus_part,
+    corpus_rows,
     that_have,
 )
 from ttcd_jax.data.packing import encode_documents
+from ttcd_jax.data.pipeline import RowSource
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
@@ -27,34 +27,34 @@ from ttcd_jax.files import read_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextConfig(TextData):
-    """Documents of a corpus, tokenized and packed into rows of `seq_len` tokens: one after another,
-    or such that none is cut that fits into a row (`packing` "best_fit")."""
+class TextConfig(Config):
+    """Documents of a corpus, tokenized and packed into rows of `seq_len` tokens; with `packing`
+    "best_fit", none is cut that fits into a row."""
 
     corpus: CorpusConfig
     tokenizer: TokenizerConfig
     packing: Packing = "concatenate"
+    seq_len: Annotated[int, AtLeast(2)]
 
     @property
     def vocab_size(self) -> int:
         return build_tokenizer(self.tokenizer).vocab_size
 
     def open(self, split: Split) -> list[TokenRecords]:
+        """The documents of a split as records in memory."""
         tokenizer = build_tokenizer(self.tokenizer)
         return [encode_documents(load_documents(self.corpus, split), tokenizer)]
 
-    def part(
-        self, seed: int, shuffle_seeds: Iterator[int], batch_size: int = 1
-    ) -> tuple[Part, dict[str, Any]]:
+    def rows(
+        self, seed: int, batch_size: int = 1, shuffle_seeds: Iterator[int] | None = None
+    ) -> tuple[RowSource, dict[str, Any]]:
+        """(endless rows of the training split, manifest)."""
         documents = load_documents(self.corpus, "train")
-        part = corpus_part(
-            encode_documents(documents, build_tokenizer(self.tokenizer)),
-            seq_len=self.seq_len,
-            packing=self.packing,
-            seed=seed,
-            shuffle_seed=next(shuffle_seeds),
-        )
-        return part, manifest(self.corpus, documents)
+        records = encode_documents(documents, build_tokenizer(self.tokenizer))
+        options = {"seq_len": self.seq_len, "packing": self.packing, "seed": seed}
+        shuffle_seed = next(shuffle_seeds or iter([seed]))
+        rows, num_rows = corpus_rows(records, **options, shuffle_seed=shuffle_seed)
+        return rows, manifest(self.corpus, documents) | {"num_rows": num_rows}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,12 +104,14 @@ class MixtureConfig(WeightedConfig):
         self.tokenizers()
         return that_have(self.parts, lambda part: part.open(split))
 
-    def part(
-        self, seed: int, shuffle_seeds: Iterator[int], batch_size: int = 1
-    ) -> tuple[Part, dict[str, Any]]:
+    def rows(self, seed: int, batch_size: int = 1) -> tuple[RowSource, dict[str, Any]]:
+        """(endless rows of the training splits, manifest)."""
         self.tokenizers()
-        parts, facts = zip(*(part.part(seed, shuffle_seeds) for part in self.parts), strict=True)
-        return self.mixed(parts, batch_size), {"kind": "mixture", "parts": list(facts)}
+        seeds = itertools.count(seed)
+        parts = [part.rows(seed, shuffle_seeds=seeds) for part in self.parts]
+        facts = [facts for _, facts in parts]
+        rows, num_rows = self.mixed([(x, facts["num_rows"]) for x, facts in parts], batch_size)
+        return rows, {"kind": "mixture", "num_rows": num_rows, "parts": facts}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
