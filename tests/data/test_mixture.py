@@ -170,7 +170,7 @@ def test_parts_of_two_tokenizers_are_refused(mixture, tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     text = mixture.parts[1].replace(tokenizer=TokenizerConfig(kind="json", path=str(path)))
-    message = r"number 2 has the tokenizer .*tokenizer\.json and number 1 byte, which differ"
+    message = r"tokenizers of MixtureConfig\.parts differ \(byte and .*tokenizer\.json\)"
     for use in (lambda x: x.vocab_size, lambda x: x.open("validation"), lambda x: x.rows(0)):
         with pytest.raises(DataError, match=message):
             use(mixture.replace(parts=(mixture.parts[0], text)))
@@ -193,8 +193,8 @@ def test_parts_of_two_tokenizers_are_refused(mixture, tmp_path):
         ({"stages": ((0.5, (1, 1)),)}, r"stages must be tuple"),
         ({"weights": (1, 1)}, r"weights and MixtureConfig\.stages are both bound: remove one"),
         ({"weights": (1,), "stages": ()}, r"weights \(1,\) are 1 numbers for 2 parts"),
-        ({"seq_len": 8}, r"number 1, a RecordsConfig, has seq_len 16, and the mixture 8"),
-        ({"parts": ()}, r"parts \(\) is empty: bind one part or more"),
+        ({"seq_len": 8}, r"seq_len 8 and those of its parts, \[16, 16\], differ"),
+        ({"parts": ()}, r"parts \(\) must be one or more"),
     ],
 )
 def test_config_errors(mixture, changes, message):
@@ -205,5 +205,5 @@ def test_config_errors(mixture, changes, message):
 def test_stages_of_a_part_are_refused(mixture):
     records = mixture.parts[0].replace(weights=(), stages=((0, (1, 1)), (3, (2, 1))))
     assert len(records.rows(0, BATCH)[0][12]["tokens"]) == SEQ_LEN
-    with pytest.raises(UserError, match=r"RecordsConfig, has stages .*: bind those of the mixture"):
+    with pytest.raises(UserError, match="a part of MixtureConfig has stages: bind"):
         mixture.replace(parts=(records, mixture.parts[1]))

@@ -96,6 +96,20 @@ def test_a_run_trains_is_pinned_and_evaluated(text, tokenizer, records, tmp_path
     assert "the training data changed" in message
 
 
+def test_records_and_text_mix_by_step(text, tokenizer, records, tmp_path):
+    bindings = ["include 'data/mixture.gin'", f"RECORDS='{records}'", f"TEXT='{text}'"]
+    bindings += ["SEQ_LEN=16", "MixtureConfig.stages=((0, (8, 2)), (2, (0, 1)))", "STEPS=4"]
+    bindings += ["TransformerConfig.vocab_size=300", "CorpusConfig.validation_percent=0"]
+    launch = ("launch", *tiny_run.flags("quickstart.gin", *bindings))
+    message = commands.refused(*launch, f"--run_dir={tmp_path / 'bytes'}", status=3)
+    assert f"({records}/tokenizer.json and byte): prepare the records" in message
+    its = tiny_run.params("TokenizerConfig.kind='json'", f"TokenizerConfig.path='{tokenizer}'")
+    assert "trained 4 steps" in commands.output(*launch, *its, f"--run_dir={tmp_path / 'run'}")
+    out = commands.output("evaluate", f"--run_dir={tmp_path / 'run'}", "--task=ppl", "--max_rows=8")
+    assert "bits per byte" in out
+    assert load_run(tmp_path / "run").tokenizer.vocab_size == 300
+
+
 def test_a_run_ends_before_it_reads_changed_records(records, tmp_path):
     """Their size and time as before; once they are restored, the run goes on."""
     copy = shutil.copytree(records, tmp_path / "copy")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from ttcd_jax.config import AtLeast, Config
+from ttcd_jax.config import AtLeast, Bound, Config
 from ttcd_jax.data.corpus import CorpusConfig, Split, load_documents, manifest
 from ttcd_jax.data.mixture import (
     Packing,
@@ -59,24 +59,20 @@ class TextConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtureConfig(WeightedConfig):
-    """Corpora of text and folders of records as the parts of a mixture, of one tokenizer and one
-    `seq_len`."""
+    """Corpora of text and folders of records as `parts`, of one tokenizer and one `seq_len`."""
 
-    parts: tuple[TextConfig | RecordsConfig, ...]
+    parts: Annotated[tuple[TextConfig | RecordsConfig, ...], Bound("one or more", bool)]
 
     def validate(self) -> None:
-        if not self.parts:
-            raise UserError("MixtureConfig.parts () is empty: bind one part or more")
         self.check_weights("parts", len(self.parts))
-        for number, part in enumerate(self.parts, 1):
-            name = f"MixtureConfig.parts: number {number}, a {type(part).__name__},"
-            if part.seq_len != self.seq_len:
-                raise UserError(
-                    f"{name} has seq_len {part.seq_len}, and the mixture {self.seq_len}: bind one "
-                    "to both"
-                )
-            if isinstance(part, RecordsConfig) and part.stages:
-                raise UserError(f"{name} has stages {part.stages}: bind those of the mixture")
+        lengths = [part.seq_len for part in self.parts]
+        if set(lengths) != {self.seq_len}:
+            raise UserError(
+                f"MixtureConfig.seq_len {self.seq_len} and those of its parts, {lengths}, differ: "
+                "bind one to all"
+            )
+        if any(part.stages for part in self.parts if isinstance(part, RecordsConfig)):
+            raise UserError("a part of MixtureConfig has stages: bind MixtureConfig.stages instead")
 
     @property
     def tokenizer(self) -> TokenizerConfig:
@@ -86,12 +82,11 @@ class MixtureConfig(WeightedConfig):
         """The tokenizer of each part. Raises `DataError` if they differ."""
         tokenizers = [part.tokenizer for part in self.parts]
         contents = [x.path and read_json(Path(x.path)) for x in tokenizers]
-        for number, content in enumerate(contents):
+        for other, content in zip(tokenizers, contents, strict=True):
             if content != contents[0]:
                 raise DataError(
-                    f"MixtureConfig.parts: number {number + 1} has the tokenizer "
-                    f"{tokenizers[number].path or 'byte'} and number 1 "
-                    f"{tokenizers[0].path or 'byte'}, which differ: prepare both with one"
+                    f"the tokenizers of MixtureConfig.parts differ ({tokenizers[0].path or 'byte'} "
+                    f"and {other.path or 'byte'}): prepare the records by the one of the text"
                 )
         return tokenizers
 

@@ -65,26 +65,22 @@ class VerifiedFiles:
 
 def _difference(path: Path, num_bytes: int, digest: str) -> str | None:
     """`difference`, without reading a file that has a marker."""
-    try:
-        name, age = _state(path, num_bytes, digest)
-        if age < _SETTLED:
-            return difference(path, num_bytes, digest)
-        marker = user_cache() / "verified" / name
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        with marker.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if marker.stat().st_size:
-                return None
-            problem = difference(path, num_bytes, digest)
-            if problem is None and _state(path, num_bytes, digest)[0] == name:
-                file.write(b"intact")
-            return problem
-    except OSError:  # the file is not there, or the cache cannot be written
-        return difference(path, num_bytes, digest)
+    with contextlib.suppress(OSError):  # the file is not there, or the cache cannot be written
+        marker = _marker(path, num_bytes, digest)
+        if time.time() - path.stat().st_ctime >= _SETTLED:
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            with marker.open("ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if os.fstat(file.fileno()).st_size:
+                    return None
+                problem = difference(path, num_bytes, digest)
+                if problem is None and _marker(path, num_bytes, digest) == marker:
+                    file.write(b"intact")
+                return problem
+    return difference(path, num_bytes, digest)
 
 
-def _state(path: Path, num_bytes: int, digest: str) -> tuple[str, float]:
-    """(name of the marker, seconds since the last change)."""
+def _marker(path: Path, num_bytes: int, digest: str) -> Path:
     s = path.stat()
     state = (digest, num_bytes, s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns)
-    return hashlib.sha256(repr(state).encode()).hexdigest(), time.time() - s.st_ctime
+    return user_cache() / "verified" / hashlib.sha256(repr(state).encode()).hexdigest()
