@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 
 import pytest
 
@@ -103,7 +104,14 @@ class _InOrder:
         return [0, 5, *range(1, 5)]  # taken from the end
 
 
-def test_of_two_processes_one_reads_a_file(expected, reads):
+def test_of_two_processes_one_reads_a_file(expected, reads, monkeypatch):
+    counted = verification.difference
+
+    def slow(*file):
+        time.sleep(0.05)
+        return counted(*file)
+
+    monkeypatch.setattr(verification, "difference", slow)
     for files in [VerifiedFiles(expected) for _ in range(3)]:
         assert [files.problem(number) for number in range(6)] == [None] * 6
     assert sorted(reads) == [path.name for path, *_ in expected]
