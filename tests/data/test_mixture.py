@@ -120,6 +120,9 @@ def test_texts_and_records_mix_by_step(mixture):
     assert _letters(batches, range(5)) == [12, 4, 4]
     assert _letters(batches, range(5, 7)) == [0, 0, 8]
     assert _letters(batches, range(7, 27)) == [30, 10, 40]
+    both = mixture.replace(weights=(8, 2), stages=mixture.stages[1:])
+    for step in (0, 4, 5, 7, 100):
+        assert_same(Batches(both.rows(1, BATCH)[0], batch_size=BATCH).at(step), batches.at(step))
     records, text = (part.rows(1)[1] for part in mixture.parts)
     assert manifest["num_rows"] == records["num_rows"] + text["num_rows"]
     assert [part["sha256"] for part in manifest["parts"]] == [records["sha256"], text["sha256"]]
@@ -179,8 +182,7 @@ def test_parts_of_two_tokenizers_are_refused(mixture, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stages": ((1, (1, 1)),)}, r"stages begin at steps \[1\]: the first begins at 0"),
-        ({"stages": ((0, (1, 1)), (0, (1, 2)))}, r"steps \[0, 0\]: the first begins at 0"),
+        ({"stages": ((0, (1, 1)), (0, (1, 2)))}, r"begin at steps \[0, 0\]: put them in ascending"),
         ({"stages": ((0, (1, 1)), (9, (1, 1)), (4, (1, 1)))}, r"\[0, 9, 4\]"),
         ({"stages": ((0, (1, 1, 1)),)}, r"stages \(1, 1, 1\) are 3 numbers for 2 parts; give"),
         ({"stages": ((0, ()),)}, r"stages \(\) are 0 numbers for 2 parts"),
@@ -191,7 +193,6 @@ def test_parts_of_two_tokenizers_are_refused(mixture, tmp_path):
             r"must be tuple\[tuple\[int, tuple\[float, \.\.\.\]\], \.\.\.\]",
         ),
         ({"stages": ((0.5, (1, 1)),)}, r"stages must be tuple"),
-        ({"weights": (1, 1)}, r"weights and MixtureConfig\.stages are both bound: remove one"),
         ({"weights": (1,), "stages": ()}, r"weights \(1,\) are 1 numbers for 2 parts"),
         ({"seq_len": 8}, r"seq_len 8 and those of its parts, \[16, 16\], differ"),
         ({"parts": ()}, r"parts \(\) must be one or more"),

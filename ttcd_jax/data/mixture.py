@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, pairwise
-from operator import add
+from operator import add, mul
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -103,8 +103,8 @@ class WeightedConfig(Config):
 
     `weights`: relative shares of the rows, one per part, exact to a hundredth of the smallest.
     Without them every row of every part is equally likely; with a single part they have no effect.
-    `stages`: weights from given steps on, ((0, (8, 2)), (10000, (5, 5))), instead of `weights`; a
-    part of weight 0 is absent from a stage.
+    `stages`: other weights from given steps on, such as ((10000, (5, 5)), (20000, (0, 1))); a part
+    of weight 0 is absent from a stage, and goes on after it.
     """
 
     weights: tuple[PositiveFloat, ...] = ()
@@ -114,14 +114,9 @@ class WeightedConfig(Config):
     def check_weights(self, parts: str, num_parts: int) -> None:
         """Raises `UserError` for weights that are not one per part, and stages out of order."""
         name, starts = type(self).__name__, [start for start, _ in self.stages]
-        if self.weights and self.stages:
-            raise UserError(f"{name}.weights and {name}.stages are both bound: remove one")
-        if starts and (starts[0] != 0 or starts != sorted(set(starts))):
-            raise UserError(
-                f"{name}.stages begin at steps {starts}: the first begins at 0, each other one "
-                "after the one before it"
-            )
-        for field, weights in (*(("stages", w) for _, w in self.stages), ("weights", self.weights)):
+        if starts != sorted(set(starts)):
+            raise UserError(f"{name}.stages begin at steps {starts}: put them in ascending order")
+        for field, weights in (("weights", self.weights), *(("stages", w) for _, w in self.stages)):
             if len(weights) != num_parts and (weights or field == "stages"):
                 raise UserError(
                     f"{name}.{field} {weights} are {len(weights)} numbers for {num_parts} {parts}; "
@@ -136,19 +131,16 @@ class WeightedConfig(Config):
         """(endless rows of the parts, number of distinct ones); a stage begins with a batch, and
         weights are multiplied by `scale`."""
         rows, sizes = zip(*parts, strict=True)
-        stages: Sequence[tuple[int, Weights]] = self.stages or ((0, self.weights),)
-        if len(parts) == 1 or not stages[0][1]:
-            stages, scale = ((0, sizes),), None
-        elif len(parts) != len(stages[0][1]):
-            raise DataError(
-                f"{type(self).__name__} has {len(stages[0][1])} weights for each row, and "
-                f"{len(parts)} parts have a train split: prepare the others with one"
-            )
+        stages = [(step * batch_size, weights) for step, weights in self.stages]
+        stages = [(0, self.weights), *stages] if len(parts) > 1 else [(0, ())]
+        for _, weights in stages:
+            if len(weights) not in (0, len(parts)):
+                raise DataError(
+                    f"{type(self).__name__} has weights {weights} for {len(weights)} parts, and "
+                    f"{len(parts)} have a train split: prepare the others with one"
+                )
         scale = scale or [1] * len(parts)
-        scaled = [
-            (step * batch_size, [w * x for w, x in zip(weights, scale, strict=True)])
-            for step, weights in stages
-        ]
+        scaled = [(start, list(map(mul, weights, scale)) or sizes) for start, weights in stages]
         return MixedRows(rows, scaled), sum(sizes)
 
 
