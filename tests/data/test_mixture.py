@@ -186,7 +186,12 @@ def test_parts_of_two_tokenizers_are_refused(mixture, tmp_path):
         ({"stages": ((0, (1, 1)), (9, (1, 1)), (4, (1, 1)))}, r"\[0, 9, 4\]"),
         ({"stages": ((0, (1, 1, 1)),)}, r"stages \(1, 1, 1\) are 3 numbers for 2 parts; give"),
         ({"stages": ((0, ()),)}, r"stages \(\) are 0 numbers for 2 parts"),
-        ({"stages": ((0, (0, 0)),)}, r"stages \(0, 0\) are all 0: one must be above 0"),
+        ({"stages": ((0, (0, 0)),)}, r"stages \(0, 0\) are all 0, or more"),
+        (
+            {"weights": (1e-308, 1e308)},
+            r"weights \(1e-308, 1e\+308\) are all 0, or more than 10\^9",
+        ),
+        ({"weights": (1, 10**400)}, "are all 0, or more than 10"),
         ({"stages": ((0, (1, -1)),)}, r"stages .* must each be 0 or more, finite"),
         (
             {"stages": ((0, 1, 1),)},

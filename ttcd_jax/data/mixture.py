@@ -122,8 +122,9 @@ class WeightedConfig(Config):
                     f"{name}.{field} {weights} are {len(weights)} numbers for {num_parts} {parts}; "
                     "give one each, or none"
                 )
-            if weights and not any(weights):
-                raise UserError(f"{name}.{field} {weights} are all 0: one must be above 0")
+            least = min((weight for weight in weights if weight), default=0)
+            if weights and not 0 < max(weights) <= 1e9 * least:
+                raise UserError(f"{name}.{field} {weights} are all 0, or more than 10^9 apart")
 
     def mixed(
         self, parts: Sequence[tuple[RowSource, int]], batch_size: int, scale: Weights | None = None
