@@ -43,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         ):
             jax.config.update(name, value)
             os.environ[name.upper()] = str(value)
+        os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -51,21 +51,28 @@ def _describe(hint: Any) -> str:
     if get_origin(hint) in (Union, types.UnionType):
         return " | ".join(_describe(option) for option in get_args(hint))
     if get_origin(hint) is tuple:
-        return f"tuple[{_describe(get_args(hint)[0])}, ...]"
+        items = ("..." if item is ... else _describe(item) for item in get_args(hint))
+        return f"tuple[{', '.join(items)}]"
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
 
+def _items(value: tuple[Any, ...], hint: Any) -> tuple[Any, ...]:
+    """The hints of the entries of a tuple."""
+    args = get_args(hint)
+    return args[:1] * len(value) if args[-1] is ... else args
+
+
 def _matches(value: Any, hint: Any) -> bool:
-    origin = get_origin(hint)
+    origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _matches(value, get_args(hint)[0])
+        return _matches(value, args[0])
     if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+        return any(value == choice and type(value) is type(choice) for choice in args)
     if origin in (Union, types.UnionType):
-        return any(_matches(value, option) for option in get_args(hint))
+        return any(_matches(value, option) for option in args)
     if origin is tuple:
-        item = get_args(hint)[0]
-        return isinstance(value, tuple) and all(_matches(entry, item) for entry in value)
+        items = _items(value, hint) if isinstance(value, tuple) else None
+        return items is not None and len(items) == len(value) and all(map(_matches, value, items))
     if hint is float:
         return isinstance(value, float | int) and not isinstance(value, bool)
     if hint is int:
@@ -85,9 +92,9 @@ def _refusal(value: Any, hint: Any) -> str | None:
         refusal = _refusal(value, next(option for option in args if _matches(value, option)))
         return refusal and refusal + ", or None" * (types.NoneType in args)
     if origin is tuple:
-        refusals = (_refusal(entry, args[0]) for entry in value)
+        refusals = map(_refusal, value, _items(value, hint))
         refusal = next(filter(None, refusals), None)
-        return refusal and refusal.replace("must", "must each", 1)
+        return refusal and re.sub("^must (each )?", "must each ", refusal)
     return None
 
 
@@ -131,8 +138,8 @@ class Config:
         for field in dataclasses.fields(self):
             value, hint = getattr(self, field.name), hints[field.name]
             name = f"{type(self).__name__}.{field.name}"
-            if isinstance(value, list):
-                value = tuple(value)
+            if isinstance(value, list | tuple):
+                value = _tuples(value)
                 object.__setattr__(self, field.name, value)
             if not _matches(value, hint):
                 raise UserError(
@@ -167,10 +174,7 @@ class Config:
         """JSON-ready; nested configurations carry their class name under `type`."""
         fields: dict[str, Any] = {"type": type(self).__name__}
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Config):
-                value = value.to_dict()
-            fields[field.name] = list(value) if isinstance(value, tuple) else value
+            fields[field.name] = _jsonable(getattr(self, field.name))
         return fields
 
     @classmethod
@@ -196,7 +200,19 @@ def config_classes(hint: Any) -> list[type[Config]]:
     return [cls for option in get_args(hint) for cls in config_classes(option)]
 
 
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_jsonable(entry) for entry in value]
+    return value.to_dict() if isinstance(value, Config) else value
+
+
 def _revive(value: Any, hint: Any) -> Any:
+    if isinstance(value, list):
+        return [_revive(entry, hint) for entry in value]
     if not isinstance(value, dict):
         return value
     for cls in config_classes(hint):

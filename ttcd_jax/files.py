@@ -163,6 +163,11 @@ def _flush(*paths: Path) -> None:
             os.close(descriptor)
 
 
+def user_cache() -> Path:
+    """`ttcd_jax` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ttcd_jax"
+
+
 def sha256(path: Path) -> str:
     """The digest of a file's content, in hexadecimal."""
     with path.open("rb") as file:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from checks import assert_same
 
-from ttcd_jax.data.mixture import mixed_rows
+from ttcd_jax.data.mixture import corpus_rows
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.records import TokenRecords
 
@@ -39,7 +39,9 @@ def _shuffled(seed, num_rows=NUM_ROWS):
     """Batches of a corpus of one document, whose row i has the tokens 2 i and 2 i + 1."""
     ids = np.arange(2 * num_rows + 1)
     records = TokenRecords([ids], np.array([0, ids.size]), vocab_size=ids.size, eos_id=0)
-    rows, count = mixed_rows([records], seq_len=2, seed=seed)
+    rows, count = corpus_rows(
+        records, seq_len=2, packing="concatenate", seed=seed, shuffle_seed=seed
+    )
     assert count == num_rows
     return Batches(rows, batch_size=4)
 

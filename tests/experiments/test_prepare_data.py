@@ -98,18 +98,45 @@ def test_a_run_trains_is_pinned_and_evaluated(text, tokenizer, records, tmp_path
     assert "the training data changed" in message
 
 
+def test_records_and_text_mix_by_step(text, tokenizer, records, tmp_path):
+    bindings = ["include 'data/mixture.gin'", f"RECORDS='{records}'", f"TEXT='{text}'"]
+    bindings += ["SEQ_LEN=16", "MixtureConfig.stages=((0, (8, 2)), (2, (0, 1)))", "STEPS=4"]
+    bindings += ["TransformerConfig.vocab_size=300", "CorpusConfig.validation_percent=0"]
+    launch = ("launch", *tiny_run.flags("quickstart.gin", *bindings))
+    message = commands.refused(*launch, f"--run_dir={tmp_path / 'bytes'}", status=3)
+    assert f"({records}/tokenizer.json and byte): prepare the records" in message
+    its = tiny_run.params("TokenizerConfig.kind='json'", f"TokenizerConfig.path='{tokenizer}'")
+    assert "trained 4 steps" in commands.output(*launch, *its, f"--run_dir={tmp_path / 'run'}")
+    out = commands.output("evaluate", f"--run_dir={tmp_path / 'run'}", "--task=ppl", "--max_rows=8")
+    assert "bits per byte" in out
+    assert load_run(tmp_path / "run").tokenizer.vocab_size == 300
+
+
 def test_a_run_ends_before_it_reads_changed_records(records, tmp_path):
+    """Their size and time as before; once they are restored, the run goes on."""
     copy = shutil.copytree(records, tmp_path / "copy")
     tokens = copy / "train.00000.tokens.bin"
-    ids = np.fromfile(tokens, "<u2")
-    ids[3] ^= 1
-    ids.tofile(tokens)
     bindings = ["include 'data/records.gin'", f"RECORDS=('{copy}',)", "RecordsConfig.seq_len=16"]
-    bindings += ["TransformerConfig.vocab_size=300", "STEPS=3"]
-    launch = ("launch", *tiny_run.flags("quickstart.gin", *bindings))
-    message = commands.refused(*launch, f"--run_dir={tmp_path / 'run'}", status=3)
+    bindings += ["TransformerConfig.vocab_size=300", "STEPS=2000"]
+    run_dir = tmp_path / "run"
+    launch = ("launch", *tiny_run.flags("quickstart.gin", *bindings), f"--run_dir={run_dir}")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with commands.start(*launch, **pipes) as process:
+        tiny_run.wait_for_step(run_dir, 3, process)
+        process.terminate()
+        process.communicate()
+    done = tiny_run.losses(run_dir)
+    modified, intact = tokens.stat().st_mtime_ns, tokens.read_bytes()
+    tokens.write_bytes(intact[:6] + bytes([intact[6] ^ 1]) + intact[7:])
+    os.utime(tokens, ns=(modified, modified))
+    message = commands.refused(*launch, status=3)
     assert f"{tokens}: its content changed; copy it again" in message
-    assert not tiny_run.losses(tmp_path / "run")
+    assert tiny_run.losses(run_dir) == done
+    tokens.write_bytes(intact)
+    with commands.start(*launch, **pipes) as process:
+        tiny_run.wait_for_step(run_dir, len(done) + 3, process)
+        process.kill()
+    assert tiny_run.losses(run_dir)[: len(done)] == done
 
 
 def test_lines_without_a_document_are_reported(tmp_path):

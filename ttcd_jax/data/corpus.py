@@ -136,10 +136,14 @@ def input_bytes(config: CorpusConfig, splits: tuple[Split, ...] = SPLITS) -> int
     return sum(file.stat().st_size for file in (*files, *shards))
 
 
-def empty_split(config: CorpusConfig, split: Split) -> DataError:
+class EmptySplitError(DataError):
+    """A split without documents."""
+
+
+def empty_split(config: CorpusConfig, split: Split) -> EmptySplitError:
     """The error for a split without documents."""
     where = sysconfig.get_paths()["stdlib"] if config.path is None else config.path
-    return DataError(
+    return EmptySplitError(
         f"the {split} split of {where} is empty (validation_percent="
         f"{config.validation_percent}); add text, or give a folder with train/ and validation/"
     )

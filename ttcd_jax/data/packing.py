@@ -9,7 +9,7 @@ A document becomes bos + tokens + eos. A row is a dict of arrays [T]:
     loss_mask    bool    whether the target counts in the loss
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -142,15 +142,28 @@ class DocumentRows:
         size = self._sizes[document]
         num_rows = -(-(size - 1) // self.seq_len)
         start = int(index - self._ends[document] + num_rows) * self.seq_len
-        ids = self.records.read(self._kept[document], start, min(start + self.seq_len + 1, size))
-        padded = np.full(self.seq_len + 1, self.records.eos_id, np.int32)
-        padded[: ids.size] = ids
-        positions = np.arange(self.seq_len, dtype=np.int32)
-        is_real = positions < ids.size - 1
-        return {
-            "tokens": padded[:-1],
-            "targets": padded[1:],
-            "segment_ids": is_real.astype(np.int32),
-            "positions": np.where(is_real, positions, 0),
-            "loss_mask": is_real,
-        }
+        size = min(self.seq_len, int(size) - 1 - start)
+        return row_of(self.records, [(int(self._kept[document]), start, size)], self.seq_len)
+
+
+def row_of(records: TokenRecords, pieces: Iterable[tuple[int, int, int]], seq_len: int) -> Row:
+    """A row of (document, start, inputs) one after another, each a segment, the last input of each
+    with its target; the rest is padded with the eos id in segment 0, outside the loss."""
+    tokens, targets = np.full((2, seq_len + 1), records.eos_id, np.int32)
+    segments, positions = np.zeros((2, seq_len), np.int32)
+    begin = 0
+    for number, (document, start, size) in enumerate(pieces, 1):
+        end = begin + size
+        ids = records.read(document, start, start + size + 1)
+        tokens[begin : end + 1] = ids
+        targets[begin:end] = ids[1:]
+        segments[begin:end] = number
+        positions[begin:end] = np.arange(size)
+        begin = end
+    return {
+        "tokens": tokens[:-1],
+        "targets": targets[:-1],
+        "segment_ids": segments,
+        "positions": positions,
+        "loss_mask": segments > 0,
+    }

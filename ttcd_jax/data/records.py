@@ -14,16 +14,15 @@ All numbers are little-endian. No document is split between shards.
 
 import hashlib
 import json
-import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ttcd_jax.data.corpus import Split
+from ttcd_jax.data.corpus import EmptySplitError, Split
 from ttcd_jax.data.tokenizer import TokenizerConfig
+from ttcd_jax.data.verification import VerifiedFiles
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import difference, read_json
 
@@ -52,7 +51,7 @@ class TokenRecords:
         vocab_size: int,
         eos_id: int,
         where: str = "the corpus",
-        files: "_Files | None" = None,
+        files: VerifiedFiles | None = None,
         samples_are_rows: bool = False,
     ) -> None:
         self.shards, self.starts, self._files = shards, starts, files
@@ -73,8 +72,8 @@ class TokenRecords:
         an id outside the vocabulary, and for files that changed."""
         first = self.starts[document]
         shard = np.searchsorted(self._ends, first, side="right")
-        if self._files is not None:
-            self._files.check(int(shard))
+        if self._files is not None and (problem := self._files.problem(int(shard))):
+            raise DataError(f"{problem}; {_AGAIN}")
         offset = first - self._ends[shard] + self.shards[shard].size
         ids = self.shards[shard][offset + start : offset + stop]
         if ids.max(initial=0) >= self.vocab_size:
@@ -128,11 +127,11 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenRecords:
     """The records of one split, memory-mapped. Raises `DataError` for an absent split or file, and
-    for sizes or starts that do not fit. With `verifies`, a thread compares the files with their
-    digests, and the first read of a document waits for it."""
+    for sizes or starts that do not fit. With `verifies`, each file is compared with its
+    digest before its first use."""
     manifest = read_manifest(folder)
     if split not in manifest["splits"]:
-        raise DataError(
+        raise EmptySplitError(
             f"{folder} has no {split} split: prepare it with --validation_percent above 0, or from "
             "a folder with train/ and validation/"
         )
@@ -154,37 +153,9 @@ def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenR
         raise DataError(f"{paths[-1]} does not fit its shards; {_AGAIN}")
     options = {name: manifest[name] for name in ("vocab_size", "eos_id")}
     options["samples_are_rows"] = manifest.get("samples_are_rows") is True
-    options["files"] = _Files(paths, files) if verifies else None
+    expected = [(x, files[x.name]["num_bytes"], files[x.name]["sha256"]) for x in paths]
+    options["files"] = VerifiedFiles(expected) if verifies else None
     return TokenRecords(shards, starts, where=f"{folder} ({split})", **options)
-
-
-class _Files:
-    """The files of a split, compared with their digests by a thread while the run starts."""
-
-    def __init__(self, paths: list[Path], facts: dict[str, dict[str, Any]]) -> None:
-        self._files = [(str(x), facts[x.name]["num_bytes"], facts[x.name]["sha256"]) for x in paths]
-        self._problem: str | None = "not verified"
-        self._thread = threading.Thread(target=self._verify, daemon=True)
-        self._thread.start()
-
-    def _verify(self) -> None:
-        found = ((path, difference(Path(path), *facts)) for path, *facts in self._files)
-        self._problem = next((f"{path}: {problem}" for path, problem in found if problem), None)
-
-    def check(self, number: int) -> None:
-        """Waits for the thread. Raises `DataError` if a file differed from its digest, or that of
-        this number was cut since: reading it would kill the process."""
-        if self._problem is not None:
-            self._thread.join()
-        problem, (path, num_bytes, _) = self._problem, self._files[number]
-        try:
-            size = os.stat(path).st_size
-        except FileNotFoundError:
-            size = num_bytes  # unlinked: the mapping has its content
-        if size < num_bytes:
-            problem = f"{path} was cut to {size} of {num_bytes} bytes"
-        if problem is not None:
-            raise DataError(f"{problem}; {_AGAIN}")
 
 
 def records_tokenizer(folder: Path) -> TokenizerConfig:

@@ -2,28 +2,38 @@
 open splits of text as token records. Equal manifests mean equal data."""
 
 import dataclasses
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from ttcd_jax.config import AtLeast, Config
+from ttcd_jax.config import AtLeast, Bound, Config
 from ttcd_jax.data.corpus import CorpusConfig, Split, load_documents, manifest
-from ttcd_jax.data.mixture import RecordsConfig, mixed_rows
+from ttcd_jax.data.mixture import (
+    Packing,
+    RecordsConfig,
+    WeightedConfig,
+    corpus_rows,
+    that_have,
+)
 from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.pipeline import RowSource
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
-from ttcd_jax.errors import UserError
-from ttcd_jax.files import sha256
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import read_json, sha256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig(Config):
-    """Documents of a corpus, tokenized and packed into rows of `seq_len` tokens."""
+    """Documents of a corpus, tokenized and packed into rows of `seq_len` tokens; with `packing`
+    "best_fit", none is cut that fits into a row."""
 
     corpus: CorpusConfig
     tokenizer: TokenizerConfig
+    packing: Packing = "concatenate"
     seq_len: Annotated[int, AtLeast(2)]
 
     @property
@@ -35,15 +45,71 @@ class TextConfig(Config):
         tokenizer = build_tokenizer(self.tokenizer)
         return [encode_documents(load_documents(self.corpus, split), tokenizer)]
 
-    def rows(self, seed: int) -> tuple[RowSource, dict[str, Any]]:
+    def rows(
+        self, seed: int, batch_size: int = 1, shuffle_seeds: Iterator[int] | None = None
+    ) -> tuple[RowSource, dict[str, Any]]:
         """(endless rows of the training split, manifest)."""
         documents = load_documents(self.corpus, "train")
         records = encode_documents(documents, build_tokenizer(self.tokenizer))
-        rows, num_rows = mixed_rows([records], seq_len=self.seq_len, seed=seed)
+        options = {"seq_len": self.seq_len, "packing": self.packing, "seed": seed}
+        shuffle_seed = next(shuffle_seeds or iter([seed]))
+        rows, num_rows = corpus_rows(records, **options, shuffle_seed=shuffle_seed)
         facts = manifest(self.corpus, documents) | {"num_rows": num_rows}
         if self.tokenizer.path is not None:
             facts["tokenizer"] = sha256(Path(self.tokenizer.path))
         return rows, facts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixtureConfig(WeightedConfig):
+    """Corpora of text and folders of records as `parts`, of one tokenizer and one `seq_len`."""
+
+    parts: Annotated[tuple[TextConfig | RecordsConfig, ...], Bound("one or more", bool)]
+
+    def validate(self) -> None:
+        self.check_weights("parts", len(self.parts))
+        lengths = [part.seq_len for part in self.parts]
+        if set(lengths) != {self.seq_len}:
+            raise UserError(
+                f"MixtureConfig.seq_len {self.seq_len} and those of its parts, {lengths}, differ: "
+                "bind one to all"
+            )
+        if any(part.stages for part in self.parts if isinstance(part, RecordsConfig)):
+            raise UserError("a part of MixtureConfig has stages: bind MixtureConfig.stages instead")
+
+    @property
+    def tokenizer(self) -> TokenizerConfig:
+        return self.tokenizers()[0]
+
+    def tokenizers(self) -> list[TokenizerConfig]:
+        """The tokenizer of each part. Raises `DataError` if they differ."""
+        tokenizers = [part.tokenizer for part in self.parts]
+        contents = [x.path and read_json(Path(x.path)) for x in tokenizers]
+        for other, content in zip(tokenizers, contents, strict=True):
+            if content != contents[0]:
+                raise DataError(
+                    f"the tokenizers of MixtureConfig.parts differ ({tokenizers[0].path or 'byte'} "
+                    f"and {other.path or 'byte'}): prepare the records by the one of the text"
+                )
+        return tokenizers
+
+    @property
+    def vocab_size(self) -> int:
+        self.tokenizers()
+        return self.parts[0].vocab_size
+
+    def open(self, split: Split) -> list[TokenRecords]:
+        self.tokenizers()
+        return that_have(self.parts, lambda part: part.open(split))
+
+    def rows(self, seed: int, batch_size: int = 1) -> tuple[RowSource, dict[str, Any]]:
+        """(endless rows of the training splits, manifest)."""
+        self.tokenizers()
+        seeds = itertools.count(seed)
+        parts = [part.rows(seed, shuffle_seeds=seeds) for part in self.parts]
+        facts = [facts for _, facts in parts]
+        rows, num_rows = self.mixed([(x, facts["num_rows"]) for x, facts in parts], batch_size)
+        return rows, {"kind": "mixture", "num_rows": num_rows, "parts": facts}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +121,15 @@ class BatchesConfig(Config):
     vocab_size: ClassVar[int] = 0  # tokens are checked batch by batch
 
 
-DataConfig = TextConfig | RecordsConfig | RecallConfig | BatchesConfig
+DataConfig = TextConfig | RecordsConfig | MixtureConfig | RecallConfig | BatchesConfig
+
+
+def text_data(data: dict[str, Any]) -> TextConfig | RecordsConfig | MixtureConfig | None:
+    """The data configuration of a run as an object, if it is text."""
+    for config in (TextConfig, RecordsConfig, MixtureConfig):
+        if data["type"] == config.__name__:
+            return config.from_dict(data)
+    return None
 
 
 def text_records(
@@ -79,7 +153,6 @@ def text_records(
     if text is not None:
         corpus = CorpusConfig(kind="text", path=text, validation_percent=0)
         return [encode_documents(load_documents(corpus, "train"), tokenizer)]
-    for config in (TextConfig, RecordsConfig):
-        if data["type"] == config.__name__:
-            return config.from_dict(data).open("validation")
-    raise UserError(f"{run_dir} was imported and has no corpus: pass --text=PATH")
+    if (config := text_data(data)) is None:
+        raise UserError(f"{run_dir} was imported and has no corpus: pass --text=PATH")
+    return config.open("validation")

@@ -102,7 +102,7 @@ def build_data(
             f"RunConfig.data is {type(data).__name__}, which makes batches: set BatchesConfig to "
             "pass them to ttcd_jax.train_run"
         )
-    source, manifest = data.rows(config.seed)
+    source, manifest = data.rows(config.seed, size)
     return Batches(source, batch_size=size, rows=rows), manifest
 
 

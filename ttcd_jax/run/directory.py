@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import jax
 
 from ttcd_jax.config import check_text, differences
-from ttcd_jax.data.mixture import RecordsConfig
-from ttcd_jax.data.records import records_tokenizer, sealed
+from ttcd_jax.data.records import sealed
+from ttcd_jax.data.sources import text_data
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.files import read_json, write_json, write_whole
@@ -248,10 +248,10 @@ def run_tokenizer(directory: RunDirectory) -> Tokenizer | None:
     """The tokenizer of the run's data, None without one; its file in the directory takes precedence
     over the configured path."""
     data = directory.read_part("data")
-    if data["type"] == RecordsConfig.__name__:
-        config = records_tokenizer(RecordsConfig.from_dict(data).located()[0])
-    elif "tokenizer" in data:
+    if "tokenizer" in data:
         config = TokenizerConfig.from_dict(data["tokenizer"])
+    elif (text := text_data(data)) is not None:
+        config = text.tokenizer
     else:
         return None
     copy = directory.path / TOKENIZER

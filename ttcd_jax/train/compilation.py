@@ -3,11 +3,11 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 from absl import logging
 
+from ttcd_jax.files import user_cache
 from ttcd_jax.train.state import TrainState
 from ttcd_jax.train.step import Batch, Metrics, TrainStep
 
@@ -20,8 +20,7 @@ def keep_programs(directory: str | None) -> None:
     if directory is None and "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return  # jax has read it
     if directory is None:
-        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        directory = str(Path(caches) / "ttcd_jax")
+        directory = str(user_cache())
     jax.config.update("jax_compilation_cache_dir", directory or None)
 
 

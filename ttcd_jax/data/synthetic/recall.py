@@ -37,7 +37,7 @@ class RecallConfig(Config):
         """Accuracy of guessing among all values."""
         return 1 / self.num_values
 
-    def rows(self, seed: int) -> tuple["RecallRows", dict[str, Any]]:
+    def rows(self, seed: int, batch_size: int = 1) -> tuple["RecallRows", dict[str, Any]]:
         """(endless rows, manifest)."""
         return RecallRows(self, seed=seed, num_rows=ENDLESS), {"kind": "recall", "seed": seed}
 
