@@ -2,24 +2,40 @@
 
     python -m experiments.prepare_data --input=PATH --tokenizer=FILE.json|byte --output=FOLDER
                                        [--glob=PATTERN] [--field=text] [--validation_percent=5]
-                                       [--processes=N] [--samples_are_rows]
+                                       [--validation_files=N] [--processes=N] [--samples_are_rows]
+    python -m experiments.prepare_data --source=NAME [--download=CACHE] --tokenizer=... --output=...
     python -m experiments.prepare_data --input=PATH --train_tokenizer=VOCAB_SIZE --output=FILE.json
     python -m experiments.prepare_data --verify=FOLDER
 
-PATH is a file, or a folder, of .txt (one document each), .jsonl, .parquet or MDS shards with their
-index.json; .txt.gz, .jsonl.gz, .json.gz and .zst are unpacked while they are read. Subfolders
-`train/` and `validation/` are the splits. .zst and .parquet need zstandard and pyarrow (pip install
-'ttcd-jax[data]'). A document, or a line, has 256 MiB at most. A line without a document is left out
-and reported; more than 0.1 % of them are refused.
+PATH is a file or a folder of
+    .txt               a document each; .txt.gz, .txt.zst and packed lines are unpacked on the way
+    .jsonl, .parquet   a document in --field of each line (.jsonl.gz, .jsonl.zst, .json.gz) or row
+    .arrow             the same: Arrow files, the Hugging Face cache of `datasets`, and folders that
+                       `save_to_disk` wrote (state.json)
+    index.json         MDS shards: text or token ids in --field
+    .idx               token ids of Megatron-LM, with the .bin beside it
+Parquet and Arrow columns may hold lists of token ids too. Ids are those of --tokenizer. Subfolders
+`train/` and `validation/` are the splits. All but .txt, .jsonl and .idx need the extra `data` (pip
+install 'ttcd-jax[data]'). A document, or a line, has 256 MiB at most. A line without a document is
+left out and reported; more than 0.1 % of them are refused.
 
---samples_are_rows, for token ids packed to rows by others: each MDS sample is one row of the run,
-neither cut nor joined to another; the run's seq_len is their length, or less by one.
+NAME is a data set of the Hugging Face hub, OWNER/NAME[@REVISION][:GLOB], which is downloaded into
+the hub's cache (or CACHE) and read as --input, or one of
+    long_data_collections   Long-Data-Collections without books, its last 50 of 474 files held out
+    prolong_64k             ProLong's rows of 65,536 of Llama 3's token ids, each a row of the run
+    prolong_64k_books       its books only (--glob='book-65536/proc0[0-9]-64/index.json': fewer)
+Books3 has no public copy of known standing: give yours by --input.
+
+--samples_are_rows, for token ids packed to rows by others: each sample is one row of the run,
+neither cut nor joined to another; the run's seq_len is their length, or less by one. Documents in
+it read each other: MDS columns with their places, such as ProLong's `indices`, are not read.
 
 FOLDER appears when it is complete, and is the same for any number of processes. A killed command
 leaves a hidden folder next to it, which can be deleted. --verify reads every file of a FOLDER.
 """
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -37,13 +53,16 @@ if TYPE_CHECKING:
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("input", None, "A file or a folder of documents.")
+flags.DEFINE_string("source", None, "A data set of the hub, instead of --input.")
+flags.DEFINE_string("download", None, "The folder for --source; default: the hub's cache.")
 flags.DEFINE_string("output", None, "The folder to make; with --train_tokenizer the file.")
 flags.DEFINE_string("tokenizer", None, "byte, or the path of a tokenizer.json.")
 flags.DEFINE_integer("train_tokenizer", None, "Make a tokenizer with this number of tokens.")
 flags.DEFINE_string("verify", None, "A folder of records whose digests to check.")
 flags.DEFINE_string("glob", None, "Files of a folder; default: all of the one kind it holds.")
-flags.DEFINE_string("field", "text", "Key or column of the text; an MDS one may hold token ids.")
+flags.DEFINE_string("field", "text", "Key or column of the text or the token ids.")
 flags.DEFINE_integer("validation_percent", 5, "Documents held out, unless the input has splits.")
+flags.DEFINE_integer("validation_files", 0, "Hold out the last files instead.", lower_bound=0)
 flags.DEFINE_bool("samples_are_rows", False, "Each sample of token ids is one row of the run.")
 flags.DEFINE_integer("processes", None, "Default: one for each core.", lower_bound=1)
 
@@ -55,10 +74,13 @@ def main(argv: list[str]) -> None:
     chosen = [name for name in actions if FLAGS[name].present]
     if len(chosen) != 1:
         raise UserError(f"pass one of --{', --'.join(actions)} ({len(chosen)} are given)")
-    needed = [] if chosen == ["verify"] else ["input", "output"]
+    source = "source" if FLAGS.source is not None else "input"
+    needed = [] if chosen == ["verify"] else [source, "output"]
     for name in needed:
         if not FLAGS[name].present:
             raise UserError(f"--{chosen[0]} also needs --{name}")
+    if FLAGS.source is not None and FLAGS.input is not None:
+        raise UserError("pass --input or --source, not both")
     cli.clean_up_on_sigterm()
     actions[chosen[0]]()
 
@@ -86,19 +108,37 @@ def _prepare() -> None:
 
 
 def _corpus() -> "CorpusConfig":
-    from ttcd_jax.data.corpus import CorpusConfig
+    from ttcd_jax.data.corpus import FolderConfig
     from ttcd_jax.data.documents import readable_glob
 
+    if FLAGS.source is not None:
+        _download()
     path = Path(FLAGS.input)
     if not path.exists():
         raise UserError(f"no file or folder at --input={path}")
-    corpus = CorpusConfig(
+    corpus = FolderConfig(
         kind="text",
         path=FLAGS.input,
         field=FLAGS.field,
         validation_percent=FLAGS.validation_percent,
+        validation_files=FLAGS.validation_files,
     )
     return corpus.replace(glob=FLAGS.glob or readable_glob(path)) if path.is_dir() else corpus
+
+
+def _download() -> None:
+    """Makes the flags those of the downloaded files; a flag that is given stays."""
+    endpoint = os.environ.get("HF_ENDPOINT", "")
+    if not re.fullmatch(r"|https?://[\w.-]+(:\d+)?(/[!-~]*)?", endpoint):
+        raise UserError(f"HF_ENDPOINT={endpoint!r} is no address such as https://huggingface.co")
+    from ttcd_jax.data.hub import download, parse_source
+
+    source = parse_source(FLAGS.source)
+    for name in ("glob", "field", "validation_files", "samples_are_rows"):
+        if not FLAGS[name].present:
+            FLAGS[name].value = getattr(source, name)
+    folder, FLAGS.glob = download(source._replace(glob=FLAGS.glob), FLAGS.download)
+    FLAGS.input = str(folder)
 
 
 class _Progress:

@@ -5,7 +5,14 @@ import sysconfig
 
 import pytest
 
-from ttcd_jax.data.corpus import SPLITS, CorpusConfig, load_documents, manifest, stream_documents
+from ttcd_jax.data.corpus import (
+    SPLITS,
+    CorpusConfig,
+    FolderConfig,
+    load_documents,
+    manifest,
+    stream_documents,
+)
 from ttcd_jax.data.documents import Document
 from ttcd_jax.errors import DataError, UserError
 
@@ -213,3 +220,31 @@ def test_the_name_of_a_file_may_be_any_bytes(tmp_path):
     assert os.fsencode(document.name) == b"\xff.txt"
     content = b"".join(len(part).to_bytes(8) + part for part in (b"\xff.txt", b"text"))
     assert manifest(config, [document])["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def test_the_last_files_of_a_folder_can_be_held_out(tmp_path):
+    _folder(tmp_path, {f"sub/{i}.txt": "text" for i in range(5)} | {"sub/9.md": "no"})
+    config = FolderConfig(kind="text", path=str(tmp_path), validation_files=2)
+    train, validation = _splits(config)
+    assert _names(train) == ["sub/0.txt", "sub/1.txt", "sub/2.txt"]
+    assert _names(validation) == ["sub/3.txt", "sub/4.txt"]
+    with pytest.raises(DataError, match="has 5 files: 5 cannot be held out"):
+        load_documents(config.replace(validation_files=5), "train")
+    for place in ("sub/0.txt", "splits"):
+        _folder(tmp_path / "splits", {"train/a.txt": "x", "validation/b.txt": "x"})
+        with pytest.raises(DataError, match="it is one file or has its own splits"):
+            load_documents(config.replace(path=str(tmp_path / place)), "train")
+
+
+def test_links_of_the_hugging_face_cache_are_good_and_others_are_not(tmp_path):
+    cache = tmp_path / "datasets--lab--set"
+    _folder(cache, {"blobs/12": "text", "snapshots/1/data/no.md": "no"})
+    (cache / "snapshots" / "1" / "data" / "a.txt").symlink_to("../../../blobs/12")
+    for place in ("snapshots/1", "snapshots/1/data"):
+        config = CorpusConfig(kind="text", path=str(cache / place), validation_percent=0)
+        assert len(load_documents(config, "train")) == 1
+    (tmp_path / "elsewhere.txt").write_text("text")
+    (cache / "snapshots" / "1" / "b.txt").symlink_to("../../../elsewhere.txt")
+    config = CorpusConfig(kind="text", path=str(cache / "snapshots" / "1"))
+    with pytest.raises(DataError, match=r"b\.txt is a link that leaves"):
+        load_documents(config, "train")
