@@ -3,32 +3,29 @@
     python -m experiments.prepare_data --input=PATH --tokenizer=FILE.json|byte --output=FOLDER
                                        [--glob=PATTERN] [--field=text] [--validation_percent=5]
                                        [--validation_files=N] [--processes=N] [--samples_are_rows]
-    python -m experiments.prepare_data --source=NAME [--download=CACHE] --tokenizer=... --output=...
+    python -m experiments.prepare_data --source=NAME [--download=CACHE] ...
     python -m experiments.prepare_data --input=PATH --train_tokenizer=VOCAB_SIZE --output=FILE.json
     python -m experiments.prepare_data --verify=FOLDER
 
 PATH is a file or a folder of
-    .txt               a document each; .txt.gz, .txt.zst and packed lines are unpacked on the way
-    .jsonl, .parquet   a document in --field of each line (.jsonl.gz, .jsonl.zst, .json.gz) or row
-    .arrow             the same: Arrow files, the Hugging Face cache of `datasets`, and folders that
-                       `save_to_disk` wrote (state.json)
-    index.json         MDS shards: text or token ids in --field
-    .idx               token ids of Megatron-LM, with the .bin beside it
-Parquet and Arrow columns may hold lists of token ids too. Ids are those of --tokenizer. Subfolders
-`train/` and `validation/` are the splits. All but .txt, .jsonl and .idx need the extra `data` (pip
-install 'ttcd-jax[data]'). A document, or a line, has 256 MiB at most. A line without a document is
-left out and reported; more than 0.1 % of them are refused.
+    .txt                a document each
+    .jsonl, .parquet    a document in --field of each line or row
+    .arrow, state.json  the same in Arrow files and in folders that `datasets` saved or cached
+    index.json, .idx    MDS shards (text or token ids in --field); Megatron-LM's ids, with their .bin
+.txt, .jsonl and .json may be packed (.gz, .zst); columns of tables may hold lists of token ids, of
+--tokenizer as all ids. Subfolders `train/` and `validation/` are the splits. .zst, .parquet and
+.arrow need zstandard and pyarrow (pip install 'ttcd-jax[data]'). A document, or a line, has 256 MiB
+at most. A line without a document is left out and reported; more than 0.1 % of them are refused.
 
 NAME is a data set of the Hugging Face hub, OWNER/NAME[@REVISION][:GLOB], which is downloaded into
-the hub's cache (or CACHE) and read as --input, or one of
-    long_data_collections   Long-Data-Collections without books, its last 50 of 474 files held out
-    prolong_64k             ProLong's rows of 65,536 of Llama 3's token ids, each a row of the run
-    prolong_64k_books       its books only (--glob='book-65536/proc0[0-9]-64/index.json': fewer)
-Books3 has no public copy of known standing: give yours by --input.
+its cache (or CACHE) and read as --input, or one of
+    long_data_collections   Long-Data-Collections without books, the last 50 of 474 files held out
+    prolong_64k             ProLong's rows of 65,536 token ids of Llama 3, each a row of the run
+    prolong_64k_books       its books (--glob='book-65536/proc0[0-9]-64/index.json': ten of 64 parts)
 
 --samples_are_rows, for token ids packed to rows by others: each sample is one row of the run,
-neither cut nor joined to another; the run's seq_len is their length, or less by one. Documents in
-it read each other: MDS columns with their places, such as ProLong's `indices`, are not read.
+neither cut nor joined to another; the run's seq_len is their length, or less by one. The documents
+in a row are one: MDS columns of their places, such as ProLong's `indices`, are ignored.
 
 FOLDER appears when it is complete, and is the same for any number of processes. A killed command
 leaves a hidden folder next to it, which can be deleted. --verify reads every file of a FOLDER.
@@ -79,7 +76,7 @@ def main(argv: list[str]) -> None:
     for name in needed:
         if not FLAGS[name].present:
             raise UserError(f"--{chosen[0]} also needs --{name}")
-    if FLAGS.source is not None and FLAGS.input is not None:
+    if source != "input" and FLAGS.input is not None:
         raise UserError("pass --input or --source, not both")
     cli.clean_up_on_sigterm()
     actions[chosen[0]]()

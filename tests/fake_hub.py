@@ -31,6 +31,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._send(hub.status or 404, b"{}", headers)
         if rest[:1] == ["revision"] and rest[1] not in ("main", SHA):
             return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        if is_api and rest[:1] == ["tree"]:
+            tree = [
+                {"type": "file", "path": name, "size": len(content), "oid": SHA}
+                for name, content in hub.files.items()
+            ]
+            return self._send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
         if is_api:
             siblings = [{"rfilename": n, "size": len(c)} for n, c in hub.files.items()]
             content = json.dumps({"id": hub.repo, "sha": SHA, "siblings": siblings}).encode()

@@ -121,9 +121,9 @@ def glob_of(folder: Path | str, names: Iterable[PurePath]) -> str:
     return globs[0]
 
 
-def companions(names: Iterable[PurePath]) -> set[PurePath]:
-    """The folders of which a reader of the files `names` reads other files as well."""
-    return {name.parent for name in names if _kind(name) in (INDEX, STATE, "*.idx")}
+def lists_files(glob: str) -> bool:
+    """Whether a file of this name stands for others in its folder."""
+    return _kind(PurePath(glob)) in (INDEX, STATE, "*.idx")
 
 
 def _plain(path: Path) -> bytes:

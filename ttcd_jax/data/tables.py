@@ -4,7 +4,6 @@ Arrow files are memory-mapped, streams (the Hugging Face cache) and IPC files al
 is its `state.json`, which lists the files of its rows. Columns hold texts or lists of token ids.
 """
 
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ STATE = "state.json"
 
 _PARQUET_ROWS = 256  # in memory at once
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+_INDICES = "_indices_data_files"
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -29,19 +29,14 @@ def read_values(path: Path, column: str) -> Iterator[Any]:
             yield from read_values(file, column)
         return
     pyarrow, is_parquet = import_for(path, "pyarrow"), path.suffix == ".parquet"
-    types = importlib.import_module("pyarrow.types")
     try:
         for values in (_parquet if is_parquet else _arrow)(path, column):
             values.validate(full=True)
-            kind = values.type
+            kind, types = values.type, pyarrow.types
             is_list = types.is_list(kind) or types.is_large_list(kind)
             if (is_list or types.is_fixed_size_list(kind)) and types.is_integer(kind.value_type):
                 empty = pyarrow.array([], kind.value_type)
-                for row in values:
-                    ids = row.values if row.is_valid else empty
-                    if ids.null_count:
-                        raise DataError(f"{path}: a list of {column!r} contains null; repair it")
-                    yield ids.to_numpy()
+                yield from ((row.values if row.is_valid else empty).to_numpy() for row in values)
             else:
                 yield from (value.as_py() for value in values)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
@@ -55,10 +50,7 @@ def check_one_split(folder: Path) -> None:
     for path in folder.rglob("dataset_dict.json"):
         splits = read_json(path).get("splits")
         if not isinstance(splits, list) or not {*map(str, splits)} <= {"train", "validation"}:
-            raise UserError(
-                f"{path} lists the splits {splits}: give the folder of one, or save them as train "
-                "and validation"
-            )
+            raise UserError(f"{path} lists the splits {splits}: give the folder of one of them")
     for path in folder.rglob("dataset_info.json"):
         names = sorted({_NUMBER.sub("", file.stem) for file in path.parent.glob("*.arrow")})
         if len(names) > 1 and not path.with_name(STATE).exists():
@@ -74,17 +66,17 @@ def _parquet(path: Path, column: str) -> Iterator[Any]:
 
 
 def _arrow(path: Path, column: str) -> Iterator[Any]:
-    pyarrow, ipc = import_for(path, "pyarrow"), import_for(path, "pyarrow.ipc")
+    pyarrow = import_for(path, "pyarrow")
     with pyarrow.memory_map(str(path)) as file:
         if file.read(6) == b"ARROW1":
-            reader = ipc.open_file(file)
+            reader = pyarrow.ipc.open_file(file)
             batches = map(reader.get_batch, range(reader.num_record_batches))
         else:
             file.seek(max(0, file.size() - len(_END_OF_STREAM)))
             if file.read() != _END_OF_STREAM:
                 raise DataError(f"{path} is no intact Arrow file (it has no end); copy it again")
             file.seek(0)
-            batches = reader = ipc.open_stream(file)
+            batches = reader = pyarrow.ipc.open_stream(file)
         position = _position(path, column, reader.schema.names)
         for batch in batches:
             yield batch.column(position)
@@ -101,9 +93,10 @@ def _position(path: Path, column: str, names: list[str]) -> int:
 def _data_files(path: Path) -> list[Path]:
     state = read_json(path)
     try:
-        names = [Path(entry["filename"]) for entry in state["_data_files"]]
+        files = [path.parent / entry["filename"] for entry in state["_data_files"]]
+        if all(file.parent == path.parent for file in files) and not state.get(_INDICES):
+            return files
+        problem = "lists files elsewhere, or chosen rows of them"
     except (LookupError, TypeError) as error:
-        raise DataError(f"{path} lists no files ({error!r}); save it again") from error
-    if state.get("_indices_data_files") or any(name.name != str(name) for name in names):
-        raise DataError(f"{path} lists files elsewhere, or chosen rows of them; save it again")
-    return [path.with_name(name.name) for name in names]
+        problem = f"lists no files ({error!r})"
+    raise DataError(f"{path} {problem}; save it again")
