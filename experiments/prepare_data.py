@@ -9,19 +9,21 @@
 
 PATH is a file or a folder of
     .txt                a document each
-    .jsonl, .parquet    a document in --field of each line or row
-    .arrow, state.json  the same in Arrow files and in folders that `datasets` saved or cached
-    index.json, .idx    MDS shards (text or token ids in --field); Megatron-LM's ids, with their .bin
-.txt, .jsonl and .json may be packed (.gz, .zst); columns of tables may hold lists of token ids, of
---tokenizer as all ids. Subfolders `train/` and `validation/` are the splits. .zst, .parquet and
-.arrow need zstandard and pyarrow (pip install 'ttcd-jax[data]'). A document, or a line, has 256 MiB
-at most. A line without a document is left out and reported; more than 0.1 % of them are refused.
+    .jsonl              a document in --field of each line
+    .parquet, .arrow    a document in --field of each row: text, or a list of token ids
+    state.json          the same: a folder that `datasets` saved
+    index.json          the same: MDS shards
+    .idx                Megatron-LM's documents of token ids, with the .bin beside it
+Token ids are those of --tokenizer. .txt.gz, .jsonl.gz, .json.gz and .zst are unpacked while they
+are read. Subfolders `train/` and `validation/` are the splits. .zst, .parquet and .arrow need
+zstandard and pyarrow (pip install 'ttcd-jax[data]'). A document, or a line, has 256 MiB at most. A
+line without a document is left out and reported; more than 0.1 % of them are refused.
 
 NAME is a data set of the Hugging Face hub, OWNER/NAME[@REVISION][:GLOB], which is downloaded into
 its cache (or CACHE) and read as --input, or one of
     long_data_collections   Long-Data-Collections without books, the last 50 of 474 files held out
     prolong_64k             ProLong's rows of 65,536 token ids of Llama 3, each a row of the run
-    prolong_64k_books       its books (--glob='book-65536/proc0[0-9]-64/index.json': ten of 64 parts)
+    prolong_64k_books       its books (--glob='book-65536/proc0?-64/index.json': a part of them)
 
 --samples_are_rows, for token ids packed to rows by others: each sample is one row of the run,
 neither cut nor joined to another; the run's seq_len is their length, or less by one. The documents
@@ -71,7 +73,7 @@ def main(argv: list[str]) -> None:
     chosen = [name for name in actions if FLAGS[name].present]
     if len(chosen) != 1:
         raise UserError(f"pass one of --{', --'.join(actions)} ({len(chosen)} are given)")
-    source = "source" if FLAGS.source is not None else "input"
+    source = "input" if FLAGS.source is None else "source"
     needed = [] if chosen == ["verify"] else [source, "output"]
     for name in needed:
         if not FLAGS[name].present:

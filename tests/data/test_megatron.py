@@ -60,9 +60,9 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"magic": b"MMIDIDX\0\1"}, r"a\.idx begins b'MMIDIDX.x00.x01', 1, 8: "),
-        ({"version": 2}, r"a\.idx begins b'MMIDIDX.x00.x00', 2, 8: "),
-        ({"code": 7}, r"x00', 1, 7: .*, 1, \[1, 2, 3, 4, 5, 8\]"),
+        ({"magic": b"MMIDIDX\0\1"}, r"a\.idx begins b'MMIDIDX.x00.x01', 1, 8; read"),
+        ({"version": 2}, r"a\.idx begins b'MMIDIDX.x00.x00', 2, 8; read"),
+        ({"code": 7}, r"x00', 1, 7; .*, 1, \[1, 2, 3, 4, 5, 8\]"),
         ({"counts": (2**60, 2**60)}, "115 bytes|114 bytes; 1152921504606846976 sequences"),
         ({"counts": (5, 4)}, "has 114 bytes; 5 sequences and 4 documents take 126"),
         ({"starts": [0, 2, 2, 3]}, r"a\.bin has 6 ids in 4 sequences, its documents 4 in 3"),

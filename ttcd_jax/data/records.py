@@ -91,7 +91,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{folder} holds no token records (no {MANIFEST}); make them (python -m "
             "experiments.prepare_data --input=TEXT --tokenizer=tokenizer.json --output=DIR; the "
-            "paper's: --source=long_data_collections, see configs/data/records.gin) and name them (RecordsConfig.paths; in a recipe --param=\"RECORDS='DIR'\")"
+            "paper's: --source=long_data_collections, as in configs/data/records.gin) and name "
+            "them (RecordsConfig.paths; in a recipe --param=\"RECORDS='DIR'\")"
         )
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
