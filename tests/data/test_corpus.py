@@ -248,3 +248,9 @@ def test_links_of_the_hugging_face_cache_are_good_and_others_are_not(tmp_path):
     config = CorpusConfig(kind="text", path=str(cache / "snapshots" / "1"))
     with pytest.raises(DataError, match=r"b\.txt is a link that leaves"):
         load_documents(config, "train")
+    (cache / "blobs").rename(tmp_path / "blobs")  # no cache any more
+    (cache / "snapshots" / "1" / "b.txt").unlink()
+    (cache / "a.txt").write_text("text")
+    (cache / "snapshots" / "1" / "b.txt").symlink_to("../../a.txt")
+    with pytest.raises(DataError, match=r"b\.txt is a link that leaves"):
+        load_documents(config, "train")

@@ -215,8 +215,8 @@ def _check_links(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
     """Raises `DataError` for a file that a link brings into `folder` from elsewhere. The links of
     the Hugging Face cache are good: from a folder in `snapshots` to the `blobs` beside it."""
     root = folder.resolve()
-    caches = (x.parent for x in (root, *root.parents) if (x.parent / "blobs").is_dir())
-    root = next((cache for cache in caches if (cache / "snapshots") in root.parents), root)
+    caches = (x.parent for x in (root, *root.parents) if x.name == "snapshots")
+    root = next((cache for cache in caches if (cache / "blobs").is_dir()), root)
     for place in {path if path.is_symlink() else path.parent for path in files}:
         if not place.resolve().is_relative_to(root):
             raise DataError(

@@ -38,17 +38,16 @@ def read_sequences(index: Path) -> Iterator[np.ndarray]:
     sizes = np.memmap(index, "<i4", "r", _HEADER.size, n)
     offsets = np.memmap(index, "<i8", "r", _HEADER.size + 4 * n, n)
     starts = np.memmap(index, "<i8", "r", _HEADER.size + 12 * n, num_starts)
-    ids, last, end = np.asarray(np.memmap(path, dtype, "r")), 0, 0
+    ids, end = np.asarray(np.memmap(path, dtype, "r")), 0
     for number, (first, stop) in enumerate(itertools.pairwise(starts)):
         lengths, begin = sizes[first:stop], end
         end += int(lengths.sum(dtype=np.int64))
-        is_sound = last == first <= stop <= n and lengths.min(initial=0) >= 0 and end <= ids.size
+        is_sound = 0 <= first <= stop <= n and lengths.min(initial=0) >= 0 and end <= ids.size
         if not is_sound or (first < stop and offsets[first] != begin * dtype.itemsize):
             _refuse(index, f"does not fit {path} at document {number}")
         yield ids[begin:end]
-        last = stop
-    if (last, end) != (n, ids.size):
-        _refuse(path, f"has {ids.size} ids in {n} sequences, its documents {end} in {last}")
+    if (starts[-1], end) != (n, ids.size):
+        _refuse(path, f"has {ids.size} ids in {n} sequences, its documents {end} in {starts[-1]}")
 
 
 def _refuse(path: Path, problem: str) -> NoReturn:
