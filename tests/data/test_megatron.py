@@ -69,6 +69,7 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path):
         ({"starts": [1, 2, 2, 4]}, r"does not fit .*a\.bin at document 0"),
         ({"starts": [0, 3, 2, 4]}, "does not fit .* at document 1"),
         ({"starts": [0, 2**62, -(2**62), 4]}, "does not fit .* at document 0"),
+        ({"starts": [-4, 2, 2, 4]}, "does not fit .* at document 0"),
         ({"starts": [0, -1, 2, 4]}, "does not fit .* at document 0"),
         ({"sizes": [3, -1, 2, 2]}, "does not fit .* at document 0"),
         ({"sizes": [3, 0, 1, 3]}, "does not fit .* at document 2"),
