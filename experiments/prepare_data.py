@@ -2,18 +2,32 @@
 
     python -m experiments.prepare_data --input=PATH --tokenizer=FILE.json|byte --output=FOLDER
                                        [--glob=PATTERN] [--field=text] [--validation_percent=5]
-                                       [--processes=N] [--samples_are_rows]
+                                       [--validation_files=N] [--processes=N] [--samples_are_rows]
+    python -m experiments.prepare_data --source=NAME [--download=CACHE] ...
     python -m experiments.prepare_data --input=PATH --train_tokenizer=VOCAB_SIZE --output=FILE.json
     python -m experiments.prepare_data --verify=FOLDER
 
-PATH is a file, or a folder, of .txt (one document each), .jsonl, .parquet or MDS shards with their
-index.json; .txt.gz, .jsonl.gz, .json.gz and .zst are unpacked while they are read. Subfolders
-`train/` and `validation/` are the splits. .zst and .parquet need zstandard and pyarrow (pip install
-'ttcd-jax[data]'). A document, or a line, has 256 MiB at most. A line without a document is left out
-and reported; more than 0.1 % of them are refused.
+PATH is a file or a folder of
+    .txt                a document each
+    .jsonl              a document in --field of each line
+    .parquet, .arrow    a document in --field of each row: text, or a list of token ids
+    state.json          the same: a folder that `datasets` saved
+    index.json          the same: MDS shards
+    .idx                Megatron-LM's documents of token ids, with the .bin beside it
+Token ids are those of --tokenizer. .txt.gz, .jsonl.gz, .json.gz and .zst are unpacked while they
+are read. Subfolders `train/` and `validation/` are the splits. .zst, .parquet and .arrow need
+zstandard and pyarrow (pip install 'ttcd-jax[data]'). A document, or a line, has 256 MiB at most. A
+line without a document is left out and reported; more than 0.1 % of them are refused.
 
---samples_are_rows, for token ids packed to rows by others: each MDS sample is one row of the run,
-neither cut nor joined to another; the run's seq_len is their length, or less by one.
+NAME is a data set of the Hugging Face hub, OWNER/NAME[@REVISION][:GLOB], which is downloaded into
+its cache (or CACHE) and read as --input, or one of
+    long_data_collections   Long-Data-Collections without books, the last 50 of 474 files held out
+    prolong_64k             ProLong's rows of 65,536 token ids of Llama 3, each a row of the run
+    prolong_64k_books       its books (--glob='book-65536/proc0?-64/index.json': a part of them)
+
+--samples_are_rows, for token ids packed to rows by others: each sample is one row of the run,
+neither cut nor joined to another; the run's seq_len is their length, or less by one. The documents
+in a row are one: MDS columns of their places, such as ProLong's `indices`, are ignored.
 
 FOLDER appears when it is complete, and is the same for any number of processes. A command that was
 stopped or killed leaves the hidden folder .FOLDER.unfinished: repeat it, and it tokenizes the rest
@@ -22,6 +36,7 @@ only. --verify reads every file of a FOLDER.
 
 import itertools
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -40,13 +55,16 @@ if TYPE_CHECKING:
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("input", None, "A file or a folder of documents.")
+flags.DEFINE_string("source", None, "A data set of the hub, instead of --input.")
+flags.DEFINE_string("download", None, "The folder for --source; default: the hub's cache.")
 flags.DEFINE_string("output", None, "The folder to make; with --train_tokenizer the file.")
 flags.DEFINE_string("tokenizer", None, "byte, or the path of a tokenizer.json.")
 flags.DEFINE_integer("train_tokenizer", None, "Make a tokenizer with this number of tokens.")
 flags.DEFINE_string("verify", None, "A folder of records whose digests to check.")
 flags.DEFINE_string("glob", None, "Files of a folder; default: all of the one kind it holds.")
-flags.DEFINE_string("field", "text", "Key or column of the text; an MDS one may hold token ids.")
+flags.DEFINE_string("field", "text", "Key or column of the text or the token ids.")
 flags.DEFINE_integer("validation_percent", 5, "Documents held out, unless the input has splits.")
+flags.DEFINE_integer("validation_files", 0, "Hold out the last files instead.", lower_bound=0)
 flags.DEFINE_bool("samples_are_rows", False, "Each sample of token ids is one row of the run.")
 flags.DEFINE_integer("processes", None, "Default: one for each core.", lower_bound=1)
 
@@ -59,10 +77,13 @@ def main(argv: list[str]) -> None:
     chosen = [name for name in actions if FLAGS[name].present]
     if len(chosen) != 1:
         raise UserError(f"pass one of --{', --'.join(actions)} ({len(chosen)} are given)")
-    needed = [] if chosen == ["verify"] else ["input", "output"]
+    source = "input" if FLAGS.source is None else "source"
+    needed = [] if chosen == ["verify"] else [source, "output"]
     for name in needed:
         if not FLAGS[name].present:
             raise UserError(f"--{chosen[0]} also needs --{name}")
+    if source != "input" and FLAGS.input is not None:
+        raise UserError("pass --input or --source, not both")
     cli.clean_up_on_sigterm()
     actions[chosen[0]]()
 
@@ -93,19 +114,37 @@ def _prepare() -> None:
 
 
 def _corpus() -> "CorpusConfig":
-    from ttcd_jax.data.corpus import CorpusConfig
+    from ttcd_jax.data.corpus import FolderConfig
     from ttcd_jax.data.documents import readable_glob
 
+    if FLAGS.source is not None:
+        _download()
     path = Path(FLAGS.input)
     if not path.exists():
         raise UserError(f"no file or folder at --input={path}")
-    corpus = CorpusConfig(
+    corpus = FolderConfig(
         kind="text",
         path=FLAGS.input,
         field=FLAGS.field,
         validation_percent=FLAGS.validation_percent,
+        validation_files=FLAGS.validation_files,
     )
     return corpus.replace(glob=FLAGS.glob or readable_glob(path)) if path.is_dir() else corpus
+
+
+def _download() -> None:
+    """Makes the flags those of the downloaded files; a flag that is given stays."""
+    endpoint = os.environ.get("HF_ENDPOINT", "")
+    if not re.fullmatch(r"|https?://[\w.-]+(:\d+)?(/[!-~]*)?", endpoint):
+        raise UserError(f"HF_ENDPOINT={endpoint!r} is no address such as https://huggingface.co")
+    from ttcd_jax.data.hub import download, parse_source
+
+    source = parse_source(FLAGS.source)
+    for name in ("glob", "field", "validation_files", "samples_are_rows"):
+        if not FLAGS[name].present:
+            FLAGS[name].value = getattr(source, name)
+    folder, FLAGS.glob = download(source._replace(glob=FLAGS.glob), FLAGS.download)
+    FLAGS.input = str(folder)
 
 
 class _Progress:

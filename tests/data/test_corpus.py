@@ -5,7 +5,14 @@ import sysconfig
 
 import pytest
 
-from ttcd_jax.data.corpus import SPLITS, CorpusConfig, load_documents, manifest, stream_documents
+from ttcd_jax.data.corpus import (
+    SPLITS,
+    CorpusConfig,
+    FolderConfig,
+    load_documents,
+    manifest,
+    stream_documents,
+)
 from ttcd_jax.data.documents import Document
 from ttcd_jax.errors import DataError, UserError
 
@@ -224,4 +231,38 @@ def test_text_that_is_too_large_for_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("ttcd_jax.data.corpus.MAX_TEXT_BYTES", 1199)
     remedy = f"experiments.prepare_data --input={tmp_path} --tokenizer=tokenizer.json"
     with pytest.raises(UserError, match=rf"1.17 KiB of text and more.*{remedy}"):
+        load_documents(config, "train")
+
+
+def test_the_last_files_of_a_folder_can_be_held_out(tmp_path):
+    _folder(tmp_path, {f"sub/{i}.txt": "text" for i in range(5)} | {"sub/9.md": "no"})
+    config = FolderConfig(kind="text", path=str(tmp_path), validation_files=2)
+    train, validation = _splits(config)
+    assert _names(train) == ["sub/0.txt", "sub/1.txt", "sub/2.txt"]
+    assert _names(validation) == ["sub/3.txt", "sub/4.txt"]
+    with pytest.raises(DataError, match="has 5 files: 5 cannot be held out"):
+        load_documents(config.replace(validation_files=5), "train")
+    for place in ("sub/0.txt", "splits"):
+        _folder(tmp_path / "splits", {"train/a.txt": "x", "validation/b.txt": "x"})
+        with pytest.raises(DataError, match="it is one file or has its own splits"):
+            load_documents(config.replace(path=str(tmp_path / place)), "train")
+
+
+def test_links_of_the_hugging_face_cache_are_good_and_others_are_not(tmp_path):
+    cache = tmp_path / "datasets--lab--set"
+    _folder(cache, {"blobs/12": "text", "snapshots/1/data/no.md": "no"})
+    (cache / "snapshots" / "1" / "data" / "a.txt").symlink_to("../../../blobs/12")
+    for place in ("snapshots/1", "snapshots/1/data"):
+        config = CorpusConfig(kind="text", path=str(cache / place), validation_percent=0)
+        assert len(load_documents(config, "train")) == 1
+    (tmp_path / "elsewhere.txt").write_text("text")
+    (cache / "snapshots" / "1" / "b.txt").symlink_to("../../../elsewhere.txt")
+    config = CorpusConfig(kind="text", path=str(cache / "snapshots" / "1"))
+    with pytest.raises(DataError, match=r"b\.txt is a link that leaves"):
+        load_documents(config, "train")
+    (cache / "blobs").rename(tmp_path / "blobs")  # no cache any more
+    (cache / "snapshots" / "1" / "b.txt").unlink()
+    (cache / "a.txt").write_text("text")
+    (cache / "snapshots" / "1" / "b.txt").symlink_to("../../a.txt")
+    with pytest.raises(DataError, match=r"b\.txt is a link that leaves"):
         load_documents(config, "train")

@@ -8,6 +8,8 @@ import importlib
 import json
 import random
 import re
+import resource
+import struct
 
 import numpy as np
 import pytest
@@ -81,18 +83,63 @@ def _json_lines():
     return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in TEXTS).encode()
 
 
-def _parquet(path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = importlib.import_module("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"text": TEXTS * 20}), path, row_group_size=50)
+def _write_table(path, table, rows):
+    if path.suffix == ".parquet":
+        parquet = importlib.import_module("pyarrow.parquet")
+        parquet.write_table(table, path, row_group_size=rows)
+    else:
+        new = getattr(importlib.import_module("pyarrow.ipc"), f"new_{path.stem}")
+        with new(str(path), table.schema) as file:
+            file.write_table(table, max_chunksize=rows)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "txt.gz", "jsonl.zst", "parquet"])
+def _numbers_damaged(data: bytes, chance: random.Random) -> bytes:
+    """`data` with up to three of its integers of 4 or 8 bytes replaced."""
+    for _ in range(chance.randint(1, 3)):
+        size = chance.choice([4, 8])
+        start = chance.randrange(len(data) // size) * size
+        numbers = [0, 1, -1, 2**31 - 1, 2**40, 2**63 - 1, -(2**63), chance.randrange(400)]
+        number = chance.choice(numbers) % 2 ** (8 * size)
+        data = data[:start] + number.to_bytes(size, "little") + data[start + size :]
+    return data
+
+
+@pytest.mark.parametrize("name", ["stream.arrow", "file.arrow", "a.parquet"])
+@pytest.mark.parametrize("field", ["text", "ids"])
+def test_tables(tmp_path, name, field):
+    pyarrow, path = pytest.importorskip("pyarrow"), tmp_path / name
+    ids = [[1, 2], [], None, list(range(50))] * 30
+    _write_table(path, pyarrow.table({"text": TEXTS * 20, "ids": ids}), 50)
+    intact, chance = path.read_bytes(), random.Random(name + field)
+    corpus = CorpusConfig(kind="text", path=str(path), field=field, validation_percent=0)
+    num_read, before = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for i in range(400):
+        path.write_bytes((_damaged if i % 2 else _numbers_damaged)(intact, chance))
+        num_read += _survives(lambda: list(stream_documents(corpus)), path.name)
+    assert num_read < 400
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
+
+
+def test_megatron(tmp_path):
+    path, chance = tmp_path / "a.idx", random.Random(3)
+    sizes, starts = np.array([3, 0, 7, 2], "<i4"), np.array([0, 2, 2, 4], "<i8")
+    offsets = (2 * np.cumsum(sizes) - 2 * sizes).astype("<i8")
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 4, 4)
+    intact = header + sizes.tobytes() + offsets.tobytes() + starts.tobytes()
+    path.with_suffix(".bin").write_bytes(bytes(24))
+    corpus = CorpusConfig(kind="text", path=str(path), validation_percent=0)
+    num_read, before = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for i in range(600):
+        path.write_bytes((_damaged if i % 2 else _numbers_damaged)(intact, chance))
+        num_read += _survives(lambda: list(stream_documents(corpus)), "a.")
+    assert num_read < 600
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "txt.gz", "jsonl.zst"])
 def test_documents(tmp_path, kind):
     path = tmp_path / f"a.{kind}"
-    if kind == "parquet":
-        _parquet(path)
-    elif kind == "jsonl.zst":
+    if kind == "jsonl.zst":
         path.write_bytes(pytest.importorskip("zstandard").compress(_json_lines()))
     else:
         path.write_bytes(gzip.compress(_json_lines()) if kind.endswith("gz") else _json_lines())

@@ -46,8 +46,10 @@ def unpacked(path: Path) -> Iterator[io.BufferedIOBase]:
         raise DataError(f"{path} is no intact {kind} file ({error}); copy it again") from error
 
 
-def bytes_read() -> int:
-    """The bytes that this process has read from files, packed as they are."""
+def bytes_read(more: int = 0) -> int:
+    """The bytes that this process has read from files, packed as they are, with `more` of a file
+    that is memory-mapped."""
+    _Counted.num_bytes += more
     return _Counted.num_bytes
 
 
@@ -56,7 +58,7 @@ class _Counted(io.FileIO):
 
     def readinto(self, buffer: Any) -> int:
         size = super().readinto(buffer)
-        _Counted.num_bytes += size
+        bytes_read(size)
         return size
 
 

@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 from absl import logging
 
 from ttcd_jax import units
-from ttcd_jax.config import Bound, Config
+from ttcd_jax.config import AtLeast, Bound, Config
 from ttcd_jax.data.documents import Document, LeftOut, holds_many, read_documents
 from ttcd_jax.data.mds import INDEX
+from ttcd_jax.data.tables import STATE
 from ttcd_jax.errors import DataError, UserError
 
 Split = Literal["train", "validation"]
@@ -57,6 +58,14 @@ class CorpusConfig(Config):
                 f"CorpusConfig kind={self.kind!r} with path={self.path!r}; "
                 "kind 'text' takes the path of a file or a folder, kind 'stdlib' takes none"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderConfig(CorpusConfig):
+    """A corpus to prepare. The last `validation_files` of a folder, by name, are held out, instead
+    of a percentage if that is not 0."""
+
+    validation_files: Annotated[int, AtLeast(0)] = 0
 
 
 class Census:
@@ -129,11 +138,14 @@ def input_bytes(config: CorpusConfig, splits: tuple[Split, ...] = SPLITS) -> int
     """Bytes of the files at `config.path`, packed as they are."""
     path = pathlib.Path(config.path or "")
     if not path.is_dir():
-        return path.stat().st_size if path.exists() else 0
-    parts = splits if _has_splits(path) else (".",)
-    files = [file for part in parts for file in _files(path / part, config.glob).values()]
-    shards = [x for file in files if file.name == INDEX for x in file.parent.iterdir()]
-    return sum(file.stat().st_size for file in (*files, *shards))
+        files = [path] if path.exists() else []
+    else:
+        parts = splits if _has_splits(path) else (".",)
+        files = [file for part in parts for file in _files(path / part, config.glob).values()]
+    indexes = [file for file in files if file.name in (INDEX, STATE)]
+    shards = [shard for index in indexes for shard in index.parent.iterdir()]
+    shards += [index.with_suffix(".bin") for index in files if index.suffix == ".idx"]
+    return sum(file.stat().st_size for file in (*files, *shards) if file.exists())
 
 
 class EmptySplitError(DataError):
@@ -172,6 +184,9 @@ def _user_documents(
 ) -> Iterator[tuple[Split, Document]]:
     if not path.exists():
         raise DataError(f"no file or folder at {path}; set CorpusConfig.path")
+    num_held_out = config.validation_files if isinstance(config, FolderConfig) else 0
+    if num_held_out and (_has_splits(path) or not path.is_dir()):
+        raise DataError(f"{path} has no files to hold out: it is one file or has its own splits")
     if not path.is_dir():
         if holds_many(path):
             documents = read_documents(path, path.name, config.field, left_out)
@@ -180,27 +195,40 @@ def _user_documents(
             yield from _parts_of_file(path, config)
         return
     if _has_splits(path):
-        for split in splits:
-            for document in _folder_documents(path, split, config, left_out):
-                yield split, document
+        files = {split: _folder_files(path, split, config) for split in splits}
     else:
-        yield from _held_out_by_name(_folder_documents(path, ".", config, left_out), config)
+        found = _folder_files(path, ".", config)
+        if not num_held_out:
+            yield from _held_out_by_name(_documents_in(found, config, left_out), config)
+            return
+        if num_held_out >= len(found):
+            raise DataError(f"{path} has {len(found)} files: {num_held_out} cannot be held out")
+        files = {"train": found[:-num_held_out], "validation": found[-num_held_out:]}
+    for split in splits:
+        for document in _documents_in(files[split], config, left_out):
+            yield split, document
 
 
 def _has_splits(path: pathlib.Path) -> bool:
     return all((path / split).is_dir() for split in SPLITS)
 
 
-def _folder_documents(
-    root: pathlib.Path, part: str, config: CorpusConfig, left_out: LeftOut
+def _documents_in(
+    files: list[tuple[str, pathlib.Path]], config: CorpusConfig, left_out: LeftOut
 ) -> Iterator[Document]:
+    for name, path in files:
+        yield from read_documents(path, name, config.field, left_out)
+
+
+def _folder_files(
+    root: pathlib.Path, part: str, config: CorpusConfig
+) -> list[tuple[str, pathlib.Path]]:
     folder = root / part
     files = _files(folder, config.glob)
     if not files:
         raise DataError(f"no file under {folder} matches {config.glob!r}; set CorpusConfig.glob")
     _check_links(root, files.values())
-    for name, path in files.items():
-        yield from read_documents(path, name, config.field, left_out)
+    return list(files.items())
 
 
 def _files(folder: pathlib.Path, glob: str) -> dict[str, pathlib.Path]:
@@ -222,8 +250,11 @@ def _is_run(folder: pathlib.Path) -> bool:
 
 
 def _check_links(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
-    """Raises `DataError` for a file that a link brings into `folder` from elsewhere."""
+    """Raises `DataError` for a file that a link brings into `folder` from elsewhere. The links of
+    the Hugging Face cache are good: from a folder in `snapshots` to the `blobs` beside it."""
     root = folder.resolve()
+    caches = (x.parent for x in (root, *root.parents) if x.name == "snapshots")
+    root = next((cache for cache in caches if (cache / "blobs").is_dir()), root)
     for place in {path if path.is_symlink() else path.parent for path in files}:
         if not place.resolve().is_relative_to(root):
             raise DataError(

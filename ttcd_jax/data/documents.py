@@ -1,19 +1,21 @@
-"""Documents in files: one per text file, many per JSON lines or Parquet file or MDS folder."""
+"""Documents in files: one per text file; many per file of JSON lines, Parquet, Arrow or Megatron,
+and per folder of MDS shards or of `datasets`."""
 
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ttcd_jax.data.compressed import MAX_BYTES, import_for, unpacked
+from ttcd_jax.data.compressed import MAX_BYTES, unpacked
 from ttcd_jax.data.mds import INDEX, read_column
+from ttcd_jax.data.megatron import read_sequences
+from ttcd_jax.data.tables import STATE, check_one_split, read_values
 from ttcd_jax.errors import DataError, UserError
 
-_PARQUET_ROWS = 256  # rows in memory at once
 _LEAST_LINES = 10_000  # until they are read, as many lines are left out as of this number
 _PACKED = re.compile(rb"\x1f\x8b|\(\xb5/\xfd|BZh\d1AY|\xfd7zXZ|7z\xbc\xaf|PK\x03\x04|PAR1")
 
@@ -78,9 +80,10 @@ def read_documents(path: Path, name: str, field: str, left_out: LeftOut) -> Iter
             if isinstance(value, bytes):
                 yield Document(f"{name}:{number}", value)
             elif isinstance(value, np.ndarray):
-                yield Document(f"{name}:{number}", b"", value)
+                yield Document(f"{name}:{number}", b"", _checked_size(f"{path}:{number}", value))
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        place = error.filename or path
+        raise DataError(f"{place} cannot be read: {error.strerror or error}") from error
 
 
 def holds_many(path: Path) -> bool:
@@ -98,9 +101,20 @@ def holds_many(path: Path) -> bool:
 def readable_glob(folder: Path) -> str:
     """The pattern that matches the files of documents below `folder`, all of one kind.
 
-    Raises `UserError` when there is no such file, or there are several kinds.
+    Raises `UserError` when there is no such file, or there are several kinds, or several splits in
+    one folder of `datasets`.
     """
-    globs = [f"**/{kind}" for kind in _READERS if any(map(Path.is_file, folder.rglob(kind)))]
+    check_one_split(folder)
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return glob_of(folder, (path.relative_to(folder) for path in files))
+
+
+def glob_of(folder: Path | str, names: Iterable[PurePath]) -> str:
+    """`readable_glob` of a folder with files of these names."""
+    names = list(names)
+    saved = {name.parent for name in names if name.name == STATE}
+    found = {_kind(name) for name in names if name.suffix != ".arrow" or name.parent not in saved}
+    globs = [f"**/{kind}" for kind in _READERS if kind in found]
     if not globs:
         raise UserError(f"no file below {folder} matches {', '.join(_READERS)}; pass --glob")
     if len(globs) > 1:
@@ -108,6 +122,11 @@ def readable_glob(folder: Path) -> str:
             f"{folder} holds documents of several kinds: choose one by --glob ({', '.join(globs)})"
         )
     return globs[0]
+
+
+def lists_files(glob: str) -> bool:
+    """Whether a file of this name stands for others in its folder."""
+    return _kind(PurePath(glob)) in (INDEX, STATE, "*.idx")
 
 
 def _plain(path: Path) -> bytes:
@@ -118,10 +137,10 @@ def _plain(path: Path) -> bytes:
     return _checked_size(str(path), text)
 
 
-def _checked_size(where: str, text: bytes) -> bytes:
-    if len(text) > MAX_BYTES:
+def _checked_size[T: (bytes, np.ndarray)](where: str, content: T) -> T:
+    if len(content) * getattr(content, "itemsize", 1) > MAX_BYTES:
         raise DataError(f"{where} has more than {MAX_BYTES} bytes, the largest document: divide it")
-    return text
+    return content
 
 
 def _json_lines(path: Path, field: str) -> Iterator[bytes | DataError]:
@@ -146,22 +165,10 @@ def _json_text(where: str, field: str, line: bytes) -> bytes:
     return _text(where, field, record[field])
 
 
-def _parquet(path: Path, field: str) -> Iterator[bytes]:
-    pyarrow, parquet = import_for(path, "pyarrow"), import_for(path, "pyarrow.parquet")
-    try:
-        with unpacked(path) as content, parquet.ParquetFile(content) as file:
-            names = file.schema_arrow.names
-            if field not in names:
-                raise DataError(
-                    f"{path} has no column {field!r}; pass --field (there: {', '.join(names)})"
-                )
-            row = 0
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=[field]):
-                for value in batch.column(0).to_pylist():
-                    yield _text(f"{path}, row {row}", field, value)
-                    row += 1
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is no intact Parquet file ({error}); copy it again") from error
+def _rows(path: Path, field: str) -> Iterator[bytes | np.ndarray]:
+    for row, value in enumerate(read_values(path, field)):
+        is_array = isinstance(value, np.ndarray)
+        yield value if is_array else _text(f"{path}, row {row}", field, value)
 
 
 def _text(where: str, field: str, value: Any) -> bytes:
@@ -179,10 +186,11 @@ Reader = Callable[[Path, str], Iterator[bytes | np.ndarray | DataError]]
 _READERS: dict[str, Reader | None] = {
     **dict.fromkeys(("*.txt", "*.txt.gz", "*.txt.zst")),
     **dict.fromkeys(("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.json.gz"), _json_lines),
-    "*.parquet": _parquet,
+    **dict.fromkeys(("*.parquet", STATE, "*.arrow"), _rows),
     INDEX: read_column,
+    "*.idx": lambda path, field: read_sequences(path),
 }
 
 
-def _kind(path: Path) -> str | None:
+def _kind(path: PurePath) -> str | None:
     return next((kind for kind in _READERS if fnmatch.fnmatchcase(path.name, kind)), None)

@@ -91,8 +91,9 @@ def read_manifest(folder: Path, kind: str = FORMAT) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(
             f"{folder} holds no token records (no {MANIFEST}); make them (python -m "
-            "experiments.prepare_data --input=TEXT --tokenizer=tokenizer.json --output=DIR) and "
-            "name them (RecordsConfig.paths; in a recipe --param=\"RECORDS='DIR'\")"
+            "experiments.prepare_data --input=TEXT --tokenizer=tokenizer.json --output=DIR; the "
+            "paper's: --source=long_data_collections, as in configs/data/records.gin) and name "
+            "them (RecordsConfig.paths; in a recipe --param=\"RECORDS='DIR'\")"
         )
     manifest = read_json(path)
     if manifest.get("format") != kind:

@@ -1,0 +1,145 @@
+"""`prepare_data --source` against a server on this machine (fake_hub.py)."""
+
+import json
+import os
+import struct
+
+import commands
+import fake_hub
+import pytest
+from fake_hub import SHA
+
+from ttcd_jax.data.hub import parse_source
+from ttcd_jax.data.records import open_records, read_manifest
+from ttcd_jax.errors import UserError
+
+TEXTS = {f"data/part-{i}.jsonl": f"text {i}" for i in range(4)}
+
+
+@pytest.fixture
+def hub():
+    files = {name: json.dumps({"text": text}).encode() for name, text in TEXTS.items()}
+    return fake_hub.Hub("lab/set", files | {"README.md": b"about", "data/more.jsonl.gz": b"x"})
+
+
+def _prepare(run, hub, folder, source, *flags, **options):
+    with fake_hub.serve(hub) as address:
+        environment = _environment(folder, address)
+        given = ("--tokenizer=byte", f"--output={folder / 'records'}", f"--source={source}", *flags)
+        return run("prepare_data", *given, env=environment, **options)
+
+
+def _environment(folder, address, **variables):
+    environment = commands.cpu_environment(HF_ENDPOINT=address, HF_HOME=str(folder / "home"))
+    environment.pop("HF_HUB_OFFLINE", None)
+    return environment | {"NO_PROXY": "127.0.0.1"} | variables
+
+
+def _texts(folder, split):
+    records = open_records(folder / "records", split)
+    ids = [records.read(i, 1, size - 1) for i, size in enumerate(records.sizes)]
+    return [bytes(x.astype("u1")).decode() for x in ids]
+
+
+def test_files_of_a_data_set_are_downloaded_once(hub, tmp_path):
+    flags = ("--glob=**/*.jsonl", "--validation_files=1", f"--download={tmp_path / 'cache'}")
+    _prepare(commands.output, hub, tmp_path, "lab/set@main", *flags)
+    assert _texts(tmp_path, "train") == list(TEXTS.values())[:3]
+    assert _texts(tmp_path, "validation") == ["text 3"]
+    gets = [path for method, path in hub.asked if method == "GET" and "/resolve/" in path]
+    assert sorted(gets) == [f"/datasets/lab/set/resolve/{SHA}/{name}" for name in TEXTS]
+    os.rename(tmp_path / "records", tmp_path / "first")
+    hub.asked.clear()
+    _prepare(commands.output, hub, tmp_path, f"lab/set@{SHA}:data/*.jsonl", *flags[1:])
+    assert not [method for method, path in hub.asked if "/resolve/" in path]
+    snapshot = tmp_path / "cache" / "datasets--lab--set" / "snapshots" / SHA
+    os.rename(tmp_path / "records", tmp_path / "second")
+    given = ("--tokenizer=byte", f"--input={snapshot}", "--glob=data/*.jsonl", flags[1])
+    commands.output("prepare_data", *given, f"--output={tmp_path / 'records'}")
+    manifests = [read_manifest(tmp_path / name) for name in ("first", "second", "records")]
+    assert len({manifest["sha256"] for manifest in manifests}) == 1
+
+
+def _shard():
+    """An MDS shard of one sample, 16 ids, and its index."""
+    ids = struct.pack("<BB16I", 1 << 2, 16, *range(16))
+    sample = struct.pack("<I", len(ids)) + ids
+    shard = struct.pack("<III", 1, 12, 12 + len(sample)) + sample
+    entry = {"format": "mds", "version": 2, "samples": 1, "column_names": ["input_ids"]}
+    entry |= {"column_encodings": ["ndarray:uint32"], "column_sizes": [None], "compression": None}
+    entry |= {"raw_data": {"basename": "0.mds", "bytes": len(shard)}, "zip_data": None}
+    return shard, json.dumps({"version": 2, "shards": [entry]}).encode()
+
+
+def test_a_named_data_set_is_read_as_it_was_published(tmp_path):
+    shard, index = _shard()
+    folders = ("book-65536/proc00-64", "book-65536/proc63-64", "arxiv/proc00-64")
+    files = {f"{folder}/0.mds": shard for folder in folders}
+    files |= {f"{folder}/index.json": index for folder in folders}
+    files["book-65536/index.json"] = b"of all parts"
+    hub = fake_hub.Hub("princeton-nlp/prolong-data-64K", files)
+    out = _prepare(commands.output, hub, tmp_path, "prolong_64k_books", "--validation_percent=0")
+    assert "train: 2 documents" in out
+    records = open_records(tmp_path / "records", "train")
+    assert records.samples_are_rows
+    assert records.read(1, 0, 16).tolist() == list(range(16))
+    asked = [path.partition(SHA)[2] for method, path in hub.asked if method == "HEAD"]
+    assert len(asked) == 4
+    assert all(path.startswith("/book-65536/proc") for path in asked)
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "message"),
+    [
+        ("lab/nothing", 0, "/datasets/lab/nothing is not there, or private: check the name"),
+        ("lab/set@next", 0, "/datasets/lab/set has no such revision"),
+        ("lab/set:*.csv", 0, "/datasets/lab/set has no file that matches '*.csv'"),
+        ("lab/set", 401, "/datasets/lab/set is gated: accept its terms there, and set HF_TOKEN"),
+        ("lab/set", 403, "/datasets/lab/set is gated"),
+        ("lab/set", 500, "/datasets/lab/set cannot be downloaded (Server error '500"),
+        ("long_data_collections", 0, "/emozilla/Long-Data-Collections-Pretrain-Without-Books is"),
+    ],
+)
+def test_what_the_hub_refuses(hub, tmp_path, source, status, message):
+    hub.status = status
+    assert message in _prepare(commands.refused, hub, tmp_path, source, status=3)
+    assert not (tmp_path / "records").exists()
+
+
+def test_a_cut_download_is_refused(hub, tmp_path):
+    hub.cut = 3
+    result = _prepare(commands.run, hub, tmp_path, "lab/set:data/part-0.jsonl")
+    assert (result.returncode, result.stdout) == (3, "")
+    assert "1 files (18 bytes) of http" in result.stderr
+    assert "cannot be downloaded (peer closed connection" in result.stderr
+
+
+def test_a_name_outside_the_folder_is_refused(hub, tmp_path):
+    hub.files["../../x.jsonl"] = b"{}"
+    result = _prepare(commands.run, hub, tmp_path, "lab/set:**/*.jsonl")
+    assert (result.returncode, result.stdout) == (3, "")
+    assert "'../../x.jsonl'" in result.stderr
+    assert not list(tmp_path.rglob("x.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "status", "message"),
+    [
+        ({}, 3, "set HF_ENDPOINT to a mirror, or give a local copy by --input"),
+        ({"HF_HUB_OFFLINE": "1"}, 3, "unset the `HF_HUB_OFFLINE`"),
+        ({"HF_ENDPOINT": "hub.local"}, 2, "HF_ENDPOINT='hub.local' is no address"),
+        ({"HF_ENDPOINT": "http://x:y"}, 2, "HF_ENDPOINT='http://x:y' is no address"),
+    ],
+)
+def test_no_connection_is_an_error_of_one_line(tmp_path, variables, status, message):
+    environment = _environment(tmp_path, "http://127.0.0.1:9", **variables)
+    given = ("--tokenizer=byte", f"--output={tmp_path / 'records'}", "--source=lab/set")
+    assert message in commands.refused("prepare_data", *given, env=environment, status=status)
+
+
+def test_names_and_what_is_none():
+    source = parse_source("lab/set@v1.0:a/**/*.parquet")
+    assert source[:3] == ("lab/set", "v1.0", "a/**/*.parquet")
+    for text in ("lab", "nothing_known", "lab/set/more", "../set", "lab/..", "lab/set@", ""):
+        with pytest.raises(UserError, match=r"is neither one of long_data_collections, prolong"):
+            parse_source(text)

@@ -1,0 +1,82 @@
+"""A server with the few addresses of the Hugging Face hub that a download asks for."""
+
+import contextlib
+import hashlib
+import http.server
+import json
+import threading
+import urllib.parse
+from collections.abc import Iterator
+
+SHA = "1234567890" * 4
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self._answer(has_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(has_body=True)
+
+    def _answer(self, *, has_body: bool) -> None:
+        hub = self.server.hub
+        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
+        hub.asked.append((self.command, path))
+        is_api = path.startswith("/api")
+        found = path.removeprefix("/api").removeprefix(f"/datasets/{hub.repo}")
+        rest = found.split("/")[1:]
+        if hub.status or found == path.removeprefix("/api"):
+            codes = {403: "GatedRepo", 401: "GatedRepo", 0: "RepoNotFound"}
+            headers = {"X-Error-Code": codes[hub.status]} if hub.status in codes else {}
+            return self._send(hub.status or 404, b"{}", headers)
+        if rest[:1] == ["revision"] and rest[1] not in ("main", SHA):
+            return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        if is_api and rest[:1] == ["tree"]:
+            tree = [
+                {"type": "file", "path": name, "size": len(content), "oid": SHA}
+                for name, content in hub.files.items()
+            ]
+            return self._send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
+        if is_api:
+            siblings = [{"rfilename": n, "size": len(c)} for n, c in hub.files.items()]
+            content = json.dumps({"id": hub.repo, "sha": SHA, "siblings": siblings}).encode()
+            return self._send(200, content, {"Content-Type": "application/json"})
+        content = hub.files["/".join(rest[2:])]
+        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": SHA}
+        self._send(200, content, headers, has_body=has_body, cut=hub.cut)
+
+    def _send(self, status, content, headers, *, has_body=True, cut=0) -> None:
+        self.send_response(status)
+        for key, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if has_body and self.command == "GET":
+            self.wfile.write(content[: len(content) - cut])
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+class Hub:
+    """A data set `repo` of `files`. `status`: what every request gets; `cut`: bytes that downloads
+    lack; `asked`: the requests."""
+
+    def __init__(self, repo: str, files: dict[str, bytes]) -> None:
+        self.repo, self.files = repo, files
+        self.status = self.cut = 0
+        self.asked: list[tuple[str, str]] = []
+
+
+@contextlib.contextmanager
+def serve(hub: Hub) -> Iterator[str]:
+    """The address of a server of `hub`."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.hub = hub
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
