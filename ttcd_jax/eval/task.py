@@ -95,7 +95,6 @@ class Task(Config, abc.ABC):
 
     @classmethod
     def draw(cls, path: Path, series: Series, chance: float | None) -> None:
-        """The picture: a bar per record."""
         value, label = cls.unit(series)
         plot_bars(
             path,
@@ -142,7 +141,6 @@ TASKS: dict[str, type[Task]] = {}
 
 
 def register[T: Task](task: type[T]) -> type[T]:
-    """Adds a task to `TASKS`."""
     assert task.name not in TASKS, f"two tasks are named {task.name}"
     TASKS[task.name] = task
     return task

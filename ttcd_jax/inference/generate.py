@@ -166,7 +166,6 @@ class _Row:
         self._text = TextStream(tokenizer, request.stop, context=prompt)
 
     def take(self, token: int) -> Event:
-        """The event of the row's next token."""
         self.num_left -= 1
         if token in self._stop_tokens:
             return Event(self.index, self._text.finish(), token, "eos")
