@@ -17,7 +17,7 @@ Documents need no masks: the first token of a document forgets everything.
 
 import dataclasses
 import functools
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -231,13 +231,9 @@ def _solve(
     )
 
 
+@jax.custom_vjp
 def _unit_lower_solve(a: jax.Array, b: jax.Array) -> jax.Array:
     """X of (I + A) X = B for the strictly lower triangle A of `a` [.., L, L] and B [.., L, Z]."""
-    return cast(jax.Array, _solve_by_inverse(a, b))
-
-
-@jax.custom_vjp
-def _solve_by_inverse(a: jax.Array, b: jax.Array) -> jax.Array:
     return _full_product(_unit_lower_inverse(a), b)
 
 
@@ -255,7 +251,7 @@ def _solve_backward(
     return -jnp.tril(_full_product(d_b, x.mT), k=-1), d_b
 
 
-_solve_by_inverse.defvjp(_solve_forward, _solve_backward)
+_unit_lower_solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _full_product(a: jax.Array, b: jax.Array) -> jax.Array:
