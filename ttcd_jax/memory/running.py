@@ -46,10 +46,7 @@ class IdealMemory(ChunkedMemory):
         return _read(state, reads)
 
     def write(
-        self,
-        state: Float[Array, "B F D"],
-        writes: Any,
-        mask: Bool[Array, "#B L"] | None = None,
+        self, state: Float[Array, "B F D"], writes: Any, mask: Bool[Array, "#B L"] | None = None
     ) -> Float[Array, "B F D"]:
         z_teacher, z_student = writes
         narrow = state.astype(z_student.dtype)

@@ -64,14 +64,8 @@ class PrefixSettings(InPlaceSettings):
             raise UserError("form 'attention' does not know folds_state")
 
     def options(self, precision: Precision, *, orthogonalizes: bool = False) -> PrefixOptions:
-        return PrefixOptions(
-            eta=self.eta,
-            orthogonalizes=orthogonalizes,
-            folds_state=self.folds_state,
-            form=self.form,
-            block_chunks=self.block_chunks,
-            state_dtype=precision.state_dtype,
-        )
+        fields = (self.eta, orthogonalizes, self.folds_state, self.form, self.block_chunks)
+        return PrefixOptions(*fields, state_dtype=precision.state_dtype)
 
     @property
     def look_ahead(self) -> int:

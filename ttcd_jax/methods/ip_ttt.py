@@ -19,13 +19,7 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels.short_conv.xla import short_conv
 
 from ttcd_jax.memory.prefix import PrefixMemory
-from ttcd_jax.methods.in_place import (
-    ConvInit,
-    InPlaceConfig,
-    InPlaceMLP,
-    PrefixSettings,
-    ProjInit,
-)
+from ttcd_jax.methods.in_place import ConvInit, InPlaceConfig, InPlaceMLP, PrefixSettings, ProjInit
 from ttcd_jax.methods.registry import (
     ATTENTION_FIXED,
     FAST_KEYS,
