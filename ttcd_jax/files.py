@@ -57,7 +57,6 @@ def whole_folder(path: Path, keeps: Callable[[Path], object] = lambda _: False) 
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file, text as UTF-8."""
     with whole_file(path) as unfinished:
         unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 

@@ -68,8 +68,6 @@ def measured(options: Layer) -> Iterator[list[Row]]:
 
 
 def _gradient(config: TransformerConfig, length: int) -> jax.stages.Compiled:
-    """Loss and gradient of a row, compiled from shapes."""
-
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         model = with_params(config, params)
         hidden, _ = model.forward(tokens)

@@ -65,7 +65,6 @@ class _TwoCalls(DualWindowAttention):
     def extend(
         self, x: jax.Array, piece: Piece, state: KVCache, student: jax.Array | None = None
     ) -> tuple[Views, KVCache]:
-        """(both outputs, the cache after the piece)."""
         q, k, v = self.project(x, piece.positions(x.shape[1]))
 
         def view(window: int | None) -> tuple[jax.Array, KVCache]:

@@ -48,7 +48,6 @@ class Prefill(Config):
     max_seconds: NonNegativeFloat = 120
 
     def settings(self) -> Iterator[tuple[dict[str, InferenceModel], int, int]]:
-        """(models by name, rows, tokens of a row)."""
         shape = load_config(TransformerConfig, self.gin, self.param, config_dir=cli.CONFIG_DIR)
         built = Models(shape)
         for window in self.windows:

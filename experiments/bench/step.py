@@ -31,7 +31,6 @@ class Step(Config):
     rounds: Positive = 5
 
     def loaded(self) -> dict[str, RunConfig]:
-        """The configurations by file."""
         where = cli.CONFIG_DIR
         return {x: load_config(RunConfig, x, self.param, config_dir=where) for x in self.gin}
 

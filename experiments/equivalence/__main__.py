@@ -115,7 +115,6 @@ def _check_levels() -> None:
 
 
 def _above_limits(kl: float, flip_share: float) -> Iterator[str]:
-    """A line for each limit that is exceeded."""
     measured = {"max_kl": ("KL mean", kl), "max_flip_share": ("share of flips", flip_share)}
     for flag, (name, value) in measured.items():
         limit = FLAGS[flag].value

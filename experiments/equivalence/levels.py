@@ -39,11 +39,9 @@ class Level(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """The table with its title and notes."""
         return "\n".join((self.title, format_table(self.table), *self.notes))
 
     def draw(self, path: Path) -> None:
-        """A PNG of the bars."""
         x, y = self.axes
         groups = [bar[x] for bar in self.bars]
         series = {name: [bar[name] for bar in self.bars] for name in self.series}
@@ -76,7 +74,6 @@ def whole_rows(
 
 
 def kernel(pair: Pair, tokens: np.ndarray) -> Level:
-    """The distances of layers on tokens [B, T], in units in the last place."""
     rows = compare_layers(*pair, tokens)
     shares = ("equal_share", "within_1_ulp", "within_2_ulp")
     title = f"Units in the last place ({tokens.size:,} tokens)"
@@ -85,7 +82,6 @@ def kernel(pair: Pair, tokens: np.ndarray) -> Level:
 
 
 def distribution(pair: Pair, rows: dict[str, np.ndarray], batch_size: int) -> Level:
-    """The distances of predictions on `rows`."""
     facts = summarize(compare_predictions(*pair, rows, batch_size=batch_size))
     table = [
         {"distance": label} | {name: facts[key][name] for name in ("mean", *QUANTILES)}

@@ -48,7 +48,6 @@ class Way(Config):
 
     @property
     def path(self) -> TokenPath:
-        """How tokens are read."""
         names: dict[int | None, TokenPath] = {None: "forward", 1: "decoded"}
         return names.get(self.piece_size, "streamed")
 
@@ -132,7 +131,6 @@ class Computed:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of hidden states."""
         return jnp.dtype(self.config.precision.compute)
 
     def hidden(self, tokens: np.ndarray) -> Float[Array, "B T D"]:

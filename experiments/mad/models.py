@@ -97,7 +97,6 @@ class Autoencoder(Transformer):
         self.decoder_2 = _DecoderLayer(config, rngs=rngs)
 
     def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The input of the head: the normed y of c = h[:, -1]."""
         y = h[:, -1:] + sinusoids(*h.shape[1:]).astype(h.dtype)
         return super().normed(self.decoder_2(self.decoder_1(y)))
 

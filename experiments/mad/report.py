@@ -40,7 +40,6 @@ def _mean(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def report(records: list[Record]) -> str:
-    """Both tables and the footnotes."""
     parts = ["\nMAD: best test accuracy over the runs of a setting, mean over settings, in percent"]
     parts += [format_table(score_table(records)), *footnotes(records)]
     if table := memory_table(records):
@@ -89,7 +88,6 @@ def memory_table(records: list[Record]) -> list[dict[str, str]]:
 
 
 def footnotes(records: list[Record]) -> list[str]:
-    """Budget, sweep, recipe, device, and runs that failed."""
     runs = [run for record in records for run in record["runs"]]
     failed = sum(run["failed_at"] is not None for run in runs)
     rates, decays, seeds = (

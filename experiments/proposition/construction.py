@@ -71,7 +71,6 @@ class PropositionConfig(Config):
 
     @property
     def second(self) -> int:
-        """The position of q2."""
         return FIRST + 1 + self.num_fillers
 
     @property
@@ -80,7 +79,6 @@ class PropositionConfig(Config):
         return self.eta / self.chunk_size
 
     def block(self) -> BlockConfig:
-        """The block of a one-layer model."""
         model = TransformerConfig(
             vocab_size=1,
             dim=DIM,

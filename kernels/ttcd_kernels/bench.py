@@ -82,7 +82,6 @@ def parse(
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """(op, case) of every selected case."""
     for op in options.op:
         for case in OPS[op].SHAPES[options.shapes]:
             if not options.case or case.name in options.case:

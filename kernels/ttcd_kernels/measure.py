@@ -64,9 +64,7 @@ class Timed(NamedTuple):
 
 
 def timed[Name: Hashable](
-    programs: Mapping[Name, Callable[..., Any]],
-    shapes: Sequence[jax.ShapeDtypeStruct],
-    rounds: int,
+    programs: Mapping[Name, Callable[..., Any]], shapes: Sequence[jax.ShapeDtypeStruct], rounds: int
 ) -> dict[Name, Timed]:
     """Each program compiled, and timed on random operands if it fits in device memory."""
     results, compiled, calls = {}, {}, {}

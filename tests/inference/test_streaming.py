@@ -12,7 +12,7 @@ from flax import nnx
 from small_models import CHUNK, config_of
 
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.inference.decode import decode, decode_program
+from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill, stream
 from ttcd_jax.inference.state import start_state
@@ -72,14 +72,14 @@ def test_pieces_and_tokens_give_what_one_pass_gives(method):
     assert_close(np.asarray(logits), _behind(want, first + second))
     # All of it again, token by token, the rows at different tokens of their chunks and windows.
     tokenwise = start_state(model, ROWS, max_length=T)
-    before = decode_program._cache_size()
+    before = decode._cache_size()
     for time in range(max(first + second) + ROWS):
         done = np.clip(time - np.arange(ROWS), 0, first + second)
         is_active = (time >= np.arange(ROWS)) & (done < first + second)
         tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
         logits, tokenwise = decode(model, tokenwise, tokens, is_active)
         assert_close(np.asarray(logits)[is_active], _behind(want, done + 1)[is_active])
-    assert decode_program._cache_size() <= before + 1  # one program for all tokens
+    assert decode._cache_size() <= before + 1  # one program for all tokens
     assert state.position.tolist() == tokenwise.position.tolist()
     assert_close(state.layers, tokenwise.layers, 1e-10)  # running sums of numbers that grow
 

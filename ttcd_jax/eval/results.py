@@ -46,7 +46,6 @@ def write_results(result: dict[str, Any]) -> Path:
 
 
 def read_results(run_dir: Path, task: str) -> dict[str, Any] | None:
-    """The results of one task of a run, None without them."""
     path = run_dir / "eval" / task / "results.json"
     return read_json(path) if path.exists() else None
 

@@ -96,7 +96,6 @@ class Task(Config, abc.ABC):
 
     @classmethod
     def draw(cls, path: Path, series: Series, chance: float | None) -> None:
-        """The picture: a bar per record."""
         value, label = cls.unit(series)
         plot_bars(
             path,
@@ -143,7 +142,6 @@ TASKS: dict[str, type[Task]] = {}
 
 
 def register[T: Task](task: type[T]) -> type[T]:
-    """Adds a task to `TASKS`."""
     assert task.name not in TASKS, f"two tasks are named {task.name}"
     TASKS[task.name] = task
     return task

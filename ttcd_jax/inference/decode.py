@@ -13,6 +13,7 @@ from ttcd_jax.inference.prefill import MemoryMode, check_memory
 from ttcd_jax.inference.state import InferenceState, cache_slots
 
 
+@functools.partial(jax.jit, static_argnames="memory", donate_argnums=1)
 def decode(
     model: InferenceModel,
     state: InferenceState,
@@ -28,22 +29,8 @@ def decode(
     state's `max_length` gives NaN, since raising would have to wait for every token.
     """
     check_memory(model.config, memory)
-    batch_size = len(state.position)
-    if is_active is None:
-        is_active = np.ones(batch_size, bool)
-    return decode_program(model, state, jnp.asarray(tokens), jnp.asarray(is_active), memory)
-
-
-@functools.partial(jax.jit, static_argnames="memory", donate_argnums=1)
-def decode_program(
-    model: InferenceModel,
-    state: InferenceState,
-    tokens: jax.Array,
-    is_active: jax.Array,
-    memory: MemoryMode,
-) -> tuple[Float[Array, "B V"], InferenceState]:
-    """The compiled part of `decode`."""
-    hidden, state = one_token(model, state, tokens, is_active, memory)
+    active = jnp.ones(len(tokens), bool) if is_active is None else jnp.asarray(is_active)
+    hidden, state = one_token(model, state, jnp.asarray(tokens), active, memory)
     return head_logits(model, hidden), state
 
 

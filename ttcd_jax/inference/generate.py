@@ -19,13 +19,7 @@ from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.advance import head_logits
 from ttcd_jax.inference.decode import one_token
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.prefill import (
-    PIECE_SIZE,
-    MemoryMode,
-    check_capacity,
-    newest_hidden,
-    stream,
-)
+from ttcd_jax.inference.prefill import PIECE_SIZE, MemoryMode, check_capacity, newest_hidden, stream
 from ttcd_jax.inference.sampling import Sampler, SamplingConfig, batch_sampler, sample
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.inference.text import TextStream
@@ -166,7 +160,6 @@ class _Row:
         self._text = TextStream(tokenizer, request.stop, context=prompt)
 
     def take(self, token: int) -> Event:
-        """The event of the row's next token."""
         self.num_left -= 1
         if token in self._stop_tokens:
             return Event(self.index, self._text.finish(), token, "eos")

@@ -80,8 +80,6 @@ def sample(
 
 
 def _gumbel(seed: jax.Array, index: jax.Array, size: int) -> jax.Array:
-    """Standard Gumbel noise [B, size]."""
-
     def draw(seed: jax.Array, index: jax.Array) -> jax.Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), index), (size,))
 

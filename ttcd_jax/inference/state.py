@@ -93,7 +93,6 @@ def cache_slots(state: InferenceState) -> int | None:
 
 
 def fresh_memories(model: InferenceModel, state: InferenceState) -> InferenceState:
-    """The state with in-place memories reset, and chunks that begin at its position."""
     fresh = _start(model, batch_size=len(state.position), max_length=1)
     blocks = zip(block_configs(model.config), state.layers, fresh.layers, strict=True)
     layers = tuple(

@@ -35,10 +35,6 @@ _LAYOUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-def _to_reference(value: Any, layout: str) -> Any:
-    return _LAYOUTS[layout][1](value)
-
-
 def module_from_reference(tensors: Mapping[str, np.ndarray], names: Names) -> Params:
     """Our parameters of one MLP or block. Raises `KeyError` for an unknown name."""
     items = [(*names[name], value) for name, value in tensors.items()]
@@ -49,7 +45,7 @@ def module_to_reference(params: Params, names: Names) -> dict[str, np.ndarray]:
     """The inverse of `module_from_reference`. Linear, so it maps gradients too."""
     flat = flatten_dict(params, sep="/")
     return {
-        name: _to_reference(np.asarray(flat[path]), layout)
+        name: _LAYOUTS[layout][1](np.asarray(flat[path]))
         for name, (path, layout) in names.items()
         if path in flat
     }
@@ -80,17 +76,15 @@ def model_from_reference(tensors: Mapping[str, np.ndarray], config: TransformerC
 def model_to_reference(params: Params, config: TransformerConfig) -> dict[str, np.ndarray]:
     """The inverse of `model_from_reference`: every parameter under its reference name. Linear, so
     it maps gradients too."""
-    return {
-        name: _to_reference(np.asarray(value), layout)
-        for name, value, layout in _named(params, config)
-    }
+    named = _named(params, config)
+    return {name: _LAYOUTS[layout][1](np.asarray(value)) for name, value, layout in named}
 
 
 def reference_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor the reference has for this model; nothing is allocated."""
 
     def tensors(params: Params) -> dict[str, jax.Array]:
-        return {name: _to_reference(x, layout) for name, x, layout in _named(params, config)}
+        return {name: _LAYOUTS[layout][1](x) for name, x, layout in _named(params, config)}
 
     params = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
     return {name: x.shape for name, x in jax.eval_shape(tensors, params).items()}

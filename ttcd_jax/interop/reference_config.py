@@ -11,7 +11,7 @@ from typing import Any
 
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.methods import METHODS, Method, method_named
-from ttcd_jax.methods.registry import Key, Reference, Source
+from ttcd_jax.methods.registry import REQUIRED, Key, Reference, Source
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.nn.rope import RopeConfig
 
@@ -89,7 +89,7 @@ def transformer_config(source: Mapping[str, Any], **changes: Any) -> Transformer
 
 def _value(key: Key, source: Source) -> Any:
     value = source.values.get(key.name, key.default)
-    if key.is_required and key.name not in source.values:
+    if key.default is REQUIRED and key.name not in source.values:
         raise DataError(f"the configuration lacks {key.name!r}")
     if key.choices is None:
         return source.number(key.name, value) if isinstance(value, int | float) else value

@@ -17,7 +17,7 @@ Documents need no masks: the first token of a document forgets everything.
 
 import dataclasses
 import functools
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,6 @@ class DeltaMemory(AssociativeMemory):
         length: int,
         previous_segment: Int[Array, " B"] | None = None,
     ) -> "Solved":
-        """All chunks of the row, solved at once."""
         wide = jnp.promote_types(self.state_dtype, jnp.float32)
         k, v, beta, log_decay = writes
         log_decay = _forgetting(log_decay, segments, previous_segment, wide)
@@ -114,7 +113,6 @@ class DeltaMemory(AssociativeMemory):
         return Solved(solve(*jax.tree.map(arrange, (reads, k, v, beta, log_decay))), length)
 
     def start_of(self, prepared: "Solved") -> Float[Array, "B N H X"]:
-        """Zero."""
         chunks = prepared.chunks
         shape = (*chunks.keys.shape[1:3], chunks.keys.shape[-1], chunks.writes.shape[-1])
         return jnp.zeros(shape, self.state_dtype)
@@ -122,7 +120,6 @@ class DeltaMemory(AssociativeMemory):
     def row(
         self, prepared: "Solved", state: jax.Array | None = None, *, needs_end: bool = True
     ) -> tuple[Float[Array, "B T N X"], Float[Array, "B N H X"]]:
-        """(o in the dtype of v, state after the row)."""
         state = self.start_of(prepared) if state is None else state
         advance = jax.checkpoint(_advance, prevent_cse=False)
         state, o = jax.lax.scan(advance, state, prepared.chunks)
@@ -143,19 +140,16 @@ class DeltaMemory(AssociativeMemory):
         return jax.lax.scan(composed, begin, prepared.chunks)[0]
 
     def combine(self, first: "Transition", then: "Transition") -> "Transition":
-        """`first`, then `then`."""
         apply = functools.partial(jnp.einsum, "BNHK,BNKX->BNHX", then.keeps, precision="highest")
         return Transition(apply(first.keeps), apply(first.adds) + then.adds)
 
     def neutral(self, summary: "Transition") -> "Transition":
-        """The map that leaves the state as it is."""
         identity = jnp.eye(summary.keeps.shape[-1], dtype=summary.keeps.dtype)
         return Transition(
             jnp.broadcast_to(identity, summary.keeps.shape), jnp.zeros_like(summary.adds)
         )
 
     def state_after(self, summary: "Transition") -> Float[Array, "B N H X"]:
-        """The map applied to zero."""
         return summary.adds
 
 
@@ -237,13 +231,9 @@ def _solve(
     )
 
 
+@jax.custom_vjp
 def _unit_lower_solve(a: jax.Array, b: jax.Array) -> jax.Array:
     """X of (I + A) X = B for the strictly lower triangle A of `a` [.., L, L] and B [.., L, Z]."""
-    return cast(jax.Array, _solve_by_inverse(a, b))
-
-
-@jax.custom_vjp
-def _solve_by_inverse(a: jax.Array, b: jax.Array) -> jax.Array:
     return _full_product(_unit_lower_inverse(a), b)
 
 
@@ -261,7 +251,7 @@ def _solve_backward(
     return -jnp.tril(_full_product(d_b, x.mT), k=-1), d_b
 
 
-_solve_by_inverse.defvjp(_solve_forward, _solve_backward)
+_unit_lower_solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _full_product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -85,7 +85,6 @@ class FastSwiGLU(ChunkedMemory):
     options: FastOptions = dataclasses.field(metadata={"static": True})
 
     def start(self, batch_size: int) -> FastState:
-        """The state of every row at the start of a document."""
         dtype = self.options.state_dtype
         weights = jax.tree.map(
             lambda w: jnp.broadcast_to(w.astype(dtype), (batch_size, *w.shape)), self.weights
@@ -109,7 +108,6 @@ class FastSwiGLU(ChunkedMemory):
     def write(
         self, state: FastState, writes: FastWrites, mask: Bool[Array, "#B L"] | None = None
     ) -> FastState:
-        """The state after a chunk."""
         update = self._update(state.weights, writes, mask)
         previous = None
         if writes.momentum is not None:

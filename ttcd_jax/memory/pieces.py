@@ -36,7 +36,6 @@ class OpenChunk(NamedTuple):
         return OpenChunk(jax.tree.map(names, self.memory), jax.tree.map(rows, self.open))
 
     def kinds(self) -> dict[str, Any]:
-        """The arrays by kind."""
         return {"memory": self.memory, "open chunk": self.open}
 
 

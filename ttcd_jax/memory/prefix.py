@@ -75,7 +75,6 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
         return Axes(("mlp",), features, (features, ROWS), ROWS, ("tensor",))
 
     def start(self, batch_size: int) -> Float[Array, "B F D"]:
-        """Zero: nothing is written yet."""
         return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
 
     def read(self, state: Float[Array, "B F D"], reads: Float[Array, "B L F"]) -> jax.Array:
@@ -93,7 +92,6 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
     def row(
         self, prepared: Chunks, state: jax.Array | None = None, *, needs_end: bool = True
     ) -> tuple[jax.Array, jax.Array]:
-        """`read_prefix` in the form of the options."""
         keys, errors = prepared.writes
         return read_prefix(
             self.options, prepared.reads, keys, errors, self.w_base, prepared.mask, state
@@ -116,15 +114,12 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
         return was_reset, _product(self.options, "BCLF,BCLD->BFD", keys, errors)
 
     def combine(self, first: Any, then: Any) -> Any:
-        """`segmented_sum`."""
         return segmented_sum(first, then)
 
     def neutral(self, summary: Any) -> Any:
-        """No reset, a sum of zero."""
         return jax.tree.map(jnp.zeros_like, summary)
 
     def state_after(self, summary: Any) -> Float[Array, "B F D"]:
-        """The sum."""
         return summary[1]
 
 

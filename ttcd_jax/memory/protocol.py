@@ -126,7 +126,6 @@ class ChunkedMemory(Memory):
         return Chunks(reads, writes, memory_mask(segments, length, chunk_size, previous_segment))
 
     def start_of(self, prepared: Chunks) -> State:
-        """The state before a document, for the rows of `prepared`."""
         return self.start(len(jax.tree.leaves(prepared.reads)[0]))
 
     def row(

@@ -61,7 +61,8 @@ def _along(
 
     def advance(state: Any, needs_end: bool = True) -> tuple[Any, Any]:
         y, end = memory.row(prepared, state, needs_end=needs_end)
-        return end, (y, _observed(memory, end) if reports_size else None)
+        size = jax.lax.stop_gradient(memory.squared_size(end)) if reports_size else None
+        return end, (y, size)
 
     if shard.size(sequence.SEQ) == 1:
         return advance(None, needs_end=reports_size)[1]
@@ -70,11 +71,6 @@ def _along(
         before = sequence.exclusive_prefix(shard, part, memory.combine, memory.neutral(part))
         return advance(memory.state_after(before), needs_end=reports_size)[1]
     return sequence.passed_along(shard, advance, memory.start_of(prepared))[1]
-
-
-def _observed(memory: Memory, end: Any) -> jax.Array:
-    end = jax.tree.map(lambda x: jax.lax.stop_gradient(x), end)
-    return jax.lax.stop_gradient(memory.squared_size(end))
 
 
 def check_parts(length: int, chunk_size: int) -> None:

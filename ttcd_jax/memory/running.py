@@ -37,23 +37,17 @@ class IdealMemory(ChunkedMemory):
     state_dtype: DTypeLike = dataclasses.field(metadata={"static": True})
 
     def start(self, batch_size: int) -> Float[Array, "B F D"]:
-        """W_base."""
         base = self.w_base.astype(self.state_dtype)
         return jnp.broadcast_to(base, (batch_size, *base.shape))
 
     def read(
         self, state: Float[Array, "B F D"], reads: Float[Array, "B L F"]
     ) -> Float[Array, "B L D"]:
-        """z_teacher W."""
         return _read(state, reads)
 
     def write(
-        self,
-        state: Float[Array, "B F D"],
-        writes: Any,
-        mask: Bool[Array, "#B L"] | None = None,
+        self, state: Float[Array, "B F D"], writes: Any, mask: Bool[Array, "#B L"] | None = None
     ) -> Float[Array, "B F D"]:
-        """One update of gradient descent."""
         z_teacher, z_student = writes
         narrow = state.astype(z_student.dtype)
         target = product("BLF,BFD->BLD", z_teacher, narrow, self.state_dtype)
@@ -93,7 +87,6 @@ class RenormalizedMemory(ChunkedMemory):
         return group_start, jnp.zeros_like(group_start), jnp.zeros(batch_size, jnp.int32)
 
     def read(self, state: Any, reads: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
-        """z W."""
         return _read(self._weight(state), reads)
 
     def write(self, state: Any, writes: Any, mask: Bool[Array, "#B L"] | None = None) -> Any:

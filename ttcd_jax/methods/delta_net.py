@@ -20,11 +20,7 @@ from ttcd_kernels.short_conv.xla import short_conv
 from ttcd_jax.axes import param
 from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.memory.delta_rule import (
-    DeltaMemory,
-    DeltaWrites,
-    l2_normalize_inside,
-)
+from ttcd_jax.memory.delta_rule import DeltaMemory, DeltaWrites, l2_normalize_inside
 from ttcd_jax.memory.rows import over_rows
 from ttcd_jax.methods.registry import (
     ATTENTION_FIXED,
@@ -119,7 +115,6 @@ class DeltaState(NamedTuple):
     tail: Channels | None  # raw q, k, v that the convolutions look back at [B, R - 1, ...]
 
     def kinds(self) -> dict[str, Any]:
-        """The arrays by kind."""
         return {"memory": self.memory, "open chunk": self.tail}
 
 
@@ -141,7 +136,6 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
     ) -> tuple[Float[Array, "B T D"], None]:
-        """(output, no statistics)."""
         q, writes = self._operands(x, self.channels(self._project(x), row.segment_ids))
         o, _ = over_rows(self._memory(), q, writes, row.segment_ids, length=x.shape[1])
         return self.project_out(x, o), None
@@ -191,7 +185,6 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
     def project_out(
         self, h: Float[Array, "B T D"], o: Float[Array, "B T N X"]
     ) -> Float[Array, "B T D"]:
-        """The layer's output, from the o of the memory."""
         flat = o.reshape(*o.shape[:2], -1)
         return linear(flat, self.out[...], self.config.precision.compute_dtype)
 
@@ -225,6 +218,7 @@ class DeltaNet(DeltaSublayer, config=DeltaNetConfig):
 
     def __init__(self, config: DeltaNetConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
+        self.look_back = config.rule.num_taps - 1
         self.query_conv = self._init_conv(rngs, config.head_dim)
         self.key_conv = self._init_conv(rngs, config.head_dim)
         self.value_conv = self._init_conv(rngs, config.value_head_dim)
@@ -239,13 +233,7 @@ class DeltaNet(DeltaSublayer, config=DeltaNetConfig):
         taps = jax.random.uniform(rngs.params(), shape, dtype, -bound, bound)
         return param(taps, ("taps", "heads"), is_operand=False)
 
-    @property
-    def look_back(self) -> int:
-        """Tokens before its own that a convolution reads."""
-        return self.config.rule.num_taps - 1
-
     def channels(self, channels: Channels, segment_ids: Int[Array, "B T"] | None) -> Channels:
-        """silu(conv(q, k, v))."""
         taps = (self.query_conv, self.key_conv, self.value_conv)
         q, k, v = (
             jax.nn.silu(_convolved_rows(x, w[...], segment_ids))
@@ -256,11 +244,9 @@ class DeltaNet(DeltaSublayer, config=DeltaNetConfig):
     def project_out(
         self, h: Float[Array, "B T D"], o: Float[Array, "B T N X"]
     ) -> Float[Array, "B T D"]:
-        """The projection of the normed heads."""
         return super().project_out(h, self.normed(o))
 
     def normed(self, o: Float[Array, "B T N X"]) -> Float[Array, "B T N X"]:
-        """RMSNorm per head."""
         return rms_norm(o, self.head_norm[...], self.config.norm_eps)
 
 

@@ -75,7 +75,6 @@ class GatedDeltaNet(DeltaNet, config=GatedDeltaNetConfig):
     def project_out(
         self, h: Float[Array, "B T D"], o: Float[Array, "B T N X"]
     ) -> Float[Array, "B T D"]:
-        """The projection of the normed heads, gated."""
         gate = jax.nn.silu(linear(h, self.gate[...], self.config.precision.compute_dtype))
         return super(DeltaNet, self).project_out(h, self.normed(o) * gate.reshape(o.shape))
 

@@ -44,17 +44,14 @@ class IdealMLP(InPlaceMLP, config=IdealConfig):
     def tokens(
         self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
-        """Features of teacher and student."""
         return self.features(x), self.features(t)
 
     def operands(
         self, convolved: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """(z_teacher, (z_teacher, z_student))."""
         return convolved[0], convolved
 
     def memory(self, length: int) -> IdealMemory:
-        """Gradient descent from W_base."""
         return IdealMemory(self.w_base(), self.settings.eta, self.config.precision.state_dtype)
 
 

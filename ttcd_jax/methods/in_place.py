@@ -38,7 +38,6 @@ class InPlaceSettings(Settings):
     resets_at_document: bool = True  # published: the memory leaks from document to document
 
     def switched_off(self, length: int) -> "InPlaceSettings":
-        """eta = 0."""
         return self.replace(eta=0.0)
 
 
@@ -65,15 +64,8 @@ class PrefixSettings(InPlaceSettings):
             raise UserError("form 'attention' does not know folds_state")
 
     def options(self, precision: Precision, *, orthogonalizes: bool = False) -> PrefixOptions:
-        """The static options of the memory."""
-        return PrefixOptions(
-            eta=self.eta,
-            orthogonalizes=orthogonalizes,
-            folds_state=self.folds_state,
-            form=self.form,
-            block_chunks=self.block_chunks,
-            state_dtype=precision.state_dtype,
-        )
+        fields = (self.eta, orthogonalizes, self.folds_state, self.form, self.block_chunks)
+        return PrefixOptions(*fields, state_dtype=precision.state_dtype)
 
     @property
     def look_ahead(self) -> int:
@@ -102,12 +94,10 @@ class InPlaceConfig(SublayerConfig):
 
     @property
     def dims(self) -> Dims:
-        """Those of the MLP."""
         return self.mlp
 
     @property
     def chunk_size(self) -> int | None:
-        """That of the memory."""
         return self.memory.chunk_size
 
 
@@ -119,7 +109,6 @@ class InPlaceState(NamedTuple):
     tail: Any | None
 
     def kinds(self) -> dict[str, Any]:
-        """The arrays by kind."""
         return {"memory": self.chunks.memory, "open chunk": (self.chunks.open, self.tail)}
 
 
@@ -147,7 +136,6 @@ class InPlaceMLP(SwiGLU):
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
     ) -> tuple[Float[Array, "B T D"], MemoryStats]:
-        """(y, statistics of the memory at the end of the row)."""
         return self.remember(x, self.source(x, row, student), row.segment_ids)
 
     def remember(
@@ -262,7 +250,6 @@ class InPlaceMLP(SwiGLU):
         raise AssertionError(f"{type(self).__name__} defines its own operands")
 
     def memory(self, length: int) -> ChunkedMemory:
-        """The memory of rows of `length` tokens."""
         raise AssertionError(f"{type(self).__name__} defines its own memory")
 
     def token_rate(self, tokens: Any) -> Float[Array, "B T"] | None:
@@ -310,6 +297,5 @@ class InPlaceMLP(SwiGLU):
 def identity_taps(
     settings: PrefixSettings, channels: int, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "R X"]:
-    """Taps that pass the current token through."""
     here = -1 if settings.is_conv_causal else settings.num_taps // 2
     return jnp.zeros((settings.num_taps, channels), dtype).at[here].set(1)

@@ -19,13 +19,7 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels.short_conv.xla import short_conv
 
 from ttcd_jax.memory.prefix import PrefixMemory
-from ttcd_jax.methods.in_place import (
-    ConvInit,
-    InPlaceConfig,
-    InPlaceMLP,
-    PrefixSettings,
-    ProjInit,
-)
+from ttcd_jax.methods.in_place import ConvInit, InPlaceConfig, InPlaceMLP, PrefixSettings, ProjInit
 from ttcd_jax.methods.registry import (
     ATTENTION_FIXED,
     FAST_KEYS,
@@ -85,8 +79,11 @@ class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
             self.proj = self._init_proj(settings, rngs)
         if settings.has_target_conv:
             self.target_conv = self._init_conv(settings, settings.conv_init, rngs, "embed")
+            self.look_ahead = settings.look_ahead
         if settings.has_activation_conv:
             self.activation_conv = self._init_conv(settings, settings.conv_init, rngs, "mlp")
+        if settings.has_target_conv or settings.has_activation_conv:
+            self.look_back = settings.num_taps - 1
 
     def source(
         self, x: Float[Array, "B T D"], row: Row | Piece, student: Float[Array, "B T D"] | None
@@ -102,17 +99,15 @@ class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
     def tokens(
         self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T F"], Float[Array, "B T D"]]:
-        """Features and targets."""
         h = self.features(x)
         return h, t.astype(h.dtype)
 
     def convolved(
         self, tokens: tuple[jax.Array, jax.Array], segments: Int[Array, "B C L"] | None
     ) -> tuple[Float[Array, "B C L F"], Float[Array, "B C L D"]]:
-        """Both after their convolutions."""
         (h, v), causal = tokens, self.settings.is_conv_causal
         if self.settings.has_activation_conv:
-            h = self._activation_convolved(h, segments)
+            h = short_conv(h, self.activation_conv[...], is_causal=causal, segment_ids=segments)
         if self.settings.has_target_conv:
             v = short_conv(v, self.target_conv[...], is_causal=causal, segment_ids=segments)
         return h, v
@@ -120,37 +115,18 @@ class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
     def operands(
         self, convolved: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """(h, (h, v P))."""
         h, v = convolved
         if self.settings.has_proj:
             v = weight_product(v, self.proj[...].astype(v.dtype))
         return h, (h, v)
 
     def memory(self, length: int) -> PrefixMemory:
-        """A prefix sum."""
         w_base, options = self.w_base(), self.settings.options(self.config.precision)
         return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
 
-    @property
-    def look_back(self) -> int:
-        """Tokens before its own that a convolution reads."""
-        settings = self.settings
-        has_conv = settings.has_target_conv or settings.has_activation_conv
-        return settings.num_taps - 1 if has_conv else 0
-
-    @property
-    def look_ahead(self) -> int:
-        """Tokens after its own that the target convolution reads."""
-        return self.settings.look_ahead if self.settings.has_target_conv else 0
-
     def check_causal(self) -> None:
-        """Raises `UserError` when y depends on later tokens."""
         if self.settings.has_activation_conv:
             self.settings.refuse_ahead("has_activation_conv")
-
-    def _activation_convolved(self, h: jax.Array, segments: jax.Array | None) -> jax.Array:
-        causal, taps = self.settings.is_conv_causal, self.activation_conv[...]
-        return short_conv(h, taps, is_causal=causal, segment_ids=segments)
 
 
 def _block(config: ModelConfig, settings: TargetMemoryConfig) -> BlockConfig:

@@ -144,21 +144,35 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
             self.teacher_conv = self._init_conv(settings, settings.teacher_conv_init, rngs, "mlp")
         if settings.has_student_conv:
             self.student_conv = self._init_conv(settings, settings.student_conv_init, rngs, "mlp")
+        if settings.has_teacher_conv or settings.has_student_conv:
+            self.look_back, self.look_ahead = settings.num_taps - 1, settings.look_ahead
 
     def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Features:
-        """Features of teacher and student, and beta = sigmoid(t . b)."""
         beta = None
         if self.settings.has_token_rate:
             beta = jax.nn.sigmoid(jnp.einsum("BTD,D->BT", t, self.rate[...].astype(t.dtype)))
         return Features(self.features(x), self.features(t), beta)
 
     def convolved(self, tokens: Features, segments: Int[Array, "B C L"] | None) -> ChunkInputs:
-        """The features after both convolutions, and the keys."""
         settings = self.settings
+        # A convolution that is off is the identity.
+        teacher_taps = student_taps = identity_taps(settings, tokens.teacher.shape[-1])
+        if settings.has_teacher_conv:
+            teacher_taps = self.teacher_conv[...]
+        if settings.has_student_conv:
+            student_taps = self.student_conv[...]
         # The student's features are needed unnormalized where they read as well.
         normalizes = settings.normalizes_keys and settings.output != "student"
-        residual = self._residual(tokens.teacher, tokens.student, segments, normalizes)
-        difference, z_target, keys = residual
+        difference, z_target, keys = short_conv_residual(
+            tokens.teacher,
+            tokens.student,
+            teacher_taps,
+            student_taps,
+            is_causal=settings.is_conv_causal,
+            normalizes_keys=normalizes,
+            zero_slope=settings.zero_slope,
+            segment_ids=segments,
+        )
         outputs = {"teacher": z_target, "teacher_raw": tokens.teacher, "student": keys}
         if settings.normalizes_keys and not normalizes:
             keys = l2_normalize(keys, settings.zero_slope)
@@ -167,7 +181,6 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
     def operands(
         self, convolved: ChunkInputs
     ) -> tuple[Float[Array, "B C L F"], tuple[Float[Array, "B C L F"], Float[Array, "B C L D"]]]:
-        """(z, (keys, errors))."""
         settings, dtype = self.settings, convolved.z_out.dtype
         errors = chunk_errors(
             convolved.difference,
@@ -180,7 +193,6 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
         return convolved.z_out, (convolved.keys, errors)
 
     def memory(self, length: int) -> ChunkedMemory:
-        """A prefix sum, or its renormalized form."""
         settings, w_base = self.settings, self.w_base()
         orthogonalizes = settings.orthogonalizes_updates
         options = settings.options(self.config.precision, orthogonalizes=orthogonalizes)
@@ -189,25 +201,9 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
         return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
 
     def token_rate(self, tokens: Features) -> Float[Array, "B T"] | None:
-        """beta."""
         return tokens.beta
 
-    @property
-    def _has_conv(self) -> bool:
-        return self.settings.has_teacher_conv or self.settings.has_student_conv
-
-    @property
-    def look_back(self) -> int:
-        """Tokens before its own that a convolution reads."""
-        return self.settings.num_taps - 1 if self._has_conv else 0
-
-    @property
-    def look_ahead(self) -> int:
-        """Tokens after its own that it reads."""
-        return self.settings.look_ahead if self._has_conv else 0
-
     def check_causal(self) -> None:
-        """Raises `UserError` when y depends on later tokens."""
         settings = self.settings
         is_convolved = {
             "teacher": settings.has_teacher_conv,
@@ -216,31 +212,6 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
         }[settings.output]
         if is_convolved:
             settings.refuse_ahead(f"output {settings.output!r}")
-
-    def _residual(
-        self,
-        teacher: jax.Array,
-        student: jax.Array,
-        segments: jax.Array | None,
-        normalizes_keys: bool,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(z_teacher - z_student, z_teacher, k) after both convolutions; one that is off is
-        the identity."""
-        settings = self.settings
-        taps = [identity_taps(settings, teacher.shape[-1])] * 2
-        if settings.has_teacher_conv:
-            taps[0] = self.teacher_conv[...]
-        if settings.has_student_conv:
-            taps[1] = self.student_conv[...]
-        return short_conv_residual(
-            teacher,
-            student,
-            *taps,
-            is_causal=settings.is_conv_causal,
-            normalizes_keys=normalizes_keys,
-            zero_slope=settings.zero_slope,
-            segment_ids=segments,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,9 +229,6 @@ class IPTTCDBlock(Block):
 
     mixer: DualWindowAttention
     mlp: InPlaceMLP
-
-    def __init__(self, config: IPTTCDBlockConfig, *, rngs: nnx.Rngs) -> None:
-        super().__init__(config, rngs=rngs)
 
 
 def dual_window_block(config: ModelConfig, mlp: InPlaceConfig) -> IPTTCDBlockConfig:
@@ -280,14 +248,10 @@ def _read(source: Source) -> dict[str, Any]:
     output = source.values.get("ttt_output_source", "teacher")
     if output not in ("teacher", "student"):
         raise DataError(f"ttt_output_source={output!r} is neither 'teacher' nor 'student'")
-    if output == "student":
-        output = "student"
-    elif source.flag("ttt_teacher_conv", True) and not source.flag(
-        "ttt_output_use_teacher_conv", True
-    ):
+    has_conv = source.flag("ttt_teacher_conv", True)
+    is_raw = has_conv and not source.flag("ttt_output_use_teacher_conv", True)
+    if is_raw and output == "teacher":
         output = "teacher_raw"
-    else:
-        output = "teacher"
     group = source.positive("ttt_update_every", 4)
     chunk, visible = source.positive("ttt_chunk", 8192), source.positive("ttt_visible_chunks", 1)
     return {

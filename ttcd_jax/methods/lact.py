@@ -141,21 +141,17 @@ class LaCTConfig(SublayerConfig):
 
     @property
     def dims(self) -> Dims:
-        """Those of the attention."""
         return self.attention
 
     @property
     def chunk_size(self) -> int | None:
-        """That of the memory."""
         return self.memory.chunk_size
 
     def flops(self, length: int) -> int | float:
         """Projections and scores of the attention, reads and writes of the memory."""
         attention, unit = self.attention, 2 * self.attention.dim * self.fast_hidden
         projections = 2 * length * attention.dim * 4 * attention.width
-        written = (
-            length - 1 - (length - 1) % self.memory.chunk_size
-        )  # the last chunk writes nothing
+        written = length - 1 - (length - 1) % self.memory.chunk_size  # the last chunk does not
         memory = unit * (3 * length + 6 * written)
         return projections + attention.score_flops(length) + memory
 
@@ -218,14 +214,11 @@ class LaCT(Mixer, config=LaCTConfig):
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
     ) -> tuple[Float[Array, "B T D"], None]:
-        """(output, no statistics)."""
         attention, memory, length = self.config.attention, self.config.memory, x.shape[1]
         check_parts(length, memory.chunk_size)
-        q, k, v = self._project(x)
-        rotated = self._rotated(q, k, v, row.positions)
+        qkv, operands = self._operands(x, row.positions)
         windows, implementation = (attention.window,), attention.attention_implementation
-        (seen,) = attend(*rotated, row.segment_ids, windows, implementation)
-        operands = self._operands(x, q, k, v, row.positions)
+        (seen,) = attend(*qkv, row.segment_ids, windows, implementation)
         reads, writes = jax.tree.map(lambda x: to_chunks(x, memory.chunk_size), operands)
         segments = None
         if memory.resets_at_document:
@@ -234,13 +227,12 @@ class LaCT(Mixer, config=LaCTConfig):
         return self._joined(x, seen, from_chunks(fast, length)), None
 
     def start(self, batch_size: int, max_length: int | None) -> LaCTState:
-        """The state before rows begin; `max_length` bounds rows of full attention."""
         config, size = self.config.attention, self.config.memory.chunk_size
         h = jax.ShapeDtypeStruct((batch_size, size, config.dim), config.precision.compute_dtype)
         positions = jax.ShapeDtypeStruct((batch_size, size), jnp.int32)
 
         def one_chunk(h: jax.Array, positions: jax.Array) -> FastWrites:
-            _, writes = self._operands(h, *self._project(h), positions)
+            _, (_, writes) = self._operands(h, positions)
             return jax.tree.map(lambda x: x[:, None], writes)
 
         writes = jax.eval_shape(one_chunk, h, positions)
@@ -254,13 +246,10 @@ class LaCT(Mixer, config=LaCTConfig):
         state: LaCTState,
         student: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], LaCTState]:
-        """(output, the state after the piece)."""
-        attention, positions = self.config.attention, piece.positions(x.shape[1])
-        q, k, v = self._project(x)
-        rotated = self._rotated(q, k, v, positions)
+        attention = self.config.attention
+        qkv, (reads, writes) = self._operands(x, piece.positions(x.shape[1]))
         windows, implementation = (attention.window,), attention.attention_implementation
-        (seen,), cache = attend_cached(*rotated, piece, state.cache, windows, implementation)
-        reads, writes = self._operands(x, q, k, v, positions)
+        (seen,), cache = attend_cached(*qkv, piece, state.cache, windows, implementation)
         fast, chunks = over_piece(self._memory(), state.chunks, reads, writes, piece)
         return self._joined(x, seen, fast), LaCTState(cache, chunks)
 
@@ -276,26 +265,22 @@ class LaCT(Mixer, config=LaCTConfig):
             k = rms_norm(k, self.key_norm[...], NORM_EPS)
         return q, k, v
 
-    def _rotated(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q, k, v [B, T, N, H] of the attention."""
-        config = self.config.attention
-        heads = (*q.shape[:2], config.num_heads, config.head_size)
-        q, k = (rotate(x.reshape(heads), positions, config.rope) for x in (q, k))
-        return q, k, v.reshape(heads)
-
     def _operands(
-        self, h: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
-    ) -> tuple[Float[Array, "B T N H"], FastWrites]:
-        """(operands of the reads, operands of the writes), [B, T, ...]."""
+        self, h: jax.Array, positions: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, FastWrites]]:
+        """(q, k, v [B, T, N, H] of the attention; operands of the memory's reads and of its writes,
+        [B, T, ...])."""
+        config, (q, k, v) = self.config.attention, self._project(h)
+        heads = (*h.shape[:2], config.num_heads, config.head_size)
+        turned_q, turned_k = (rotate(x.reshape(heads), positions, config.rope) for x in (q, k))
         momentum = None
         if self.config.memory.has_momentum:
             momentum = jax.nn.sigmoid(self._gate(h, self.momentum, self.momentum_bias))
         scale, offset = self.qk_scale[...], self.qk_offset[...]
         fast_q = self._fast_feature(q, scale[:, 0], offset[:, 0], positions)
         fast_k = self._fast_feature(k, scale[:, 1], offset[:, 1], positions)
-        return fast_q, FastWrites(fast_k, self._fast_value(v), self._rates(h), momentum)
+        writes = FastWrites(fast_k, self._fast_value(v), self._rates(h), momentum)
+        return (turned_q, turned_k, v.reshape(heads)), (fast_q, writes)
 
     def _memory(self) -> FastSwiGLU:
         memory = self.config.memory

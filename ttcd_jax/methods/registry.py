@@ -16,7 +16,7 @@ from ttcd_jax.nn.attention import AttentionConfig, Heads
 from ttcd_jax.nn.block import BlockConfig
 from ttcd_jax.nn.mlp import MLPConfig
 
-_REQUIRED = object()
+REQUIRED = object()  # the default of a key that has none
 
 
 class Settings(Config):
@@ -49,16 +49,13 @@ class ModelConfig(Heads):
     memory: Settings | None = None
 
     def attention(self) -> AttentionConfig:
-        """Attention under the model's window."""
         heads = {"num_kv_heads": self.kv_heads, "head_dim": self.head_size}
         return self.part(AttentionConfig, **heads)
 
     def mlp(self) -> MLPConfig:
-        """A SwiGLU of the model's width."""
         return self.part(MLPConfig, hidden_dim=self.mlp_dim)
 
     def plain_block(self) -> BlockConfig:
-        """Attention and SwiGLU."""
         return BlockConfig(mixer=self.attention(), mlp=self.mlp())
 
     def part[C: Config](self, cls: type[C], **own: Any) -> C:
@@ -74,13 +71,8 @@ class Key(NamedTuple):
 
     name: str
     field: str
-    default: Any = _REQUIRED
+    default: Any = REQUIRED
     choices: Mapping[str, str] | None = None
-
-    @property
-    def is_required(self) -> bool:
-        """Whether the key has no default."""
-        return self.default is _REQUIRED
 
 
 class Source:
@@ -97,14 +89,12 @@ class Source:
         return value
 
     def positive(self, name: str, default: Any = 0) -> Any:
-        """The number above 0 under `name`."""
         value = self.number(name, default)
         if isinstance(value, bool) or value <= 0:
             raise DataError(f"{name}={value!r} is not a number above 0")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """The bool under `name`."""
         value = self.values.get(name, default)
         if not isinstance(value, bool):
             raise DataError(f"{name}={str(value)[:40]!r} is neither true nor false")

@@ -76,7 +76,6 @@ class TransformerConfig(ModelConfig):
 
 
 def block_configs(config: TransformerConfig) -> tuple[BlockConfig, ...]:
-    """One block configuration per layer."""
     method = method_named(config.method)
     block, plain = method.block(config, config.settings), None
     if method.layers == "fast":

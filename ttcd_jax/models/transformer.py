@@ -115,7 +115,6 @@ class Transformer(nnx.Module):
         return jnp.einsum("BTD,VD->BTV", hidden, self.head_weight().astype(hidden.dtype))
 
     def head_weight(self) -> Float[Array, "V D"]:
-        """The output matrix: the embedding itself when the head is tied."""
         return self._gathered(self.embedding if self.config.has_tied_head else self.head)
 
     def _gathered(self, weight: nnx.Param) -> jax.Array:
@@ -132,20 +131,6 @@ class Transformer(nnx.Module):
         Tokens of different segments do not see each other, in attention, convolutions or memory.
         Positions (default: 0 .. T-1) matter by their differences only.
         """
-        h, stats = self.residual(tokens, segment_ids, positions)
-        return self.normed(h), stats
-
-    def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The input of the head: the normed residual stream."""
-        return rms_norm(h, self._gathered(self.final_norm), self.config.norm_eps)
-
-    def residual(
-        self,
-        tokens: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
-        """(residual stream after the last block, statistics), for heads of other shapes."""
         dtype = self.config.precision.compute_dtype
         h = lookup(self._gathered(self.embedding).astype(dtype), tokens)
         row = Row.of(tokens, positions, segment_ids, h)
@@ -154,7 +139,12 @@ class Transformer(nnx.Module):
             unit = getattr(self, f"group_{index}")
             h, run_stats = self._run(unit, run, h, row)
             stats.extend(run_stats)
-        return h, _join(stats)
+        joined = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats) if stats else None
+        return self.normed(h), joined
+
+    def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The input of the head: the normed residual stream."""
+        return rms_norm(h, self._gathered(self.final_norm), self.config.norm_eps)
 
     def _run(
         self, unit: _Unit, run: Run, h: jax.Array, row: Row
@@ -219,9 +209,3 @@ def _with_remat(forward: Callable, remat: Remat, is_scanned: bool) -> Callable:
         return forward
     policy = never_saves_gathered if remat == "none" else _POLICIES[remat]
     return jax.checkpoint(forward, policy=policy, prevent_cse=not is_scanned)
-
-
-def _join(stats: list[MemoryStats]) -> MemoryStats | None:
-    if not stats:
-        return None
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats)

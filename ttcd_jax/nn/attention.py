@@ -17,7 +17,7 @@ from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.nn.rope import RopeConfig, rotate
 from ttcd_jax.nn.row import Piece, Row
-from ttcd_jax.nn.windows import KVCache, Outputs, Windows, attend, attend_cached, empty_cache
+from ttcd_jax.nn.windows import KVCache, Outputs, Windows, attend, attend_cached
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,6 @@ class AttentionConfig(Heads, SublayerConfig):
     }
 
     def flops(self, length: int) -> int | float:
-        """Projections and scores."""
         narrow = self.kv_heads * self.head_size
         return 2 * length * self.dim * 2 * (self.width + narrow) + self.score_flops(length)
 
@@ -122,19 +121,16 @@ class Attention(Mixer, config=AttentionConfig):
 
     @property
     def windows(self) -> Windows:
-        """The attention windows, the widest first."""
         return (self.config.window,)
 
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
     ) -> tuple[Any, None]:
-        """(output, no statistics)."""
         q, k, v = self.project(x, row.positions)
         implementation = self.config.attention_implementation
         return self._out(attend(q, k, v, row.segment_ids, self.windows, implementation)), None
 
     def start(self, batch_size: int, max_length: int | None) -> KVCache:
-        """An empty cache for the positions that the window reaches."""
         return start_cache(self.config, batch_size, max_length)
 
     def extend(
@@ -144,7 +140,6 @@ class Attention(Mixer, config=AttentionConfig):
         state: KVCache,
         student: Float[Array, "B T D"] | None = None,
     ) -> tuple[Any, KVCache]:
-        """(output, the cache after the piece)."""
         q, k, v = self.project(x, piece.positions(x.shape[1]))
         implementation = self.config.attention_implementation
         seen, state = attend_cached(q, k, v, piece, state, self.windows, implementation)
@@ -170,13 +165,18 @@ class Attention(Mixer, config=AttentionConfig):
         return self.project_out(seen[0])
 
     def project_out(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """The output projection of all heads."""
         flat = heads.reshape(*heads.shape[:2], -1)
         return linear(flat, self.out[...], self.config.precision.compute_dtype)
 
 
 def start_cache(config: AttentionConfig, batch_size: int, max_length: int | None) -> KVCache:
-    """An empty cache for the positions that the configuration's window reaches."""
+    """An empty cache for the positions that the window reaches, or for `max_length` of them under
+    full attention. Raises `UserError` when that is None."""
     slots = max_length if config.window is None else config.window
-    dtype = config.precision.compute_dtype
-    return empty_cache(batch_size, slots, config.kv_heads, config.head_size, dtype)
+    if slots is None:
+        raise UserError(
+            "full attention keeps all keys: give max_length, the most tokens that a row will have"
+        )
+    shape = (batch_size, slots, config.kv_heads, config.head_size)
+    # Two arrays: the state is donated, and no buffer can be donated twice.
+    return KVCache(*(jnp.zeros(shape, config.precision.compute_dtype) for _ in range(2)))

@@ -31,7 +31,6 @@ class Dims(Config):
 
     @property
     def dims(self) -> "Dims":
-        """The configuration itself."""
         return self
 
 
@@ -55,7 +54,6 @@ class SublayerConfig(Config, abc.ABC):
         return None
 
     def build(self, *, rngs: nnx.Rngs) -> "Sublayer":
-        """The layer, its parameters initialized."""
         return self.layer(self, rngs=rngs)
 
     @abc.abstractmethod
@@ -147,21 +145,17 @@ class BlockConfig(Config):
 
     @property
     def sublayers(self) -> dict[str, SublayerConfig]:
-        """The sub-layers by name, in order."""
         return {name: getattr(self, name) for name in self.order}
 
     def flops(self, length: int) -> int | float:
-        """Floating-point operations of a forward pass over a row of `length` tokens."""
         return sum(layer.flops(length) for layer in self.sublayers.values())
 
     @property
     def chunk_size(self) -> int | None:
-        """Tokens per chunk of the block's memory; None where nothing is written chunk by chunk."""
         return next((x.chunk_size for x in self.sublayers.values() if x.chunk_size), None)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether a sub-layer has a memory that rows can bypass."""
         return any(layer.is_in_place for layer in self.sublayers.values())
 
     @property
@@ -228,7 +222,6 @@ class Block(nnx.Module):
         return self._normed(name, h, student)
 
     def start(self, batch_size: int, max_length: int | None) -> dict[str, Any]:
-        """The states of the sub-layers before rows begin."""
         order = self.config.order
         return {name: getattr(self, name).start(batch_size, max_length) for name in order}
 

@@ -31,7 +31,6 @@ class DualWindowConfig(SublayerConfig):
 
     @property
     def dims(self) -> Dims:
-        """Those of the attention."""
         return self.attention
 
     def flops(self, length: int) -> int | float:
@@ -53,7 +52,6 @@ class DualWindowAttention(Attention, config=DualWindowConfig):
 
     @property
     def windows(self) -> Windows:
-        """The teacher's and the student's."""
         return self.config.window, self.student_window
 
     def _out(self, seen: Outputs) -> Views:

@@ -18,7 +18,6 @@ def normal_param(
     *,
     is_operand: bool | None = None,
 ) -> nnx.Param:
-    """A parameter drawn from N(0, std^2)."""
     value = std * jax.random.normal(rngs.params(), shape, dtype)
     return param(value, axes, is_operand=is_operand)
 

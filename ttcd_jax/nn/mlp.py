@@ -30,7 +30,6 @@ class MLPConfig(Dims, SublayerConfig):
         return 2 * length * self.dim * self.hidden_dim
 
     def flops(self, length: int) -> int | float:
-        """Gate, up and down."""
         return 3 * self.unit_flops(length)
 
 
@@ -46,22 +45,18 @@ class SwiGLU(Sublayer, config=MLPConfig):
         self.down = normal_param(rngs, (F, D), ("mlp", "embed"), std, dtype)
 
     def features(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        """silu(x W_gate) * (x W_up)."""
         dtype = self.config.precision.compute_dtype
         return jax.nn.silu(linear(x, self.gate[...], dtype)) * linear(x, self.up[...], dtype)
 
     def plain(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """features(x) W_down."""
         return linear(self.features(x), self.down[...], self.config.precision.compute_dtype)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The same as `plain`."""
         return self.plain(x)
 
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """(output, no statistics)."""
         return self.plain(x), None
 
     def extend(
@@ -71,5 +66,4 @@ class SwiGLU(Sublayer, config=MLPConfig):
         state: Any,
         student: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """(output, no state)."""
         return self.plain(x), None

@@ -47,6 +47,7 @@ def _backward(equation: str, dtype: DTypeLike, saved: Operands, d_out: jax.Array
 _product.defvjp(_forward, _backward)
 
 
+@jax.custom_vjp
 def weight_product(
     x: Float[Array, "*batch X"], kernel: Float[Array, "X Z"]
 ) -> Float[Array, "*batch Z"]:
@@ -56,16 +57,11 @@ def weight_product(
     which XLA copies transposed on a CPU; the narrower operand first needs no copy (a SwiGLU of 64
     by 128 takes a third of the time, forward and backward).
     """
-    return cast(jax.Array, _weight_product(x, kernel))
-
-
-@jax.custom_vjp
-def _weight_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jnp.einsum("...X,XZ->...Z", x, kernel)
 
 
 def _weight_product_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Operands]:
-    return _weight_product(x, kernel), (x, kernel)
+    return weight_product(x, kernel), (x, kernel)
 
 
 def _weight_product_backward(saved: Operands, d_out: jax.Array) -> Operands:
@@ -84,4 +80,4 @@ def _weight_product_backward(saved: Operands, d_out: jax.Array) -> Operands:
     return d_x, d_kernel.astype(kernel.dtype)
 
 
-_weight_product.defvjp(_weight_product_forward, _weight_product_backward)
+weight_product.defvjp(_weight_product_forward, _weight_product_backward)

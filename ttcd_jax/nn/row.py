@@ -49,11 +49,9 @@ class Piece(NamedTuple):
     embeddings: Float[Array, "B T D"] | None = None
 
     def positions(self, length: int) -> Int[Array, "B T"]:
-        """Positions of the piece's T = `length` tokens."""
         return self.start[:, None] + jnp.arange(length, dtype=jnp.int32)
 
     def is_token(self, length: int) -> Bool[Array, "B T"]:
-        """Whether each of T = `length` positions is a token (true) or padding."""
         return jnp.arange(length) < self.lengths[:, None]
 
 

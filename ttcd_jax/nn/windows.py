@@ -9,7 +9,6 @@ from typing import NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 from ttcd_kernels import dual_window_attention, window_attention
 from ttcd_kernels.decode import api as decode
@@ -47,11 +46,7 @@ def attend(
         )
 
     def on_shard(
-        shard: rules.Shard,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segment_ids: jax.Array | None,
+        shard: rules.Shard, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
     ) -> Outputs:
         reach = None if windows[0] is None else windows[0] - 1
         (k, v), segment_ids = sequence.halo(shard, (k, v), segment_ids, reach)
@@ -75,29 +70,11 @@ class KVCache(NamedTuple):
     values: Float[Array, "B W K H"]
 
     def axes(self) -> "KVCache":
-        """Logical axes of both arrays."""
         names = ("batch", None, "kv_heads", None)
         return KVCache(names, names)  # pyright: ignore[reportArgumentType]
 
     def kinds(self) -> dict[str, "KVCache"]:
-        """The arrays by kind."""
         return {"attention": self}
-
-
-def empty_cache(
-    batch_size: int, num_slots: int | None, num_heads: int, head_dim: int, dtype: DTypeLike
-) -> KVCache:
-    """A cache of zeros; `num_slots`: the window, or for full attention the maximum row length.
-
-    Raises `UserError` when that is not known.
-    """
-    if num_slots is None:
-        raise UserError(
-            "full attention keeps all keys: give max_length, the most tokens that a row will have"
-        )
-    shape = (batch_size, num_slots, num_heads, head_dim)
-    # Two arrays: the state is donated, and no buffer can be donated twice.
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def attend_cached(
@@ -129,11 +106,7 @@ def attend_cached(
 
 
 def _one_token(
-    q: jax.Array,
-    piece: Piece,
-    cache: KVCache,
-    windows: Windows,
-    implementation: Implementation,
+    q: jax.Array, piece: Piece, cache: KVCache, windows: Windows, implementation: Implementation
 ) -> Outputs:
     slots = cache.keys.shape[1]
     # Kernels for long rows (mosaic, lse) have no form for one query.

@@ -86,26 +86,22 @@ class Shard(NamedTuple):
     axes: frozenset[str] = frozenset()  # mesh axes that are manual here
 
     def size(self, axis: str) -> int:
-        """Devices along `axis`."""
         return jax.lax.axis_size(axis) if axis in self.axes else 1
 
     def index(self, axis: str) -> jax.Array:
-        """This device's position along `axis`."""
         return jax.lax.axis_index(axis) if axis in self.axes else jnp.zeros((), jnp.int32)
 
     def sum(self, tree: Any, *axes: str) -> Any:
-        """Every array summed over the devices along `axes`."""
         return self._reduced(jax.lax.psum, tree, axes)
 
     def max(self, tree: Any, *axes: str) -> Any:
-        """Every array's maximum, element by element, over the devices along `axes`."""
         return self._reduced(jax.lax.pmax, tree, axes)
 
     def min(self, tree: Any, *axes: str) -> Any:
-        """Every array's minimum, element by element, over the devices along `axes`."""
         return self._reduced(jax.lax.pmin, tree, axes)
 
     def _reduced(self, reduce: Callable[..., Any], tree: Any, axes: tuple[str, ...]) -> Any:
+        """Every array reduced, element by element, over the devices along `axes`."""
         manual = tuple(axis for axis in axes if axis in self.axes)
         return reduce(tree, manual) if manual else tree
 

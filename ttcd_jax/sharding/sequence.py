@@ -21,7 +21,6 @@ NOWHERE = jnp.iinfo(jnp.int32).min
 
 
 def is_last(shard: Shard) -> jax.Array:
-    """Whether this device holds the end of the row."""
     return shard.index(SEQ) == shard.size(SEQ) - 1
 
 

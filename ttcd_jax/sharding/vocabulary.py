@@ -20,8 +20,6 @@ def own_entries(
 
 
 def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """table[tokens], the table sharded by vocabulary entries along `tensor`."""
-
     def on_shard(shard: Shard, table: jax.Array, tokens: jax.Array) -> jax.Array:
         if shard.size(TENSOR) == 1:
             return table[tokens]

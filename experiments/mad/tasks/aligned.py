@@ -28,7 +28,6 @@ def key_value_map(config: MADConfig, seed: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def draw_memorization(config: MADConfig, draws: Draws, num_rows: int, _is_training: bool) -> Rows:
-    """Slots of a key and the insert id."""
     keys, values = key_value_map(config, draws.seed)
     num_slots = config.seq_len // 2
     # Every row first draws a slot that noise would leave out; this task has none.
@@ -42,7 +41,6 @@ def draw_memorization(config: MADConfig, draws: Draws, num_rows: int, _is_traini
 
 
 def draw_compression(config: MADConfig, draws: Draws, num_rows: int, _is_training: bool) -> Rows:
-    """Content and the compression id."""
     last = config.vocab_size - 1
     x = np.full((num_rows, config.seq_len), last, np.int32)
     x[:, :-1] = draws.generator.integers(0, last, size=(num_rows, config.seq_len - 1))
@@ -50,7 +48,6 @@ def draw_compression(config: MADConfig, draws: Draws, num_rows: int, _is_trainin
 
 
 def draw_copying(config: MADConfig, draws: Draws, num_rows: int, _is_training: bool) -> Rows:
-    """Content mixed with blanks, the copy id, and the blanks to fill."""
     num_copied = config.num_tokens_to_copy
     num_blanks = config.seq_len - 2 * num_copied - 1
     blank = config.vocab_size - 2

@@ -109,7 +109,6 @@ def tuning(case: Case) -> Tuning:
 
 
 def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Results]:
-    """The kernel with these tiles."""
     windows = Windows(case.teacher_window, case.student_window, case.head_dim**-0.5)
     run: Any = functools.partial(triton_call.decode, windows=windows, tuning=tuning)
     return lambda *arrays: run(*arrays, case.positions)

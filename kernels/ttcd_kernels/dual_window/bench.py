@@ -104,7 +104,6 @@ def tuning(case: Case) -> Tuning:
 
 
 def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Any]:
-    """The Triton kernels with these tiles."""
     return lambda q, k, v: triton_call.dual_window(q, k, v, None, case.windows, tuning=tuning)[:2]
 
 

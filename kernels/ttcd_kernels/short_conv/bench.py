@@ -103,7 +103,6 @@ def tuning(_: Case) -> Tuning:
 
 
 def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Results]:
-    """The kernels with these tiles."""
     return lambda *arrays: triton_call.short_conv_residual(
         Operands(*arrays), case.facts, tuning=tuning
     )
