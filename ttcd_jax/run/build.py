@@ -18,6 +18,7 @@ from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import num_parts
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.rules import BATCH, spec
+from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.hardware import device_bytes
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
 from ttcd_jax.train.schedule import learning_rate
@@ -124,6 +125,7 @@ def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         learning_rate(resolved.schedule),
         accumulation_steps=num_parts(config, mesh),
         loss_rows=config.loss_rows,
+        spike_factor=config.spike_factor,
     )
     return jax.jit(
         step, donate_argnums=0, out_shardings=(_shardings(config, mesh), replicated(mesh))
@@ -131,7 +133,10 @@ def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
 
 
 def _shardings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    return state_shardings(config.model, _optimizer(config)[1], mesh)
+    shardings = state_shardings(config.model, _optimizer(config)[1], mesh)
+    if config.counts_skips:
+        shardings["skips"] = dict.fromkeys(jax.eval_shape(no_skips), replicated(mesh))
+    return shardings
 
 
 def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
@@ -145,13 +150,31 @@ def fresh_state(config: RunConfig, mesh: Mesh) -> TrainState:
 
 def state_with(config: RunConfig, mesh: Mesh, params: dict[str, Any]) -> TrainState:
     """The training state before the first step, with `params`, which are donated."""
-    make = functools.partial(state_of, _optimizer(config)[1])
+    make = _counted(config, functools.partial(state_of, _optimizer(config)[1]))
     return jax.jit(make, out_shardings=_shardings(config, mesh), donate_argnums=0)(params)
 
 
 def _init(config: RunConfig) -> Callable[[], TrainState]:
     _, optimizer = _optimizer(config)
-    return functools.partial(init_state, config.model, optimizer, config.seed)
+    return _counted(config, functools.partial(init_state, config.model, optimizer, config.seed))
+
+
+def abstract_skips(mesh: Mesh) -> dict[str, Any]:
+    """The counts of bad steps, as in `abstract_state`."""
+    return placed_as(counts := jax.eval_shape(no_skips), dict.fromkeys(counts, replicated(mesh)))
+
+
+def _counted(config: RunConfig, make: Callable[..., TrainState]) -> Callable[..., TrainState]:
+    """`make`, with the counts of bad steps if the run keeps them."""
+    if not config.counts_skips:
+        return make
+
+    def begun(*arguments: Any) -> TrainState:
+        state = make(*arguments)
+        state["skips"] = no_skips()
+        return state
+
+    return begun
 
 
 def abstract_batch(config: RunConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated
 
-from ttcd_jax.config import Bound, Config, Positive
+from ttcd_jax.config import AboveOne, Bound, Config, NonNegative, Positive
 from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.tasks import find_task
@@ -12,8 +12,10 @@ from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.loss import DEFAULT_ROWS
 from ttcd_jax.train.optimizer import OptimizerConfig
 
-# The fields that may change when a run is resumed: sharding, parts of a step, evaluations.
+# The fields that may change when a run is resumed: sharding, parts of a step, evaluations, and what
+# happens to bad steps.
 LAYOUT = ("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks")
+LAYOUT += ("max_skipped_steps", "spike_factor")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,9 @@ class RunConfig(Config):
     parameters this run starts from, with a fresh optimizer; missing ones are drawn from `seed`.
     `start_drops`: patterns (`layers/*/mlp/proj`) of parameters that are not taken from it.
     `evaluate_every`: steps between evaluations of `tasks` on the current parameters, None for none.
+    `max_skipped_steps`: so many bad steps of a run are skipped, the next one ends it. Bad is a loss
+    or gradient that is not finite and, with `spike_factor`, a gradient norm above so many times its
+    average (`ttcd_jax.train.bad_steps`).
     """
 
     model: TransformerConfig
@@ -39,9 +44,16 @@ class RunConfig(Config):
     loss_rows: Positive = DEFAULT_ROWS
     evaluate_every: Positive | None = None
     tasks: tuple[str, ...] = ("ppl",)
+    max_skipped_steps: NonNegative = 0
+    spike_factor: AboveOne | None = None
     start_from: str | None = None
     start_drops: tuple[str, ...] = ()
     mesh: MeshConfig | None = None
+
+    @property
+    def counts_skips(self) -> bool:
+        """Whether the training state counts bad steps."""
+        return self.max_skipped_steps > 0 or self.spike_factor is not None
 
     def validate(self) -> None:
         for name in self.tasks:

@@ -2,6 +2,7 @@
 can end or delay it: one that fails is a warning, once."""
 
 import json
+import math
 import os
 import socket
 import struct
@@ -23,9 +24,14 @@ from ttcd_jax.errors import DataError
 from ttcd_jax.files import GrowingFile, write_whole
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import METRICS
+from ttcd_jax.train.bad_steps import fault
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet
 from ttcd_jax.train.loop import HostMetrics, MetricCallback
+
+# Metrics that are reported in another form.
+_OF_THE_LOOP = ("data_seconds", "is_skipped")
+_NOTED_WAIT = 0.02  # share of the time
 
 
 def say(line: str) -> None:
@@ -55,16 +61,33 @@ def reporter(
     tokens_per_step = config.batch_size * config.data.seq_len
     flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
     sheet = data_sheet(jax.devices()[0].device_kind)
+    done, waited = start, 0.0
 
     def log(step: int, metrics: HostMetrics) -> None:
-        rate = progress.update(step) * tokens_per_step
-        record = flat_metrics(metrics) | {"tokens_per_second": rate}
+        nonlocal done, waited
+        steps_per_second = progress.update(step)
+        rate, seconds = steps_per_second * tokens_per_step, float(metrics["data_seconds"])
+        share = (seconds - waited) * steps_per_second / (step - done)
+        done, waited = step, seconds
+        record = flat_metrics({x: y for x, y in metrics.items() if x not in _OF_THE_LOOP})
+        record |= {"tokens_per_second": rate, "data_wait": share}
         if sheet is not None:
             record["mfu"] = rate * flops_per_token / (sheet.peak_flops * jax.device_count())
-        files.write(step, record)
+        facts = None
+        if reason := fault(metrics):
+            facts = {"skipped": reason, "rows": batch_rows(config, step)}
+            text = "step %d is skipped (%s): rows %d .. %d of the data, %d of at most %d steps"
+            counts = int(metrics["skipped_steps"]), config.max_skipped_steps
+            logging.warning(text, step, reason, *facts["rows"], *counts)
+        files.write(step, record, facts)
         progress.show(step, record)
 
     return [MetricCallback(config.log_every, log)], files.write
+
+
+def batch_rows(config: RunConfig, step: int) -> tuple[int, int]:
+    """The first and the last row of the batch of the `step`-th step, in the order of the data."""
+    return (step - 1) * config.batch_size, step * config.batch_size - 1
 
 
 def flat_metrics(metrics: HostMetrics) -> dict[str, float]:
@@ -92,11 +115,16 @@ class MetricFiles:
         self._events.append(_framed(Event(file_version="brain.Event:2")))
         self._events.append(_framed(Event(step=start + 1, session_log=begun)))
 
-    def write(self, step: int, record: dict[str, float]) -> None:
-        """Appends one record; it is on disk when this returns."""
-        self._lines.append(json.dumps({"step": step, **record}).encode() + b"\n")
+    def write(
+        self, step: int, record: dict[str, float], facts: dict[str, Any] | None = None
+    ) -> None:
+        """Appends one record, with null for numbers that are not finite; it is on disk when this
+        returns. The `facts` are in `metrics.jsonl` alone."""
+        finite = {name: x for name, x in record.items() if math.isfinite(x)}
+        line = {"step": step} | dict.fromkeys(record) | finite | (facts or {})
+        self._lines.append(json.dumps(line).encode() + b"\n")
         event = Event(step=step)
-        for name, value in record.items():
+        for name, value in finite.items():
             event.summary.MergeFrom(scalar(name, value))
         self._events.append(_framed(event))
 
@@ -160,6 +188,10 @@ class Progress:
             parts.append(f"{units.clock(seconds)} left")
         if ratios := [x for name, x in record.items() if name.startswith("memory_ratio")]:
             parts.append(f"|eta S|/|W| {max(ratios):.3f}")
+        if (wait := record.get("data_wait", 0)) > _NOTED_WAIT:
+            parts.append(f"{wait:.0%} waiting for data")
+        if skipped := record.get("skipped_steps"):
+            parts.append(f"{skipped:.0f} skipped")
         start = "\r\x1b[K" if self._is_live else ""
         end = "\n" if step == self._steps or not self._is_live else ""
         _print(start + "  ".join(parts) + end)

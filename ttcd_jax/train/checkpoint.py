@@ -19,7 +19,7 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging import LogRecord, getLogger
 from pathlib import Path
@@ -195,18 +195,23 @@ class Checkpoints:
             self._manager.close()
 
     def restore(
-        self, abstract_state: dict[str, Any], step: int | None = None
+        self,
+        abstract_state: dict[str, Any],
+        step: int | None = None,
+        *,
+        optional: Collection[str] = (),
     ) -> tuple[int, dict[str, Any]]:
         """(step, state) of `step`, or of the newest intact one by the policy above.
 
-        `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for every array. Raises
-        `CheckpointError` for damage, and for different names, shapes or dtypes (Orbax would cast).
+        `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for every array; keys that
+        are `optional` are left out if the step lacks them. Raises `CheckpointError` for damage, and
+        for different names, shapes or dtypes (Orbax would cast).
         """
         self.wait()
         for _ in range(_LOOKS):
             seen = self.steps()
             try:
-                return self._restore(abstract_state, step)
+                return self._restore(abstract_state, step, optional)
             except CheckpointError:
                 if set(seen) <= set(self.steps()):
                     raise
@@ -217,14 +222,17 @@ class Checkpoints:
         )
 
     def _restore(
-        self, abstract_state: dict[str, Any], step: int | None
+        self, abstract_state: dict[str, Any], step: int | None, optional: Collection[str]
     ) -> tuple[int, dict[str, Any]]:
         """`restore`, of the steps there are now."""
         chosen, num_refused, refused = self._chosen(step)
+        with _reporting_read(chosen):
+            metadata = self._manager.item_metadata(chosen)
+            absent = set(optional) - set(metadata[_TRAIN].tree if optional else ())
+        abstract_state = {name: x for name, x in abstract_state.items() if name not in absent}
         wanted = by_name(jax.tree.map(_with_sharding, abstract_state))
         items = _to_items(self._on_disk(wanted))
         with _reporting_read(chosen):
-            metadata = self._manager.item_metadata(chosen)
             stored = {name: metadata[name].tree for name in items}
         problem = misfit(_to_leaves(items), _to_leaves(stored), ("shape", "dtype"))
         if problem:
