@@ -9,7 +9,7 @@ from bad_steps_run import BAD, CONFIG, records, train
 from checks import assert_same
 from devices import printed
 
-from ttcd_jax.errors import CheckpointError, NonFiniteError
+from ttcd_jax.errors import NonFiniteError
 from ttcd_jax.run import build
 from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.train.checkpoint import Checkpoints
@@ -100,8 +100,7 @@ def test_a_run_that_skips_nothing_stores_no_counts_and_goes_on_from_those_of_ano
     with pytest.raises(_KilledError):
         train(tmp_path, _kill_at(8))
     assert "at step 17, in rows 64 .. 67 of the data; bad steps: 1, " in _ended(tmp_path, **NONE)
-    with pytest.raises(CheckpointError, match="3 only in the model: skips/accepted, "):
-        _final_state(tmp_path)
+    assert "skips" not in _final_state(tmp_path)
 
 
 def test_four_devices_skip_the_same_steps(undisturbed, tmp_path):

@@ -1,6 +1,5 @@
 """The objects of a run, built from its `RunConfig`: data, optimizer, jitted step, state."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -150,31 +149,23 @@ def fresh_state(config: RunConfig, mesh: Mesh) -> TrainState:
 
 def state_with(config: RunConfig, mesh: Mesh, params: dict[str, Any]) -> TrainState:
     """The training state before the first step, with `params`, which are donated."""
-    make = _counted(config, functools.partial(state_of, _optimizer(config)[1]))
+
+    def make(params: dict[str, Any]) -> TrainState:
+        return _counted(config, state_of(_optimizer(config)[1], params))
+
     return jax.jit(make, out_shardings=_shardings(config, mesh), donate_argnums=0)(params)
 
 
 def _init(config: RunConfig) -> Callable[[], TrainState]:
     _, optimizer = _optimizer(config)
-    return _counted(config, functools.partial(init_state, config.model, optimizer, config.seed))
+    return lambda: _counted(config, init_state(config.model, optimizer, config.seed))
 
 
-def abstract_skips(mesh: Mesh) -> dict[str, Any]:
-    """The counts of bad steps, as in `abstract_state`."""
-    return placed_as(counts := jax.eval_shape(no_skips), dict.fromkeys(counts, replicated(mesh)))
-
-
-def _counted(config: RunConfig, make: Callable[..., TrainState]) -> Callable[..., TrainState]:
-    """`make`, with the counts of bad steps if the run keeps them."""
-    if not config.counts_skips:
-        return make
-
-    def begun(*arguments: Any) -> TrainState:
-        state = make(*arguments)
+def _counted(config: RunConfig, state: TrainState) -> TrainState:
+    """`state`, with the counts of a run that skips bad steps."""
+    if config.counts_skips:
         state["skips"] = no_skips()
-        return state
-
-    return begun
+    return state
 
 
 def abstract_batch(config: RunConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

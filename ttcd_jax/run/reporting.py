@@ -29,10 +29,6 @@ from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet
 from ttcd_jax.train.loop import HostMetrics, MetricCallback
 
-# Metrics that are reported in another form.
-_OF_THE_LOOP = ("data_seconds", "is_skipped")
-_NOTED_WAIT = 0.02  # share of the time
-
 
 def say(line: str) -> None:
     """Prints a line in the first process only."""
@@ -65,21 +61,20 @@ def reporter(
 
     def log(step: int, metrics: HostMetrics) -> None:
         nonlocal done, waited
-        steps_per_second = progress.update(step)
-        rate, seconds = steps_per_second * tokens_per_step, float(metrics["data_seconds"])
-        share = (seconds - waited) * steps_per_second / (step - done)
+        record: dict[str, Any] = flat_metrics(metrics)
+        record.pop("is_skipped", None)
+        speed, seconds = progress.update(step), record.pop("data_seconds")
+        rate, share = speed * tokens_per_step, (seconds - waited) * speed / (step - done)
         done, waited = step, seconds
-        record = flat_metrics({x: y for x, y in metrics.items() if x not in _OF_THE_LOOP})
         record |= {"tokens_per_second": rate, "data_wait": share}
         if sheet is not None:
             record["mfu"] = rate * flops_per_token / (sheet.peak_flops * jax.device_count())
-        facts = None
         if reason := fault(metrics):
-            facts = {"skipped": reason, "rows": batch_rows(config, step)}
+            record |= {"skipped": reason, "rows": (rows := batch_rows(config, step))}
             text = "step %d is skipped (%s): rows %d .. %d of the data, %d of at most %d steps"
-            counts = int(metrics["skipped_steps"]), config.max_skipped_steps
-            logging.warning(text, step, reason, *facts["rows"], *counts)
-        files.write(step, record, facts)
+            counts = record["skipped_steps"], config.max_skipped_steps
+            logging.warning(text, step, reason, *rows, *counts)
+        files.write(step, record)
         progress.show(step, record)
 
     return [MetricCallback(config.log_every, log)], files.write
@@ -115,13 +110,12 @@ class MetricFiles:
         self._events.append(_framed(Event(file_version="brain.Event:2")))
         self._events.append(_framed(Event(step=start + 1, session_log=begun)))
 
-    def write(
-        self, step: int, record: dict[str, float], facts: dict[str, Any] | None = None
-    ) -> None:
-        """Appends one record, with null for numbers that are not finite; it is on disk when this
-        returns. The `facts` are in `metrics.jsonl` alone."""
-        finite = {name: x for name, x in record.items() if math.isfinite(x)}
-        line = {"step": step} | dict.fromkeys(record) | finite | (facts or {})
+    def write(self, step: int, record: dict[str, Any]) -> None:
+        """Appends one record, numbers that are not finite as null; it is on disk when this returns.
+        TensorBoard gets the finite numbers alone."""
+        numbers = {name: x for name, x in record.items() if isinstance(x, int | float)}
+        finite = {name: x for name, x in numbers.items() if math.isfinite(x)}
+        line = {"step": step} | record | dict.fromkeys(numbers) | finite
         self._lines.append(json.dumps(line).encode() + b"\n")
         event = Event(step=step)
         for name, value in finite.items():
@@ -188,7 +182,7 @@ class Progress:
             parts.append(f"{units.clock(seconds)} left")
         if ratios := [x for name, x in record.items() if name.startswith("memory_ratio")]:
             parts.append(f"|eta S|/|W| {max(ratios):.3f}")
-        if (wait := record.get("data_wait", 0)) > _NOTED_WAIT:
+        if (wait := record.get("data_wait", 0)) > 0.02:
             parts.append(f"{wait:.0%} waiting for data")
         if skipped := record.get("skipped_steps"):
             parts.append(f"{skipped:.0f} skipped")

@@ -183,8 +183,8 @@ def _initial_state(
     `start_from`, else from the seed."""
     if multihost_utils.broadcast_one_to_all(bool(checkpoints.steps())):
         # Whether bad steps are counted may change when a run is resumed.
-        abstract = build.abstract_state(config, mesh) | {"skips": build.abstract_skips(mesh)}
-        done, restored = checkpoints.restore(dict(abstract), optional=["skips"])
+        abstract = build.abstract_state(config.replace(max_skipped_steps=1), mesh)
+        done, restored = checkpoints.restore(dict(abstract))
         say(f"resumed at step {done}")
         skips = restored.pop("skips", None) or jax.jit(no_skips, out_shardings=replicated(mesh))()
         return done, TrainState(**restored, **({"skips": skips} if config.counts_skips else {}))

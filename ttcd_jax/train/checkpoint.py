@@ -19,7 +19,7 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging import LogRecord, getLogger
 from pathlib import Path
@@ -44,6 +44,7 @@ from ttcd_jax.train.layers_on_disk import Leaves, stacked, unstacked
 _LOOKS = 10
 _PARAMS = "params"
 _TRAIN = "train"
+OPTIONAL = {"skips"}  # the keys of a state that not every run stores
 # Exceptions of Orbax and TensorStore for failed writes: ValueError for a full disk, OSError for a
 # missing directory, JaxRuntimeError for a lost process.
 _WRITE_ERRORS = (ValueError, OSError, jax.errors.JaxRuntimeError)
@@ -195,23 +196,19 @@ class Checkpoints:
             self._manager.close()
 
     def restore(
-        self,
-        abstract_state: dict[str, Any],
-        step: int | None = None,
-        *,
-        optional: Collection[str] = (),
+        self, abstract_state: dict[str, Any], step: int | None = None
     ) -> tuple[int, dict[str, Any]]:
         """(step, state) of `step`, or of the newest intact one by the policy above.
 
         `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for every array; keys that
-        are `optional` are left out if the step lacks them. Raises `CheckpointError` for damage, and
+        `OPTIONAL` are left out if the step lacks them. Raises `CheckpointError` for damage, and
         for different names, shapes or dtypes (Orbax would cast).
         """
         self.wait()
         for _ in range(_LOOKS):
             seen = self.steps()
             try:
-                return self._restore(abstract_state, step, optional)
+                return self._restore(abstract_state, step)
             except CheckpointError:
                 if set(seen) <= set(self.steps()):
                     raise
@@ -222,13 +219,14 @@ class Checkpoints:
         )
 
     def _restore(
-        self, abstract_state: dict[str, Any], step: int | None, optional: Collection[str]
+        self, abstract_state: dict[str, Any], step: int | None
     ) -> tuple[int, dict[str, Any]]:
         """`restore`, of the steps there are now."""
         chosen, num_refused, refused = self._chosen(step)
         with _reporting_read(chosen):
             metadata = self._manager.item_metadata(chosen)
-            absent = set(optional) - set(metadata[_TRAIN].tree if optional else ())
+            absent = OPTIONAL & abstract_state.keys()
+            absent = absent and absent - set(metadata[_TRAIN].tree)
         abstract_state = {name: x for name, x in abstract_state.items() if name not in absent}
         wanted = by_name(jax.tree.map(_with_sharding, abstract_state))
         items = _to_items(self._on_disk(wanted))
