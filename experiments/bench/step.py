@@ -1,6 +1,7 @@
 """Training steps of several configurations on random tokens, and their input pipelines."""
 
 import dataclasses
+import functools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -61,11 +62,14 @@ def measured_data(options: Data) -> Iterator[list[Row]]:
     node = min(count, DEVICES_PER_NODE) * PEAK_SHARE * hardware.peak_flops
     programs, configs, rows = {}, options.loaded(), []
     with tempfile.TemporaryDirectory() as folder:
+        if options.random_tokens is not None:
+            paths = _random_records(Path(folder), options.random_tokens)
+            random = functools.partial(RecordsConfig, paths=paths, weights=(8, 2))
+            configs = {
+                gin: config.replace(data=random(seq_len=config.data.seq_len))
+                for gin, config in configs.items()
+            }
         for gin, config in configs.items():
-            if options.random_tokens is not None:
-                paths = _random_records(Path(folder), options.random_tokens)
-                data = RecordsConfig(paths=paths, weights=(8, 2), seq_len=config.data.seq_len)
-                config = config.replace(data=data)
             batches, _ = build.build_data(config, range(config.batch_size))
             programs[gin] = lambda x=batches: sum(1 for _ in x.iterate(0, options.batches))
         for gin, seconds in measure.median_seconds(programs, options.rounds).items():
@@ -80,17 +84,15 @@ def measured_data(options: Data) -> Iterator[list[Row]]:
 
 def _random_records(folder: Path, num_tokens: int) -> tuple[str, ...]:
     """Two folders of records of random letters, in documents of 8,192 tokens."""
-    for name in (names := ("first", "second")):
-        source, target = folder / f"{name}.jsonl", folder / name
-        if not target.exists():
-            shape = -(-num_tokens // 8192), 8190
-            texts = np.random.default_rng(0).integers(ord("A"), ord("Z"), shape, np.uint8)
-            lines = (json.dumps({"text": text.tobytes().decode()}) + "\n" for text in texts)
-            source.write_text("".join(lines))
-            target.mkdir()
-            corpus = CorpusConfig(kind="text", path=str(source), validation_percent=0)
-            prepare_records(corpus, TokenizerConfig(kind="byte"), target)
-    return tuple(str(folder / name) for name in names)
+    shape = 2, -(-num_tokens // 8192), 8190
+    for number, texts in enumerate(np.random.default_rng(0).integers(65, 91, shape, np.uint8)):
+        lines = (json.dumps({"text": text.tobytes().decode()}) + "\n" for text in texts)
+        source, target = folder / f"{number}.jsonl", folder / str(number)
+        source.write_text("".join(lines))
+        target.mkdir()
+        corpus = CorpusConfig(kind="text", path=str(source), validation_percent=0)
+        prepare_records(corpus, TokenizerConfig(kind="byte"), target)
+    return str(folder / "0"), str(folder / "1")
 
 
 def measured_steps(options: Step) -> Iterator[list[Row]]:

@@ -156,7 +156,7 @@ def _judge(norms, factor=2.0):
     step = jax.jit(functools.partial(judged, spike_factor=factor))
     skips, accepted, metrics = no_skips(), [], {}
     for norm in jnp.asarray(norms, jnp.float32):
-        is_good, skips, metrics = step(skips, jnp.isfinite(norm), norm)
+        is_good, skips, metrics = step(skips, {"grad_norm": norm}, jnp.isfinite(norm))
         accepted.append(bool(is_good))
     return accepted, metrics
 

@@ -149,11 +149,9 @@ def fresh_state(config: RunConfig, mesh: Mesh) -> TrainState:
 
 def state_with(config: RunConfig, mesh: Mesh, params: dict[str, Any]) -> TrainState:
     """The training state before the first step, with `params`, which are donated."""
-
-    def make(params: dict[str, Any]) -> TrainState:
-        return _counted(config, state_of(_optimizer(config)[1], params))
-
-    return jax.jit(make, out_shardings=_shardings(config, mesh), donate_argnums=0)(params)
+    _, optimizer = _optimizer(config)
+    options = {"out_shardings": _shardings(config, mesh), "donate_argnums": 0}
+    return jax.jit(lambda x: _counted(config, state_of(optimizer, x)), **options)(params)
 
 
 def _init(config: RunConfig) -> Callable[[], TrainState]:

@@ -24,13 +24,13 @@ def no_skips() -> Skips:
 
 
 def judged(
-    skips: Skips, is_finite: jax.Array, norm: jax.Array, spike_factor: float | None
+    skips: Skips, metrics: dict[str, jax.Array], is_good: jax.Array, spike_factor: float | None
 ) -> tuple[jax.Array, Skips, dict[str, jax.Array]]:
-    """(whether the step is accepted, the counts after it, metrics) for its gradient `norm`."""
-    count, norm = skips["accepted"], norm.astype(jnp.float32)
-    weight = 1 - jnp.power(jnp.float32(DECAY), count)
-    average = jnp.where(count > 0, skips["norm"] / jnp.where(count > 0, weight, 1), 0)
-    is_good = is_finite
+    """(whether a step that `is_good` if it is no spike is accepted, the counts after it, metrics)
+    for its own metrics."""
+    count, norm = skips["accepted"], metrics["grad_norm"].astype(jnp.float32)
+    weight = 1 - jnp.power(jnp.float32(DECAY), jnp.maximum(count, 1))
+    average = skips["norm"] / weight
     if spike_factor is not None:
         is_good &= (count < WARMUP) | (norm <= spike_factor * average)
     accepted = DECAY * skips["norm"] + (1 - DECAY) * norm
@@ -39,8 +39,8 @@ def judged(
         "accepted": count + is_good,
         "norm": jnp.where(is_good, accepted, skips["norm"]),
     }
-    metrics = {"skipped_steps": after["skipped"], "grad_norm_average": average}
-    return is_good, after, metrics | {"is_skipped": ~is_good}
+    counts = {"skipped_steps": after["skipped"], "grad_norm_average": average}
+    return is_good, after, metrics | counts | {"is_skipped": ~is_good}
 
 
 def fault(metrics: Mapping[str, np.ndarray]) -> str | None:

@@ -200,8 +200,8 @@ class Checkpoints:
     ) -> tuple[int, dict[str, Any]]:
         """(step, state) of `step`, or of the newest intact one by the policy above.
 
-        `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for every array; keys that
-        `OPTIONAL` are left out if the step lacks them. Raises `CheckpointError` for damage, and
+        `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for every array; the
+        `OPTIONAL` keys that the step lacks are left out. Raises `CheckpointError` for damage, and
         for different names, shapes or dtypes (Orbax would cast).
         """
         self.wait()

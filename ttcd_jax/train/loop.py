@@ -64,11 +64,11 @@ def train(
 
     def report(number: int, metrics: Metrics) -> None:
         host = jax.device_get(metrics)
-        if is_bad := (reason := fault(host)) is not None:
+        if reason := fault(host):
             on_bad(number, reason, host)
         host["data_seconds"] = np.asarray(waited)
         for callback in on_metrics:
-            if number % callback.every == 0 or number == steps or is_bad:
+            if number % callback.every == 0 or number == steps or reason:
                 callback.call(number, host)
 
     while done < steps:

@@ -75,10 +75,8 @@ def step_with(
         new = TrainState(params=state["params"], opt_state=opt_state, step=state["step"] + 1)
         is_good = is_finite(metrics)
         if "skips" in state:
-            is_good, new["skips"], counts = judged(
-                state["skips"], is_good, metrics["grad_norm"], spike_factor
-            )
-            metrics |= counts
+            verdict = judged(state["skips"], metrics, is_good, spike_factor)
+            is_good, new["skips"], metrics = verdict
         new["params"], new["opt_state"] = jax.tree.map(
             lambda new, old: jnp.where(is_good, new, old),
             (optax.apply_updates(state["params"], updates), opt_state),
