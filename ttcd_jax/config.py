@@ -38,7 +38,6 @@ Positive = Annotated[int, AtLeast(1)]
 NonNegative = Annotated[int, AtLeast(0)]
 PositiveFloat = Annotated[float, Bound("positive and finite", lambda value: 0 < value < math.inf)]
 NonNegativeFloat = Annotated[float, Bound("0 or more, finite", lambda value: 0 <= value < math.inf)]
-AboveOne = Annotated[float, Bound("above 1 and finite", lambda value: 1 < value < math.inf)]
 Fraction = Annotated[float, Bound("between 0 and 1", lambda value: 0 <= value <= 1)]
 Decay = Annotated[float, Bound("in [0, 1)", lambda value: 0 <= value < 1)]
 DISTINCT = Bound("one or more, none twice", lambda values: 0 < len(values) == len(set(values)))

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated
 
-from ttcd_jax.config import AboveOne, Bound, Config, NonNegative, Positive
+from ttcd_jax.config import Bound, Config, NonNegative, Positive
 from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.tasks import find_task
@@ -11,6 +11,8 @@ from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.loss import DEFAULT_ROWS
 from ttcd_jax.train.optimizer import OptimizerConfig
+
+SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < value <= 1e6)]
 
 # The fields that may change when a run is resumed: sharding, parts of a step, evaluations, and what
 # happens to bad steps.
@@ -45,7 +47,7 @@ class RunConfig(Config):
     evaluate_every: Positive | None = None
     tasks: tuple[str, ...] = ("ppl",)
     max_skipped_steps: NonNegative = 0
-    spike_factor: AboveOne | None = None
+    spike_factor: SpikeFactor | None = None
     start_from: str | None = None
     start_drops: tuple[str, ...] = ()
     mesh: MeshConfig | None = None
