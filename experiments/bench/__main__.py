@@ -3,7 +3,8 @@
     python -m experiments.bench CASE [--quick] [--json=FILE] [--OPTION=VALUE ...]
 
     step     training steps of several --gin, relative to the first: time, memory, MFU
-    data     batches per second of the input pipelines of several --gin
+    data     rows per second of the input pipelines of several --gin, or of their rows filled with
+             --random_tokens, and their share of a step on --topology
     layer    loss and gradient of fast layers by --forms, --lengths and --remat: time, peak memory
     prefill  long prompts by several --models: time and FLOPs over SWA and IP-TTT, memory
     decode   steps after prompts of --lengths tokens by --models and --batch_sizes

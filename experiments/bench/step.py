@@ -1,7 +1,11 @@
 """Training steps of several configurations on random tokens, and their input pipelines."""
 
 import dataclasses
+import functools
+import json
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -12,14 +16,18 @@ from ttcd_kernels.measure import MIB, MILLISECOND, Row, over
 from experiments import cli
 from experiments.bench.frame import Case
 from experiments.gin_loading import load_config
-from experiments.plan import make_plan
+from experiments.plan import PEAK_SHARE, make_plan
 from ttcd_jax.config import DISTINCT, Config, Positive
+from ttcd_jax.data.corpus import CorpusConfig
+from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.pipeline import CallerBatches
+from ttcd_jax.data.preparation import prepare_records
+from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.train.flops import training_flops_per_token
-from ttcd_jax.train.hardware import data_sheet
+from ttcd_jax.train.hardware import DEVICES_PER_NODE, data_sheet, parse_topology
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,22 +45,53 @@ class Step(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data(Step):
-    """Options of the data case; a timed round reads `batches` batches."""
+    """Options of the data case; a timed round reads `batches` batches. With `random_tokens`, they
+    are of two folders of records with so many random tokens each, mixed 8 to 2."""
 
     batches: Positive = 50
+    random_tokens: Positive | None = None
+    topology: str = "h100x8"
 
 
 def measured_data(options: Data) -> Iterator[list[Row]]:
-    """A row per file: batches of its training split, made and read ahead on the host."""
-    programs, rows = {}, {}
-    for gin, config in options.loaded().items():
-        batches, _ = build.build_data(config, range(config.batch_size))
-        programs[gin] = lambda batches=batches: list(batches.iterate(0, options.batches))
-        rows[gin] = {"gin": gin, "tokens": config.batch_size * config.data.seq_len}
-    for gin, seconds in measure.median_seconds(programs, options.rounds).items():
-        rate = options.batches / seconds
-        rows[gin] |= {"batches/s": rate, "tokens/s": rate * rows[gin]["tokens"]}
-    yield list(rows.values())
+    """A row per file: batches of its training split, made and read ahead on the host. "step %": the
+    time of a batch over that of a step, by its FLOPs at a share of the peak, on those devices of
+    `topology` that one process feeds."""
+    hardware, count = parse_topology(options.topology)
+    node = min(count, DEVICES_PER_NODE) * PEAK_SHARE * hardware.peak_flops
+    programs, configs, rows = {}, options.loaded(), []
+    with tempfile.TemporaryDirectory() as folder:
+        if options.random_tokens is not None:
+            paths = _random_records(Path(folder), options.random_tokens)
+            random = functools.partial(RecordsConfig, paths=paths, weights=(8, 2))
+            configs = {
+                gin: config.replace(data=random(seq_len=config.data.seq_len))
+                for gin, config in configs.items()
+            }
+        for gin, config in configs.items():
+            batches, _ = build.build_data(config, range(config.batch_size))
+            programs[gin] = lambda x=batches: sum(1 for _ in x.iterate(0, options.batches))
+        for gin, seconds in measure.median_seconds(programs, options.rounds).items():
+            size, length = configs[gin].batch_size, configs[gin].data.seq_len
+            rate = options.batches / seconds
+            row = {"gin": gin, "tokens": size * length, "batches/s": rate, "rows/s": rate * size}
+            speed = node / training_flops_per_token(configs[gin].model, length)
+            tokens = row["rows/s"] * length
+            rows.append(row | {"tokens/s": tokens, "step %": 100 * speed / tokens})
+    yield rows
+
+
+def _random_records(folder: Path, num_tokens: int) -> tuple[str, ...]:
+    """Two folders of records of random letters, in documents of 8,192 tokens."""
+    shape = 2, -(-num_tokens // 8192), 8190
+    for number, texts in enumerate(np.random.default_rng(0).integers(65, 91, shape, np.uint8)):
+        lines = (json.dumps({"text": text.tobytes().decode()}) + "\n" for text in texts)
+        source, target = folder / f"{number}.jsonl", folder / str(number)
+        source.write_text("".join(lines))
+        target.mkdir()
+        corpus = CorpusConfig(kind="text", path=str(source), validation_percent=0)
+        prepare_records(corpus, TokenizerConfig(kind="byte"), target)
+    return str(folder / "0"), str(folder / "1")
 
 
 def measured_steps(options: Step) -> Iterator[list[Row]]:

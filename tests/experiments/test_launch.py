@@ -144,6 +144,8 @@ def test_evaluation_writes_json_csv_and_a_picture(finished):
         (["--param=TransformerConfig.student_window=9"], ["9", "8", "student_window"]),
         (["--param=TransformerConfig.num_kv_heads=3"], ["3", "2", "num_kv_heads"]),
         (["--param=RunConfig.accumulation_steps=4"], ["4", "2", "accumulation_steps"]),
+        (["--param=RunConfig.spike_factor=1"], ["spike_factor", "above 1, at most 1e6, or None"]),
+        (["--param=RunConfig.max_skipped_steps=-1"], ["max_skipped_steps -1", "at least 0"]),
         (["--param=TransformerConfig.vocab_size=7"], ["7", "8", "vocab_size"]),
         (["--param=TransformerConfig.widnow=4"], ["widnow", "window"]),
         (["--param=RunConfig.steps='many'"], ["RunConfig.steps", "'many'"]),

@@ -1,10 +1,12 @@
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from bad_steps_run import NAN, SPIKE, poisoned_loss
 from checks import assert_same, temporary_bytes
 from small_models import config_of
 
@@ -13,6 +15,9 @@ from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
 from ttcd_jax.errors import NonFiniteError
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.precision import Precision
+from ttcd_jax.train import bad_steps
+from ttcd_jax.train import step as step_module
+from ttcd_jax.train.bad_steps import fault, judged, no_skips
 from ttcd_jax.train.loop import MetricCallback, StateCallback, train
 from ttcd_jax.train.state import init_state
 from ttcd_jax.train.step import make_train_step
@@ -144,3 +149,74 @@ def test_the_loop_reports_every_step_once_and_stops_when_asked(start, steps, eve
         is_stopping=lambda step: len(seen) == most,
     )
     assert (done, seen, saved) == expected
+
+
+def _judge(norms, factor=2.0):
+    """(whether each step is accepted, the last step's metrics) of gradient norms."""
+    step = jax.jit(functools.partial(judged, spike_factor=factor))
+    skips, accepted, metrics = no_skips(), [], {}
+    for norm in jnp.asarray(norms, jnp.float32):
+        is_good, skips, metrics = step(skips, {"grad_norm": norm}, jnp.isfinite(norm))
+        accepted.append(bool(is_good))
+    return accepted, metrics
+
+
+def test_spikes_are_steps_like_any_other_until_the_average_decides(monkeypatch):
+    monkeypatch.setattr(bad_steps, "WARMUP", 3)
+    accepted, metrics = _judge([1.0, np.nan, 3.0, 2.0, 5.0, 3.9, 5.1])
+    assert accepted == [True, False, True, True, False, True, False]
+    weights = bad_steps.DECAY ** np.arange(4)[::-1]
+    average = np.average([1.0, 3.0, 2.0, 3.9], weights=weights)
+    np.testing.assert_allclose(metrics["grad_norm_average"], average, rtol=1e-5)
+    assert int(metrics["skipped_steps"]) == 3
+    assert _judge([1.0, np.inf, 3.0, 2.0, 50.0], None)[0] == [True, False, True, True, True]
+    assert _judge([0.0] * 5)[0] == [True] * 5, "a norm of zero is its average"
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("kind", [NAN, SPIKE])
+def test_a_skipped_step_changes_no_array_but_its_counts(monkeypatch, parts, kind):
+    """One bad row of four makes the step bad, whatever its part."""
+    monkeypatch.setattr(bad_steps, "WARMUP", 1)
+    monkeypatch.setattr(step_module, "summed_loss", poisoned_loss)
+    optimizer = optax.adam(_rate)
+    step = jax.jit(
+        make_train_step(
+            MODEL.replace(vocab_size=11),
+            optimizer,
+            _rate,
+            accumulation_steps=parts,
+            loss_rows=16,
+            spike_factor=20.0,
+        )
+    )
+    state = init_state(MODEL.replace(vocab_size=11), optimizer, 0)
+    state, metrics = step(state | {"skips": no_skips()}, batch := _batch())
+    assert not metrics["is_skipped"]
+    bad = batch | {"targets": batch["targets"].at[2, 1].set(kind)}
+    after, metrics = step(state, bad)
+    assert metrics["is_skipped"]
+    assert metrics["skipped_steps"] == 1
+    assert_same((after["params"], after["opt_state"]), (state["params"], state["opt_state"]))
+    assert int(after["step"]) == 2
+    assert_same(after["skips"], state["skips"] | {"skipped": jnp.int32(1)})
+    assert fault(jax.device_get(metrics)).startswith("loss is nan" if kind == NAN else "grad_norm ")
+    good, metrics = step(after, batch)
+    assert not metrics["is_skipped"]
+    expected, _ = step(state, batch)
+    assert_same(good["params"], expected["params"])
+
+
+def test_the_loop_reports_the_time_that_it_waits_for_batches():
+    class Slow:
+        def iterate(self, start, count):
+            for step, batch in _batches().iterate(start, count):
+                time.sleep(0.05)
+                yield step, batch
+
+    seen = []
+    watch = MetricCallback(1, lambda step, metrics: seen.append(metrics["data_seconds"]))
+    train(*_step(), Slow(), start=0, steps=4, on_metrics=[watch])
+    # Metrics are one step late: those of step n come after the batch of step n + 1.
+    assert all(x >= 0.05 * n for n, x in zip((2, 3, 4, 4), seen, strict=True))
+    assert seen == sorted(seen)

@@ -1,6 +1,5 @@
 """The objects of a run, built from its `RunConfig`: data, optimizer, jitted step, state."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import num_parts
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.rules import BATCH, spec
+from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.hardware import device_bytes
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
 from ttcd_jax.train.schedule import learning_rate
@@ -124,6 +124,7 @@ def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         learning_rate(resolved.schedule),
         accumulation_steps=num_parts(config, mesh),
         loss_rows=config.loss_rows,
+        spike_factor=config.spike_factor,
     )
     return jax.jit(
         step, donate_argnums=0, out_shardings=(_shardings(config, mesh), replicated(mesh))
@@ -131,7 +132,10 @@ def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
 
 
 def _shardings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    return state_shardings(config.model, _optimizer(config)[1], mesh)
+    shardings = state_shardings(config.model, _optimizer(config)[1], mesh)
+    if config.counts_skips:
+        shardings["skips"] = dict.fromkeys(jax.eval_shape(no_skips), replicated(mesh))
+    return shardings
 
 
 def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
@@ -145,13 +149,21 @@ def fresh_state(config: RunConfig, mesh: Mesh) -> TrainState:
 
 def state_with(config: RunConfig, mesh: Mesh, params: dict[str, Any]) -> TrainState:
     """The training state before the first step, with `params`, which are donated."""
-    make = functools.partial(state_of, _optimizer(config)[1])
-    return jax.jit(make, out_shardings=_shardings(config, mesh), donate_argnums=0)(params)
+    _, optimizer = _optimizer(config)
+    options = {"out_shardings": _shardings(config, mesh), "donate_argnums": 0}
+    return jax.jit(lambda x: _counted(config, state_of(optimizer, x)), **options)(params)
 
 
 def _init(config: RunConfig) -> Callable[[], TrainState]:
     _, optimizer = _optimizer(config)
-    return functools.partial(init_state, config.model, optimizer, config.seed)
+    return lambda: _counted(config, init_state(config.model, optimizer, config.seed))
+
+
+def _counted(config: RunConfig, state: TrainState) -> TrainState:
+    """`state`, with the counts of a run that skips bad steps."""
+    if config.counts_skips:
+        state["skips"] = no_skips()
+    return state
 
 
 def abstract_batch(config: RunConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

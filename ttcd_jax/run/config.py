@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from ttcd_jax.config import Bound, Config, Positive, PositiveFloat, closest
+from ttcd_jax.config import Bound, Config, NonNegative, Positive, PositiveFloat, closest
 from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError, listed
 from ttcd_jax.eval.tasks import find_task
@@ -14,8 +14,14 @@ from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.loss import DEFAULT_ROWS
 from ttcd_jax.train.optimizer import OptimizerConfig
 
-# The fields that may change when a run is resumed: sharding, parts of a step, evaluations.
-LAYOUT = ("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks")
+SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < value <= 1e6)]
+
+# The fields that may change when a run is resumed: sharding, parts of a step, evaluations, and what
+# happens to bad steps.
+LAYOUT = (
+    *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks"),
+    *("max_skipped_steps", "spike_factor"),
+)
 # Those that make another run. All others change when the user names them.
 LASTING = ("model", "data", "batch_size", "seed", "start_from", "start_drops", "optimizer.kind")
 # Where data are: they may move, and their digests decide.
@@ -36,6 +42,10 @@ class RunConfig(Config):
     A checkpoint is saved every `checkpoint_every` steps, and `checkpoint_minutes` after the last
     one. The newest `keep_checkpoints` are kept, those of steps divisible by `keep_every`, and the
     `keep_best` best by `best_metric`, a metric of the evaluations as `metrics.jsonl` names it.
+
+    `max_skipped_steps`: so many bad steps of a run are skipped, the next one ends it. Bad is a loss
+    or gradient that is not finite and, with `spike_factor`, a gradient norm above so many times its
+    average (`ttcd_jax.train.bad_steps`).
     """
 
     model: TransformerConfig
@@ -55,9 +65,16 @@ class RunConfig(Config):
     loss_rows: Positive = DEFAULT_ROWS
     evaluate_every: Positive | None = None
     tasks: tuple[str, ...] = ("ppl",)
+    max_skipped_steps: NonNegative = 0
+    spike_factor: SpikeFactor | None = None
     start_from: str | None = None
     start_drops: tuple[str, ...] = ()
     mesh: MeshConfig | None = None
+
+    @property
+    def counts_skips(self) -> bool:
+        """Whether the training state counts bad steps."""
+        return self.max_skipped_steps > 0 or self.spike_factor is not None
 
     def validate(self) -> None:
         for name in self.tasks:

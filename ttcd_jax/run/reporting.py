@@ -2,6 +2,7 @@
 can end or delay it: one that fails is a warning, once."""
 
 import json
+import math
 import os
 import socket
 import struct
@@ -23,6 +24,7 @@ from ttcd_jax.errors import DataError
 from ttcd_jax.files import GrowingFile, write_whole
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import METRICS
+from ttcd_jax.train.bad_steps import fault
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet
 from ttcd_jax.train.loop import HostMetrics, MetricCallback
@@ -55,16 +57,32 @@ def reporter(
     tokens_per_step = config.batch_size * config.data.seq_len
     flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
     sheet = data_sheet(jax.devices()[0].device_kind)
+    done, waited = start, 0.0
 
     def log(step: int, metrics: HostMetrics) -> None:
-        rate = progress.update(step) * tokens_per_step
-        record = flat_metrics(metrics) | {"tokens_per_second": rate}
+        nonlocal done, waited
+        record: dict[str, Any] = flat_metrics(metrics)
+        record.pop("is_skipped", None)
+        speed, seconds = progress.update(step), record.pop("data_seconds")
+        rate, share = speed * tokens_per_step, (seconds - waited) * speed / (step - done)
+        done, waited = step, seconds
+        record |= {"tokens_per_second": rate, "data_wait": share}
         if sheet is not None:
             record["mfu"] = rate * flops_per_token / (sheet.peak_flops * jax.device_count())
+        if reason := fault(metrics):
+            record |= {"skipped": reason, "rows": (rows := batch_rows(config, step))}
+            text = "step %d is skipped (%s): rows %d .. %d of the data, %d of at most %d steps"
+            counts = record["skipped_steps"], config.max_skipped_steps
+            logging.warning(text, step, reason, *rows, *counts)
         files.write(step, record)
         progress.show(step, record)
 
     return [MetricCallback(config.log_every, log)], files.write
+
+
+def batch_rows(config: RunConfig, step: int) -> tuple[int, int]:
+    """The first and the last row of the batch of the `step`-th step, in the order of the data."""
+    return (step - 1) * config.batch_size, step * config.batch_size - 1
 
 
 def flat_metrics(metrics: HostMetrics) -> dict[str, float]:
@@ -92,11 +110,15 @@ class MetricFiles:
         self._events.append(_framed(Event(file_version="brain.Event:2")))
         self._events.append(_framed(Event(step=start + 1, session_log=begun)))
 
-    def write(self, step: int, record: dict[str, float]) -> None:
-        """Appends one record; it is on disk when this returns."""
-        self._lines.append(json.dumps({"step": step, **record}).encode() + b"\n")
+    def write(self, step: int, record: dict[str, Any]) -> None:
+        """Appends one record, numbers that are not finite as null; it is on disk when this returns.
+        TensorBoard gets the finite numbers alone."""
+        numbers = {name: x for name, x in record.items() if isinstance(x, int | float)}
+        finite = {name: x for name, x in numbers.items() if math.isfinite(x)}
+        line = {"step": step} | record | dict.fromkeys(numbers) | finite
+        self._lines.append(json.dumps(line).encode() + b"\n")
         event = Event(step=step)
-        for name, value in record.items():
+        for name, value in finite.items():
             event.summary.MergeFrom(scalar(name, value))
         self._events.append(_framed(event))
 
@@ -160,6 +182,10 @@ class Progress:
             parts.append(f"{units.clock(seconds)} left")
         if ratios := [x for name, x in record.items() if name.startswith("memory_ratio")]:
             parts.append(f"|eta S|/|W| {max(ratios):.3f}")
+        if (wait := record.get("data_wait", 0)) > 0.02:
+            parts.append(f"{wait:.0%} waiting for data")
+        if skipped := record.get("skipped_steps"):
+            parts.append(f"{skipped:.0f} skipped")
         start = "\r\x1b[K" if self._is_live else ""
         end = "\n" if step == self._steps or not self._is_live else ""
         _print(start + "  ".join(parts) + end)

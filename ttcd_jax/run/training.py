@@ -1,6 +1,7 @@
 """Training or resuming a run in one call, from its configuration to the files of its directory."""
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -15,18 +16,19 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from ttcd_jax.data.pipeline import MakeBatches, StepBatches
-from ttcd_jax.errors import CheckpointError
+from ttcd_jax.errors import CheckpointError, NonFiniteError
 from ttcd_jax.run import build
 from ttcd_jax.run.config import LAYOUT, RunConfig
 from ttcd_jax.run.directory import METRICS, RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.layout import num_parts, run_mesh
-from ttcd_jax.run.reporting import read_metrics, reporter, say
+from ttcd_jax.run.reporting import batch_rows, read_metrics, reporter, say
 from ttcd_jax.run.start import plan_start, started_state
-from ttcd_jax.sharding.batch import Placement
+from ttcd_jax.sharding.batch import Placement, replicated
+from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.checkpoint import Best, Checkpoints
 from ttcd_jax.train.compilation import compiled_once
-from ttcd_jax.train.loop import MetricCallback, StateCallback, train
+from ttcd_jax.train.loop import HostMetrics, MetricCallback, StateCallback, train
 from ttcd_jax.train.profile import profiled
 from ttcd_jax.train.state import TrainState
 from ttcd_jax.train.watchdog import Watchdog
@@ -151,10 +153,29 @@ def _train(
                 on_metrics=[*callbacks, *on_metrics, beat],
                 on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
                 is_stopping=signals.is_stopping,
+                on_bad=functools.partial(_stop_after_too_many, config, checkpoints),
             )
     if done == config.steps:
         say(f"trained {done} steps; checkpoints in {directory.checkpoints}")
     return TrainedRun(done, signals.name if done < config.steps else None)
+
+
+def _stop_after_too_many(
+    config: RunConfig, checkpoints: Checkpoints, step: int, reason: str, metrics: HostMetrics
+) -> None:
+    """Raises `NonFiniteError` for a bad step that is not skipped, or not any more."""
+    most, skipped = config.max_skipped_steps, int(metrics.get("skipped_steps", 1))
+    if metrics.get("is_skipped", False) and skipped <= most:
+        return
+    checkpoints.wait()
+    saved, (first, last) = checkpoints.steps(), batch_rows(config, step)
+    raise NonFiniteError(
+        f"{reason} at step {step}, in rows {first} .. {last} of the data; bad steps: {skipped}, "
+        f"RunConfig.max_skipped_steps: {most}; last good checkpoint: "
+        f"{f'step {saved[-1]}' if saved else 'none'}. Resume with "
+        f"--param=RunConfig.max_skipped_steps={skipped + 9} to skip such steps, or start anew with "
+        "a lower ScheduleConfig.peak or MemoryConfig.eta"
+    )
 
 
 @contextlib.contextmanager
@@ -185,9 +206,12 @@ def _initial_state(
     """(steps done, state) from the newest intact checkpoint if there is one, else from
     `start_from`, else from the seed."""
     if multihost_utils.broadcast_one_to_all(bool(checkpoints.steps())):
-        done, restored = checkpoints.restore(dict(build.abstract_state(config, mesh)))
+        # Whether bad steps are counted may change when a run is resumed.
+        abstract = build.abstract_state(config.replace(max_skipped_steps=1), mesh)
+        done, restored = checkpoints.restore(dict(abstract))
         say(f"resumed at step {done}")
-        return done, TrainState(**restored)
+        skips = restored.pop("skips", None) or jax.jit(no_skips, out_shardings=replicated(mesh))()
+        return done, TrainState(**restored, **({"skips": skips} if config.counts_skips else {}))
     if config.start_from is None:
         return 0, build.fresh_state(config, mesh)
     step, plan, state = started_state(config, mesh)

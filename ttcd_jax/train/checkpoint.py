@@ -45,6 +45,7 @@ from ttcd_jax.train.layers_on_disk import Leaves, stacked, unstacked
 _LOOKS = 10
 _PARAMS = "params"
 _TRAIN = "train"
+OPTIONAL = {"skips"}  # the keys of a state that not every run stores
 # Exceptions of Orbax and TensorStore for failed writes: ValueError for a full disk, OSError for a
 # missing directory, JaxRuntimeError for a lost process.
 _WRITE_ERRORS = (ValueError, OSError, jax.errors.JaxRuntimeError)
@@ -224,8 +225,9 @@ class Checkpoints:
     ) -> tuple[int, dict[str, Any]]:
         """(step, state) of `step`, or of the newest intact one by the policy above.
 
-        `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for every array. Raises
-        `CheckpointError` for damage, and for different names, shapes or dtypes (Orbax would cast).
+        `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for every array; the
+        `OPTIONAL` keys that the step lacks are left out. Raises `CheckpointError` for damage, and
+        for different names, shapes or dtypes (Orbax would cast).
         """
         self.wait()
         for _ in range(_LOOKS):
@@ -246,10 +248,14 @@ class Checkpoints:
     ) -> tuple[int, dict[str, Any]]:
         """`restore`, of the steps there are now."""
         chosen, num_refused, refused = self._chosen(step)
+        with _reporting_read(chosen):
+            metadata = self._manager.item_metadata(chosen)
+            absent = OPTIONAL & abstract_state.keys()
+            absent = absent and absent - set(metadata[_TRAIN].tree)
+        abstract_state = {name: x for name, x in abstract_state.items() if name not in absent}
         wanted = by_name(jax.tree.map(_with_sharding, abstract_state))
         items = _to_items(self._on_disk(wanted))
         with _reporting_read(chosen):
-            metadata = self._manager.item_metadata(chosen)
             stored = {name: metadata[name].tree for name in items}
         problem = misfit(_to_leaves(items), _to_leaves(stored), ("shape", "dtype"))
         if problem:

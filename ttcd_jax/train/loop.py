@@ -1,13 +1,15 @@
 """The training loop: steps and periodic callbacks."""
 
+import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 import numpy as np
 
 from ttcd_jax.data.pipeline import StepBatches
 from ttcd_jax.errors import NonFiniteError
+from ttcd_jax.train.bad_steps import fault
 from ttcd_jax.train.state import TrainState
 from ttcd_jax.train.step import Batch, Metrics, TrainStep
 
@@ -15,7 +17,8 @@ HostMetrics = dict[str, np.ndarray]
 
 
 class MetricCallback(NamedTuple):
-    """Called with (steps done, metrics of that step) every `every` steps, one step late."""
+    """Called with (steps done, metrics of that step) every `every` steps and after bad steps, one
+    step late. `data_seconds` among them: the time that the loop has waited for batches so far."""
 
     every: int
     call: Callable[[int, HostMetrics], None]
@@ -23,11 +26,19 @@ class MetricCallback(NamedTuple):
 
 class StateCallback(NamedTuple):
     """Called with (steps done, state) every `every` steps, where `is_due(steps done)`, and when
-    training ends or is stopped, only once the step is known to be finite."""
+    training ends or is stopped, only once the step is known to be finite or skipped."""
 
     every: int
     call: Callable[[int, TrainState], None]
     is_due: Callable[[int], bool] = lambda step: False
+
+
+def stop_at(step: int, reason: str, metrics: HostMetrics) -> NoReturn:
+    """Raises `NonFiniteError` for a bad step."""
+    raise NonFiniteError(
+        f"{reason} at step {step}; the parameters before it were kept and the checkpoints are "
+        "untouched: lower the learning rate or eta and start again"
+    )
 
 
 def train(
@@ -41,22 +52,30 @@ def train(
     on_metrics: Sequence[MetricCallback] = (),
     on_state: Sequence[StateCallback] = (),
     is_stopping: Callable[[int], bool] = lambda step: False,
+    on_bad: Callable[[int, str, HostMetrics], None] = stop_at,
 ) -> tuple[TrainState, int]:
     """(state, steps done) after steps `start` to `steps`, or earlier if `is_stopping(steps done)`.
 
-    `placement` puts a batch on the devices. Metrics are fetched while the next step runs. Raises
-    `NonFiniteError` with the metric and step, before a state callback receives that state.
+    `placement` puts a batch on the devices. Metrics are fetched while the next step runs. Calls
+    `on_bad(steps done, reason, metrics)` for a bad step, before a state callback receives its
+    state; training goes on if it returns.
     """
-    done, pending = start, None
+    done, pending, waited = start, None, 0.0
+    stream = batches.iterate(start, steps - start)
 
     def report(number: int, metrics: Metrics) -> None:
         host = jax.device_get(metrics)
-        _check_finite(number, host)
+        if reason := fault(host):
+            on_bad(number, reason, host)
+        host["data_seconds"] = np.asarray(waited)
         for callback in on_metrics:
-            if number % callback.every == 0 or number == steps:
+            if number % callback.every == 0 or number == steps or reason:
                 callback.call(number, host)
 
-    for step, batch in batches.iterate(start, steps - start):
+    while done < steps:
+        begin = time.monotonic()
+        step, batch = next(stream)
+        waited += time.monotonic() - begin
         placed = placement(batch)
         with jax.transfer_guard("disallow"):
             state, metrics = train_step(state, placed)
@@ -76,12 +95,3 @@ def train(
     if pending is not None:
         report(*pending)
     return state, done
-
-
-def _check_finite(number: int, metrics: HostMetrics) -> None:
-    for name, value in metrics.items():
-        if not np.all(np.isfinite(value)):
-            raise NonFiniteError(
-                f"{name} is {value} at step {number}; the parameters before it were kept and the "
-                "checkpoints are untouched: lower the learning rate or eta and start again"
-            )

@@ -1,7 +1,7 @@
 """The training state: a dict of arrays, made from a configuration and a seed alone."""
 
 import functools
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,17 @@ from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.sharding.batch import replicated
 from ttcd_jax.sharding.rules import shardings
+from ttcd_jax.train.bad_steps import Skips
 
 
 class TrainState(TypedDict):
-    """`params` as a nested dict of arrays, the optimizer's state, and how many steps were taken."""
+    """`params` as a nested dict of arrays, the optimizer's state, how many steps were taken, and
+    the counts of bad steps in a run that skips them."""
 
     params: dict[str, Any]
     opt_state: optax.OptState
     step: jax.Array
+    skips: NotRequired[Skips]
 
 
 def abstract_model(config: TransformerConfig) -> Transformer:

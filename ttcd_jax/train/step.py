@@ -10,6 +10,7 @@ import optax
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.nn.block import MemoryStats
 from ttcd_jax.sharding.rules import constrain
+from ttcd_jax.train.bad_steps import judged
 from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.optimizer import global_norm
 from ttcd_jax.train.state import TrainState, logical_axes, with_params
@@ -28,6 +29,7 @@ def make_train_step(
     *,
     accumulation_steps: int = 1,
     loss_rows: int,
+    spike_factor: float | None = None,
 ) -> TrainStep:
     """The step of a language model on batches of tokens, segment_ids, positions, targets and
     loss_mask, computed in `accumulation_steps` parts, which do not change the loss."""
@@ -41,18 +43,23 @@ def make_train_step(
     gradients = jax.value_and_grad(loss_sum, has_aux=True)
     if accumulation_steps > 1:
         gradients = _accumulated(loss_sum, logical_axes(config), accumulation_steps)
-    return step_with(gradients, optimizer, learning_rate)
+    return step_with(gradients, optimizer, learning_rate, spike_factor)
 
 
 def step_with(
-    gradients: Gradients, optimizer: optax.GradientTransformation, learning_rate: optax.Schedule
+    gradients: Gradients,
+    optimizer: optax.GradientTransformation,
+    learning_rate: optax.Schedule,
+    spike_factor: float | None = None,
 ) -> TrainStep:
     """The step of any model whose batches have a `loss_mask`; its loss is the mean over the marked
     targets. Metrics: loss (nats), grad_norm (before the clip), learning_rate, and [fast layers]
     memory_ratio and gate_mean.
 
     A step whose loss or gradient is not finite leaves parameters and optimizer state unchanged;
-    `is_finite` of its metrics is False.
+    `is_finite` of its metrics is False. A state with `skips` counts such steps, and those with a
+    gradient norm above `spike_factor` times its average, which change nothing either
+    (`train.bad_steps`).
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -65,14 +72,18 @@ def step_with(
             "learning_rate": learning_rate(state["step"]),
         }
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        new = TrainState(params=state["params"], opt_state=opt_state, step=state["step"] + 1)
         is_good = is_finite(metrics)
-        params, opt_state = jax.tree.map(
+        if "skips" in state:
+            verdict = judged(state["skips"], metrics, is_good, spike_factor)
+            is_good, new["skips"], metrics = verdict
+        new["params"], new["opt_state"] = jax.tree.map(
             lambda new, old: jnp.where(is_good, new, old),
             (optax.apply_updates(state["params"], updates), opt_state),
             (state["params"], state["opt_state"]),
         )
         metrics |= stats._asdict() if stats is not None else {}
-        return TrainState(params=params, opt_state=opt_state, step=state["step"] + 1), metrics
+        return new, metrics
 
     return train_step
 

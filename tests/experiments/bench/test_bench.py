@@ -16,12 +16,16 @@ from ttcd_kernels.dispatch import Candidate
 from ttcd_kernels.dual_window import api as dual_window
 
 from experiments.bench import layer, prefill
+from experiments.bench import step as step_case
 from experiments.bench.models import Models
 from experiments.cli import CONFIG_DIR
 from experiments.gin_loading import load_config
 from ttcd_jax.inference.advance import advance
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.run.config import RunConfig
+from ttcd_jax.train.flops import training_flops_per_token
+from ttcd_jax.train.hardware import parse_topology
 from ttcd_jax.train.state import abstract_model
 
 PUBLISHED = load_config(TransformerConfig, "prefill/default.gin", [], config_dir=CONFIG_DIR)
@@ -40,6 +44,7 @@ def data(*rows):
     assert [row["gin"] for row in rows] == ["recall.gin", "recall_swa.gin"]
     for row in rows:
         assert row["tokens/s"] == pytest.approx(row["tokens"] * row["batches/s"])
+        assert row["step %"] > 0
 
 
 def fast_layer(*rows):
@@ -114,6 +119,23 @@ def test_a_case_writes_its_table_and_report(case, tmp_path):
 )
 def test_a_users_mistake_is_one_line(arguments, message):
     assert message in commands.mistake(commands.run("bench", *arguments))
+
+
+def test_data_of_random_tokens_are_a_share_of_the_steps_of_a_node():
+    params = ("RecordsConfig.seq_len=64", "RunConfig.batch_size=3", "MemoryConfig.chunk_size=16")
+    options = step_case.Data(
+        gin=("ipttcd_760m.gin",), param=params, random_tokens=20_000, batches=2, rounds=1
+    )
+    for topology, devices in (("h100x64", 8), ("a100x4", 4)):
+        ((row,),) = step_case.measured_data(options.replace(topology=topology))
+        assert row["tokens"] == 3 * 64
+        assert row["rows/s"] == pytest.approx(row["tokens/s"] / 64)
+        config = load_config(RunConfig, *options.gin, params, config_dir=CONFIG_DIR)
+        hardware, _ = parse_topology(topology)
+        flops = training_flops_per_token(config.model, 64) * row["tokens/s"]
+        assert row["step %"] == pytest.approx(
+            100 * 0.4 * devices * hardware.peak_flops / flops, rel=1e-6
+        )
 
 
 def test_memory_of_a_gradient_is_linear_in_length_and_remat_lowers_it():
