@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ttcd_jax.config import Bound, Config, Positive, PositiveFloat, closest
 from ttcd_jax.data.sources import DataConfig
@@ -14,8 +14,8 @@ from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.loss import DEFAULT_ROWS
 from ttcd_jax.train.optimizer import OptimizerConfig
 
-# The fields that may change when a run is resumed: sharding, parts of a step, evaluations.
-LAYOUT = ("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks")
+# The fields that may change when a run is resumed: sharding, parts of a step, reports.
+LAYOUT = ("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks", "trackers")
 # Those that make another run. All others change when the user names them.
 LASTING = ("model", "data", "batch_size", "seed", "start_from", "start_drops", "optimizer.kind")
 # Where data are: they may move, and their digests decide.
@@ -32,6 +32,7 @@ class RunConfig(Config):
     parameters this run starts from, with a fresh optimizer; missing ones are drawn from `seed`.
     `start_drops`: patterns (`layers/*/mlp/proj`) of parameters that are not taken from it.
     `evaluate_every`: steps between evaluations of `tasks` on the current parameters, None for none.
+    `trackers`: those that receive the metrics besides `metrics.jsonl` and TensorBoard.
 
     A checkpoint is saved every `checkpoint_every` steps, and `checkpoint_minutes` after the last
     one. The newest `keep_checkpoints` are kept, those of steps divisible by `keep_every`, and the
@@ -57,6 +58,7 @@ class RunConfig(Config):
     tasks: tuple[str, ...] = ("ppl",)
     start_from: str | None = None
     start_drops: tuple[str, ...] = ()
+    trackers: tuple[Literal["wandb"], ...] = ()
     mesh: MeshConfig | None = None
 
     def validate(self) -> None:
