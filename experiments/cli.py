@@ -45,7 +45,7 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
         finally:
             sys.stdout.flush()
     except UserError as error:
-        _leave(f"error: {error}", error.exit_code)
+        _leave(f"error: {error}{_notes(error)}", error.exit_code)
     except ValueError as error:
         if not _is_unsupported(error):
             raise
@@ -57,7 +57,8 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
             raise
         _leave(
             f"error: out of memory ({str(error).partition(chr(10))[0]}): take a smaller batch, "
-            "shorter rows or more devices; launch --dry_run prints the bytes of a step",
+            "shorter rows or more devices; launch --dry_run prints the bytes of a step"
+            + _notes(error),
             ResourceError.exit_code,
         )
     except OSError as error:
@@ -162,6 +163,10 @@ def _check_texts(arguments: Sequence[str]) -> None:
             texts += [(f"--{name}", value) for value in values if isinstance(value, str)]
     for name, text in texts:
         check_text(name, text)
+
+
+def _notes(error: Exception) -> str:
+    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
 def _leave(message: str, status: int) -> NoReturn:

@@ -86,7 +86,7 @@ def main(argv: list[str]) -> None:
         plan.print_plan(config, hardware)
         return
     window = step_window(FLAGS.profile, config.steps) if FLAGS.profile else range(0)
-    processes.connect()
+    processes.connect(FLAGS.hang_seconds)
     options = {"profile": window, "hang_seconds": FLAGS.hang_seconds}
     run = training.train_run(
         config, run_dir.path, source=_source(), changes=FLAGS.change, **options

@@ -98,11 +98,13 @@ def _refusal(value: Any, hint: Any) -> str | None:
     return None
 
 
-_BUCKET = re.compile(r"(gs|gcs|s3|r2|az|abfss?|hdfs)://")
+# `Path` makes one slash of two.
+_BUCKET = re.compile(r"(gs|gcs|s3a?|r2|oss|az|abfss?|wasbs?|hdfs|dbfs):/", re.IGNORECASE)
+_FILE = re.compile("file:/", re.IGNORECASE)
 
 
 def check_text(name: str, text: str) -> None:
-    """Raises `UserError` for an empty string, and for the address of a bucket."""
+    """Raises `UserError` for an empty string, and for the address of a bucket or a file."""
     if not text:
         raise UserError(f"{name} is empty, as after a shell variable that is not set: give a value")
     if _BUCKET.match(text):
@@ -110,6 +112,8 @@ def check_text(name: str, text: str) -> None:
             f"{name} {text!r} is in a bucket, and only mounted file systems are read and written: "
             "mount the bucket (gcsfuse, mount-s3) and pass its folder"
         )
+    if _FILE.match(text):
+        raise UserError(f"{name} {text!r} is the address of a file: give its path alone")
 
 
 def closest(name: str, known: list[str]) -> str:

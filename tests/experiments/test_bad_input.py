@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import shutil
+from pathlib import Path
 
 import commands
 import numpy as np
@@ -13,14 +14,21 @@ import tiny_run
 from flax import nnx
 from small_models import byte_model
 
+from experiments.cli import CONFIG_DIR
+from experiments.gin_loading import load_config
 from ttcd_jax.data.tokenizer import TokenizerConfig
+from ttcd_jax.errors import UserError
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.run.directory import IMPORTED, RunDirectory
+from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.directory import IMPORTED, RunDirectory, load_run
+from ttcd_jax.run.training import train_run
 from ttcd_jax.train.checkpoint import Checkpoints
 
 RECALL = tiny_run.flags("recall.gin", *tiny_run.RECALL)
 TEXT = tiny_run.flags("text.gin")
+RECORDS = ["--gin=ipttcd_760m.gin"]
+CONFIG = load_config(RunConfig, "recall.gin", config_dir=CONFIG_DIR)
 DEEP = '{"a":' * 50_000
 MODEL = byte_model(has_tied_head=False, memory=MemoryConfig(chunk_size=4))
 
@@ -48,9 +56,12 @@ def run_dir(tmp_path_factory):
         ([*RECALL, f"--run_dir={'x' * 300}"], 2, "File name too long"),
         ([*RECALL, "--run_dir="], 2, "--run_dir is empty"),
         ([*RECALL, "--run_dir=gs://bucket/run"], 2, "mount the bucket"),
+        ([*RECALL, "--run_dir=file:///runs/a"], 2, "give its path alone"),
         ([*RECALL, "--profile="], 2, "--profile is empty"),
         ([*TEXT, "--param=TEXT=''"], 2, "CorpusConfig.path is empty"),
         ([*TEXT, "--param=TEXT='s3://bucket/text'"], 2, "mount the bucket"),
+        ([*RECORDS, "--param=RECORDS='GS://bucket/data'"], 2, "mount the bucket"),
+        ([*RECORDS, "--param=RecordsConfig.folders=('s3://a', 'b')"], 2, "mount the bucket"),
         ([*RECALL, "--param=MemoryConfig.chunk_size=4096"], 2, "chunk_size 4096"),
         ([*RECALL, "--param=TransformerConfig.num_layers=1000000000000"], 2, "1 .. 10,000"),
         ([*RECALL, "--param=TransformerConfig.vocab_size=2000000000"], 6, "GiB per device"),
@@ -107,6 +118,7 @@ def test_a_configuration_of_another_kind_is_refused(run_dir, tmp_path, content, 
         ("generate --prompt_file=BOOK --json=FOLDER", 2, "must be a file in a folder"),
         ("generate --prompt_file=", 2, "--prompt_file is empty"),
         ("generate --prompt_file=BOOK --save_state=s3://bucket/x", 2, "mount the bucket"),
+        ("generate --prompt_file=hdfs://host/book", 2, "mount the bucket"),
         ("report --output=FOLDER/page", 2, "no evaluation in"),
     ],
 )
@@ -114,6 +126,15 @@ def test_commands_on_a_run_refuse(run_dir, tmp_path, command, status, words):
     book = str(run_dir.parent / "book.txt")
     name, *rest = command.replace("BOOK", book).replace("FOLDER", str(tmp_path)).split()
     assert words in commands.refused(name, f"--run_dir={run_dir}", *rest, status=status)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["gs://b/x", Path("s3://b/x"), Path("file:///x"), "abfss://b@c/x"])
+@pytest.mark.parametrize("call", [RunDirectory, load_run, lambda path: train_run(CONFIG, path)])
+def test_the_library_refuses_buckets_and_addresses(call, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"mount the bucket|give its path alone"):
+        call(path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -28,8 +28,6 @@ TOLERANCE = 1e-5
 GLOO = re.compile(
     r"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is|\d|:"
 )
-# Process 0 takes with it what coordinates the others, and JAX then aborts them.
-LOST_FIRST = (PEER_LOST, -signal.SIGABRT)
 
 
 @pytest.fixture(scope="module")
@@ -193,12 +191,34 @@ def test_a_signal_to_one_process_saves_in_all_and_they_go_on(whole, launch, tmp_
     np.testing.assert_array_equal(tiny_run.losses(tmp_path), tiny_run.losses(whole[0]))
 
 
+@pytest.mark.parametrize(("leaver", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_one_that_leaves_before_the_first_step_ends_the_other(launch, tmp_path, leaver, number):
+    job = launch(tmp_path)
+    tiny_run.wait_until((tmp_path / "config.json").exists, *job)
+    job[leaver].send_signal(number)
+    assert re.match(
+        "error: (another process was lost|no step)", _end(job[1 - leaver], PEER_LOST)[1]
+    )
+    job[leaver].kill()
+
+
+def test_ctrl_c_in_the_terminal_of_all_stops_them_after_one_step(launch, tmp_path):
+    job = launch(tmp_path)
+    tiny_run.wait_for_step(tmp_path, 5, *job)
+    for process in job:
+        process.send_signal(signal.SIGINT)
+    first, second = [_end(process, RESUME_ME) for process in job]
+    step = re.search(r"stopped by SIGTERM at step (\d+), checkpoint saved", first[0])[1]
+    assert (tmp_path / "checkpoints" / step).is_dir()
+    assert not re.search("Traceback", second[0])
+
+
 def test_a_directory_in_use_is_refused_by_all(launch, tmp_path):
     with (tmp_path / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         first, second = launch(tmp_path)
         assert "is in use by" in _end(first, UserError.exit_code)[1]
-        _end(second, *LOST_FIRST, timeout=60)
+        assert "another process was lost" in _end(second, PEER_LOST, timeout=60)[1]
 
 
 def test_evaluation_on_any_devices_is_that_of_one(whole, start):

@@ -39,6 +39,27 @@ directory = RunDirectory(sys.argv[1])
 with directory.lock():
     directory.claim({"seed": 1}, "text", {"num_documents": 1})
 """
+# A run whose sixth report raises an error.
+FAILING = """
+import sys
+from pathlib import Path
+
+from experiments import cli
+from experiments.gin_loading import load_config
+from ttcd_jax import RunConfig, train_run
+from ttcd_jax.errors import DataError
+from ttcd_jax.train.loop import MetricCallback
+
+def fail(step, metrics):
+    if step == 6:
+        raise ERROR
+
+def main(argv):
+    config = load_config(RunConfig, "recall.gin", argv[2:], config_dir=Path("experiments/configs"))
+    train_run(config, argv[1], on_metrics=[MetricCallback(1, fail)])
+
+cli.run(main, arguments=None)
+"""
 LAUNCH = ("launch", *tiny_run.flags("recall.gin", *tiny_run.RECALL))
 
 
@@ -103,8 +124,21 @@ def test_a_disk_that_fills_up_under_a_run_ends_it_with_need_and_free(finished, s
     assert tiny_run.losses(run_dir) == tiny_run.losses(finished)
 
 
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [("DataError('a.txt has gone')", 3), ("RuntimeError('RESOURCE_EXHAUSTED: no memory')", 6)],
+)
+def test_a_run_that_fails_names_its_last_checkpoint(tmp_path, error, status):
+    program = tmp_path / "failing.py"
+    program.write_text(FAILING.replace("ERROR", error))
+    bindings = *tiny_run.BINDINGS, *tiny_run.RECALL
+    message = commands.mistake(commands.run(program, tmp_path / "run", *bindings), status)
+    assert message.endswith("; last good checkpoint: step 4; the same command goes on\n")
+
+
 def test_what_a_full_disk_refused_is_written_when_there_is_room(tmp_path, limited, caplog):
-    metrics = MetricFiles(tmp_path, start=0)
+    metrics = MetricFiles()
+    metrics.start(tmp_path, {}, 0)
     for step in range(1, 13):
         limited(350 if 4 <= step < 10 else None)
         metrics.write(step, {"loss": float(step)})

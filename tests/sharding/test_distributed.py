@@ -77,6 +77,7 @@ def test_the_first_of_slurms_nodes(nodes, first):
         ("jobset", JOBSET | {"NUM_PROCESSES": "many"}, ["many"]),
         ("node1:1234,2,2", {}, ["process 2 of 2", "0 to 1"]),
         ("node1:1234,2,-1", {}, ["-1"]),
+        ("node1:1234,0,0", {}, ["num_processes 0 must be at least 1"]),
         ("node1,2,0", {}, ["HOST:PORT", "node1"]),
         ("node1:70000,2,0", {}, ["node1:70000"]),
         (":1234,2,0", {}, [":1234"]),
@@ -145,6 +146,16 @@ def test_processes_that_do_not_come_are_named(port, connected):
         with pytest.raises(UserError, match=alone):
             caller.result(timeout=30)
     assert not connected
+
+
+@pytest.mark.parametrize("numbers", [(3, 2), (2, 4)])
+def test_processes_that_count_differently_all_end_at_once(port, connected, numbers):
+    said = "process 1 was started as one of {1}, process 0 as one of {0}: start all with the same"
+    with ThreadPoolExecutor() as pool:
+        for start in [pool.submit(_start, port, n, i) for i, n in enumerate(numbers)]:
+            with pytest.raises(UserError, match=said.format(*numbers)):
+                start.result(timeout=10)
+    assert connected == []
 
 
 def test_a_port_in_use_is_named(connected):

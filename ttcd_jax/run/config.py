@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ttcd_jax.config import Bound, Config, NonNegative, Positive, PositiveFloat, closest
 from ttcd_jax.data.sources import DataConfig
@@ -16,10 +16,10 @@ from ttcd_jax.train.optimizer import OptimizerConfig
 
 SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < value <= 1e6)]
 
-# The fields that may change when a run is resumed: sharding, parts of a step, evaluations, and what
+# The fields that may change when a run is resumed: sharding, parts of a step, reports, and what
 # happens to bad steps.
 LAYOUT = (
-    *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks"),
+    *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks", "trackers"),
     *("max_skipped_steps", "spike_factor"),
 )
 # Those that make another run. All others change when the user names them.
@@ -38,6 +38,7 @@ class RunConfig(Config):
     parameters this run starts from, with a fresh optimizer; missing ones are drawn from `seed`.
     `start_drops`: patterns (`layers/*/mlp/proj`) of parameters that are not taken from it.
     `evaluate_every`: steps between evaluations of `tasks` on the current parameters, None for none.
+    `trackers`: those that receive the metrics besides `metrics.jsonl` and TensorBoard.
 
     A checkpoint is saved every `checkpoint_every` steps, and `checkpoint_minutes` after the last
     one. The newest `keep_checkpoints` are kept, those of steps divisible by `keep_every`, and the
@@ -69,6 +70,7 @@ class RunConfig(Config):
     spike_factor: SpikeFactor | None = None
     start_from: str | None = None
     start_drops: tuple[str, ...] = ()
+    trackers: tuple[Literal["wandb"], ...] = ()
     mesh: MeshConfig | None = None
 
     @property

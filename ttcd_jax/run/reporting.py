@@ -1,6 +1,7 @@
-"""Reports of a run: `metrics.jsonl`, TensorBoard, and one live line on the terminal. None of them
-can end or delay it: one that fails is a warning, once."""
+"""Reports of a run: `metrics.jsonl`, TensorBoard, other trackers, and one live line on the
+terminal. None of them can end or delay it: one that fails is a warning, once."""
 
+import contextlib
 import json
 import math
 import os
@@ -8,7 +9,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ttcd_jax.errors import DataError
 from ttcd_jax.files import GrowingFile, write_whole
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import METRICS
+from ttcd_jax.run.trackers import Background, Tracker
 from ttcd_jax.train.bad_steps import fault
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet
@@ -46,18 +48,28 @@ def _print(text: str) -> None:
         logging.warning("standard output cannot be written (%s): training goes on", error)
 
 
+@contextlib.contextmanager
 def reporter(
-    config: RunConfig, directory: Path, start: int
-) -> tuple[list[MetricCallback], Callable[[int, dict[str, float]], None]]:
+    config: RunConfig, directory: Path, start: int, trackers: Sequence[Tracker] = ()
+) -> Iterator[tuple[list[MetricCallback], Callable[[int, dict[str, float]], None]]]:
     """(callbacks that report a run every `log_every` steps, function that writes other metrics of a
     step); both do nothing outside the first process."""
     if jax.process_index():
-        return [], lambda step, record: None
-    files, progress = MetricFiles(directory, start=start), Progress(start, config.steps)
+        yield [], lambda step, record: None
+        return
+    progress, files = Progress(start, config.steps), MetricFiles()
+    others = [Background(tracker) for tracker in trackers]
+    for tracker in (files, *others):
+        tracker.start(directory, config.to_dict(), start)
     tokens_per_step = config.batch_size * config.data.seq_len
     flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
     sheet = data_sheet(jax.devices()[0].device_kind)
     done, waited = start, 0.0
+
+    def write(step: int, record: dict[str, Any], facts: dict[str, Any] | None = None) -> None:
+        files.write(step, record | (facts or {}))
+        for tracker in () if (step, *[*record][:1]) in files.repeated else others:
+            tracker.write(step, record)
 
     def log(step: int, metrics: HostMetrics) -> None:
         nonlocal done, waited
@@ -69,15 +81,20 @@ def reporter(
         record |= {"tokens_per_second": rate, "data_wait": share}
         if sheet is not None:
             record["mfu"] = rate * flops_per_token / (sheet.peak_flops * jax.device_count())
+        facts = None
         if reason := fault(metrics):
-            record |= {"skipped": reason, "rows": (rows := batch_rows(config, step))}
+            facts = {"skipped": reason, "rows": (rows := batch_rows(config, step))}
             text = "step %d is skipped (%s): rows %d .. %d of the data, %d of at most %d steps"
             counts = record["skipped_steps"], config.max_skipped_steps
             logging.warning(text, step, reason, *rows, *counts)
-        files.write(step, record)
+        write(step, record, facts)
         progress.show(step, record)
 
-    return [MetricCallback(config.log_every, log)], files.write
+    try:
+        yield [MetricCallback(config.log_every, log)], write
+    finally:
+        for tracker in (files, *others):
+            tracker.close()
 
 
 def batch_rows(config: RunConfig, step: int) -> tuple[int, int]:
@@ -97,18 +114,22 @@ def flat_metrics(metrics: HostMetrics) -> dict[str, float]:
 
 
 class MetricFiles:
-    """Appends to `metrics.jsonl` and TensorBoard. Records after step `start`, of a run
-    interrupted before its next checkpoint, are dropped: training repeats those steps."""
+    """The tracker of `metrics.jsonl` and TensorBoard. Records after step `step`, of a run
+    interrupted before its next checkpoint, are dropped: training repeats those steps. `repeated`
+    has their steps and first names."""
 
-    def __init__(self, directory: Path, *, start: int) -> None:
-        path = directory / METRICS
-        kept = [record for record in read_metrics(path) if record["step"] <= start]
+    def start(self, run_dir: Path, config: dict[str, Any], step: int) -> None:
+        path = run_dir / METRICS
+        records = read_metrics(path)
+        kept = [record for record in records if record["step"] <= step]
         write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+        later = (record for record in records if record["step"] > step)
+        self.repeated = {(record["step"], *[*record][1:2]) for record in later}
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        self._lines, self._events = GrowingFile(path), GrowingFile(directory / "tensorboard" / name)
+        self._lines, self._events = GrowingFile(path), GrowingFile(run_dir / "tensorboard" / name)
         begun = SessionLog(status=SessionLog.START)  # hides the records that are repeated
         self._events.append(_framed(Event(file_version="brain.Event:2")))
-        self._events.append(_framed(Event(step=start + 1, session_log=begun)))
+        self._events.append(_framed(Event(step=step + 1, session_log=begun)))
 
     def write(self, step: int, record: dict[str, Any]) -> None:
         """Appends one record, numbers that are not finite as null; it is on disk when this returns.
@@ -121,6 +142,9 @@ class MetricFiles:
         for name, value in finite.items():
             event.summary.MergeFrom(scalar(name, value))
         self._events.append(_framed(event))
+
+    def close(self) -> None:
+        """Does nothing: every record is on disk."""
 
 
 def _framed(event: Event) -> bytes:
@@ -180,6 +204,8 @@ class Progress:
         if done := self._last[0] - first_step:
             seconds = (self._last[1] - first_time) / done * (self._steps - step)
             parts.append(f"{units.clock(seconds)} left")
+        if "mfu" in record:
+            parts.append(f"MFU {record['mfu']:.1%}")
         if ratios := [x for name, x in record.items() if name.startswith("memory_ratio")]:
             parts.append(f"|eta S|/|W| {max(ratios):.3f}")
         if (wait := record.get("data_wait", 0)) > 0.02:

@@ -5,6 +5,7 @@ import functools
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -24,6 +25,7 @@ from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.layout import num_parts, run_mesh
 from ttcd_jax.run.reporting import batch_rows, read_metrics, reporter, say
 from ttcd_jax.run.start import plan_start, started_state
+from ttcd_jax.run.trackers import Tracker, named
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.checkpoint import Best, Checkpoints
@@ -49,6 +51,7 @@ def train_run(
     batches: MakeBatches | None = None,
     *,
     on_metrics: Sequence[MetricCallback] = (),
+    trackers: Sequence[Tracker] = (),
     source: str | None = None,
     changes: Sequence[str] = (),
     profile: range = range(0),
@@ -57,6 +60,7 @@ def train_run(
     """Trains a run to its last step; a run directory that has checkpoints is resumed.
 
     `batches`, for a run whose data are `BatchesConfig`, makes the batches from a given step on.
+    `trackers` receive the metrics, as those that the configuration names.
     `source`, the text of the configuration, is stored. `changes` names fields (`RunConfig.steps`)
     in which a resumed run may change. The steps of `profile` are traced. SIGTERM, SIGHUP and Ctrl-C
     finish the step, save and return; a second Ctrl-C ends the process; SIGUSR1 saves after the
@@ -66,7 +70,7 @@ def train_run(
     Raises `UserError` for a configuration or directory that cannot be trained, and its subclasses
     for data, checkpoints and a loss that is not finite.
     """
-    directory = RunDirectory(run_dir)
+    directory, trackers = RunDirectory(run_dir), [*named(config.trackers), *trackers]
     with Watchdog(jax.process_count(), minimum_seconds=hang_seconds) as watchdog:
         check(config, directory)
         mesh = run_mesh(config)
@@ -79,7 +83,8 @@ def train_run(
                 directory.claim(config.to_dict(), source, manifest, LAYOUT, changes)
                 _check_kept(config, directory)
             multihost_utils.sync_global_devices("the run directory is claimed")
-            return _train(config, directory, mesh, watchdog, data, placement, on_metrics, profile)
+            calls = on_metrics, trackers
+            return _train(config, directory, mesh, watchdog, data, placement, *calls, profile)
 
 
 def check(config: RunConfig, directory: RunDirectory) -> None:
@@ -110,6 +115,7 @@ def _train(
     batches: StepBatches,
     placement: Placement,
     on_metrics: Sequence[MetricCallback],
+    trackers: Sequence[Tracker],
     profile: range,
 ) -> TrainedRun:
     """`train_run` in the claimed directory, on the mesh."""
@@ -125,7 +131,6 @@ def _train(
         say(f"run directory {directory.path}")
         beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
         rows_at_once = config.batch_size // num_parts(config, mesh)
-        callbacks, write = reporter(config, directory.path, start)
 
         def save(step: int, state: TrainState) -> None:
             checkpoints.save(step, dict(state))
@@ -136,6 +141,7 @@ def _train(
             scores.update(best_scores(config, [{"step": step, **metrics}]))
 
         with (
+            reporter(config, directory.path, start, trackers) as (callbacks, write),
             compiled_once(build.build_step(config, mesh), start) as step,
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
         ):
@@ -198,6 +204,9 @@ def _checkpoints(
     finally:
         with watchdog.paused():
             checkpoints.close()
+        error, steps = sys.exception(), checkpoints.steps()
+        if error is not None and steps and "last good" not in str(error):
+            error.add_note(f"last good checkpoint: step {steps[-1]}; the same command goes on")
 
 
 def _initial_state(

@@ -109,9 +109,12 @@ def _read(name: str, value: str) -> str:
     return value
 
 
-def initialize(processes: Processes, *, timeout_seconds: int = 300) -> None:
-    """Waits for every process, then connects them, before JAX's first array. Raises `UserError`
-    naming the processes that are missing after `timeout_seconds`, and for a port in use."""
+def initialize(
+    processes: Processes, *, timeout_seconds: int = 300, heartbeat_seconds: int = 60
+) -> None:
+    """Waits for every process, then connects them, before JAX's first array. JAX aborts them when
+    one is not heard of for `heartbeat_seconds`. Raises `UserError` naming the processes that are
+    missing after `timeout_seconds`, for another number of processes, and for a port in use."""
     (_call if processes.process_id else _await_callers)(processes, timeout_seconds)
     jax.distributed.initialize(
         processes.coordinator,
@@ -121,6 +124,7 @@ def initialize(processes: Processes, *, timeout_seconds: int = 300) -> None:
         # per process.
         cluster_detection_method="deactivate",
         initialization_timeout=timeout_seconds,
+        heartbeat_timeout_seconds=heartbeat_seconds,
     )
 
 
@@ -130,20 +134,26 @@ def _await_callers(processes: Processes, timeout_seconds: int) -> None:
     missing = set(range(1, processes.num_processes))
     port, is_dual = processes.address[1], socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
-    callers = []
+    callers, problem = [], ""
     try:
         with contextlib.ExitStack() as stack:
             server = socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
             stack.enter_context(server)
-            while missing:
+            while missing and not problem:
                 server.settimeout(max(deadline - time.monotonic(), 1e-3))
                 callers.append(stack.enter_context(server.accept()[0]))
                 callers[-1].settimeout(5)
                 with contextlib.suppress(OSError, ValueError):  # a stranger, or a broken call
-                    missing.discard(int(callers[-1].recv(16)))
+                    number, count = map(int, callers[-1].recv(32).split())
+                    missing.discard(number)
+                    if count != processes.num_processes:
+                        problem = (
+                            f"process {number} was started as one of {count}, process 0 as one of "
+                            f"{processes.num_processes}: start all with the same number"
+                        )
             for caller in callers:
                 with contextlib.suppress(OSError):
-                    caller.sendall(b"go")
+                    caller.sendall(problem.encode() or b"go")
     except TimeoutError:
         raise UserError(
             f"process {', '.join(map(str, sorted(missing)))} of {processes.num_processes} did not "
@@ -154,6 +164,8 @@ def _await_callers(processes: Processes, timeout_seconds: int) -> None:
         raise UserError(
             f"process 0 cannot listen at port {port} ({error.strerror}): free it, or choose another"
         ) from error
+    if problem:
+        raise UserError(problem)
 
 
 def _call(processes: Processes, timeout_seconds: int) -> None:
@@ -162,9 +174,11 @@ def _call(processes: Processes, timeout_seconds: int) -> None:
     while (remaining := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(processes.address, timeout=remaining) as server:
-                server.sendall(str(processes.process_id).encode())
-                if server.recv(2) == b"go":
+                server.sendall(f"{processes.process_id} {processes.num_processes}".encode())
+                if (answer := server.recv(256)) == b"go":
                     return
+                if answer.startswith(b"process "):
+                    raise UserError(answer.decode())
         except OSError as error:
             reason = error
         time.sleep(0.5)

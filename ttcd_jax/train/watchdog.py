@@ -1,15 +1,17 @@
 """A watchdog, which ends a process soon after a peer is lost, with its own exit status.
 
-A collective waits for a lost process forever, and so do JAX's exit handlers. When process 0 is
-lost, JAX ends the others at once, by SIGABRT.
+A collective waits for a lost process forever, and so do JAX's exit handlers. A thread of JAX aborts
+the process (SIGABRT) when process 0 is lost, and when any one has not been heard of for some time.
 """
 
 import collections
 import contextlib
+import ctypes
 import faulthandler
 import math
 import os
 import re
+import signal
 import statistics
 import sys
 import threading
@@ -33,8 +35,8 @@ _LOST = re.compile(
 
 class Watchdog:
     """Ends this process with `PEER_LOST`, without exit handlers, when an exception of a collective
-    leaves the block, or when no step has ended for `factor` median steps and at least
-    `minimum_seconds`; then it prints the stacks of all threads.
+    leaves the block, when JAX aborts it, or when no step has ended for `factor` median steps and at
+    least `minimum_seconds`; then it prints the stacks of all threads.
 
         with Watchdog(jax.process_count()) as watchdog:
             ...
@@ -61,6 +63,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         if self._has_peers:
+            ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
@@ -110,6 +113,15 @@ class Watchdog:
                     f"no step for {now - self._last:.0f} s after step {self._step}: another "
                     "process is lost or hangs"
                 )
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _on_abort(number: int) -> None:
+    """Leaves if JAX aborts, in a thread of its own. Python's `signal` would wait for the main
+    thread, which may hang in a collective."""
+    if threading.get_native_id() not in {thread.native_id for thread in threading.enumerate()}:
+        leave("another process was lost, as the lines above say")
+    faulthandler.dump_traceback()
 
 
 def is_peer_lost(error: BaseException | None) -> bool:
