@@ -9,8 +9,8 @@ killed between the two leaves an unsealed step, complete but not verifiable:
 
 * `step=None` restores the newest sealed and intact step, since training repeats the steps after
   it exactly. One warning names the newer ones; a writer renames them to `N.refused`, since Orbax
-  would not save these steps again, and deletes those of earlier times. If no step is sealed, as
-  after a kill in the first save, the newest is used, with a warning;
+  would not save these steps again, and deletes those of earlier times. If none is sealed and
+  intact, as after a kill in the first save, the newest unsealed one is used, with a warning;
 * an unsealed step that the user names is used with a warning, a damaged one never.
 """
 
