@@ -7,6 +7,7 @@ removed. Any other exception keeps its traceback.
 """
 
 import ast
+import contextlib
 import functools
 import os
 import select
@@ -170,7 +171,8 @@ def _notes(error: Exception) -> str:
 
 
 def _leave(message: str, status: int) -> NoReturn:
-    print(printable(message), file=sys.stderr)
+    with contextlib.suppress(OSError):  # the log may be on the same full disk
+        print(printable(message), file=sys.stderr)
     sys.exit(status)
 
 

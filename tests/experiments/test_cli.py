@@ -145,5 +145,9 @@ def test_output_on_a_full_disk_is_one_line(command):
     assert result.stderr == "error: [Errno 28] No space left on device: make room\n"
 
 
+def test_an_error_that_cannot_be_printed_keeps_its_status(command):
+    assert command("raise DataError('no such file')", shell="2> /dev/full").returncode == 3
+
+
 def test_control_characters_are_escaped():
     assert printable("café \x1b[2J\u202e\n\udcff") == "café \\x1b[2J\\u202e\\n\\udcff"

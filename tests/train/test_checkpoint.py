@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from absl import logging
 from checks import assert_same
@@ -123,6 +124,24 @@ def test_steps_go_on_after_a_restart_and_the_newest_are_kept(saved):
         _assert_equal(checkpoints.restore(ABSTRACT)[1], _state(4))
     assert sorted(path.name for path in saved.iterdir()) == ["3", "4"]
     assert digest.verify(saved / "4") == []
+
+
+def test_a_step_after_a_restart_is_saved_when_the_job_is_stopped(saved, monkeypatch):
+    monkeypatch.setattr(ocp.CheckpointManager, "reached_preemption", lambda self, step: True)
+    with _opened(saved) as checkpoints:
+        checkpoints.save(4, _state(4))
+    assert digest.verify(saved / "4") == []
+
+
+def test_killed_before_the_seal_while_the_step_before_was_deleted(saved, warnings):
+    shutil.rmtree(saved / "1")
+    (saved / "2" / "_CHECKPOINT_METADATA").unlink()
+    (saved / "3" / "DIGEST.json").unlink()
+    with _opened(saved) as checkpoints:
+        step, state = checkpoints.restore(ABSTRACT)
+    assert step == 3
+    _assert_equal(state, _state(3))
+    assert any("checkpoint step 3 " in line and "unchecked" in line for line in warnings)
 
 
 def test_donated_arrays_are_saved_as_they_were(tmp_path):

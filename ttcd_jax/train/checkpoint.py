@@ -9,8 +9,8 @@ killed between the two leaves an unsealed step, complete but not verifiable:
 
 * `step=None` restores the newest sealed and intact step, since training repeats the steps after
   it exactly. One warning names the newer ones; a writer renames them to `N.refused`, since Orbax
-  would not save these steps again, and deletes those of earlier times. If no step is sealed, as
-  after a kill in the first save, the newest is used, with a warning;
+  would not save these steps again, and deletes those of earlier times. If none is sealed and
+  intact, as after a kill in the first save, the newest unsealed one is used, with a warning;
 * an unsealed step that the user names is used with a warning, a damaged one never.
 """
 
@@ -179,6 +179,9 @@ class Checkpoints:
                 async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
             ),
         )
+        # Of a stopped job Orbax measures the time since the last step, and fails for a step that an
+        # earlier process saved.
+        self._manager.reached_preemption = lambda step: False
         self._sealer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
         self._pending: tuple[int, int, Future[None]] | None = None
 
@@ -353,6 +356,11 @@ class Checkpoints:
                 chosen = known
                 break
             refused[known] = listed(problems, 1)
+        if chosen is None and step is None and (complete := set(candidates) - set(sealed)):
+            # Its writer was killed while it deleted the step before.
+            chosen = max(complete)
+            del refused[chosen]
+            logging.warning("checkpoint step %d in %s is used unchecked: " + text, chosen, where)
         reasons = ", ".join(f"step {known} ({reason})" for known, reason in refused.items())
         if step is not None and refused:
             remedy = "no intact step precedes it" if chosen is None else f"pass step={chosen}"
