@@ -183,18 +183,23 @@ class Config:
 
     @classmethod
     def from_dict(cls, source: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`. Unknown or missing keys are a `UserError`."""
+        """The inverse of `to_dict`. A missing key has its default, as in files older than the field;
+        unknown keys, and missing ones without a default, are a `UserError`."""
         if not isinstance(source, dict):
             raise UserError(f"{cls.__name__} is a {type(source).__name__}, not an object of fields")
         hints = typing.get_type_hints(cls)
-        names = [field.name for field in dataclasses.fields(cls)]
+        fields = {field.name: field for field in dataclasses.fields(cls)}
         for key in source:
-            if key != "type" and key not in names:
-                raise UserError(f"{cls.__name__} has no field {key!r}{closest(key, names)}")
-        missing = [name for name in names if name not in source]
-        if missing:
+            if key != "type" and key not in fields:
+                raise UserError(f"{cls.__name__} has no field {key!r}{closest(key, [*fields])}")
+        required = [
+            x
+            for x in fields
+            if dataclasses.MISSING is fields[x].default is fields[x].default_factory
+        ]
+        if missing := [name for name in required if name not in source]:
             raise UserError(f"{cls.__name__} lacks {', '.join(missing)}")
-        return cls(**{name: _revive(source[name], hints[name]) for name in names})
+        return cls(**{x: _revive(source[x], hints[x]) for x in fields if x in source})
 
 
 def config_classes(hint: Any) -> list[type[Config]]:

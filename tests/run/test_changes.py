@@ -44,6 +44,18 @@ def _changes(directory):
     return json.loads((directory.path / "config.json").read_text())["changes"]
 
 
+def test_a_run_from_before_a_field_existed_goes_on_with_its_default(claim):
+    path = claim(CONFIG).path / "config.json"
+    stored = json.loads(path.read_text()) | {"format": 2}
+    del stored["sha256"], stored["keep_every"], stored["model"]["scans_layers"]
+    path.write_text(json.dumps(stored))
+    claim(CONFIG)
+    with pytest.raises(
+        UserError, match=r"keep_every: None -> 4; add --change=RunConfig\.keep_every"
+    ):
+        claim(CONFIG.replace(keep_every=4))
+
+
 def test_the_flags_that_a_refusal_prints_change_the_run(tmp_path):
     run_dir = f"--run_dir={tmp_path}"
     commands.output("launch", *tiny_run.flags(*RECALL, "STEPS=8"), run_dir)

@@ -106,7 +106,9 @@ def accepted_changes(
     """{field, old, new} of every difference: of the fields `named`, by their names in .gin files or
     their paths, and of the places of data, whose digests are compared elsewhere. Raises `UserError`
     for a name without a field, and for any other difference."""
-    before, after = _leaves(old), _leaves(new)
+    # Earlier versions stored fewer fields.
+    before = _leaves(old if old is new else RunConfig.from_dict(old).to_dict())
+    after = _leaves(new)
     fields = {path: name for path, (name, _) in (before | after).items()}
     known = [*fields.values(), *fields]
     for name in set(named).difference(known):
