@@ -183,8 +183,8 @@ class Config:
 
     @classmethod
     def from_dict(cls, source: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`. A missing key has its default, as in files older than the field;
-        unknown keys, and missing ones without a default, are a `UserError`."""
+        """The inverse of `to_dict`. A missing key has its default, as in a file older than the
+        field; unknown keys, and missing ones without a default, are a `UserError`."""
         if not isinstance(source, dict):
             raise UserError(f"{cls.__name__} is a {type(source).__name__}, not an object of fields")
         hints = typing.get_type_hints(cls)

@@ -51,7 +51,7 @@ def test_a_run_from_before_a_field_existed_goes_on_with_its_default(claim):
     path.write_text(json.dumps(stored))
     claim(CONFIG)
     with pytest.raises(
-        UserError, match=r"keep_every: None -> 4; add --change=RunConfig\.keep_every"
+        UserError, match=r"keep_every: None -> 4; add --change=RunConfig\.keep"
     ):
         claim(CONFIG.replace(keep_every=4))
 
