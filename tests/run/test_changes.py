@@ -50,9 +50,7 @@ def test_a_run_from_before_a_field_existed_goes_on_with_its_default(claim):
     del stored["sha256"], stored["keep_every"], stored["model"]["scans_layers"]
     path.write_text(json.dumps(stored))
     claim(CONFIG)
-    with pytest.raises(
-        UserError, match=r"keep_every: None -> 4; add --change=RunConfig\.keep"
-    ):
+    with pytest.raises(UserError, match=r"keep_every: None -> 4; add --change=RunConfig\.keep"):
         claim(CONFIG.replace(keep_every=4))
 
 

@@ -5,7 +5,7 @@ import itertools
 import re
 import resource
 import shutil
-from logging import Handler
+from logging import Handler, getLogger
 
 import jax
 import jax.numpy as jnp
@@ -398,3 +398,11 @@ def test_relative_directory_and_silence(tmp_path, monkeypatch, warnings, capfd):
         logging.set_verbosity(verbosity)
     assert warnings == []
     assert capfd.readouterr() == ("", "")
+
+
+def test_failures_that_an_event_loop_of_orbax_repeats_are_not_logged(tmp_path, caplog):
+    Checkpoints(tmp_path).close()
+    lost = "Future exception was never retrieved: '1.orbax-checkpoint-tmp/d/1': File too large"
+    for message in (lost, "Task exception was never retrieved"):
+        getLogger("asyncio").error(message)
+    assert [record.getMessage()[:4] for record in caplog.records] == ["Task"]

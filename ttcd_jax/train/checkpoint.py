@@ -54,8 +54,9 @@ _READ_ERRORS = (*_WRITE_ERRORS, KeyError, AttributeError, NotImplementedError, R
 
 
 def _is_not_orbax(record: LogRecord) -> bool:
-    origin = record.getMessage() if record.name == "asyncio" else record.pathname
-    return f"{os.sep}orbax{os.sep}" not in origin
+    if record.name == "asyncio":  # a place in Orbax, or the file of a step that it writes
+        return "orbax" not in record.getMessage()
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
 @functools.cache
