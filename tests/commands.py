@@ -15,6 +15,7 @@ import os
 import re
 import runpy
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -130,6 +131,7 @@ def _server():
 def _serve() -> list[str]:
     """Forks a process for every request; returns in it, with the line that it is to run."""
     sys.path[0] = os.getcwd()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()

@@ -91,7 +91,7 @@ def test_launch_refuses(tmp_path, arguments, status, words):
         ({"model": {"type": "TransformerConfig"}}, 2, "TransformerConfig lacks"),
         ({"data": None}, 2, "no data"),
         ({"data": {"type": "os.system"}}, 2, "without a tokenizer"),
-        ({"data": {"type": "TextConfig"}}, 2, "without a tokenizer"),
+        ({"data": {"type": "TextConfig"}}, 2, "TextConfig lacks corpus"),
         ({"data": {"type": "RecordsConfig"}}, 2, "paths"),
     ],
 )

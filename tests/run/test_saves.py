@@ -75,7 +75,8 @@ FLAGS = tiny_run.flags("recall.gin", *tiny_run.RECALL, *SIZES)
 def _records(run_dir):
     """All that a run reports, apart from its speed."""
     records = read_metrics(run_dir / "metrics.jsonl")
-    return [{x: record[x] for x in record if x != "tokens_per_second"} for record in records]
+    timed = ("tokens_per_second", "data_wait")
+    return [{x: record[x] for x in record if x not in timed} for record in records]
 
 
 def _saved(run_dir):

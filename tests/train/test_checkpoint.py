@@ -406,3 +406,14 @@ def test_failures_that_an_event_loop_of_orbax_repeats_are_not_logged(tmp_path, c
     for message in (lost, "Task exception was never retrieved"):
         getLogger("asyncio").error(message)
     assert [record.getMessage()[:4] for record in caplog.records] == ["Task"]
+
+
+def test_a_disk_too_full_for_any_file_is_one_error(saved):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(ResourceError, match=r"step 4 was not saved.*last good step: 3"):
+            with _opened(saved) as checkpoints:
+                checkpoints.save(4, {"params": {"w": jnp.ones(1000)}})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -106,9 +106,11 @@ def accepted_changes(
     """{field, old, new} of every difference: of the fields `named`, by their names in .gin files or
     their paths, and of the places of data, whose digests are compared elsewhere. Raises `UserError`
     for a name without a field, and for any other difference."""
-    # Earlier versions stored fewer fields.
-    before = _leaves(old if old is new else RunConfig.from_dict(old).to_dict())
-    after = _leaves(new)
+    if (
+        old.get("type") == RunConfig.__name__ == new.get("type")
+    ):  # a stored one may lack newer fields
+        old = RunConfig.from_dict(old).to_dict()
+    before, after = _leaves(old), _leaves(new)
     fields = {path: name for path, (name, _) in (before | after).items()}
     known = [*fields.values(), *fields]
     for name in set(named).difference(known):

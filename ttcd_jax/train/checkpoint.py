@@ -222,7 +222,8 @@ class Checkpoints:
             self.wait()
         finally:
             self._sealer.shutdown()
-            self._manager.close()
+            with contextlib.suppress(*_WRITE_ERRORS):  # of the write that `wait` has reported
+                self._manager.close()
 
     def restore(
         self, abstract_state: dict[str, Any], step: int | None = None
