@@ -410,10 +410,11 @@ def test_failures_that_an_event_loop_of_orbax_repeats_are_not_logged(tmp_path, c
 
 def test_a_disk_too_full_for_any_file_is_one_error(saved):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    state = {"params": {"w": jnp.asarray(np.ones(1000))}}
+    error = pytest.raises(ResourceError, match=r"step 4 was not saved.*last good step: 3")
     try:
-        with pytest.raises(ResourceError, match=r"step 4 was not saved.*last good step: 3"):
-            with _opened(saved) as checkpoints:
-                checkpoints.save(4, {"params": {"w": jnp.ones(1000)}})
+        with error, _opened(saved) as checkpoints:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+            checkpoints.save(4, state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

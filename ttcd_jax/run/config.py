@@ -106,9 +106,7 @@ def accepted_changes(
     """{field, old, new} of every difference: of the fields `named`, by their names in .gin files or
     their paths, and of the places of data, whose digests are compared elsewhere. Raises `UserError`
     for a name without a field, and for any other difference."""
-    if (
-        old.get("type") == RunConfig.__name__ == new.get("type")
-    ):  # a stored one may lack newer fields
+    if old is not new and old.get("type") == RunConfig.__name__:  # it may lack newer fields
         old = RunConfig.from_dict(old).to_dict()
     before, after = _leaves(old), _leaves(new)
     fields = {path: name for path, (name, _) in (before | after).items()}
