@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -181,29 +182,19 @@ def write_safetensors(
     their index last; returns the files. Raises `UserError` when one cannot be written."""
     if not tensors:
         raise UserError(f"no tensors to write into {folder}")
-    shards = _shards(tensors, max_shard_bytes)
-    if len(shards) == 1:
-        return [_write(folder / SINGLE, tensors, shards[0])]
-    files, weight_map = [], {}
-    for number, names in enumerate(shards, 1):
-        file = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        files.append(_write(file, tensors, names))
-        weight_map |= dict.fromkeys(names, file.name)
-    total = sum(tensors[name].nbytes for name in weight_map)
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    shards = split.filename_to_tensors.items()
+    files = [_write(folder / file, tensors, names) for file, names in shards]
+    if not split.is_sharded:
+        return files
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    write_json(folder / INDEX, index)
     return [*files, folder / INDEX]
-
-
-def _shards(tensors: Mapping[str, np.ndarray], max_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and filled + tensor.nbytes > max_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += tensor.nbytes
-    return shards
 
 
 def _write(file: Path, tensors: Mapping[str, np.ndarray], names: list[str]) -> Path:

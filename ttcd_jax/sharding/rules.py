@@ -91,19 +91,14 @@ class Shard(NamedTuple):
     def index(self, axis: str) -> jax.Array:
         return jax.lax.axis_index(axis) if axis in self.axes else jnp.zeros((), jnp.int32)
 
-    def sum(self, tree: Any, *axes: str) -> Any:
-        return self._reduced(jax.lax.psum, tree, axes)
-
-    def max(self, tree: Any, *axes: str) -> Any:
-        return self._reduced(jax.lax.pmax, tree, axes)
-
-    def min(self, tree: Any, *axes: str) -> Any:
-        return self._reduced(jax.lax.pmin, tree, axes)
-
-    def _reduced(self, reduce: Callable[..., Any], tree: Any, axes: tuple[str, ...]) -> Any:
+    def reduced(self, reduce: Callable[..., Any], tree: Any, *axes: str) -> Any:
         """Every array reduced, element by element, over the devices along `axes`."""
         manual = tuple(axis for axis in axes if axis in self.axes)
         return reduce(tree, manual) if manual else tree
+
+    sum = functools.partialmethod(reduced, jax.lax.psum)
+    max = functools.partialmethod(reduced, jax.lax.pmax)
+    min = functools.partialmethod(reduced, jax.lax.pmin)
 
 
 def sharded(

@@ -1,5 +1,6 @@
 """Tile sizes of the decode kernel, and the number of programs of a call."""
 
+import itertools
 from typing import NamedTuple
 
 
@@ -34,11 +35,9 @@ HEAD_DIMS = (32, 64, 128)
 # Tried by `ttcd_kernels.tune`, alongside the table's.
 CANDIDATES = {
     "decode_attention": tuple(
-        Tile(block_n, num_warps, num_stages, num_programs)
-        for block_n in (32, 64, 128)
-        for num_warps in (2, 4, 8)
-        for num_stages in (2, 3, 4)
-        for num_programs in (132, 264, 528)
+        itertools.starmap(
+            Tile, itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4), (132, 264, 528))
+        )
     )
 }
 

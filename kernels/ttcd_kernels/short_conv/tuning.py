@@ -1,5 +1,6 @@
 """Tile sizes of the Triton kernels by GPU, and the candidates for others."""
 
+import itertools
 from typing import NamedTuple
 
 
@@ -30,12 +31,7 @@ TABLE: dict[int, Tuning] = {
 
 # Tried for each kernel by `ttcd_kernels.tune`, alongside the table's.
 CANDIDATES = {
-    kernel: tuple(
-        Tile(block_l, block_f, num_warps)
-        for block_l in lengths
-        for block_f in (128, 256, 512)
-        for num_warps in (2, 4)
-    )
+    kernel: tuple(itertools.starmap(Tile, itertools.product(lengths, (128, 256, 512), (2, 4))))
     for kernel, lengths in {"forward": (4, 8, 16), "backward": (64, 128, 256)}.items()
 }
 
