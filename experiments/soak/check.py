@@ -12,34 +12,10 @@ from ttcd_jax.run.directory import METRICS, RunDirectory, load_params
 from ttcd_jax.run.reporting import read_metrics
 
 TOLERANCE = 1e-9  # in float64, relative: on another mesh sums have another order
-GIN = f"""# The run of experiments.soak.
-include 'method/ipttcd_short_budget.gin'
-include 'train/adamw_short.gin'
-RunConfig.data = @RecordsConfig()
-RunConfig.steps = {STEPS}
-RunConfig.batch_size = 4
-RunConfig.log_every = 1
-RunConfig.checkpoint_every = 4
-RecordsConfig.seq_len = 32
-TransformerConfig.vocab_size = 258
-TransformerConfig.dim = 16
-TransformerConfig.mlp_dim = 16
-TransformerConfig.num_heads = 2
-TransformerConfig.num_layers = 2
-TransformerConfig.window = 8
-TransformerConfig.student_window = 4
-TransformerConfig.fast_layers = (0,)
-TransformerConfig.precision = @Precision()
-Precision.param = 'float64'
-Precision.compute = 'float64'
-Precision.state = 'float64'
-MemoryConfig.chunk_size = 4
-"""
 
 
 def prepare(folder: Path) -> Run:
     """The undisturbed run in `folder`; its records are made unless they are there."""
-    write_whole(folder / "soak.gin", GIN)
     whole, rng = Run(folder, "undisturbed"), random.Random(0)
     words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
     lines = (json.dumps({"text": " ".join(rng.choices(words, k=60))}) for _ in range(200))

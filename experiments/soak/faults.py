@@ -5,12 +5,12 @@ import resource
 import shutil
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from signal import SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM
 from typing import NamedTuple
 
-from experiments.soak.run import STEPS, STOPPED, Child, Run
+from experiments.soak.run import STEPS, STOPPED, Child, Run, text_of
 
 _MIN_LEFT = 20  # steps of a run, for another fault
 
@@ -54,37 +54,35 @@ def inject(fault: Fault, run: Run, rng: random.Random) -> int | None:
     return child.status
 
 
+# The longest time from a moment to its signals, and whether it has come, after so many steps.
+_MOMENTS: dict[str, tuple[float, Callable[[Run, Child, int], bool]]] = {
+    "start": (1.5, lambda run, child, steps: True),
+    "claim": (0.01, lambda run, child, steps: any(run.path.glob("*.*"))),
+    "restore": (0.5, lambda run, child, steps: _is_locked(run, child)),
+    "compile": (0.5, lambda run, child, steps: "run directory" in child.text),
+    "step": (0.03, lambda run, child, steps: child.num_steps >= steps),
+    "save": (0.03, lambda run, child, steps: any(run.checkpoints.glob("*-tmp*"))),
+    "seal": (0.0, lambda run, child, steps: run.steps() != run.steps("")),
+}
+
+
+def _is_locked(run: Run, child: Child) -> bool:
+    return text_of(run.path / "lock").startswith(f"process {child.pid} ")
+
+
 def _signals(moment: str, *numbers: int) -> Inject:
-    """Sends signals within `_DELAYS` of a moment."""
+    """Sends signals soon after a moment."""
+    longest, has_come = _MOMENTS[moment]
 
     def inject(run: Run, rng: random.Random) -> Child:
-        steps, delay = rng.randint(1, 8), rng.uniform(0, _DELAYS.get(moment, 0.0))
+        steps, delay = rng.randint(1, 8), rng.uniform(0, longest)
         child = run.start()
-        if child.runs_until(lambda: _has_come(moment, run, child, steps)):
+        if child.runs_until(lambda: has_come(run, child, steps)):
             time.sleep(delay)
             child.send(*numbers)
         return child
 
     return inject
-
-
-# The longest time from a moment to its signals.
-_DELAYS = {"start": 1.5, "claim": 0.01, "restore": 0.5, "compile": 0.5, "step": 0.03, "save": 0.03}
-
-
-def _has_come(moment: str, run: Run, child: Child, steps: int) -> bool:
-    if moment == "claim":
-        return any(run.path.glob("*.*"))
-    if moment == "restore":
-        lock = run.path / "lock"
-        return lock.exists() and lock.read_text().startswith(f"process {child.pid} ")
-    if moment == "compile":
-        return "run directory" in child.text
-    if moment == "save":
-        return any(run.checkpoints.glob("*-tmp*"))
-    if moment == "seal":
-        return run.steps() != run.steps("")
-    return moment == "start" or child.num_steps >= steps
 
 
 def _pause(run: Run, rng: random.Random) -> Child:
@@ -204,13 +202,12 @@ def _leftovers(run: Run, rng: random.Random) -> Child:
 
 
 def _refused(
-    find: Callable[[Run, random.Random], Path], damage: Callable[[Path, random.Random], object]
+    find: Callable[[Run], Iterable[Path]], damage: Callable[[Path, random.Random], object]
 ) -> Inject:
     """Damages a file or folder, is refused, and restores it."""
 
     def inject(run: Run, rng: random.Random) -> Child:
-        path = find(run, rng)
-        aside = run.folder / "aside"
+        path, aside = rng.choice(sorted(find(run))), run.folder / "aside"
         (shutil.copytree if path.is_dir() else shutil.copy2)(path, aside)
         damage(path, rng)
         child = run.start()
@@ -226,23 +223,10 @@ def _refused(
     return inject
 
 
-def _record_file(run: Run, rng: random.Random) -> Path:
-    return rng.choice(sorted(run.records.glob("train.*")))
-
-
 def _records_moved(run: Run, rng: random.Random) -> Child:
     run.records = run.folder / f"records-{rng.randrange(4)}"
     shutil.copytree(run.folder / "records", run.records, dirs_exist_ok=True)
     return run.start()
-
-
-def _claim_file(run: Run, rng: random.Random) -> Path:
-    return run.path / rng.choice(("config.json", "data.json"))
-
-
-def _empty(path: Path, rng: random.Random) -> None:
-    for step in path.iterdir():
-        shutil.rmtree(step)
 
 
 _KILLED = (-SIGKILL,)
@@ -278,11 +262,19 @@ FAULTS = {
     "checkpoint: a file lost": Fault(_damaged(lambda path, rng: path.unlink()), checkpoints=2),
     "checkpoints: no digests": Fault(_no_digests, checkpoints=2),
     "checkpoints: all lost": Fault(
-        _refused(lambda run, rng: run.checkpoints, _empty), (4,), checkpoints=3
+        _refused(
+            lambda run: [run.checkpoints], lambda path, _: list(map(shutil.rmtree, path.iterdir()))
+        ),
+        (4,),
+        checkpoints=3,
     ),
     "metrics.jsonl: torn": Fault(_torn_metrics, checkpoints=1),
     "unfinished files": Fault(_leftovers, checkpoints=1),
     "records: moved": Fault(_records_moved, checkpoints=1),
-    "records: a bit": Fault(_refused(_record_file, _flip), (3,)),
-    "config or data.json: cut": Fault(_refused(_claim_file, _cut), (2, 3), checkpoints=1),
+    "records: a bit": Fault(_refused(lambda run: run.records.glob("train.*"), _flip), (3,)),
+    "config or data.json: cut": Fault(
+        _refused(lambda run: [run.path / f"{x}.json" for x in ("config", "data")], _cut),
+        (2, 3),
+        checkpoints=1,
+    ),
 }

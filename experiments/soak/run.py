@@ -30,6 +30,10 @@ class Forked(BaseException):
         self.become = become
 
 
+def text_of(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
 class Child:
     """A fork of this process, which has imported JAX and started no threads, that calls `program`;
     its output is in `log`, and `texts` are expected there."""
@@ -46,7 +50,7 @@ class Child:
 
     @property
     def text(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
+        return text_of(self.log)
 
     @property
     def num_steps(self) -> int:
@@ -135,11 +139,12 @@ class Run:
         """The command that trains the run, in a process that calls `before` first."""
         bindings = (
             f"RecordsConfig.paths='{self.records}'",
+            f"RunConfig.steps={STEPS}",
             f"RunConfig.keep_checkpoints={self.keep}",
             *params,
         )
         arguments = (
-            *(f"--gin={self.folder / 'soak.gin'}", f"--run_dir={self.path}", *flags),
+            *("--gin=soak.gin", f"--run_dir={self.path}", *flags),
             *(f"--param={binding}" for binding in bindings),
         )
         child = Child(lambda: (before(), become_command("launch", *arguments)), self.log(), devices)

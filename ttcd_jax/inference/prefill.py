@@ -53,13 +53,14 @@ def prefill(
     anything is read: shapes, tokens outside the vocabulary, more tokens than a state of full
     attention holds.
     """
-    tokens, lengths = _check(model.config, state, tokens, lengths, piece_size, memory)
-    if lengths.min() < 1:
+    pieces = stream(model, state, tokens, lengths, piece_size=piece_size, memory=memory)
+    counts = np.full(len(tokens), np.shape(tokens)[1]) if lengths is None else np.asarray(lengths)
+    if counts.min() < 1:
         raise UserError(
-            f"row {int(lengths.argmin())} has no token: logits need at least one, a bos for example"
+            f"row {int(counts.argmin())} has no token: logits need at least one, a bos for example"
         )
     last = jnp.zeros((len(tokens), model.config.dim), model.config.precision.compute_dtype)
-    for counts, hidden, after in _pieces(model, state, tokens, lengths, piece_size, memory):
+    for counts, hidden, after in pieces:
         last, state = newest_hidden(hidden, counts, last), after
     return _logits(model, last), state
 
@@ -76,37 +77,30 @@ def stream(
     """`prefill` as an iterator over pieces, of rows that may have no tokens. Each piece donates the
     state before it."""
     tokens, lengths = _check(model.config, state, tokens, lengths, piece_size, memory)
-    return _pieces(model, state, tokens, lengths, piece_size, memory)
 
+    def pieces(state: InferenceState) -> Pieces:
+        chunk_size, is_plain = memory_chunk(model.config), None
+        if memory == "published":
+            assert chunk_size is not None
+            state = _with_fresh_memories(model, state)
+            is_plain = jnp.asarray(lengths < chunk_size)
+        position, slots = np.asarray(state.position), cache_slots(state)
+        phase = (position - np.asarray(state.chunk_start)) % (chunk_size or 1)
+        done = np.zeros_like(lengths)
+        while (done < lengths).any():
+            size, counts = next_piece(lengths - done, phase + done, chunk_size, piece_size)
+            index = np.minimum(done[:, None] + np.arange(size), tokens.shape[1] - 1)
+            piece = np.take_along_axis(tokens, index, axis=1)
+            before = (position + done)[counts > 0]
+            halo = 0 if counts.max() == 1 else _halo(before, model.config.window, slots)
+            has_gap = bool(before.min() < halo)
+            hidden, state = read_piece(
+                model, state, piece, counts, halo=halo, has_gap=has_gap, is_plain=is_plain
+            )
+            yield counts, hidden, state
+            done = done + counts
 
-def _pieces(
-    model: InferenceModel,
-    state: InferenceState,
-    tokens: np.ndarray,
-    lengths: np.ndarray,
-    piece_size: int,
-    memory: MemoryMode,
-) -> Pieces:
-    chunk_size, is_plain = memory_chunk(model.config), None
-    if memory == "published":
-        assert chunk_size is not None
-        state = _with_fresh_memories(model, state)
-        is_plain = jnp.asarray(lengths < chunk_size)
-    position, slots = np.asarray(state.position), cache_slots(state)
-    phase = (position - np.asarray(state.chunk_start)) % (chunk_size or 1)
-    done = np.zeros_like(lengths)
-    while (done < lengths).any():
-        size, counts = next_piece(lengths - done, phase + done, chunk_size, piece_size)
-        index = np.minimum(done[:, None] + np.arange(size), tokens.shape[1] - 1)
-        piece = np.take_along_axis(tokens, index, axis=1)
-        before = (position + done)[counts > 0]
-        halo = 0 if counts.max() == 1 else _halo(before, model.config.window, slots)
-        has_gap = bool(before.min() < halo)
-        hidden, state = read_piece(
-            model, state, piece, counts, halo=halo, has_gap=has_gap, is_plain=is_plain
-        )
-        yield counts, hidden, state
-        done = done + counts
+    return pieces(state)
 
 
 @jax.jit

@@ -77,10 +77,7 @@ def _start(model: InferenceModel, *, batch_size: int, max_length: int | None) ->
     layers = tuple(block.start(batch_size, max_length) for block in blocks)
     position, chunk_start = (jnp.zeros(batch_size, jnp.int32) for _ in range(2))
     state = InferenceState(position, chunk_start, layers)
-    arrays, structure = jax.tree.flatten(state)
-    axes = structure.flatten_up_to(state_axes(state))
-    laid_out = [rules.constrain(x, *names) for x, names in zip(arrays, axes, strict=True)]
-    return structure.unflatten(laid_out)
+    return jax.tree.map(lambda x, names: rules.constrain(x, *names), state, state_axes(state))
 
 
 _started = jax.jit(_start, static_argnames=("batch_size", "max_length"))
