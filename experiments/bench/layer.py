@@ -49,6 +49,8 @@ def measured(options: Layer) -> Iterator[list[Row]]:
     assert isinstance(settings, MemoryConfig)
     for length in options.lengths:
         calls, rows = {}, {}
+        shape = (1, length)
+        tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, shape, np.int32))
         flops = length * training_flops_per_token(config, length)
         for form, remat in itertools.product(options.forms, options.remat):
             # The published initialisation leaves the memory's output zero, and zeros run faster.
@@ -57,7 +59,8 @@ def measured(options: Layer) -> Iterator[list[Row]]:
             compiled = _gradient(model, length)
             note = why_not_run(measure.needed_bytes(compiled), flops, options.max_seconds)
             if not note:
-                calls[form, remat] = functools.partial(compiled, *_arguments(model, length))
+                params = jax.jit(functools.partial(init_params, model, 0))()
+                calls[form, remat] = functools.partial(compiled, params, tokens)
             size = measure.temp_bytes(compiled)
             row: Row = {"tokens": length, "form": form, "remat": remat, "ms": None}
             row |= {"temp MiB": size / MIB, "temp bytes/token": size / length}
@@ -75,11 +78,6 @@ def _gradient(config: TransformerConfig, length: int) -> jax.stages.Compiled:
 
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     return jax.jit(jax.value_and_grad(loss)).lower(abstract_params(config), tokens).compile()
-
-
-def _arguments(config: TransformerConfig, length: int) -> tuple[Any, jax.Array]:
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length), np.int32)
-    return jax.jit(lambda: init_params(config, 0))(), jnp.asarray(tokens)
 
 
 _SMALL = ("TransformerConfig.dim=16", "TransformerConfig.mlp_dim=32")

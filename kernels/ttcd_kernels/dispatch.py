@@ -26,12 +26,9 @@ def choose(
     op: str, implementation: str, candidates: Mapping[str, Candidate], *operands: Any
 ) -> Callable[..., Any]:
     """`run` of the candidate named, or for "auto" of the first automatic one that can take the
-    operands. Those passed over are logged once, as a warning where there is a GPU.
-
-    Raises:
-        Unsupported: the implementation named cannot take the operands. It never falls back.
-        ValueError: no candidate has this name.
-    """
+    operands. Those passed over are logged once, as a warning where there is a GPU. Raises
+    `Unsupported` if the one named cannot take the operands (it never falls back), `ValueError` if
+    no candidate has this name."""
     if implementation == "auto":
         for name, candidate in candidates.items():
             reason = candidate.unsupported(*operands) if candidate.is_automatic else "not asked for"

@@ -79,11 +79,8 @@ def launch(
     **constants: Any,
 ) -> list[jax.Array]:
     """Results of `kernel(*args, *results, **constants)` on `grid`. A float argument is np.float32:
-    a Python float would be 64 bit in the kernel.
-
-    Raises:
-        TypeError: the arguments do not match the kernel's parameters.
-    """
+    a Python float would be 64 bit in the kernel. Raises `TypeError` for arguments that do not match
+    the kernel's parameters."""
     try:
         kernel.signature.bind(*args, *out_shape, **constants)
     except TypeError as error:  # jax-triton would name neither

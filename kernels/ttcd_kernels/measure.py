@@ -26,6 +26,7 @@ MILLISECOND, MIB, TERA = 1e-3, 2**20, 1e12
 
 _MIN_SAMPLE_SECONDS = 0.02  # shorter programs are called several times per sample
 _MAX_CALLS = 50
+_CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 
 
 def median_seconds[Name: Hashable](
@@ -198,8 +199,10 @@ def usable_bytes() -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Device, versions and commit, which a reported number has to name."""
+    """Device, versions and commit, which a reported number has to name; clocks and power limit as
+    the driver of a GPU reports them. The commit is marked `-dirty` after edits."""
     device = jax.devices()[0]
+    clocks = _output("nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv,noheader", "--id=0")
     return {
         "device": device.device_kind,
         "platform": device.platform,
@@ -207,21 +210,11 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
-        "commit": _commit(),
-        "clocks": _clocks(),
+        "commit": _output(
+            "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"
+        ),
+        "clocks": None if clocks is None else f"{_CLOCKS}: {clocks}",
     }
-
-
-def _commit() -> str | None:
-    """The commit of the source tree, marked `-dirty` after edits; None outside a git checkout."""
-    return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
-
-
-def _clocks() -> str | None:
-    """Clocks and power limit of the GPU in use, as its driver reports them; None without one."""
-    fields = "clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-    values = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
-    return None if values is None else f"{fields}: {values}"
 
 
 def _output(*command: str) -> str | None:

@@ -23,11 +23,8 @@ class Windows(NamedTuple):
 
 
 def checked(teacher: int, student: int, scale: float | None, head_dim: int) -> Windows:
-    """The windows of a call; `scale` defaults to head_dim**-0.5.
-
-    Raises:
-        ValueError: a window is below 1, or the student's is wider than the teacher's.
-    """
+    """The windows of a call; `scale` defaults to head_dim**-0.5. Raises `ValueError` for a window
+    below 1, and for a student's that is wider than the teacher's."""
     for name, window in (("teacher_window", teacher), ("student_window", student)):
         if window < 1:
             raise ValueError(f"{name} is {window}: a window counts the query itself, so at least 1")

@@ -25,7 +25,7 @@ from ttcd_jax.interop.reference import (
     reference_shapes,
 )
 from ttcd_jax.interop.reference_config import reference_config, transformer_config, unread_keys
-from ttcd_jax.interop.weight_files import StoredTensor, WeightFiles, open_weights
+from ttcd_jax.interop.weight_files import WeightFiles, open_weights
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.train.fit import misfit
 
@@ -70,7 +70,10 @@ def import_reference(path: Path) -> Imported:
     config = _configuration(config_file, source, num_tensors=len(names))
     ignored = {*dropped, HEAD} if config.has_tied_head else {*dropped}
     used = {name: stored for name, stored in names.items() if name not in ignored}
-    _check_fit(path, config, {name: weights.stored[stored] for name, stored in used.items()})
+    shapes = reference_shapes(config).items()
+    wanted = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes}
+    if problem := misfit(wanted, {name: weights.stored[stored] for name, stored in used.items()}):
+        raise CheckpointError(f"{path} is not the model of its {CONFIG}: {problem}")
     tensors = {name: weights[stored].astype(np.float32) for name, stored in used.items()}
     head = None
     if config.has_tied_head and HEAD in names:
@@ -122,13 +125,6 @@ def _configuration(
         return transformer_config(source)
     except UserError as error:
         raise DataError(f"{config_file}: {error}") from error
-
-
-def _check_fit(path: Path, config: TransformerConfig, given: Mapping[str, StoredTensor]) -> None:
-    shapes = reference_shapes(config).items()
-    wanted = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes}
-    if problem := misfit(wanted, given):
-        raise CheckpointError(f"{path} is not the model of its {CONFIG}: {problem}")
 
 
 def _compare_head(weights: WeightFiles, stored: str, embedding: np.ndarray) -> str:

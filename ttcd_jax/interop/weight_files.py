@@ -82,7 +82,9 @@ def open_weights(path: Path) -> WeightFiles:
     if not path.is_file():
         raise DataError(f"no checkpoint file or folder at {path}")
     if path.suffix in TORCH_SUFFIXES:
-        return _open_torch(path)
+        arrays = read_torch_file(path)
+        stored = {name: StoredTensor(path, x.dtype, x.shape) for name, x in arrays.items()}
+        return WeightFiles(stored, arrays.__getitem__, (path,))
     if path.suffix != ".safetensors":
         raise DataError(f"{path} is neither a folder nor a .safetensors, .bin or .pt file")
     return _open_safetensors([path])
@@ -101,12 +103,6 @@ def _open_folder(folder: Path) -> WeightFiles:
             "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
         )
     raise DataError(f"{folder} holds none of {SINGLE}, {INDEX}, {TORCH}")
-
-
-def _open_torch(path: Path) -> WeightFiles:
-    arrays = read_torch_file(path)
-    stored = {name: StoredTensor(path, x.dtype, x.shape) for name, x in arrays.items()}
-    return WeightFiles(stored, arrays.__getitem__, (path,))
 
 
 def _open_safetensors(files: Sequence[Path]) -> WeightFiles:

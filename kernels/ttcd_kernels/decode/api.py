@@ -47,10 +47,8 @@ def decode_attention_with_lse(
 
     `implementation`: "triton" is one kernel for GPUs of compute capability 8.0 and up, head dims
     32, 64, 128, up to 64 query heads per kv head, that reads each key of the teacher's window
-    once; "xla" masks the whole cache; "auto" is the first of them that can run.
-
-    Raises:
-        ValueError: shapes or windows that do not fit, naming both numbers; differentiation.
+    once; "xla" masks the whole cache; "auto" is the first of them that can run. Raises `ValueError`
+    for shapes or windows that do not fit, naming both numbers, and when differentiated.
     """
     _check_arrays(q, k_cache, v_cache, position)
     windows = checked(teacher_window, student_window, scale, q.shape[-1])

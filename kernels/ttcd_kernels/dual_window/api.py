@@ -54,9 +54,8 @@ def dual_window_attention_with_lse(
         xla     blocks of queries, O(T * window) bytes, on any device
         auto    triton where it can run, else xla
 
-    Raises:
-        ValueError: shapes or windows that do not fit, naming both numbers, or an implementation
-        that cannot take them here.
+    Raises `ValueError` for shapes or windows that do not fit, naming both numbers, and for an
+    implementation that cannot take them here.
     """
     _check_shapes(q, k, v, segment_ids)
     S = k.shape[1]

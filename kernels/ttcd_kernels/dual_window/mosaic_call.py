@@ -46,11 +46,8 @@ def _toolkit() -> int | None:
 def dual_window(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: None, windows: Windows
 ) -> Results:
-    """All four results of the call, for operands that are not `unsupported`; differentiable.
-
-    Raises:
-        ValueError: `scale` is not above 0.
-    """
+    """All four results of the call, for operands that are not `unsupported`; differentiable. Raises
+    `ValueError` for a `scale` that is not above 0."""
     if windows.scale <= 0:  # the largest score is found before scaling
         raise ValueError(
             f"scale is {windows.scale}, the Mosaic kernel needs one above 0; use 'triton'"

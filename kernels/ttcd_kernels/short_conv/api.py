@@ -40,10 +40,8 @@ def short_conv_residual(
     key start from the rounded values. Differentiable in z and taps; where |student| <= 1e-6 a
     normalised key has the gradient `zero_slope` times the identity. `implementation`: "triton" is
     one kernel forward and one backward for GPUs of compute capability 8.0 and up; "xla" composes
-    XLA operations; "auto" is the first of them that can run.
-
-    Raises:
-        ValueError: shapes that do not fit, naming both, or an implementation that cannot run.
+    XLA operations; "auto" is the first of them that can run. Raises `ValueError` for shapes that do
+    not fit, naming both, and for an implementation that cannot run.
     """
     x = Operands(z_teacher, z_student, teacher_taps, student_taps, segment_ids)
     _check_shapes(x)
