@@ -60,9 +60,9 @@ def _num_certain(text: str) -> int:
     return max(len(text.rstrip(_REPLACEMENT)), len(text) - _LONGEST_TAIL)
 
 
-class TextStream:
-    """The text of tokens that arrive one at a time, up to the first `stop` string, exclusive; text
-    that may be the beginning of one is held back."""
+class TextStream(Detokenizer):
+    """The text up to the first `stop` string, exclusive; text that may be the beginning of one is
+    held back."""
 
     def __init__(
         self,
@@ -70,18 +70,17 @@ class TextStream:
         stop: Sequence[str] = (),
         context: Sequence[int] | np.ndarray = (),
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, context)
-        self._stop = tuple(stop)
-        self._held = ""
+        super().__init__(tokenizer, context)
+        self._stop, self._held = tuple(stop), ""
         self.is_stopped = False  # whether a stop string has been found
 
     def push(self, token: int) -> str:
         """The text that becomes certain with this token; none after a stop string."""
-        return self._given(self._detokenizer.push(token))
+        return self._given(super().push(token))
 
     def finish(self) -> str:
         """The rest of the text, when no token follows."""
-        text = self._given(self._detokenizer.finish()) + self._held
+        text = self._given(super().finish()) + self._held
         self._held = ""
         return text
 
