@@ -31,9 +31,6 @@ _LOGITS = 2**26  # held at once, for each way
 Facts = dict[str, Any]
 
 
-# ------------------------------------------------------------------------------- layers
-
-
 def agreement(candidate: jax.Array, reference: jax.Array) -> dict[str, float]:
     """Shares of elements that are equal, within one and within two units in the last place, and
     the largest distance in such units, all in the narrower of the two dtypes; the largest
@@ -69,9 +66,6 @@ def _outputs(
     graph: nnx.GraphDef[Block], params: nnx.GraphState, h: jax.Array, embeddings: jax.Array
 ) -> jax.Array:
     return nnx.merge(graph, params)(h, embeddings=embeddings)
-
-
-# ------------------------------------------------------------------------- distribution
 
 
 class Distances(NamedTuple):
