@@ -27,26 +27,17 @@ flags.DEFINE_string("gin", None, "A file in experiments/configs/, or a path.", r
 flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
 flags.DEFINE_string("run_dir", None, "The run directory; default: runs/<name of the gin file>.")
 flags.DEFINE_multi_string(
-    "change",
-    [],
-    "A field that may differ from the run that is resumed, as Class.field; steps, rhythms, what is "
-    "kept, and the optimizer's numbers can change.",
+    "change", [], "A field, as Class.field, that may differ from the run that is resumed."
 )
-flags.DEFINE_bool(
-    "dry_run", False, "Print parameters, memory and FLOPs; allocate and write nothing."
-)
-flags.DEFINE_string(
-    "topology", None, "Devices that --dry_run plans for, as in h100x64; default: this machine's."
-)
+flags.DEFINE_bool("dry_run", False, "Print parameters, bytes and FLOPs; write nothing.")
+flags.DEFINE_string("topology", None, "Devices of --dry_run, as in h100x64; default: those here.")
 flags.DEFINE_float(
     "hang_seconds",
     60.0,
     "Of several processes: the time of a step, and 20 times the median, after which one is lost.",
     lower_bound=1.0,
 )
-flags.DEFINE_string(
-    "profile", None, "Trace from START to STOP steps done, as START:STOP, into RUN_DIR/profile."
-)
+flags.DEFINE_string("profile", None, "START:STOP, the steps to trace into RUN_DIR/profile.")
 flags.DEFINE_string(
     "compile_cache",
     None,
@@ -74,10 +65,8 @@ def main(argv: list[str]) -> None:
         raise UserError("--topology describes the devices of a plan: it goes with --dry_run")
     keep_programs(FLAGS.compile_cache)
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / Path(FLAGS.gin).stem)
-    inherit = inherited_model(run_dir)
-    config = load_config(
-        RunConfig, FLAGS.gin, FLAGS.param, config_dir=cli.CONFIG_DIR, inherit=inherit
-    )
+    options = {"config_dir": cli.CONFIG_DIR, "inherit": inherited_model(run_dir)}
+    config = load_config(RunConfig, FLAGS.gin, FLAGS.param, **options)
     if FLAGS.dry_run:
         try:
             training.check(config, run_dir)

@@ -176,10 +176,8 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; nested configurations carry their class name under `type`."""
-        fields: dict[str, Any] = {"type": type(self).__name__}
-        for field in dataclasses.fields(self):
-            fields[field.name] = _jsonable(getattr(self, field.name))
-        return fields
+        names = [field.name for field in dataclasses.fields(self)]
+        return {"type": type(self).__name__} | {x: _jsonable(getattr(self, x)) for x in names}
 
     @classmethod
     def from_dict(cls, source: dict[str, Any]) -> Self:
@@ -192,12 +190,9 @@ class Config:
         for key in source:
             if key != "type" and key not in fields:
                 raise UserError(f"{cls.__name__} has no field {key!r}{closest(key, [*fields])}")
-        required = [
-            x
-            for x in fields
-            if dataclasses.MISSING is fields[x].default is fields[x].default_factory
-        ]
-        if missing := [name for name in required if name not in source]:
+        absent = (fields[name] for name in fields if name not in source)
+        none = dataclasses.MISSING
+        if missing := [x.name for x in absent if x.default is x.default_factory is none]:
             raise UserError(f"{cls.__name__} lacks {', '.join(missing)}")
         return cls(**{x: _revive(source[x], hints[x]) for x in fields if x in source})
 

@@ -26,7 +26,7 @@ from experiments.mad.tasks.instances import Splits
 from experiments.mad.tasks.rows import IGNORE, Rows
 from ttcd_jax.config import Config, Positive
 from ttcd_jax.sharding.batch import replicated
-from ttcd_jax.train.optimizer import OptimizerConfig, build_with_schedule
+from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
 from ttcd_jax.train.state import TrainState, state_of
 from ttcd_jax.train.step import Batch, Metrics, is_finite, step_with
 
@@ -129,7 +129,7 @@ def _batches(config: RecipeConfig, order: jax.Array) -> jax.Array:
 
 def _optimizer(schedule: optax.Schedule, weight_decay: Any) -> optax.GradientTransformation:
     adamw = OptimizerConfig(beta2=0.999, clip_norm=None)
-    return build_with_schedule(adamw, schedule, {}, weight_decay)
+    return build_optimizer(adamw, schedule, {}, weight_decay)
 
 
 def _init(problem: Problem, hyper: Hyper) -> RunState:

@@ -10,7 +10,7 @@ import optax
 from experiments.parity.golden import BFLOAT16_MUON, Comparison, Golden, worse, worst
 from ttcd_jax.errors import DataError
 from ttcd_jax.train.muon import Axes, group_of
-from ttcd_jax.train.optimizer import OptimizerConfig, build_with_schedule, global_norm
+from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer, global_norm
 from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
 
 
@@ -66,7 +66,7 @@ def _run(
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """(parameters after every step [steps, ...], gradient norms [steps])."""
     rates = jnp.asarray(golden.arrays["in.lr"], dtype)
-    optimizer = build_with_schedule(config, lambda step: rates[step], axes)
+    optimizer = build_optimizer(config, lambda step: rates[step], axes)
     params = {name: jnp.asarray(x, dtype) for name, x in golden.group("param.").items()}
     grads = {name: jnp.asarray(x, dtype) for name, x in golden.group("in.grad.").items()}
 

@@ -11,7 +11,7 @@ from ttcd_jax.eval.tasks.recall import while_decoding
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.precision import Precision
-from ttcd_jax.train.state import init_state, with_params
+from ttcd_jax.train.state import init_params, state_of, with_params
 from ttcd_jax.train.step import make_train_step
 
 DATA = RecallConfig(num_slots=32, num_keys=8, num_values=8)
@@ -43,7 +43,7 @@ def _trained():
         # Unlike most programs of the suite this one runs long enough to be worth compiling.
         compiler_options={"xla_backend_optimization_level": 1},
     )
-    state = jax.jit(lambda: init_state(MODEL, optimizer, 0))()
+    state = jax.jit(lambda: state_of(optimizer, init_params(MODEL, 0)))()
     rows = RecallRows(DATA, seed=0, num_rows=NUM_STEPS * BATCH_SIZE)
     batches = Batches(rows, batch_size=BATCH_SIZE)
     for index in range(NUM_STEPS):

@@ -1,6 +1,7 @@
 """Bad steps of a run: skipped and counted, the same after a restart and on several devices."""
 
 import json
+import math
 
 import bad_steps_run
 import jax
@@ -14,6 +15,7 @@ from ttcd_jax.run import build
 from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.loop import MetricCallback
+from ttcd_jax.train.watchdog import Watchdog
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,21 @@ def test_one_bad_step_too_many_ends_a_run_that_another_limit_takes_on(undisturbe
     every = records(tmp_path)
     assert [record["step"] for record in every if "skipped" in record] == [3, 17]
     assert [x["loss"] for x in every[:15]] == [x["loss"] for x in records(undisturbed)[:15]]
+
+
+def test_the_wait_for_the_last_checkpoint_of_a_run_that_ends_has_no_limit(tmp_path, monkeypatch):
+    deadlines, enter, wait = [], Watchdog.__enter__, Checkpoints.wait
+
+    def entered(watchdog):
+        monkeypatch.setattr(
+            Checkpoints, "wait", lambda x: (deadlines.append(watchdog._deadline), wait(x))
+        )
+        return enter(watchdog)
+
+    monkeypatch.setattr(Watchdog, "__enter__", entered)
+    _ended(tmp_path, **NONE, checkpoint_every=1)
+    assert deadlines
+    assert {*deadlines} == {math.inf}
 
 
 def test_a_run_that_skips_nothing_stores_no_counts_and_goes_on_from_those_of_another(tmp_path):

@@ -12,7 +12,7 @@ from small_models import config_of
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import train_tokenizer
 from ttcd_jax.errors import CheckpointError, UserError
-from ttcd_jax.run.config import LAYOUT, RunConfig
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.train.optimizer import OptimizerConfig
 from ttcd_jax.train.schedule import ScheduleConfig
@@ -34,7 +34,7 @@ def claim(tmp_path):
 
     def claim(config, manifest=None, *changes):
         with directory.lock():
-            directory.claim(config.to_dict(), "text", manifest or {}, LAYOUT, changes)
+            directory.claim(config.to_dict(), "text", manifest or {}, changes=changes)
         return directory
 
     return claim
@@ -95,6 +95,17 @@ def test_a_field_is_named_as_in_gin_or_by_its_path(claim):
         ("OptimizerConfig.clip_norm", 1.0, 0.5),
         ("RunConfig.log_every", 3, 10),
     ]
+
+
+def test_a_run_killed_before_its_first_checkpoint_goes_on_with_more_of_them(tmp_path):
+    run_dir = f"--run_dir={tmp_path}"
+    rare, often = ("RunConfig.checkpoint_every=" + every for every in ("1000", "2"))
+    line = "launch", *tiny_run.flags(*RECALL, "STEPS=8")
+    commands.output(*line, *tiny_run.params(rare), run_dir)
+    shutil.rmtree(tmp_path / "checkpoints" / "8")
+    change = "--change=RunConfig.checkpoint_every"
+    commands.output(*line, *tiny_run.params(often), run_dir, change)
+    assert [step for step, *_ in tiny_run.losses(tmp_path)] == [*range(1, 9)]
 
 
 @pytest.mark.parametrize(

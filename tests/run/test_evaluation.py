@@ -11,7 +11,7 @@ from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
-from ttcd_jax.run.config import LAYOUT, RunConfig
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.evaluation import evaluation_callbacks
 from ttcd_jax.train.optimizer import OptimizerConfig
@@ -32,7 +32,7 @@ CONFIG = RunConfig(
 @pytest.fixture
 def run_dir(tmp_path):
     directory = RunDirectory(tmp_path)
-    directory.claim(CONFIG.to_dict(), "", {}, LAYOUT)
+    directory.claim(CONFIG.to_dict(), "", {})
     return directory
 
 

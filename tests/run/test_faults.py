@@ -137,8 +137,7 @@ def test_a_run_that_fails_names_its_last_checkpoint(tmp_path, error, status):
 
 
 def test_what_a_full_disk_refused_is_written_when_there_is_room(tmp_path, limited, caplog):
-    metrics = MetricFiles()
-    metrics.start(tmp_path, {}, 0)
+    metrics = MetricFiles(tmp_path, 0)
     for step in range(1, 13):
         limited(350 if 4 <= step < 10 else None)
         metrics.write(step, {"loss": float(step)})

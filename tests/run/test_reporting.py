@@ -11,8 +11,7 @@ def test_arrays_of_fast_layers_become_scalars():
 
 
 def test_records_after_the_checkpoint_are_dropped_and_a_torn_line_is_skipped(tmp_path):
-    files = MetricFiles()
-    files.start(tmp_path, {}, 0)
+    files = MetricFiles(tmp_path, 0)
     for step in (1, 2, 3):
         files.write(step, {"loss": float(step)})
     path = tmp_path / "metrics.jsonl"
@@ -20,8 +19,7 @@ def test_records_after_the_checkpoint_are_dropped_and_a_torn_line_is_skipped(tmp
     # As after a power loss: NULs, a torn line, other JSON.
     path.write_bytes(b'\0\0\0\n{"step": 1, "l\n[]\n{"step": null}\n\xff\n' + path.read_bytes())
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
-    files = MetricFiles()
-    files.start(tmp_path, {}, 2)
+    files = MetricFiles(tmp_path, 2)
     files.write(3, {"loss": 9.0})
     assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(1, 1), (2, 2), (3, 9)]
 
@@ -30,9 +28,9 @@ def test_a_log_gets_one_line_per_report(capsys, monkeypatch):
     clock = iter((0.0, 50.0, 60.0))  # the first report includes 45 seconds of compilation
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     progress = Progress(0, 20)
-    assert progress.update(1) == 1 / 50
+    assert progress.update(1) == (1, 50)
     progress.show(1, {"loss": 1.5, "tokens_per_second": 1234.5, "memory_ratio/0": 0.25})
-    assert progress.update(5) == 4 / 10
+    assert progress.update(5) == (4, 10)
     progress.show(5, {"loss": 1.0, "tokens_per_second": 1000.0, "mfu": 0.5})
     assert capsys.readouterr().out.splitlines() == [
         "step  1/20  loss 1.5000  1,234 tokens/s  |eta S|/|W| 0.250",

@@ -182,7 +182,8 @@ def test_best_scores_are_those_of_the_metric_the_higher_the_better():
     )
     records = [{"step": 2, "ppl/on/64": 3.0}, {"step": 3, "loss": 1}, {"step": 4, "ppl/on/64": 2.0}]
     assert best_scores(config, records) == {2: -3.0, 4: -2.0}
-    assert best_scores(config, [{"step": 2, "ppl/on/32": 1.0}]) == {}
+    none = {"ppl/on/32": 1.0}, {"ppl/on/64": None}, {"ppl/on/64": float("nan")}, {"ppl/on/64": "1"}
+    assert best_scores(config, [{"step": 2} | record for record in none]) == {}
     for change in ({"best_metric": None}, {"best_metric": "recall/x"}, {"evaluate_every": None}):
         with pytest.raises(UserError, match=r"RunConfig\.keep_best 1 with best_metric"):
             config.replace(**change)

@@ -119,14 +119,16 @@ def test_a_tracker_that_does_not_start_gets_no_records(tmp_path, caplog):
 
 
 def test_a_record_that_is_written_again_is_told_from_another_of_its_step(tmp_path):
-    files = MetricFiles()
-    files.start(tmp_path, {}, 0)
-    files.write(4, {"loss": 1.0})
-    files.write(5, {"loss": 1.0, "mfu": 0.5})
-    files.write(5, {"ppl/all/32": 1.0})
-    files = MetricFiles()
-    files.start(tmp_path, {}, 4)
-    assert files.repeated == {(5, "loss"), (5, "ppl/all/32")}
+    files = MetricFiles(tmp_path, 0)
+    assert files.write(4, {"loss": 1.0})
+    assert files.write(5, {"loss": 1.0, "mfu": 0.5})
+    assert files.write(5, {"ppl/all/32": 1.0})
+    for start in (4, 4, 3):  # the second time nothing was written since
+        files = MetricFiles(tmp_path, start)
+    assert files.write(4, {"ppl/all/32": 1.0})
+    for step, name in ((4, "loss"), (5, "loss"), (5, "ppl/all/32")):
+        assert not files.write(step, {name: 1.0})
+    assert files.write(6, {"loss": 1.0})
 
 
 def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch):

@@ -10,7 +10,7 @@ from equal_on_devices import B, T, batch, config, mesh_of, worst_distance
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
 from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
-from ttcd_jax.train.state import init_state, logical_axes, state_shardings
+from ttcd_jax.train.state import init_params, logical_axes, state_of, state_shardings
 from ttcd_jax.train.step import make_train_step
 
 
@@ -22,16 +22,15 @@ def trained(method: str, mesh_name: str, parts: int):
         memory = model.settings.replace(proj_init="normal", teacher_conv_init="normal")
         model = model.replace(memory=memory)
     muon = OptimizerConfig(kind="muon", orthogonalization="float64", schedule=schedule)
-    optimizer, mesh = build_optimizer(muon, logical_axes(model)), mesh_of(mesh_name)
+    rate, mesh = learning_rate(schedule), mesh_of(mesh_name)
+    optimizer = build_optimizer(muon, rate, logical_axes(model))
     places = state_shardings(model, optimizer, mesh)
     row = Placement(mesh, batch_size=B, length=T)(batch())
-    step = make_train_step(
-        model, optimizer, learning_rate(schedule), accumulation_steps=parts, loss_rows=16
-    )
+    step = make_train_step(model, optimizer, rate, accumulation_steps=parts, loss_rows=16)
     run = jax.jit(step, donate_argnums=0, out_shardings=(places, replicated(mesh)))
     losses = []
     with jax.set_mesh(mesh):
-        state = jax.jit(lambda: init_state(model, optimizer, 0), out_shardings=places)()
+        state = jax.jit(lambda: state_of(optimizer, init_params(model, 0)), out_shardings=places)()
         for _ in range(3):
             state, metrics = run(state, row)
             losses.append(metrics["loss"])

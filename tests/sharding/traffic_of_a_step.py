@@ -14,7 +14,7 @@ from sent_bytes import sent_bytes
 from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.batch import replicated
 from ttcd_jax.sharding.rules import spec
-from ttcd_jax.train.state import init_state, placed_as, state_shardings
+from ttcd_jax.train.state import init_params, placed_as, state_of, state_shardings
 from ttcd_jax.train.step import make_train_step
 
 LENGTHS = (256, 512)
@@ -25,7 +25,7 @@ def traffic(method: str, length: int) -> dict[str, int]:
     mesh = mesh_of("1x1x8x1")
     optimizer = optax.adam(1e-3)
     places = state_shardings(model, optimizer, mesh)
-    state = placed_as(jax.eval_shape(lambda: init_state(model, optimizer, 0)), places)
+    state = placed_as(jax.eval_shape(lambda: state_of(optimizer, init_params(model, 0))), places)
     place = NamedSharding(mesh, spec(("batch", "length"), mesh))
     kinds = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), "int32")
     batch = {

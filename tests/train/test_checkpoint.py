@@ -18,7 +18,7 @@ from checks import assert_same
 
 from ttcd_jax.errors import CheckpointError, ResourceError
 from ttcd_jax.train import digest
-from ttcd_jax.train.checkpoint import Checkpoints
+from ttcd_jax.train.checkpoint import Checkpoints, Kept
 from ttcd_jax.train.state import placed_as
 
 
@@ -117,7 +117,7 @@ def test_round_trip_is_exact(saved, warnings):
 
 def test_steps_go_on_after_a_restart_and_the_newest_are_kept(saved):
     shutil.copytree(saved / "3", saved / "9.orbax-checkpoint-tmp")
-    with _opened(saved, keep=2) as checkpoints:
+    with _opened(saved, kept=Kept(2)) as checkpoints:
         checkpoints.save(4, _state(4))
         checkpoints.wait()
         assert checkpoints.steps() == [3, 4]
@@ -162,9 +162,9 @@ def test_params_alone_do_not_touch_the_optimizer(saved):
     shutil.rmtree(saved / "3" / "train")
     digest.seal(saved / "3")
     with _opened(saved, is_read_only=True) as checkpoints:
-        step, params = checkpoints.restore_params(ABSTRACT["params"])
+        step, state = checkpoints.restore({"params": ABSTRACT["params"]})
     assert step == 3
-    _assert_equal(params, _state(3)["params"])
+    _assert_equal(state, {"params": _state(3)["params"]})
 
 
 def test_restored_where_asked(saved):
@@ -229,7 +229,7 @@ def test_read_only_falls_back_and_touches_nothing(saved, warnings):
     _flip(_largest(saved / "3", "params"))
     before = sorted(saved.rglob("*"))
     with _opened(saved, is_read_only=True) as checkpoints:
-        assert checkpoints.restore_params(ABSTRACT["params"])[0] == 2
+        assert checkpoints.restore({"params": ABSTRACT["params"]})[0] == 2
         with pytest.raises(CheckpointError, match=r"step 9 was not saved: .* opened read-only"):
             checkpoints.save(9, _state(9))
     assert sorted(saved.rglob("*")) == before
@@ -322,7 +322,7 @@ def test_full_disk_is_foreseen(saved, monkeypatch):
 def test_background_failure_surfaces_at_the_next_call(saved, capfd):
     noise = {"params": {"w": jax.random.normal(jax.random.key(0), (500_000,))}}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with _opened(saved, keep=3) as checkpoints:
+    with _opened(saved, kept=Kept(3)) as checkpoints:
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
         try:
             checkpoints.save(4, noise)
@@ -355,7 +355,7 @@ def test_missing_and_wrong_places_are_named(tmp_path, saved):
 
 def test_a_step_that_its_run_deletes_while_it_is_read_is_looked_for_again(saved, monkeypatch):
     verify = digest.verify
-    writer = Checkpoints(saved, keep=1)
+    writer = Checkpoints(saved, kept=Kept(1))
     steps = iter(range(4, 100))
 
     def overtaken(step_dir):

@@ -21,8 +21,8 @@ from ttcd_jax.memory.newton_schulz import NEWTON_SCHULZ
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.fit import by_name
 from ttcd_jax.train.muon import group_of, orthogonalized, parameter_groups
-from ttcd_jax.train.optimizer import OptimizerConfig, build_with_schedule
-from ttcd_jax.train.state import init_state, logical_axes
+from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
+from ttcd_jax.train.state import init_params, logical_axes, state_of
 
 # A tensor of every kind.
 AXES = {
@@ -91,7 +91,7 @@ def test_first_steps_of_the_momentum(is_nesterov, orthogonalization):
     config = _config(weight_decay=0.0, is_nesterov=is_nesterov, orthogonalization=orthogonalization)
     axes = {"w": ("embed", "mlp")}
     params, first, second = ({"w": w} for w in draw(3, (6, 9), (6, 9), (6, 9)))
-    optimizer = build_with_schedule(config, lambda _: 1.0, axes)
+    optimizer = build_optimizer(config, lambda _: 1.0, axes)
     _, state = optimizer.update(first, optimizer.init(params), params)
     updates, _ = optimizer.update(second, state, params)
     momentum = 0.95 * first["w"] + second["w"]
@@ -103,7 +103,7 @@ def test_first_steps_of_the_momentum(is_nesterov, orthogonalization):
 
 def test_no_gradient_only_decays():
     params = dict(zip(AXES, draw(4, *[(6,) * len(names) for names in AXES.values()]), strict=True))
-    optimizer = build_with_schedule(_config(weight_decay=0.5), lambda _: 0.1, AXES)
+    optimizer = build_optimizer(_config(weight_decay=0.5), lambda _: 0.1, AXES)
     zero = jax.tree.map(jnp.zeros_like, params)
     updates, _ = jax.jit(optimizer.update)(zero, optimizer.init(params), params)
     assert_close(updates, jax.tree.map(lambda p: -0.05 * p, params))
@@ -111,8 +111,8 @@ def test_no_gradient_only_decays():
 
 def test_state_of_a_model_holds_one_buffer_per_matrix_and_two_moments_for_the_rest():
     axes = logical_axes(MODEL)
-    optimizer = build_with_schedule(OptimizerConfig(kind="muon"), lambda _: 0.1, axes)
-    state = jax.eval_shape(lambda: init_state(MODEL, optimizer, 0))
+    optimizer = build_optimizer(OptimizerConfig(kind="muon"), lambda _: 0.1, axes)
+    state = jax.eval_shape(lambda: state_of(optimizer, init_params(MODEL, 0)))
     sizes, groups = {"muon": 0, "adamw": 0}, by_name(parameter_groups(axes))
     for name, leaf in by_name(state["params"]).items():
         sizes[groups[name]] += leaf.size
@@ -123,7 +123,7 @@ def test_state_of_a_model_holds_one_buffer_per_matrix_and_two_moments_for_the_re
 
 def test_a_quadratic_comes_down():
     target, start = draw(5, (4, 8, 12), (4, 8, 12))
-    optimizer = build_with_schedule(
+    optimizer = build_optimizer(
         _config(weight_decay=0.0), lambda step: 0.3 * 0.97**step, {"w": ("layers", "embed", "mlp")}
     )
 
@@ -171,7 +171,7 @@ def _measure_shards() -> dict:
     """For every case: the elements of each collective's result by its name, where the new
     parameters are, and how far they are from those of one device."""
     config = _config(orthogonalization="float32")
-    optimizer = build_with_schedule(config, lambda _: 1.0, {"w": ("layers", "embed", "mlp")})
+    optimizer = build_optimizer(config, lambda _: 1.0, {"w": ("layers", "embed", "mlp")})
 
     def step(params, grads):
         updates, state = optimizer.update(grads, optimizer.init(params), params)

@@ -11,7 +11,7 @@ from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
 def test_config_schedule_starts_at_step_zero():
     schedule = ScheduleConfig(peak=0.1, steps=10, warmup=4)
     config = OptimizerConfig(weight_decay=0.5, clip_norm=None, schedule=schedule)
-    optimizer = build_optimizer(config, axes={})
+    optimizer = build_optimizer(config, learning_rate(config.schedule), axes={})
     params = {"norm": jnp.ones(3), "w": jnp.ones((2, 2))}
     grads = jax.tree.map(jnp.zeros_like, params)
     state = optimizer.init(params)

@@ -19,7 +19,7 @@ from ttcd_jax.train import bad_steps
 from ttcd_jax.train import step as step_module
 from ttcd_jax.train.bad_steps import fault, judged, no_skips
 from ttcd_jax.train.loop import MetricCallback, StateCallback, train
-from ttcd_jax.train.state import init_state
+from ttcd_jax.train.state import init_params, state_of
 from ttcd_jax.train.step import make_train_step
 
 DATA = RecallConfig(num_slots=8, num_keys=4, num_values=4)
@@ -46,7 +46,7 @@ def _step(accumulation_steps=1, optimizer=optax.adam):
     step = make_train_step(
         MODEL, optimizer, _rate, accumulation_steps=accumulation_steps, loss_rows=16
     )
-    return jax.jit(lambda: init_state(MODEL, optimizer, 0))(), jax.jit(step)
+    return jax.jit(lambda: state_of(optimizer, init_params(MODEL, 0)))(), jax.jit(step)
 
 
 def _batches():
@@ -77,7 +77,7 @@ def test_accumulation_keeps_one_copy_of_the_gradients(remat):
     model = MODEL.replace(
         method="swa", fast_layers=(), memory=None, dim=32, mlp_dim=128, num_layers=12, remat=remat
     )
-    state = jax.eval_shape(lambda: init_state(model, optax.sgd(1.0), 0))
+    state = jax.eval_shape(lambda: state_of(optax.sgd(1.0), init_params(model, 0)))
 
     def temp_bytes(parts):  # of one row each
         step = make_train_step(model, optax.sgd(1.0), _rate, accumulation_steps=parts, loss_rows=16)
@@ -190,7 +190,7 @@ def test_a_skipped_step_changes_no_array_but_its_counts(monkeypatch, parts, kind
             spike_factor=20.0,
         )
     )
-    state = init_state(MODEL.replace(vocab_size=11), optimizer, 0)
+    state = state_of(optimizer, init_params(MODEL.replace(vocab_size=11), 0))
     state, metrics = step(state | {"skips": no_skips()}, batch := _batch())
     assert not metrics["is_skipped"]
     bad = batch | {"targets": batch["targets"].at[2, 1].set(kind)}

@@ -1,7 +1,7 @@
 """The objects of a run, built from its `RunConfig`: data, optimizer, jitted step, state."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,11 +19,11 @@ from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.rules import BATCH, spec
 from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.hardware import device_bytes
-from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
+from ttcd_jax.train.optimizer import build_optimizer
 from ttcd_jax.train.schedule import learning_rate
 from ttcd_jax.train.state import (
     TrainState,
-    init_state,
+    init_params,
     logical_axes,
     placed_as,
     state_of,
@@ -58,9 +58,9 @@ def placement(config: RunConfig, mesh: Mesh) -> Placement:
     rows = config.batch_size // parts
     if rows % devices:
         raise UserError(
-            f"batch_size {config.batch_size} in accumulation_steps {parts} "
-            f"makes parts of {rows} rows, which do not divide among the {devices} devices of mesh "
-            f"axes {' x '.join(BATCH)}: lower accumulation_steps or change MeshConfig"
+            f"batch_size {config.batch_size} in accumulation_steps {parts} makes parts of {rows} "
+            f"rows, which do not divide among the {devices} devices of mesh axes "
+            f"{' x '.join(BATCH)}: lower accumulation_steps or change MeshConfig"
         )
     return Placement(mesh, batch_size=config.batch_size, length=config.data.seq_len)
 
@@ -106,29 +106,26 @@ def build_data(
     return Batches(source, batch_size=size, rows=rows), manifest
 
 
-def _optimizer(config: RunConfig) -> tuple[OptimizerConfig, optax.GradientTransformation]:
-    """(configuration, optimizer); a schedule without `steps` takes the run's."""
+def _optimizer(config: RunConfig) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    """(learning rate, optimizer); a schedule without `steps` takes the run's."""
     schedule = config.optimizer.schedule
-    if schedule.steps is None:
-        schedule = schedule.replace(steps=config.steps)
-    resolved = config.optimizer.replace(schedule=schedule)
-    return resolved, build_optimizer(resolved, logical_axes(config.model))
+    rate = learning_rate(schedule.replace(steps=schedule.steps or config.steps))
+    return rate, build_optimizer(config.optimizer, rate, logical_axes(config.model))
 
 
 def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     """The compiled step, to be called under `jax.set_mesh(mesh)`; it donates its state."""
-    resolved, optimizer = _optimizer(config)
+    rate, optimizer = _optimizer(config)
     step = make_train_step(
         config.model,
         optimizer,
-        learning_rate(resolved.schedule),
+        rate,
         accumulation_steps=num_parts(config, mesh),
         loss_rows=config.loss_rows,
         spike_factor=config.spike_factor,
     )
-    return jax.jit(
-        step, donate_argnums=0, out_shardings=(_shardings(config, mesh), replicated(mesh))
-    )
+    where = _shardings(config, mesh), replicated(mesh)
+    return jax.jit(step, donate_argnums=0, out_shardings=where)
 
 
 def _shardings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
@@ -140,27 +137,25 @@ def _shardings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
 
 def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the training state; nothing is allocated."""
-    return placed_as(jax.eval_shape(_init(config)), _shardings(config, mesh))
+    return placed_as(jax.eval_shape(lambda: _fresh(config)), _shardings(config, mesh))
 
 
 def fresh_state(config: RunConfig, mesh: Mesh) -> TrainState:
-    return jax.jit(_init(config), out_shardings=_shardings(config, mesh))()
+    return jax.jit(lambda: _fresh(config), out_shardings=_shardings(config, mesh))()
 
 
 def state_with(config: RunConfig, mesh: Mesh, params: dict[str, Any]) -> TrainState:
     """The training state before the first step, with `params`, which are donated."""
-    _, optimizer = _optimizer(config)
-    options = {"out_shardings": _shardings(config, mesh), "donate_argnums": 0}
-    return jax.jit(lambda x: _counted(config, state_of(optimizer, x)), **options)(params)
+    where = _shardings(config, mesh)
+    return jax.jit(lambda x: _state(config, x), out_shardings=where, donate_argnums=0)(params)
 
 
-def _init(config: RunConfig) -> Callable[[], TrainState]:
-    _, optimizer = _optimizer(config)
-    return lambda: _counted(config, init_state(config.model, optimizer, config.seed))
+def _fresh(config: RunConfig) -> TrainState:
+    return _state(config, init_params(config.model, config.seed))
 
 
-def _counted(config: RunConfig, state: TrainState) -> TrainState:
-    """`state`, with the counts of a run that skips bad steps."""
+def _state(config: RunConfig, params: dict[str, Any]) -> TrainState:
+    state = state_of(_optimizer(config)[1], params)
     if config.counts_skips:
         state["skips"] = no_skips()
     return state

@@ -16,17 +16,20 @@ from ttcd_jax.train.optimizer import OptimizerConfig
 
 SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < value <= 1e6)]
 
-# The fields that may change when a run is resumed: sharding, parts of a step, reports, and what
-# happens to bad steps.
+# The fields that may change unnamed when a run is resumed: sharding, parts of a step, reports, and
+# what happens to bad steps.
 LAYOUT = (
     *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks", "trackers"),
     *("max_skipped_steps", "spike_factor"),
 )
-# Those that make another run. All others change when the user names them.
+# Those that make another run; all others change when they are named.
 LASTING = ("model", "data", "batch_size", "seed", "start_from", "start_drops", "optimizer.kind")
 # Where data are: they may move, and their digests decide.
 PLACES = (
-    *("CorpusConfig.path", "TokenizerConfig.path", "RecordsConfig.paths", "RecordsConfig.folders"),
+    "CorpusConfig.path",
+    "TokenizerConfig.path",
+    "RecordsConfig.paths",
+    "RecordsConfig.folders",
 )
 
 
@@ -106,8 +109,9 @@ def accepted_changes(
     """{field, old, new} of every difference: of the fields `named`, by their names in .gin files or
     their paths, and of the places of data, whose digests are compared elsewhere. Raises `UserError`
     for a name without a field, and for any other difference."""
-    if old is not new and old.get("type") == RunConfig.__name__:  # it may lack newer fields
-        old = RunConfig.from_dict(old).to_dict()
+    is_run = old.get("type") == RunConfig.__name__ == new.get("type")
+    if is_run and old is not new:
+        old = RunConfig.from_dict(old).to_dict()  # earlier versions stored fewer fields
     before, after = _leaves(old), _leaves(new)
     fields = {path: name for path, (name, _) in (before | after).items()}
     known = [*fields.values(), *fields]
@@ -116,14 +120,16 @@ def accepted_changes(
     accepted, lasting, others = [], [], {}
     for path, field in fields.items():
         start, now = (leaves.get(path, (field, None))[1] for leaves in (before, after))
+        if start == now:
+            continue
         # A clip that begins or ends gives the optimizer's state another structure.
         lasts = any(f"{path}.".startswith(f"{part}.") for part in LASTING)
         lasts |= path == "optimizer.clip_norm" and None in (start, now)
-        if start != now and (field in PLACES or (not lasts and {field, path} & {*named})):
+        if field in PLACES or (not lasts and {field, path} & {*named}):
             accepted.append({"field": field, "old": start, "new": now})
-        elif start != now:
+        else:
             others[f"{path}: {start} -> {now}"] = f"--change={field}"
-            lasting += [f"{path}: {start} -> {now}"] if lasts else []
+            lasting += [f"{path}: {start} -> {now}"] if lasts or not is_run else []
     if others:
         flags = "" if lasting else f"add {' '.join(others.values())} to change this run, or "
         raise UserError(

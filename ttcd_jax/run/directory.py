@@ -3,6 +3,7 @@
 config.json      configuration, its changes    config.gin        the recipe and its parameters
 data.json        manifest of the data          environment.json  versions and device
 checkpoints/     Orbax steps with digests      metrics.jsonl, tensorboard/
+metrics.jsonl.repeated                         records before an interruption, made again
 eval/            results of evaluations        lock              held by the training process
 
 An imported run has import.json (origin, digests, dtypes) instead of data.json, and its
@@ -30,7 +31,7 @@ from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.run.config import accepted_changes
+from ttcd_jax.run.config import LAYOUT, accepted_changes
 from ttcd_jax.train.checkpoint import Checkpoints, complete_steps
 from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, with_params
 
@@ -79,12 +80,9 @@ class RunDirectory:
 
     def read_part(self, name: str) -> dict[str, Any]:
         """The configuration `model` or `data`. Raises `UserError` for none."""
-        part = self.read_config().get(name)
+        part, file = self.read_config().get(name), self.path / "config.json"
         if not isinstance(part, dict) or "type" not in part:
-            raise UserError(
-                f"{self.path / 'config.json'} has no {name} with a type: it is damaged, restore a "
-                "copy"
-            )
+            raise UserError(f"{file} has no {name} with a type: it is damaged, restore a copy")
         return part
 
     def claim(
@@ -92,7 +90,7 @@ class RunDirectory:
         config: dict[str, Any],
         source: str | None,
         data: dict[str, Any],
-        layout: tuple[str, ...] = (),
+        layout: Sequence[str] = LAYOUT,
         changes: Sequence[str] = (),
     ) -> None:
         """Writes the files of a new run, or checks that the run here is the same apart from the
@@ -102,7 +100,7 @@ class RunDirectory:
         for path in (x for name in (*_CLAIM, METRICS) for x in self.path.glob(f".{name}.*")):
             path.unlink()
         old = self.read_config() if self.is_claimed else config
-        old |= {name: config[name] for name in layout}
+        old |= {name: config[name] for name in layout if name in config}
         accepted = accepted_changes(self.path, old, config, changes)
         if not self.is_claimed:
             names = {path.name for path in self.path.iterdir()} - {"lock"}
@@ -120,16 +118,16 @@ class RunDirectory:
                 f"the training data changed since {self.path} was started ({changed[0]}): restore "
                 "it, or choose another --run_dir"
             )
+        if not accepted:
+            return
         done = max(complete_steps(self.checkpoints), default=0)
-        if accepted and config["steps"] < done:
+        if config["steps"] < done:
             raise UserError(
                 f"RunConfig.steps {config['steps']} is below the {done} steps that {self.path} has "
                 f"done: take {done} or more, or choose another --run_dir"
             )
-        if accepted:
-            history = self._read("config.json").get("changes", [])
-            history += [{"step": done} | change for change in accepted]
-            self._write_config(config, source, history)
+        history = self._read("config.json").get("changes", [])
+        self._write_config(config, source, [*history, *({"step": done} | x for x in accepted)])
 
     def write_import(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
         """Writes the files of an imported run: its configuration and its origin."""
@@ -147,8 +145,8 @@ class RunDirectory:
     ) -> None:
         if source is not None:
             write_whole(self.path / "config.gin", source)
-        facts = {"format": FORMAT, "changes": changes} | config
-        write_json(self.path / "config.json", sealed(facts))
+        content = {"format": FORMAT, "changes": changes} | config
+        write_json(self.path / "config.json", sealed(content))
 
     def read_import(self) -> dict[str, Any] | None:
         """The origin of an imported run; None for a run that was trained."""
@@ -203,8 +201,8 @@ def load_params(run_dir: str | os.PathLike[str], step: int | None = None) -> Loa
     if not mesh.empty:
         params = placed_as(params, params_shardings(config, mesh))
     with open_checkpoints(directory, config) as checkpoints:
-        step, params = checkpoints.restore_params(params, step)
-    return LoadedParams(params, config, step)
+        step, state = checkpoints.restore({"params": params}, step)
+    return LoadedParams(state["params"], config, step)
 
 
 def open_checkpoints(
@@ -240,8 +238,8 @@ def load_run(run_dir: str | os.PathLike[str], step: int | None = None) -> Loaded
     for a checkpoint that is missing, damaged or of another model.
     """
     params, config, step = load_params(run_dir, step)
-    tokenizer = run_tokenizer(RunDirectory(run_dir))
-    return LoadedRun(with_params(config, params), config, step, tokenizer)
+    model, tokenizer = with_params(config, params), run_tokenizer(RunDirectory(run_dir))
+    return LoadedRun(model, config, step, tokenizer)
 
 
 def run_tokenizer(directory: RunDirectory) -> Tokenizer | None:

@@ -59,4 +59,5 @@ def best_scores(config: RunConfig, records: Sequence[dict[str, Any]]) -> dict[in
     if name is None:
         return {}
     sign = -1 if TASKS[name.split("/")[0]].is_lower_better else 1
-    return {x["step"]: sign * x[name] for x in records if math.isfinite(x.get(name, math.nan))}
+    scores = ((x["step"], x.get(name)) for x in records)  # null: it was not finite
+    return {n: sign * x for n, x in scores if isinstance(x, int | float) and abs(x) < math.inf}

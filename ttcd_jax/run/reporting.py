@@ -9,7 +9,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,49 +51,48 @@ def _print(text: str) -> None:
 @contextlib.contextmanager
 def reporter(
     config: RunConfig, directory: Path, start: int, trackers: Sequence[Tracker] = ()
-) -> Iterator[tuple[list[MetricCallback], Callable[[int, dict[str, float]], None]]]:
+) -> Iterator[tuple[list[MetricCallback], Callable[[int, dict[str, Any]], None]]]:
     """(callbacks that report a run every `log_every` steps, function that writes other metrics of a
     step); both do nothing outside the first process."""
     if jax.process_index():
         yield [], lambda step, record: None
         return
-    progress, files = Progress(start, config.steps), MetricFiles()
+    progress, files = Progress(start, config.steps), MetricFiles(directory, start)
     others = [Background(tracker) for tracker in trackers]
-    for tracker in (files, *others):
+    for tracker in others:
         tracker.start(directory, config.to_dict(), start)
     tokens_per_step = config.batch_size * config.data.seq_len
     flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
     sheet = data_sheet(jax.devices()[0].device_kind)
-    done, waited = start, 0.0
+    waited = 0.0
 
-    def write(step: int, record: dict[str, Any], facts: dict[str, Any] | None = None) -> None:
-        files.write(step, record | (facts or {}))
-        for tracker in () if (step, *[*record][:1]) in files.repeated else others:
+    def write(step: int, record: dict[str, Any]) -> None:
+        is_new = files.write(step, record)
+        for tracker in others if is_new else ():
             tracker.write(step, record)
 
     def log(step: int, metrics: HostMetrics) -> None:
-        nonlocal done, waited
+        nonlocal waited
         record: dict[str, Any] = flat_metrics(metrics)
         record.pop("is_skipped", None)
-        speed, seconds = progress.update(step), record.pop("data_seconds")
-        rate, share = speed * tokens_per_step, (seconds - waited) * speed / (step - done)
-        done, waited = step, seconds
-        record |= {"tokens_per_second": rate, "data_wait": share}
+        steps, seconds = progress.update(step)
+        before, waited = waited, record.pop("data_seconds")
+        rate = steps * tokens_per_step / seconds
+        record |= {"tokens_per_second": rate, "data_wait": (waited - before) / seconds}
         if sheet is not None:
             record["mfu"] = rate * flops_per_token / (sheet.peak_flops * jax.device_count())
-        facts = None
         if reason := fault(metrics):
-            facts = {"skipped": reason, "rows": (rows := batch_rows(config, step))}
+            record |= {"skipped": reason, "rows": (rows := batch_rows(config, step))}
             text = "step %d is skipped (%s): rows %d .. %d of the data, %d of at most %d steps"
             counts = record["skipped_steps"], config.max_skipped_steps
             logging.warning(text, step, reason, *rows, *counts)
-        write(step, record, facts)
+        write(step, record)
         progress.show(step, record)
 
     try:
         yield [MetricCallback(config.log_every, log)], write
     finally:
-        for tracker in (files, *others):
+        for tracker in others:
             tracker.close()
 
 
@@ -114,26 +113,28 @@ def flat_metrics(metrics: HostMetrics) -> dict[str, float]:
 
 
 class MetricFiles:
-    """The tracker of `metrics.jsonl` and TensorBoard. Records after step `step`, of a run
-    interrupted before its next checkpoint, are dropped: training repeats those steps. `repeated`
-    has their steps and first names."""
+    """`metrics.jsonl` and TensorBoard. Records after step `start`, of a run interrupted before its
+    next checkpoint, are set aside: training repeats those steps."""
 
-    def start(self, run_dir: Path, config: dict[str, Any], step: int) -> None:
+    def __init__(self, run_dir: Path, start: int) -> None:
         path = run_dir / METRICS
+        aside = path.with_name(f"{METRICS}.repeated")
         records = read_metrics(path)
-        kept = [record for record in records if record["step"] <= step]
-        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
-        later = (record for record in records if record["step"] > step)
-        self.repeated = {(record["step"], *[*record][1:2]) for record in later}
+        later = {_key(x): x for x in read_metrics(aside) + records if x["step"] > start}
+        if later:
+            _write_records(aside, later.values())
+        _write_records(path, (x for x in records if x["step"] <= start))
+        self._repeated = later.keys()
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         self._lines, self._events = GrowingFile(path), GrowingFile(run_dir / "tensorboard" / name)
         begun = SessionLog(status=SessionLog.START)  # hides the records that are repeated
         self._events.append(_framed(Event(file_version="brain.Event:2")))
-        self._events.append(_framed(Event(step=step + 1, session_log=begun)))
+        self._events.append(_framed(Event(step=start + 1, session_log=begun)))
 
-    def write(self, step: int, record: dict[str, Any]) -> None:
+    def write(self, step: int, record: dict[str, Any]) -> bool:
         """Appends one record, numbers that are not finite as null; it is on disk when this returns.
-        TensorBoard gets the finite numbers alone."""
+        TensorBoard gets the finite numbers alone. Returns whether it is the first of its kind, not
+        one that a run wrote before it was interrupted."""
         numbers = {name: x for name, x in record.items() if isinstance(x, int | float)}
         finite = {name: x for name, x in numbers.items() if math.isfinite(x)}
         line = {"step": step} | record | dict.fromkeys(numbers) | finite
@@ -142,9 +143,16 @@ class MetricFiles:
         for name, value in finite.items():
             event.summary.MergeFrom(scalar(name, value))
         self._events.append(_framed(event))
+        return _key(line) not in self._repeated
 
-    def close(self) -> None:
-        """Does nothing: every record is on disk."""
+
+def _key(record: dict[str, Any]) -> tuple[int, str]:
+    """The step of a record and its first metric, which tell it from all others."""
+    return record["step"], next((name for name in record if name != "step"), "")
+
+
+def _write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def _framed(event: Event) -> bytes:
@@ -187,11 +195,11 @@ class Progress:
         self._steps, self._is_live = steps, sys.stdout is not None and sys.stdout.isatty()
         self._first, self._last = None, (start, time.monotonic())
 
-    def update(self, step: int) -> float:
-        """Steps per second since the last call."""
+    def update(self, step: int) -> tuple[int, float]:
+        """(steps, seconds) since the last call."""
         (last_step, last_time), self._last = self._last, (step, time.monotonic())
         self._first = self._first or self._last
-        return (step - last_step) / max(self._last[1] - last_time, 1e-9)
+        return step - last_step, max(self._last[1] - last_time, 1e-9)
 
     def show(self, step: int, record: dict[str, float]) -> None:
         """Prints the line of `step`."""

@@ -109,8 +109,8 @@ def _taken(
         for name, leaf in stored_params(model_config(directory)).items()
     }
     with open_checkpoints(directory) as checkpoints:
-        step, params = checkpoints.restore_params(unflatten_dict(like, sep="/"))
-    rows = by_name(params)
+        step, state = checkpoints.restore({"params": unflatten_dict(like, sep="/")})
+    rows = by_name(state["params"])
     return step, {name: rows[name].astype(wanted[name].dtype) for name in plan.taken}
 
 

@@ -2,6 +2,7 @@
 are written always; `RunConfig.trackers` names others, and `train_run` takes any object of the
 protocol."""
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -29,9 +30,9 @@ class Tracker(Protocol):
         """Called once, when `step` steps are done."""
         ...
 
-    def write(self, step: int, record: dict[str, float]) -> None:
-        """Receives one record of `step`. Of a run that goes on after a kill, no record comes twice
-        that `metrics.jsonl` had before."""
+    def write(self, step: int, record: dict[str, Any]) -> None:
+        """Receives one record of `step`: numbers, and of a skipped step the reason and the rows. Of
+        a run that goes on after kills, no record comes twice that `metrics.jsonl` had before."""
         ...
 
     def close(self) -> None:
@@ -77,7 +78,7 @@ class WeightsAndBiases:
             settings=settings,
         )
 
-    def write(self, step: int, record: dict[str, float]) -> None:
+    def write(self, step: int, record: dict[str, Any]) -> None:
         self._run.log(record, step=step)
 
     def close(self) -> None:
@@ -105,12 +106,12 @@ class Background:
     def start(self, run_dir: Path, config: dict[str, Any], step: int) -> None:
         self._call(self._tracker.start, run_dir, config, step)
 
-    def write(self, step: int, record: dict[str, float]) -> None:
+    def write(self, step: int, record: dict[str, Any]) -> None:
         self._call(self._tracker.write, step, record)
 
     def close(self) -> None:
         self._call(self._tracker.close)
-        self._call(self._end)
+        self._call(setattr, self, "_is_over", True)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             self._warn(f"did not close within {CLOSE_SECONDS:.0f} s")
@@ -123,19 +124,15 @@ class Background:
                 self._warn(f"hangs, {_MOST_WAITING} calls behind")
 
     def _serve(self) -> None:
-        with self:
+        with contextlib.ExitStack() as stack:
+            stack.push(self._note)
             while not self._is_over:
                 self._calls.get()()
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+    def _note(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is not None:
             self._warn(f"failed ({type(error).__name__}: {' '.join(str(error).split())})")
         return True
-
-    def _end(self) -> None:
-        self._is_over = True
 
     def _warn(self, problem: str) -> None:
         if not self._is_over:

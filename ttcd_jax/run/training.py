@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from ttcd_jax.data.pipeline import MakeBatches, StepBatches
 from ttcd_jax.errors import CheckpointError, NonFiniteError
 from ttcd_jax.run import build
-from ttcd_jax.run.config import LAYOUT, RunConfig
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import METRICS, RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.layout import num_parts, run_mesh
@@ -28,14 +28,14 @@ from ttcd_jax.run.start import plan_start, started_state
 from ttcd_jax.run.trackers import Tracker, named
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.train.bad_steps import no_skips
-from ttcd_jax.train.checkpoint import Best, Checkpoints
+from ttcd_jax.train.checkpoint import Checkpoints, Kept
 from ttcd_jax.train.compilation import compiled_once
 from ttcd_jax.train.loop import HostMetrics, MetricCallback, StateCallback, train
 from ttcd_jax.train.profile import profiled
 from ttcd_jax.train.state import TrainState
 from ttcd_jax.train.watchdog import Watchdog
 
-_SAVE, _AHEAD = "ttcd_jax/save/", 2
+_SAVE = "ttcd_jax/save/"
 
 
 class TrainedRun(NamedTuple):
@@ -80,8 +80,8 @@ def train_run(
             placement = build.placement(config, mesh)
             data, manifest = build.build_data(config, placement.rows, batches)
             if is_first:
-                directory.claim(config.to_dict(), source, manifest, LAYOUT, changes)
-                _check_kept(config, directory)
+                _check_kept(directory)
+                directory.claim(config.to_dict(), source, manifest, changes=changes)
             multihost_utils.sync_global_devices("the run directory is claimed")
             calls = on_metrics, trackers
             return _train(config, directory, mesh, watchdog, data, placement, *calls, profile)
@@ -94,13 +94,14 @@ def check(config: RunConfig, directory: RunDirectory) -> None:
         plan_start(config)
 
 
-def _check_kept(config: RunConfig, directory: RunDirectory) -> None:
+def _check_kept(directory: RunDirectory) -> None:
     """Raises `CheckpointError` for a run whose checkpoints have vanished. The folder is made before
     the first report, and the first checkpoint is complete when the second one is handed over."""
     folder, path = directory.checkpoints, directory.path / METRICS
-    if not any(folder.glob("[0-9]*")):
+    if directory.is_claimed and not any(folder.glob("[0-9]*")):
+        every = directory.read_config()["checkpoint_every"]  # before it changes
         done = max((record["step"] for record in read_metrics(path)), default=0)
-        if done > (2 * config.checkpoint_every if folder.is_dir() else 0):
+        if done > (2 * every if folder.is_dir() else 0):
             raise CheckpointError(
                 f"{path} reports {done} steps and {folder} holds no checkpoint: restore a copy, or "
                 "start anew in another run directory"
@@ -159,7 +160,9 @@ def _train(
                 on_metrics=[*callbacks, *on_metrics, beat],
                 on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
                 is_stopping=signals.is_stopping,
-                on_bad=functools.partial(_stop_after_too_many, config, checkpoints),
+                on_bad=watchdog.paused()(
+                    functools.partial(_stop_after_too_many, config, checkpoints)
+                ),
             )
     if done == config.steps:
         say(f"trained {done} steps; checkpoints in {directory.checkpoints}")
@@ -175,10 +178,10 @@ def _stop_after_too_many(
         return
     checkpoints.wait()
     saved, (first, last) = checkpoints.steps(), batch_rows(config, step)
+    good = f"step {saved[-1]}" if saved else "none"
     raise NonFiniteError(
         f"{reason} at step {step}, in rows {first} .. {last} of the data; bad steps: {skipped}, "
-        f"RunConfig.max_skipped_steps: {most}; last good checkpoint: "
-        f"{f'step {saved[-1]}' if saved else 'none'}. Resume with "
+        f"RunConfig.max_skipped_steps: {most}; last good checkpoint: {good}. Resume with "
         f"--param=RunConfig.max_skipped_steps={skipped + 9} to skip such steps, or start anew with "
         "a lower ScheduleConfig.peak or MemoryConfig.eta"
     )
@@ -189,13 +192,8 @@ def _checkpoints(
     config: RunConfig, directory: RunDirectory, watchdog: Watchdog, scores: dict[int, float]
 ) -> Iterator[Checkpoints]:
     """The checkpoints of the run, closed on exit unless a process was lost."""
-    checkpoints = Checkpoints(
-        directory.checkpoints,
-        model=config.model,
-        keep=config.keep_checkpoints,
-        keep_every=config.keep_every,
-        best=None if config.keep_best is None else Best(config.keep_best, scores),
-    )
+    kept = Kept(config.keep_checkpoints, config.keep_every, config.keep_best, scores)
+    checkpoints = Checkpoints(directory.checkpoints, model=config.model, kept=kept)
     try:
         yield checkpoints
     except (ValueError, RuntimeError) as error:
@@ -248,18 +246,18 @@ class _Signals:
         self.name, self._is_asked, self._last_save = "", False, time.monotonic()
         self._seconds = math.inf if minutes is None else 60 * minutes
         self._is_alone = jax.process_count() == 1
-        self._before: dict[int, Any] = {}
+        self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         numbers = [signal.SIGINT, signal.SIGUSR1, *([signal.SIGTERM] if self._is_alone else [])]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        for number in numbers:
+            self._handlers.callback(signal.signal, number, signal.signal(number, self._note))
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, call in self._before.items():
-            signal.signal(number, call)
+        self._handlers.close()
 
     def is_stopping(self, step: int) -> bool:
         """Whether to stop after `step`, the same in all processes."""
@@ -276,7 +274,7 @@ class _Signals:
             return is_asked
         client = ocp.multihost.get_jax_distributed_client()
         if is_asked:
-            client.key_value_set(f"{_SAVE}{step + _AHEAD}", "", allow_overwrite=True)
+            client.key_value_set(f"{_SAVE}{step + 2}", "", allow_overwrite=True)
         return any(key == f"{_SAVE}{step}" for key, _ in client.key_value_dir_get(_SAVE))
 
     def note_save(self) -> None:

@@ -32,7 +32,6 @@ import orbax.checkpoint as ocp
 from absl import logging
 from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
-from orbax.checkpoint import checkpoint_managers
 
 from ttcd_jax import units
 from ttcd_jax.errors import CheckpointError, ResourceError, UserError, listed
@@ -115,26 +114,28 @@ def complete_steps(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in paths if path.name.isdigit() and path.is_dir())
 
 
-class Best(NamedTuple):
-    """Orbax' policy that keeps the `number` steps with the highest of `scores`, which may be added
-    after the step was saved."""
+class Kept(NamedTuple):
+    """Orbax' policy that keeps the `newest` steps, those that `every` divides, and the `best` by
+    their `scores`, which may be added after a step was saved."""
 
-    number: int
-    scores: Mapping[int, float]
+    newest: int = 3
+    every: int | None = None
+    best: int | None = None
+    scores: Mapping[int, float] = {}
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Whether each of `checkpoints` is one of them."""
-        scored = [x.step for x in checkpoints if x.step in self.scores]
-        kept = sorted(scored, key=self.scores.__getitem__)[-self.number :]
-        return [x.step in kept for x in checkpoints]
+        """Whether each of `checkpoints`, in ascending order, is one of them."""
+        steps = [x.step for x in checkpoints]
+        scored = sorted((x for x in steps if x in self.scores), key=self.scores.__getitem__)
+        kept = {*steps[-self.newest :], *(scored[-self.best :] if self.best else [])}
+        return [x in kept or (self.every is not None and x % self.every == 0) for x in steps]
 
 
 class Checkpoints:
     """The checkpoints of one run, in `directory`.
 
-    The newest `keep` steps are kept, those that `keep_every` divides, and the `best`. A state is a
-    dict of trees of arrays, `params` among its keys. The layers of `model`, stacked on the devices,
-    are stored one by one; without a model a state is stored, and read, as it is. With
+    A state is a dict of trees of arrays, `params` among its keys. The layers of `model`, stacked on
+    the devices, are stored one by one; without a model a state is stored, and read, as it is. With
     `is_read_only` nothing on disk is changed. One writer per directory: opening it deletes the
     unfinished step of a killed writer. A save in progress is lost unless `close` is called.
     """
@@ -144,9 +145,7 @@ class Checkpoints:
         directory: str | os.PathLike[str],
         *,
         model: TransformerConfig | None = None,
-        keep: int = 3,
-        keep_every: int | None = None,
-        best: Best | None = None,
+        kept: Kept | None = None,
         is_read_only: bool = False,
     ) -> None:
         self._directory, self._model = Path(directory).absolute(), model
@@ -162,15 +161,12 @@ class Checkpoints:
                     "run directory"
                 ) from error
         _silence_orbax()
-        policies = [checkpoint_managers.LatestN(keep), *([best] if best else [])]
-        if keep_every is not None:
-            policies.append(checkpoint_managers.EveryNSteps(keep_every))
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_handlers={x: ocp.StandardCheckpointHandler() for x in (_PARAMS, _TRAIN)},
             options=ocp.CheckpointManagerOptions(
                 save_interval_steps=0 if is_read_only else 1,
-                preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+                preservation_policy=kept or Kept(),
                 create=False,
                 cleanup_tmp_directories=not is_read_only,
                 read_only=is_read_only,
@@ -199,7 +195,7 @@ class Checkpoints:
         """
         self.wait()
         items = _to_items(self._on_disk(by_name(state)))
-        args = ocp.args.Composite(**{x: ocp.args.StandardSave(item) for x, item in items.items()})
+        args = ocp.args.Composite(**{x: ocp.args.StandardSave(items[x]) for x in items})
         need = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         with self._reporting_write(step, need):
             self._check_place(step, need)
@@ -231,8 +227,9 @@ class Checkpoints:
         """(step, state) of `step`, or of the newest intact one by the policy above.
 
         `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for every array; the
-        `OPTIONAL` keys that the step lacks are left out. Raises `CheckpointError` for damage, and
-        for different names, shapes or dtypes (Orbax would cast).
+        `OPTIONAL` keys that the step lacks are left out. For `params` alone, the optimizer's state
+        is never read. Raises `CheckpointError` for damage, and for different names, shapes or
+        dtypes (Orbax would cast).
         """
         self.wait()
         for _ in range(_LOOKS):
@@ -252,15 +249,13 @@ class Checkpoints:
         self, abstract_state: dict[str, Any], step: int | None
     ) -> tuple[int, dict[str, Any]]:
         """`restore`, of the steps there are now."""
-        chosen, num_refused, refused = self._chosen(step)
+        chosen, refused = self._chosen(step)
         with _reporting_read(chosen):
             metadata = self._manager.item_metadata(chosen)
-            absent = OPTIONAL & abstract_state.keys()
-            absent = absent and absent - set(metadata[_TRAIN].tree)
-        abstract_state = {name: x for name, x in abstract_state.items() if name not in absent}
-        wanted = by_name(jax.tree.map(_with_sharding, abstract_state))
-        items = _to_items(self._on_disk(wanted))
-        with _reporting_read(chosen):
+            absent = {x for x in OPTIONAL & {*abstract_state} if x not in metadata[_TRAIN].tree}
+            abstract_state = {x: abstract_state[x] for x in abstract_state if x not in absent}
+            wanted = by_name(jax.tree.map(_with_sharding, abstract_state))
+            items = _to_items(self._on_disk(wanted))
             stored = {name: metadata[name].tree for name in items}
         problem = misfit(_to_leaves(items), _to_leaves(stored), ("shape", "dtype"))
         if problem:
@@ -268,22 +263,15 @@ class Checkpoints:
                 f"checkpoint step {chosen} is of another model: {problem}; build the model from "
                 "the configuration of its run"
             )
-        args = ocp.args.Composite(
-            **{name: ocp.args.StandardRestore(item) for name, item in items.items()}
-        )
+        args = ocp.args.Composite(**{x: ocp.args.StandardRestore(items[x]) for x in items})
         with _reporting_read(chosen):
             leaves = _to_leaves({**self._manager.restore(chosen, args=args)})
-        if num_refused and not self._is_read_only:
+        if not self._is_read_only:
             self._set_aside(refused)
         if self._model is not None:
             leaves = stacked(self._model, leaves, wanted)
         ordered = [leaves[name] for name in wanted]
         return chosen, jax.tree.unflatten(jax.tree.structure(abstract_state), ordered)
-
-    def restore_params(self, abstract_params: Any, step: int | None = None) -> tuple[int, Any]:
-        """As `restore`, for the parameters alone: the optimizer's state is never read."""
-        chosen, state = self.restore({_PARAMS: abstract_params}, step)
-        return chosen, state[_PARAMS]
 
     def _on_disk(self, leaves: Leaves) -> Leaves:
         return leaves if self._model is None else unstacked(self._model, leaves)
@@ -329,16 +317,14 @@ class Checkpoints:
                 f"last good step: {sealed[-1] if sealed else 'none'}"
             ) from error
 
-    def _chosen(self, step: int | None) -> tuple[int, int, list[int]]:
-        """(step to restore, number of newer steps refused, on the first process also those steps).
-        Only that process reads the disk, so that all agree even while a job writes."""
+    def _chosen(self, step: int | None) -> tuple[int, list[int]]:
+        """`_judged` of the first process, which alone reads the disk, so that all agree even while
+        a job writes; the refused steps on that process only."""
         chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
-        decision = np.array([chosen, len(refused)])
-        chosen, num_refused = map(int, multihost_utils.broadcast_one_to_all(decision))
-        return chosen, num_refused, refused
+        return int(multihost_utils.broadcast_one_to_all(np.array(chosen))), refused
 
     def _judged(self, step: int | None) -> tuple[int, list[int]]:
-        """(step to restore, newer ones that were refused) by the policy above."""
+        """(step to restore, those that were refused) by the policy above."""
         steps, where = self.steps(), self._directory
         if not steps:
             raise CheckpointError(f"there is no checkpoint in {where}")
@@ -346,45 +332,44 @@ class Checkpoints:
             there = ", ".join(map(str, steps))
             raise CheckpointError(f"there is no checkpoint step {step} in {where}; steps: {there}")
         candidates = [known for known in reversed(steps) if step is None or known <= step]
-        first, text = candidates[0], f"its writer has not written {digest.DIGEST}, or not yet"
-        sealed = [known for known in candidates if digest.is_sealed(self._step_dir(known))]
-        if first not in sealed and (step is not None or not sealed):
-            logging.warning("checkpoint step %d in %s is used unchecked: " + text, first, where)
-            return first, []
-        chosen, refused = None, {}
-        for known in candidates:
-            problems = digest.verify(self._step_dir(known))
-            if not problems:
+        unsealed = [x for x in candidates if not digest.is_sealed(self._step_dir(x))]
+        is_unchecked = candidates[0] in unsealed and (step is not None or unsealed == candidates)
+        chosen, refused = candidates[0] if is_unchecked else None, {}
+        while chosen is None and len(refused) < len(candidates):
+            known = candidates[len(refused)]
+            if problems := digest.verify(self._step_dir(known)):
+                refused[known] = listed(problems, 1)
+            else:
                 chosen = known
-                break
-            refused[known] = listed(problems, 1)
-        if chosen is None and step is None and (complete := set(candidates) - set(sealed)):
+        if chosen is None and step is None and unsealed:
             # Its writer was killed while it deleted the step before.
-            chosen = max(complete)
+            chosen, is_unchecked = unsealed[0], True
             del refused[chosen]
-            logging.warning("checkpoint step %d in %s is used unchecked: " + text, chosen, where)
-        reasons = ", ".join(f"step {known} ({reason})" for known, reason in refused.items())
+        if is_unchecked:
+            text = "checkpoint step %d in %s is used unchecked: its writer has not written %s, or "
+            logging.warning(text + "not yet", chosen, where, digest.DIGEST)
         if step is not None and refused:
             remedy = "no intact step precedes it" if chosen is None else f"pass step={chosen}"
             raise CheckpointError(f"checkpoint step {step} is damaged: {refused[step]}; {remedy}")
+        reasons = ", ".join(f"step {known} ({reason})" for known, reason in refused.items())
         if chosen is None:
             raise CheckpointError(
                 f"no checkpoint in {where} is intact: {reasons}; restore a copy, or start anew in "
                 "another run directory"
             )
         if refused:
-            text = "refused damaged or unsealed checkpoint %s; using step %d"
-            logging.warning(text, reasons, chosen)
+            logging.warning(
+                "refused damaged or unsealed checkpoint %s; using step %d", reasons, chosen
+            )
         return chosen, list(refused)
 
     def _set_aside(self, refused: list[int]) -> None:
         """Renames `refused` so that Orbax ignores them, once every process has restored, and
         deletes those of earlier times, so that they do not fill the disk."""
         multihost_utils.sync_global_devices("checkpoints: refused")
-        if jax.process_index() == 0:
-            for aside in self._directory.glob("*.refused"):
-                shutil.rmtree(aside, ignore_errors=True)
-            for step in refused:
-                self._step_dir(step).rename(self._directory / f"{step}.refused")
+        for aside in self._directory.glob("*.refused") if refused else ():
+            shutil.rmtree(aside, ignore_errors=True)
+        for step in refused:
+            self._step_dir(step).rename(self._directory / f"{step}.refused")
         multihost_utils.sync_global_devices("checkpoints: set aside")
         self._manager.reload()

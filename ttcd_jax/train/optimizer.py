@@ -9,7 +9,7 @@ import optax
 
 from ttcd_jax.config import Config, Decay, NonNegativeFloat, PositiveFloat
 from ttcd_jax.train.muon import parameter_groups, scale_by_muon
-from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
+from ttcd_jax.train.schedule import ScheduleConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     return optax.stateless(update)
 
 
-def build_with_schedule(
+def build_optimizer(
     config: OptimizerConfig,
     schedule: optax.Schedule,
     axes: Any,
@@ -63,7 +63,8 @@ def build_with_schedule(
     `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`, then
     `p <- p (1 - rate * weight_decay) - rate * mhat / (sqrt(vhat) + eps)`;
     with Muon a matrix has another direction (`train.muon`) and the same rate and decay.
-    `axes`: a tree of the parameters' structure, with a tuple of axis names for each.
+    `axes`: a tree of the parameters' structure, with a tuple of axis names for each, as
+    `train.state.logical_axes` makes it.
     """
     direction = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     if config.kind == "muon":
@@ -82,8 +83,3 @@ def build_with_schedule(
     if config.clip_norm is None:
         return update
     return optax.chain(clip_by_global_norm(config.clip_norm), update)
-
-
-def build_optimizer(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
-    """`build_with_schedule` with the schedule of `config`; `axes`: `train.state.logical_axes`."""
-    return build_with_schedule(config, learning_rate(config.schedule), axes)

@@ -1,6 +1,5 @@
 """The training state: a dict of arrays, made from a configuration and a seed alone."""
 
-import functools
 from typing import Any, NotRequired, TypedDict
 
 import jax
@@ -59,12 +58,11 @@ def state_shardings(
     """The shardings of the training state, in its structure: an optimizer's array of a parameter is
     sharded like that parameter, all else is replicated."""
     params = params_shardings(config, mesh)
-    state = jax.eval_shape(functools.partial(init_state, config, optimizer, 0))
     whole = replicated(mesh)
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
         lambda leaf, where: leaf if isinstance(leaf, optax.MaskedNode) else where,
-        state["opt_state"],
+        jax.eval_shape(optimizer.init, abstract_params(config)),
         params,
         transform_non_params=lambda _: whole,
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),
@@ -89,13 +87,6 @@ def with_params(config: TransformerConfig, params: dict[str, Any]) -> Transforme
 def init_params(config: TransformerConfig, seed: int) -> dict[str, Any]:
     """Fresh parameters; call it under `jax.jit` or `jax.eval_shape`."""
     return nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(seed)), nnx.Param))
-
-
-def init_state(
-    config: TransformerConfig, optimizer: optax.GradientTransformation, seed: int
-) -> TrainState:
-    """A fresh state; call it under `jax.jit` or `jax.eval_shape`."""
-    return state_of(optimizer, init_params(config, seed))
 
 
 def state_of(optimizer: optax.GradientTransformation, params: dict[str, Any]) -> TrainState:

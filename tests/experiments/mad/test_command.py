@@ -92,8 +92,8 @@ def test_the_command_records_prints_and_goes_on(tmp_path):
     assert "[1/1]" not in again.stdout
     assert json.loads(path.read_text()) == record
 
-    other = command(run_dir, "RecipeConfig.schedule='constant'")
-    assert "recipe.schedule: cosine -> constant" in commands.mistake(other)
+    other = commands.mistake(command(run_dir, "RecipeConfig.schedule='constant'"))
+    assert "recipe.schedule: cosine -> constant; choose another --run_dir" in other
 
 
 def test_a_job_is_one_process_s_at_a_time(tmp_path):
