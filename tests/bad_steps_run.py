@@ -3,7 +3,7 @@ multiplies it. A script: `python bad_steps_run.py RUN_DIR` prints the records of
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from small_models import config_of
 from ttcd_jax import BatchesConfig, OptimizerConfig, RunConfig, train_run
 from ttcd_jax.precision import Precision
 from ttcd_jax.run.reporting import read_metrics
+from ttcd_jax.run.trackers import Tracker
 from ttcd_jax.run.training import TrainedRun
 from ttcd_jax.train import bad_steps
 from ttcd_jax.train import step as step_module
@@ -49,11 +50,14 @@ def batches(start: int) -> Iterator[np.ndarray]:
         yield batch
 
 
-def train(run_dir: Path, *on_metrics: Any, **changes: Any) -> TrainedRun:
+def train(
+    run_dir: Path, *on_metrics: Any, trackers: Sequence[Tracker] = (), **changes: Any
+) -> TrainedRun:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_module, "summed_loss", poisoned_loss)
         patch.setattr(bad_steps, "WARMUP", WARMUP)
-        return train_run(CONFIG.replace(**changes), run_dir, batches, on_metrics=on_metrics)
+        config, calls = CONFIG.replace(**changes), {"on_metrics": on_metrics, "trackers": trackers}
+        return train_run(config, run_dir, batches, **calls)
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

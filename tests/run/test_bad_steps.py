@@ -67,8 +67,21 @@ def test_a_run_killed_among_them_repeats_losses_skips_and_state(undisturbed, tmp
     assert_same(_final_state(tmp_path), _final_state(undisturbed))
 
 
+class _Received(list):
+    """A tracker that is the list of its records."""
+
+    def start(self, run_dir, config, step): ...
+
+    def write(self, step, record):
+        self.append((step, record.get("skipped"), record.get("rows")))
+
+    def close(self): ...
+
+
 def test_skipped_steps_are_recorded_and_warned_of_between_reports(tmp_path, caplog):
-    train(tmp_path, log_every=50, steps=4)
+    received = _Received()
+    train(tmp_path, log_every=50, steps=4, trackers=[received])
+    assert received == [(3, "loss is nan", (8, 11)), (4, None, None)]
     assert [record["step"] for record in records(tmp_path)] == [3, 4]
     (message,) = (x for x in caplog.messages if "skipped" in x)
     assert message.startswith("step 3 is skipped (loss is nan): rows 8 .. 11 of the data, 1 of at")

@@ -1,6 +1,5 @@
-"""Trackers: objects that receive the records of a run as it trains. `metrics.jsonl` and TensorBoard
-are written always; `RunConfig.trackers` names others, and `train_run` takes any object of the
-protocol."""
+"""Trackers: objects that receive the records of a run as it trains, besides `metrics.jsonl` and
+TensorBoard. `RunConfig.trackers` names them, and `train_run` takes any object of the protocol."""
 
 import contextlib
 import functools
@@ -42,9 +41,9 @@ class Tracker(Protocol):
 
 class WeightsAndBiases:
     """A run of Weights & Biases in the folder `wandb` of the run directory, offline unless
-    WANDB_MODE says otherwise; `wandb sync` uploads it. Project and name are those of the run
-    directory and of the folder that it is in, unless WANDB_PROJECT and WANDB_NAME are set. A run
-    that goes on is the same run there: its id is stored in `wandb/id`."""
+    WANDB_MODE says otherwise; `wandb sync` uploads it. WANDB_PROJECT and WANDB_NAME default to the
+    names of the directory's parent and its own. A run that goes on is the same run there, by the id
+    in `wandb/id`."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec("wandb") is None:

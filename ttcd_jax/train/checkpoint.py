@@ -7,10 +7,10 @@ model are stored one by one (`train.layers_on_disk`).
 A step is *sealed* by its digest, written in the background after Orbax has committed it. A process
 killed between the two leaves an unsealed step, complete but not verifiable:
 
-* `step=None` restores the newest sealed and intact step, since training repeats the steps after
-  it exactly. One warning names the newer ones; a writer renames them to `N.refused`, since Orbax
-  would not save these steps again, and deletes those of earlier times. If none is sealed and
-  intact, as after a kill in the first save, the newest unsealed one is used, with a warning;
+* `step=None` restores the newest sealed and intact step: training repeats the steps after it
+  exactly. One warning names the newer ones; a writer renames them to `N.refused`, since Orbax
+  would not save them again. If none is sealed and intact, the newest unsealed one is used, with
+  a warning;
 * an unsealed step that the user names is used with a warning, a damaged one never.
 """
 
@@ -87,10 +87,8 @@ def _to_leaves(items: dict[str, Any]) -> Leaves:
 
 def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The leaf, on the first device if it has no sharding, wherever it was saved from."""
-    if leaf.sharding is not None:
-        return leaf
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or here)
 
 
 def _reason(error: BaseException) -> str:
@@ -187,11 +185,9 @@ class Checkpoints:
         return complete_steps(self._directory)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Starts writing `state`, which may be donated or deleted afterwards. Until this
-        returns, the devices hold the stacked layers twice.
-
-        Waits for the previous step, whose failure is raised here. Raises `CheckpointError`, or
-        `ResourceError` for a full disk, with the step, the reason and the last good step.
+        """Starts writing `state`, which may be donated or deleted afterwards. Until this returns,
+        the devices hold the stacked layers twice. Waits for the previous step, whose failure is
+        raised here: `CheckpointError`, or `ResourceError` for a full disk.
         """
         self.wait()
         items = _to_items(self._on_disk(by_name(state)))
@@ -226,10 +222,9 @@ class Checkpoints:
     ) -> tuple[int, dict[str, Any]]:
         """(step, state) of `step`, or of the newest intact one by the policy above.
 
-        `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for every array; the
-        `OPTIONAL` keys that the step lacks are left out. For `params` alone, the optimizer's state
-        is never read. Raises `CheckpointError` for damage, and for different names, shapes or
-        dtypes (Orbax would cast).
+        `abstract_state` has a `jax.ShapeDtypeStruct` with its sharding for every array to read; the
+        `OPTIONAL` keys that the step lacks are left out. Raises `CheckpointError` for damage, and
+        for different names, shapes or dtypes (Orbax would cast).
         """
         self.wait()
         for _ in range(_LOOKS):

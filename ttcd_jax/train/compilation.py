@@ -19,9 +19,8 @@ def keep_programs(directory: str | None) -> None:
     JAX_COMPILATION_CACHE_DIR if it is set, else `ttcd_jax` in the user's cache folder."""
     if directory is None and "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return  # jax has read it
-    if directory is None:
-        directory = str(user_cache())
-    jax.config.update("jax_compilation_cache_dir", directory or None)
+    folder = str(user_cache()) if directory is None else directory
+    jax.config.update("jax_compilation_cache_dir", folder or None)
 
 
 @contextlib.contextmanager
@@ -36,9 +35,9 @@ def compiled_once(step: TrainStep, start: int) -> Iterator[TrainStep]:
         if event == _COMPILED and kwargs["fun_name"] == name:
             compilations += 1
             if compilations > 1:
-                text = "its state or its batch has another shape, dtype or sharding than before"
+                text = "step %d was compiled anew, in %.1f s: its state or its batch has another "
                 logging.warning(
-                    "step %d was compiled anew, in %.1f s: " + text, done + 1, duration_secs
+                    text + "shape, dtype or sharding than before", done + 1, duration_secs
                 )
 
     def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
