@@ -58,11 +58,13 @@ def _kill_at(step):
     return MetricCallback(1, kill)
 
 
-@pytest.mark.parametrize("step", [3, 18])
-def test_a_run_killed_among_them_repeats_losses_skips_and_state(undisturbed, tmp_path, step):
-    with pytest.raises(_KilledError):
-        train(tmp_path, _kill_at(step))
-    train(tmp_path)
+@pytest.mark.parametrize(("step", "minutes"), [(3, None), (18, None), (18, 1e-9)])
+def test_a_run_killed_among_them_repeats_losses_skips_and_state(
+    undisturbed, tmp_path, step, minutes
+):
+    with pytest.raises(_KilledError):  # with `minutes`, every step is saved, the skipped ones too
+        train(tmp_path, _kill_at(step), checkpoint_minutes=minutes)
+    train(tmp_path, checkpoint_minutes=minutes)
     assert records(tmp_path) == records(undisturbed)
     assert_same(_final_state(tmp_path), _final_state(undisturbed))
 
@@ -75,7 +77,10 @@ class _Received(list):
     def write(self, step, record):
         self.append((step, record.get("skipped"), record.get("rows")))
 
-    def close(self): ...
+    def close(self):
+        self.on_close()
+
+    def on_close(self): ...
 
 
 def test_skipped_steps_are_recorded_and_warned_of_between_reports(tmp_path, caplog):
@@ -110,19 +115,20 @@ def test_one_bad_step_too_many_ends_a_run_that_another_limit_takes_on(undisturbe
     assert [x["loss"] for x in every[:15]] == [x["loss"] for x in records(undisturbed)[:15]]
 
 
-def test_the_wait_for_the_last_checkpoint_of_a_run_that_ends_has_no_limit(tmp_path, monkeypatch):
-    deadlines, enter, wait = [], Watchdog.__enter__, Checkpoints.wait
+def test_what_a_run_waits_for_at_its_end_has_no_limit(tmp_path, monkeypatch):
+    deadlines, enter, wait, received = [], Watchdog.__enter__, Checkpoints.wait, _Received()
 
     def entered(watchdog):
-        monkeypatch.setattr(
-            Checkpoints, "wait", lambda x: (deadlines.append(watchdog._deadline), wait(x))
-        )
+        def note(name):
+            deadlines.append((name, watchdog._deadline))
+
+        monkeypatch.setattr(Checkpoints, "wait", lambda x: (note("checkpoint"), wait(x)))
+        received.on_close = lambda: note("tracker")
         return enter(watchdog)
 
     monkeypatch.setattr(Watchdog, "__enter__", entered)
-    _ended(tmp_path, **NONE, checkpoint_every=1)
-    assert deadlines
-    assert {*deadlines} == {math.inf}
+    _ended(tmp_path, **NONE, checkpoint_every=1, trackers=[received])
+    assert {*deadlines} == {("checkpoint", math.inf), ("tracker", math.inf)}
 
 
 def test_a_run_that_skips_nothing_stores_no_counts_and_goes_on_from_those_of_another(tmp_path):

@@ -30,6 +30,7 @@ from ttcd_jax.train.bad_steps import fault
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet
 from ttcd_jax.train.loop import HostMetrics, MetricCallback
+from ttcd_jax.train.watchdog import Watchdog
 
 
 def say(line: str) -> None:
@@ -50,10 +51,10 @@ def _print(text: str) -> None:
 
 @contextlib.contextmanager
 def reporter(
-    config: RunConfig, directory: Path, start: int, trackers: Sequence[Tracker] = ()
+    config: RunConfig, directory: Path, start: int, trackers: Sequence[Tracker], watchdog: Watchdog
 ) -> Iterator[tuple[list[MetricCallback], Callable[[int, dict[str, Any]], None]]]:
     """(callbacks that report a run every `log_every` steps, function that writes other metrics of a
-    step); both do nothing outside the first process."""
+    step); both do nothing outside the first process. The trackers have time to close."""
     if jax.process_index():
         yield [], lambda step, record: None
         return
@@ -92,8 +93,9 @@ def reporter(
     try:
         yield [MetricCallback(config.log_every, log)], write
     finally:
-        for tracker in others:
-            tracker.close()
+        with watchdog.paused():
+            for tracker in others:
+                tracker.close()
 
 
 def batch_rows(config: RunConfig, step: int) -> tuple[int, int]:

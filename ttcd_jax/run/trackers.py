@@ -27,16 +27,13 @@ class Tracker(Protocol):
 
     def start(self, run_dir: Path, config: dict[str, Any], step: int) -> None:
         """Called once, when `step` steps are done."""
-        ...
 
     def write(self, step: int, record: dict[str, Any]) -> None:
         """Receives one record of `step`: numbers, and of a skipped step the reason and the rows. Of
         a run that goes on after kills, no record comes twice that `metrics.jsonl` had before."""
-        ...
 
     def close(self) -> None:
         """Called when the run ends, for whatever reason."""
-        ...
 
 
 class WeightsAndBiases:

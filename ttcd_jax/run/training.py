@@ -142,7 +142,7 @@ def _train(
             scores.update(best_scores(config, [{"step": step, **metrics}]))
 
         with (
-            reporter(config, directory.path, start, trackers) as (callbacks, write),
+            reporter(config, directory.path, start, trackers, watchdog) as (callbacks, write),
             compiled_once(build.build_step(config, mesh), start) as step,
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
         ):
