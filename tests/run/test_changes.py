@@ -108,6 +108,13 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on_with_more_of_them(tmp_
     assert [step for step, *_ in tiny_run.losses(tmp_path)] == [*range(1, 9)]
 
 
+def test_a_directory_of_another_command_is_refused(tmp_path):
+    RunDirectory(tmp_path).claim({"type": "MADSweepConfig", "recipe": 1}, None, {})
+    message = commands.refused("launch", *tiny_run.flags(*RECALL), f"--run_dir={tmp_path}")
+    assert "a run of another configuration: type: MADSweepConfig -> RunConfig, recipe: 1" in message
+    assert "; choose another --run_dir" in message
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [

@@ -99,7 +99,7 @@ def _check_kept(directory: RunDirectory) -> None:
     the first report, and the first checkpoint is complete when the second one is handed over."""
     folder, path = directory.checkpoints, directory.path / METRICS
     if directory.is_claimed and not any(folder.glob("[0-9]*")):
-        every = directory.read_config()["checkpoint_every"]  # before it changes
+        every = directory.read_config().get("checkpoint_every", 0)  # before it changes
         done = max((record["step"] for record in read_metrics(path)), default=0)
         if done > (2 * every if folder.is_dir() else 0):
             raise CheckpointError(
