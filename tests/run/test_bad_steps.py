@@ -127,7 +127,8 @@ def test_what_a_run_waits_for_at_its_end_has_no_limit(tmp_path, monkeypatch):
         return enter(watchdog)
 
     monkeypatch.setattr(Watchdog, "__enter__", entered)
-    _ended(tmp_path, **NONE, checkpoint_every=1, trackers=[received])
+    _ended(tmp_path / "bad", **NONE, checkpoint_every=1, trackers=[received])
+    train(tmp_path / "good", steps=2, trackers=[received])
     assert {*deadlines} == {("checkpoint", math.inf), ("tracker", math.inf)}
 
 
