@@ -16,20 +16,17 @@ from ttcd_jax.train.optimizer import OptimizerConfig
 
 SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < value <= 1e6)]
 
-# The fields that may change unnamed when a run is resumed: sharding, parts of a step, reports, and
-# what happens to bad steps.
+# The fields that may change when a run is resumed: sharding, parts of a step, reports, and what
+# happens to bad steps.
 LAYOUT = (
     *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks", "trackers"),
     *("max_skipped_steps", "spike_factor"),
 )
-# Those that make another run; all others change when they are named.
+# Those that make another run. All others change when the user names them.
 LASTING = ("model", "data", "batch_size", "seed", "start_from", "start_drops", "optimizer.kind")
 # Where data are: they may move, and their digests decide.
 PLACES = (
-    "CorpusConfig.path",
-    "TokenizerConfig.path",
-    "RecordsConfig.paths",
-    "RecordsConfig.folders",
+    *("CorpusConfig.path", "TokenizerConfig.path", "RecordsConfig.paths", "RecordsConfig.folders"),
 )
 
 
