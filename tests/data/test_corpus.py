@@ -8,7 +8,6 @@ import pytest
 from ttcd_jax.data.corpus import (
     SPLITS,
     CorpusConfig,
-    FolderConfig,
     load_documents,
     manifest,
     stream_documents,
@@ -236,7 +235,7 @@ def test_text_that_is_too_large_for_memory_is_refused(tmp_path, monkeypatch):
 
 def test_the_last_files_of_a_folder_can_be_held_out(tmp_path):
     _folder(tmp_path, {f"sub/{i}.txt": "text" for i in range(5)} | {"sub/9.md": "no"})
-    config = FolderConfig(kind="text", path=str(tmp_path), validation_files=2)
+    config = CorpusConfig(kind="text", path=str(tmp_path), validation_files=2)
     train, validation = _splits(config)
     assert _names(train) == ["sub/0.txt", "sub/1.txt", "sub/2.txt"]
     assert _names(validation) == ["sub/3.txt", "sub/4.txt"]
