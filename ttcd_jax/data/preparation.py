@@ -116,10 +116,9 @@ def stored_tokens(folder: Path) -> int:
 
 
 def _stored(folder: Path) -> dict[str, Any]:
-    """The manifest of an unfinished folder, or of one that was killed before it got its name."""
-    for kind in (UNFINISHED, FORMAT):
-        with contextlib.suppress(DataError):
-            return read_manifest(folder, kind)
+    """The manifest of an unfinished folder, or of a complete one before it got its name."""
+    with contextlib.suppress(DataError):
+        return read_manifest(folder, UNFINISHED, FORMAT)
     return {}
 
 
@@ -152,7 +151,7 @@ def _save(
 ) -> dict[str, Any]:
     """Writes the manifest of all that is stored, once it is on disk."""
     written = {split: writer for split, writer in writers.items() if writer.num_documents}
-    splits = {split: writer.facts() for split, writer in written.items()}
+    splits = {split: writer.facts for split, writer in written.items()}
     files = {name: x for writer in written.values() for name, x in writer.files().items()}
     manifest = sealed(facts | {"splits": splits, "files": files} | extra)
     write_json(folder / MANIFEST, manifest)
@@ -206,9 +205,9 @@ def _encoded(
     batches: Iterator[_Batch], config: TokenizerConfig, num_processes: int
 ) -> Iterator[tuple[_Batch, TokenRecords]]:
     """The batches with their records, in their order."""
-    tokenizer = build_tokenizer(config)
+    encode = functools.partial(_encode, config)
     if num_processes == 1:
-        yield from ((batch, encode_documents(batch.documents, tokenizer)) for batch in batches)
+        yield from ((batch, encode(batch.documents)) for batch in batches)
         return
     pool = concurrent.futures.ProcessPoolExecutor(
         num_processes, multiprocessing.get_context("spawn"), _end_with_parent
@@ -221,9 +220,9 @@ def _encoded(
                 first, future = pending.popleft()
                 yield first, future.result()
             if is_long:
-                yield batch, encode_documents(batch.documents, tokenizer)
+                yield batch, encode(batch.documents)
             else:
-                pending.append((batch, pool.submit(_encode_in_pool, config, batch.documents)))
+                pending.append((batch, pool.submit(encode, batch.documents)))
         yield from ((batch, future.result()) for batch, future in pending)
     except BrokenProcessPool as error:
         raise UserError(
@@ -234,11 +233,11 @@ def _encoded(
         pool.shutdown(cancel_futures=True)
 
 
-_tokenizer_of = functools.cache(build_tokenizer)
+_tokenizer = functools.cache(build_tokenizer)
 
 
-def _encode_in_pool(config: TokenizerConfig, documents: list[Document]) -> TokenRecords:
-    return encode_documents(documents, _tokenizer_of(config))
+def _encode(config: TokenizerConfig, documents: list[Document]) -> TokenRecords:
+    return encode_documents(documents, _tokenizer(config))
 
 
 def _end_with_parent() -> None:
@@ -255,78 +254,75 @@ def _end_with_parent() -> None:
 
 
 class _SplitWriter:
-    """A writer of the shards and the starts of one split. `text`: the census of what is stored."""
+    """A writer of the shards and the starts of one split. `facts`: its entry in the manifest;
+    `census`: that of the text read, while `facts` has that of the text stored."""
 
     def __init__(self, folder: Path, split: Split, shard_tokens: int) -> None:
-        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
-        self._starts = folder / f"{split}.starts.bin"
-        self._shards: list[Path] = []
+        self._folder, self._split, self._shard_tokens, self._room = folder, split, shard_tokens, 0
         self._filled: dict[str, dict[str, Any]] = {}  # size and sha256
-        self._room = self._num_tokens = self.num_documents = 0
-        self.census, self._text = Census(), Census().summary()
+        self.census = Census()
+        self.facts: dict[str, Any] = {
+            "num_documents": 0,
+            "num_tokens": 0,
+            "starts": f"{split}.starts.bin",
+            "shards": [],
+            "text": self.census.summary(),
+        }
+
+    @property
+    def num_documents(self) -> int:
+        return self.facts["num_documents"]
 
     def take_up(self, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
         """Goes back to the entries of the split and of its files in a manifest."""
-        self._num_tokens, self.num_documents = facts["num_tokens"], facts["num_documents"]
-        self._text = facts["text"]
-        self._shards = [self._folder / name for name in facts["shards"]]
-        self._filled = {name: files[name] for name in facts["shards"][:-1]}
-        for path in (self._starts, *self._shards):
-            num_bytes, digest = (files[path.name][x] for x in ("num_bytes", "sha256"))
+        self.facts = facts
+        for name in (facts["starts"], *facts["shards"]):
+            path, num_bytes = self._folder / name, files[name]["num_bytes"]
             if path.exists():
                 os.truncate(path, num_bytes)
-            if problem := difference(path, num_bytes, digest):
-                raise _no_continuation(self._folder, f"{path.name}: {problem}")
-        sizes = [path.stat().st_size for path in self._shards]
-        last_tokens = sizes[-1] * self._num_tokens // sum(sizes)
+            if problem := difference(path, num_bytes, files[name]["sha256"]):
+                raise _no_continuation(self._folder, f"{name}: {problem}")
+        self._filled = {name: files[name] for name in facts["shards"][:-1]}
+        sizes = [files[name]["num_bytes"] for name in facts["shards"]]
+        last_tokens = sizes[-1] * facts["num_tokens"] // sum(sizes)
         self._room = max(0, self._shard_tokens - last_tokens)
 
     def check_text(self) -> None:
         """Raises `DataError` unless the text that was read is what is stored."""
-        if self.census.summary() != self._text:
+        if self.census.summary() != self.facts["text"]:
             change = f"the first {self.num_documents:,} documents of {self._split}"
             raise _no_continuation(self._folder, change)
 
     def append(self, records: TokenRecords, text: dict[str, Any]) -> bool:
         """Appends the documents; one that does not fit into the last shard begins a new one.
         Returns whether a shard was filled."""
-        (ids,), starts = records.shards, records.starts
+        (ids,), starts, shards = records.shards, records.starts, self.facts["shards"]
         new = starts[1:] if self.num_documents else starts  # the first is stored as the last end
-        _append(self._starts, (self._num_tokens + new).astype("<u8"))
-        begin, num_shards = 0, len(self._shards)
+        _append(self._folder / self.facts["starts"], (self.facts["num_tokens"] + new).astype("<u8"))
+        begin, num_shards = 0, len(shards)
         while begin < len(records):
             end = int(np.searchsorted(starts, starts[begin] + self._room, side="right")) - 1
             if end <= begin:
                 self._room = max(self._shard_tokens, int(starts[begin + 1] - starts[begin]))
-                name = f"{self._split}.{len(self._shards):05}.tokens.bin"
-                self._shards.append(self._folder / name)
+                shards.append(f"{self._split}.{len(shards):05}.tokens.bin")
                 continue
-            _append(self._shards[-1], ids[starts[begin] : starts[end]])
+            _append(self._folder / shards[-1], ids[starts[begin] : starts[end]])
             self._room -= int(starts[end] - starts[begin])
             begin = end
-        self._num_tokens += int(starts[-1])
-        self.num_documents += len(records)
-        self._text = text
-        return len(self._shards) > num_shards > 0
-
-    def facts(self) -> dict[str, Any]:
-        """The entry of the split in the manifest."""
-        return {
-            "num_documents": self.num_documents,
-            "num_tokens": self._num_tokens,
-            "starts": self._starts.name,
-            "shards": [shard.name for shard in self._shards],
-            "text": self._text,
-        }
+        self.facts["num_tokens"] += int(starts[-1])
+        self.facts["num_documents"] += len(records)
+        self.facts["text"] = text
+        return len(shards) > num_shards > 0
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Size and sha256 of each file; all are on disk when this returns."""
-        facts = {}
-        for path in (self._starts, *self._shards):
-            facts[path.name] = self._filled.get(path.name) or _flushed(path)
-            if path in self._shards[:-1]:
-                self._filled[path.name] = facts[path.name]
-        return facts
+        shards = self.facts["shards"]
+        files = {
+            name: self._filled.get(name) or _flushed(self._folder / name)
+            for name in (self.facts["starts"], *shards)
+        }
+        self._filled = {name: files[name] for name in shards[:-1]}
+        return files
 
 
 def _flushed(path: Path) -> dict[str, Any]:

@@ -84,9 +84,9 @@ class TokenRecords:
         return ids
 
 
-def read_manifest(folder: Path, kind: str = FORMAT) -> dict[str, Any]:
-    """The manifest of a folder of records. Raises `DataError` unless it is intact and of the format
-    `kind`."""
+def read_manifest(folder: Path, *kinds: str) -> dict[str, Any]:
+    """The manifest of a folder of records. Raises `DataError` unless it is intact and of a format
+    in `kinds`, or of `FORMAT`."""
     path = folder / MANIFEST
     if not path.is_file():
         raise DataError(
@@ -96,8 +96,8 @@ def read_manifest(folder: Path, kind: str = FORMAT) -> dict[str, Any]:
             "them (RecordsConfig.paths; in a recipe --param=\"RECORDS='DIR'\")"
         )
     manifest = read_json(path)
-    if manifest.get("format") != kind:
-        raise DataError(f"{path} describes no {kind!r}; {_AGAIN}")
+    if manifest.get("format") not in (kinds or (FORMAT,)):
+        raise DataError(f"{path} describes no {FORMAT!r}; {_AGAIN}")
     if manifest != sealed({name: manifest[name] for name in manifest if name != "sha256"}):
         raise DataError(f"{path} was changed; {_AGAIN}")
     try:
