@@ -137,7 +137,7 @@ def input_bytes(config: CorpusConfig, splits: tuple[Split, ...] = SPLITS) -> int
     indexes = [file for file in files if file.name in (INDEX, STATE)]
     shards = [shard for index in indexes for shard in index.parent.iterdir()]
     shards += [index.with_suffix(".bin") for index in files if index.suffix == ".idx"]
-    return sum(file.stat().st_size for file in (*files, *shards) if file.exists())
+    return sum(file.stat().st_size for file in {*files, *shards} if file.exists())
 
 
 class EmptySplitError(DataError):

@@ -70,17 +70,21 @@ def prepare_records(
     """Fills `folder`, which is empty or unfinished, and returns its manifest; `on_progress` gets
     counts of new tokens, 0 while text is read again.
 
-    The files depend neither on the number of processes nor on that of the calls it took. In memory:
-    some megabytes of text per process, and the longest document with its tokens. A shard has at
-    most `shard_tokens` tokens, or one document. `samples_are_rows`: samples of token ids get no bos
-    and eos, and each is a row of the run. Raises `DataError` for documents that cannot be read or
-    tokenized, for an empty corpus, and where the text or the arguments of an unfinished folder
-    changed.
+    The files depend on the number of neither processes nor calls. In memory: some megabytes of text
+    per process, and the longest document with its tokens. A shard has at most `shard_tokens`
+    tokens, or one document. `samples_are_rows`: samples of token ids get no bos and eos, and each
+    is a row of the run. Raises `DataError` for documents that cannot be read or tokenized, an empty
+    corpus, and an unfinished folder whose text or arguments were others.
     """
     if config.path is not None:
         build_tokenizer(config)  # an error names the user's file, not the copy
         config = config.replace(path=str(shutil.copyfile(config.path, folder / TOKENIZER)))
-    facts = _tokenizer_facts(config)
+    tokenizer = build_tokenizer(config)
+    facts = {
+        "tokenizer": "byte" if config.path is None else sha256(Path(config.path)),
+        **{name: getattr(tokenizer, name) for name in ("vocab_size", "bos_id", "eos_id")},
+        "dtype": token_dtype(tokenizer.vocab_size).name,
+    }
     arguments = {
         "tokenizer": facts["tokenizer"],
         "samples_are_rows": samples_are_rows,
@@ -156,17 +160,6 @@ def _save(
     manifest = sealed(facts | {"splits": splits, "files": files} | extra)
     write_json(folder / MANIFEST, manifest)
     return manifest
-
-
-def _tokenizer_facts(config: TokenizerConfig) -> dict[str, Any]:
-    tokenizer = build_tokenizer(config)
-    return {
-        "tokenizer": "byte" if config.path is None else sha256(Path(config.path)),
-        "vocab_size": tokenizer.vocab_size,
-        "bos_id": tokenizer.bos_id,
-        "eos_id": tokenizer.eos_id,
-        "dtype": token_dtype(tokenizer.vocab_size).name,
-    }
 
 
 def _batches(
