@@ -47,6 +47,9 @@ _BATCH_BYTES = 2**20
 _LONG_BYTES = 2**24  # a batch of more is not copied to another process and back
 _BATCHES_AHEAD = 4  # for each process
 
+Facts = dict[str, Any]  # ready for JSON
+type _Writers = dict[Split, _SplitWriter]
+
 
 class _Batch(NamedTuple):
     """Documents of one split, and the census of the split up to the last of them."""
@@ -54,7 +57,7 @@ class _Batch(NamedTuple):
     split: Split
     documents: list[Document]
     num_bytes: int
-    text: dict[str, Any]
+    text: Facts
 
 
 def prepare_records(
@@ -66,7 +69,7 @@ def prepare_records(
     shard_tokens: int = SHARD_TOKENS,
     samples_are_rows: bool = False,
     on_progress: Callable[[int], None] = lambda num_tokens: None,
-) -> dict[str, Any]:
+) -> Facts:
     """Fills `folder`, which is empty or unfinished, and returns its manifest; `on_progress` gets
     counts of new tokens, 0 while text is read again.
 
@@ -91,8 +94,7 @@ def prepare_records(
         "shard_tokens": shard_tokens,
         "corpus": corpus.to_dict() | {"path": None},  # its content is compared
     }
-    writers: dict[Split, _SplitWriter]
-    writers = {split: _SplitWriter(folder, split, shard_tokens) for split in SPLITS}
+    writers: _Writers = {split: _SplitWriter(folder, split, shard_tokens) for split in SPLITS}
     _take_up(folder, arguments, writers)
     left_out, saved = LeftOut(), time.monotonic()
     documents: Iterable[tuple[Split, Document]] = stream_documents(corpus, left_out=left_out)
@@ -107,7 +109,7 @@ def prepare_records(
             saved = time.monotonic()
     if not writers["train"].num_documents:
         raise empty_split(corpus, "train")
-    extra: dict[str, Any] = {"samples_are_rows": True} if samples_are_rows else {}
+    extra: Facts = {"samples_are_rows": True} if samples_are_rows else {}
     if left_out.num_lines:
         extra["lines_left_out"] = left_out.num_lines
         write_json(folder / LEFT_OUT, left_out.first)
@@ -119,14 +121,14 @@ def stored_tokens(folder: Path) -> int:
     return sum(facts["num_tokens"] for facts in _stored(folder).get("splits", {}).values())
 
 
-def _stored(folder: Path) -> dict[str, Any]:
+def _stored(folder: Path) -> Facts:
     """The manifest of an unfinished folder, or of a complete one before it got its name."""
     with contextlib.suppress(DataError):
         return read_manifest(folder, UNFINISHED, FORMAT)
     return {}
 
 
-def _take_up(folder: Path, arguments: dict[str, Any], writers: dict[Split, "_SplitWriter"]) -> None:
+def _take_up(folder: Path, arguments: Facts, writers: _Writers) -> None:
     """Goes back to what the manifest lists."""
     if not (manifest := _stored(folder)):
         return
@@ -147,12 +149,7 @@ def _no_continuation(folder: Path, change: str) -> DataError:
     )
 
 
-def _save(
-    folder: Path,
-    writers: dict[Split, "_SplitWriter"],
-    facts: dict[str, Any],
-    extra: dict[str, Any],
-) -> dict[str, Any]:
+def _save(folder: Path, writers: _Writers, facts: Facts, extra: Facts) -> Facts:
     """Writes the manifest of all that is stored, once it is on disk."""
     written = {split: writer for split, writer in writers.items() if writer.num_documents}
     splits = {split: writer.facts for split, writer in written.items()}
@@ -164,7 +161,7 @@ def _save(
 
 def _batches(
     documents: Iterable[tuple[Split, Document]],
-    writers: dict[Split, "_SplitWriter"],
+    writers: _Writers,
     on_progress: Callable[[int], None],
 ) -> Iterator[_Batch]:
     """Batches of about `_BATCH_BYTES` of the documents that are not yet stored, in order within the
@@ -252,9 +249,9 @@ class _SplitWriter:
 
     def __init__(self, folder: Path, split: Split, shard_tokens: int) -> None:
         self._folder, self._split, self._shard_tokens, self._room = folder, split, shard_tokens, 0
-        self._filled: dict[str, dict[str, Any]] = {}  # size and sha256
+        self._filled: dict[str, Facts] = {}  # size and sha256
         self.census = Census()
-        self.facts: dict[str, Any] = {
+        self.facts: Facts = {
             "num_documents": 0,
             "num_tokens": 0,
             "starts": f"{split}.starts.bin",
@@ -266,7 +263,7 @@ class _SplitWriter:
     def num_documents(self) -> int:
         return self.facts["num_documents"]
 
-    def take_up(self, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
+    def take_up(self, facts: Facts, files: dict[str, Facts]) -> None:
         """Goes back to the entries of the split and of its files in a manifest."""
         self.facts = facts
         for name in (facts["starts"], *facts["shards"]):
@@ -286,7 +283,7 @@ class _SplitWriter:
             change = f"the first {self.num_documents:,} documents of {self._split}"
             raise _no_continuation(self._folder, change)
 
-    def append(self, records: TokenRecords, text: dict[str, Any]) -> bool:
+    def append(self, records: TokenRecords, text: Facts) -> bool:
         """Appends the documents; one that does not fit into the last shard begins a new one.
         Returns whether a shard was filled."""
         (ids,), starts, shards = records.shards, records.starts, self.facts["shards"]
@@ -307,7 +304,7 @@ class _SplitWriter:
         self.facts["text"] = text
         return len(shards) > num_shards > 0
 
-    def files(self) -> dict[str, dict[str, Any]]:
+    def files(self) -> dict[str, Facts]:
         """Size and sha256 of each file; all are on disk when this returns."""
         shards = self.facts["shards"]
         files = {
@@ -318,7 +315,7 @@ class _SplitWriter:
         return files
 
 
-def _flushed(path: Path) -> dict[str, Any]:
+def _flushed(path: Path) -> Facts:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return {"num_bytes": path.stat().st_size, "sha256": sha256(path)}

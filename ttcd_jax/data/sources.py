@@ -10,13 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from ttcd_jax.config import AtLeast, Bound, Config
 from ttcd_jax.data.corpus import CorpusConfig, Split, load_documents, manifest
-from ttcd_jax.data.mixture import (
-    Packing,
-    RecordsConfig,
-    WeightedConfig,
-    corpus_rows,
-    that_have,
-)
+from ttcd_jax.data.mixture import Packing, RecordsConfig, WeightedConfig, corpus_rows, that_have
 from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.pipeline import RowSource
 from ttcd_jax.data.records import TokenRecords
