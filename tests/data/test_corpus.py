@@ -127,6 +127,7 @@ def test_missing_or_empty_text_names_the_path_and_the_remedy(tmp_path):
         ({"kind": "text"}, "kind 'text' takes the path"),
         ({"kind": "text", "path": ""}, "CorpusConfig.path is empty, as after a shell variable"),
         ({"path": "x"}, "kind 'stdlib' takes none"),
+        ({"validation_files": 2}, "validation_files 2 are files of a folder: set kind 'text'"),
         ({"validation_percent": 100}, "validation_percent 100 must be between 0 and 99"),
         ({"glob": "/etc/*"}, r"glob /etc/\* must be a pattern below path, such as"),
         ({"glob": "../*"}, r"glob \.\./\* must be a pattern below path"),
