@@ -40,18 +40,20 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from absl import flags
 
 from experiments import cli
 from ttcd_jax import units
 from ttcd_jax.data.compressed import bytes_read
+from ttcd_jax.data.corpus import CorpusConfig, input_bytes, stream_documents
+from ttcd_jax.data.documents import readable_glob
+from ttcd_jax.data.preparation import prepare_records, stored_tokens
+from ttcd_jax.data.records import verify_records
+from ttcd_jax.data.tokenizer import JsonTokenizer, TokenizerConfig, train_tokenizer
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import whole_folder, write_whole
-
-if TYPE_CHECKING:
-    from ttcd_jax.data.corpus import CorpusConfig
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("input", None, "A file or a folder of documents.")
@@ -78,8 +80,7 @@ def main(argv: list[str]) -> None:
     if len(chosen) != 1:
         raise UserError(f"pass one of --{', --'.join(actions)} ({len(chosen)} are given)")
     source = "input" if FLAGS.source is None else "source"
-    needed = [] if chosen == ["verify"] else [source, "output"]
-    for name in needed:
+    for name in () if chosen == ["verify"] else (source, "output"):
         if not FLAGS[name].present:
             raise UserError(f"--{chosen[0]} also needs --{name}")
     if source != "input" and FLAGS.input is not None:
@@ -89,13 +90,8 @@ def main(argv: list[str]) -> None:
 
 
 def _prepare() -> None:
-    from ttcd_jax.data.corpus import input_bytes
-    from ttcd_jax.data.preparation import prepare_records, stored_tokens
-    from ttcd_jax.data.tokenizer import TokenizerConfig
-
-    folder = Path(FLAGS.output)
-    path = None if FLAGS.tokenizer == "byte" else FLAGS.tokenizer
-    tokenizer = TokenizerConfig(kind="byte" if path is None else "json", path=path)
+    folder, path = Path(FLAGS.output), FLAGS.tokenizer
+    tokenizer = TokenizerConfig() if path == "byte" else TokenizerConfig(kind="json", path=path)
     corpus = _corpus()
     progress = _Progress(input_bytes(corpus))
     with whole_folder(folder, stored_tokens) as unfinished:
@@ -113,22 +109,15 @@ def _prepare() -> None:
     _print_facts(folder, manifest)
 
 
-def _corpus() -> "CorpusConfig":
-    from ttcd_jax.data.corpus import FolderConfig
-    from ttcd_jax.data.documents import readable_glob
-
+def _corpus() -> CorpusConfig:
     if FLAGS.source is not None:
         _download()
     path = Path(FLAGS.input)
     if not path.exists():
         raise UserError(f"no file or folder at --input={path}")
-    corpus = FolderConfig(
-        kind="text",
-        path=FLAGS.input,
-        field=FLAGS.field,
-        validation_percent=FLAGS.validation_percent,
-        validation_files=FLAGS.validation_files,
-    )
+    names = ("field", "validation_percent", "validation_files")
+    options: dict[str, Any] = {name: FLAGS[name].value for name in names}
+    corpus = CorpusConfig(kind="text", path=FLAGS.input, **options)
     return corpus.replace(glob=FLAGS.glob or readable_glob(path)) if path.is_dir() else corpus
 
 
@@ -178,9 +167,6 @@ def _say(line: str) -> None:
 
 
 def _train_tokenizer() -> None:
-    from ttcd_jax.data.corpus import input_bytes, stream_documents
-    from ttcd_jax.data.tokenizer import JsonTokenizer, train_tokenizer
-
     path = Path(FLAGS.output)
     if path.exists():
         raise UserError(f"{path} exists: choose another --output")
@@ -196,8 +182,6 @@ def _train_tokenizer() -> None:
 
 
 def _verify() -> None:
-    from ttcd_jax.data.records import verify_records
-
     _print_facts(Path(FLAGS.verify), verify_records(Path(FLAGS.verify)))
 
 

@@ -8,7 +8,6 @@ import pytest
 from ttcd_jax.data.corpus import (
     SPLITS,
     CorpusConfig,
-    FolderConfig,
     load_documents,
     manifest,
     stream_documents,
@@ -128,6 +127,7 @@ def test_missing_or_empty_text_names_the_path_and_the_remedy(tmp_path):
         ({"kind": "text"}, "kind 'text' takes the path"),
         ({"kind": "text", "path": ""}, "CorpusConfig.path is empty, as after a shell variable"),
         ({"path": "x"}, "kind 'stdlib' takes none"),
+        ({"validation_files": 2}, "validation_files 2 are files of a folder: set kind 'text'"),
         ({"validation_percent": 100}, "validation_percent 100 must be between 0 and 99"),
         ({"glob": "/etc/*"}, r"glob /etc/\* must be a pattern below path, such as"),
         ({"glob": "../*"}, r"glob \.\./\* must be a pattern below path"),
@@ -236,7 +236,7 @@ def test_text_that_is_too_large_for_memory_is_refused(tmp_path, monkeypatch):
 
 def test_the_last_files_of_a_folder_can_be_held_out(tmp_path):
     _folder(tmp_path, {f"sub/{i}.txt": "text" for i in range(5)} | {"sub/9.md": "no"})
-    config = FolderConfig(kind="text", path=str(tmp_path), validation_files=2)
+    config = CorpusConfig(kind="text", path=str(tmp_path), validation_files=2)
     train, validation = _splits(config)
     assert _names(train) == ["sub/0.txt", "sub/1.txt", "sub/2.txt"]
     assert _names(validation) == ["sub/3.txt", "sub/4.txt"]

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from ttcd_jax.data.corpus import CorpusConfig
+from ttcd_jax.data.corpus import CorpusConfig, input_bytes
 from ttcd_jax.data.documents import LeftOut, read_documents
 from ttcd_jax.data.mds import read_column
 from ttcd_jax.data.mixture import RecordsConfig
@@ -81,6 +81,12 @@ def test_bytes_and_arrays_of_one_length(write):
     assert list(read_column(write(), "raw")) == [b"", b"\xff", b"\xff\xff", b"\xff\xff\xff"] * 2
     pairs = [ids.tolist() for ids in read_column(write(), "pair")]
     assert pairs == [[0, 0], [1, -1], [2, -2], [3, -3]] * 2
+
+
+def test_the_size_of_a_folder_counts_each_file_once(write):
+    index = write()
+    corpus = CorpusConfig(kind="text", path=str(index.parent), glob="**/index.json")
+    assert input_bytes(corpus) == sum(path.stat().st_size for path in index.parent.iterdir())
 
 
 def test_documents_of_text_and_of_token_ids(write):

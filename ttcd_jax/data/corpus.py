@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from absl import logging
 
 from ttcd_jax import units
-from ttcd_jax.config import AtLeast, Bound, Config
+from ttcd_jax.config import Bound, Config, NonNegative
 from ttcd_jax.data.documents import Document, LeftOut, holds_many, read_documents
 from ttcd_jax.data.mds import INDEX
 from ttcd_jax.data.tables import STATE
@@ -43,7 +43,8 @@ class CorpusConfig(Config):
     `path` (kind "text") is a plain text file, whose last `validation_percent` percent are held out,
     a file of many documents with their text in `field`, or a folder of either, in which run
     directories are left out. The folders `train/` and `validation/` in it are the splits; without
-    them, and in a file of many, a hash of its name decides whether a document is held out.
+    them the last `validation_files`, by name, are held out, or, if that is 0 and in a file of many,
+    the documents that a hash of their names chooses.
     """
 
     kind: Literal["stdlib", "text"] = "stdlib"
@@ -51,6 +52,7 @@ class CorpusConfig(Config):
     glob: Annotated[str, _BELOW] = "**/*.txt"
     field: str = "text"
     validation_percent: Annotated[int, Bound("between 0 and 99", lambda p: 0 <= p < 100)] = 5
+    validation_files: NonNegative = 0
 
     def validate(self) -> None:
         if (self.kind == "text") != (self.path is not None):
@@ -58,14 +60,11 @@ class CorpusConfig(Config):
                 f"CorpusConfig kind={self.kind!r} with path={self.path!r}; "
                 "kind 'text' takes the path of a file or a folder, kind 'stdlib' takes none"
             )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FolderConfig(CorpusConfig):
-    """A corpus to prepare. The last `validation_files` of a folder, by name, are held out, instead
-    of a percentage if that is not 0."""
-
-    validation_files: Annotated[int, AtLeast(0)] = 0
+        if self.path is None and self.validation_files:
+            raise UserError(
+                f"CorpusConfig.validation_files {self.validation_files} are files of a folder: set "
+                "kind 'text' and path"
+            )
 
 
 class Census:
@@ -103,12 +102,10 @@ def stream_documents(
     with splits, only `splits` are read. A few lines without a document are counted in `left_out`,
     with a warning. Raises `DataError` when the path is missing, nothing matches, a file cannot be
     read, or too many lines are left out."""
-    left_out = LeftOut() if left_out is None else left_out
-    if config.path is None:
-        documents = _held_out_by_name(_stdlib_documents(), config)
-    else:
-        documents = _user_documents(pathlib.Path(config.path), config, splits, left_out)
-    yield from (labelled for labelled in documents if labelled[1].content)
+    left_out = left_out or LeftOut()
+    for split, document in _split_documents(config, splits, left_out):
+        if document.content:
+            yield split, document
     left_out.check()
     if left_out.num_lines:
         logging.warning("%s", left_out)
@@ -136,16 +133,11 @@ def load_documents(config: CorpusConfig, split: Split) -> list[Document]:
 
 def input_bytes(config: CorpusConfig, splits: tuple[Split, ...] = SPLITS) -> int:
     """Bytes of the files at `config.path`, packed as they are."""
-    path = pathlib.Path(config.path or "")
-    if not path.is_dir():
-        files = [path] if path.exists() else []
-    else:
-        parts = splits if _has_splits(path) else (".",)
-        files = [file for part in parts for file in _files(path / part, config.glob).values()]
+    files = [file for _, names in _parts(config, splits) for file in names.values()]
     indexes = [file for file in files if file.name in (INDEX, STATE)]
     shards = [shard for index in indexes for shard in index.parent.iterdir()]
     shards += [index.with_suffix(".bin") for index in files if index.suffix == ".idx"]
-    return sum(file.stat().st_size for file in (*files, *shards) if file.exists())
+    return sum(file.stat().st_size for file in {*files, *shards} if file.exists())
 
 
 class EmptySplitError(DataError):
@@ -179,56 +171,56 @@ def _stdlib_documents() -> Iterator[Document]:
                 yield Document(name, text)
 
 
-def _user_documents(
-    path: pathlib.Path, config: CorpusConfig, splits: tuple[Split, ...], left_out: LeftOut
+def _split_documents(
+    config: CorpusConfig, splits: tuple[Split, ...], left_out: LeftOut
 ) -> Iterator[tuple[Split, Document]]:
+    if config.path is None:
+        yield from _held_out_by_name(_stdlib_documents(), config)
+        return
+    root = pathlib.Path(config.path)
+    for split, files in _parts(config, splits):
+        for name, path in files.items():
+            documents = read_documents(path, name, config.field, left_out)
+            if split is not None:
+                for document in documents:
+                    yield split, document
+            elif path == root and not holds_many(path):
+                yield from _parts_of_file(documents, config)
+            else:
+                yield from _held_out_by_name(documents, config)
+
+
+def _parts(
+    config: CorpusConfig, splits: tuple[Split, ...]
+) -> list[tuple[Split | None, dict[str, pathlib.Path]]]:
+    """The files of each split by name; None: each is divided between the splits."""
+    path, num_held_out = pathlib.Path(config.path or ""), config.validation_files
+    has_splits = all((path / split).is_dir() for split in SPLITS)
     if not path.exists():
         raise DataError(f"no file or folder at {path}; set CorpusConfig.path")
-    num_held_out = config.validation_files if isinstance(config, FolderConfig) else 0
-    if num_held_out and (_has_splits(path) or not path.is_dir()):
+    if num_held_out and (has_splits or not path.is_dir()):
         raise DataError(f"{path} has no files to hold out: it is one file or has its own splits")
     if not path.is_dir():
-        if holds_many(path):
-            documents = read_documents(path, path.name, config.field, left_out)
-            yield from _held_out_by_name(documents, config)
-        else:
-            yield from _parts_of_file(path, config)
-        return
-    if _has_splits(path):
-        files = {split: _folder_files(path, split, config) for split in splits}
-    else:
-        found = _folder_files(path, ".", config)
-        if not num_held_out:
-            yield from _held_out_by_name(_documents_in(found, config, left_out), config)
-            return
-        if num_held_out >= len(found):
-            raise DataError(f"{path} has {len(found)} files: {num_held_out} cannot be held out")
-        files = {"train": found[:-num_held_out], "validation": found[-num_held_out:]}
-    for split in splits:
-        for document in _documents_in(files[split], config, left_out):
-            yield split, document
+        return [(None, {path.name: path})]
+    if has_splits:
+        return [(split, _folder_files(path, split, config.glob)) for split in splits]
+    files = _folder_files(path, ".", config.glob)
+    if not num_held_out:
+        return [(None, files)]
+    names = list(files)
+    if num_held_out >= len(names):
+        raise DataError(f"{path} has {len(names)} files: {num_held_out} cannot be held out")
+    held_out = {name: files.pop(name) for name in names[-num_held_out:]}
+    return [(split, files if split == "train" else held_out) for split in splits]
 
 
-def _has_splits(path: pathlib.Path) -> bool:
-    return all((path / split).is_dir() for split in SPLITS)
-
-
-def _documents_in(
-    files: list[tuple[str, pathlib.Path]], config: CorpusConfig, left_out: LeftOut
-) -> Iterator[Document]:
-    for name, path in files:
-        yield from read_documents(path, name, config.field, left_out)
-
-
-def _folder_files(
-    root: pathlib.Path, part: str, config: CorpusConfig
-) -> list[tuple[str, pathlib.Path]]:
+def _folder_files(root: pathlib.Path, part: str, glob: str) -> dict[str, pathlib.Path]:
     folder = root / part
-    files = _files(folder, config.glob)
+    files = _files(folder, glob)
     if not files:
-        raise DataError(f"no file under {folder} matches {config.glob!r}; set CorpusConfig.glob")
+        raise DataError(f"no file under {folder} matches {glob!r}; set CorpusConfig.glob")
     _check_links(root, files.values())
-    return list(files.items())
+    return files
 
 
 def _files(folder: pathlib.Path, glob: str) -> dict[str, pathlib.Path]:
@@ -263,16 +255,18 @@ def _check_links(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
             )
 
 
-def _parts_of_file(path: pathlib.Path, config: CorpusConfig) -> Iterator[tuple[Split, Document]]:
-    for document in read_documents(path, path.name, config.field, LeftOut()):
-        text = document.text
+def _parts_of_file(
+    documents: Iterator[Document], config: CorpusConfig
+) -> Iterator[tuple[Split, Document]]:
+    for document in documents:
+        name, text = document.name, document.text
         end = len(text) * (100 - config.validation_percent) // 100
         if end < len(text):
             end = _end_of_part(text, end)
         del document
-        yield "validation", Document(path.name, text[end:])
+        yield "validation", Document(name, text[end:])
         text = text[:end]
-        yield "train", Document(path.name, text)
+        yield "train", Document(name, text)
 
 
 def _end_of_part(text: bytes, end: int) -> int:

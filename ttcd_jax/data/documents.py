@@ -68,11 +68,10 @@ def read_documents(path: Path, name: str, field: str, left_out: LeftOut) -> Iter
 
     `field` is the key or column of the text in a file of many; null is read as an empty text. Lines
     without a document are counted in `left_out`. Raises `DataError` naming the file, and the line,
-    row or sample, that cannot be read, and for a document of more than `MAX_BYTES`.
+    row or sample, that cannot be read, or has more than `MAX_BYTES`.
     """
     try:
-        read = _READERS.get(_kind(path) or "")
-        if read is None:
+        if (read := _READERS.get(_kind(path) or "")) is None:
             yield Document(name, _plain(path))
             return
         for number, value in enumerate(read(path, field)):
@@ -99,11 +98,8 @@ def holds_many(path: Path) -> bool:
 
 
 def readable_glob(folder: Path) -> str:
-    """The pattern that matches the files of documents below `folder`, all of one kind.
-
-    Raises `UserError` when there is no such file, or there are several kinds, or several splits in
-    one folder of `datasets`.
-    """
+    """The pattern that matches the files of documents below `folder`, all of one kind. Raises
+    `UserError` for none, several kinds, and several splits in one folder of `datasets`."""
     check_one_split(folder)
     files = (path for path in folder.rglob("*") if path.is_file())
     return glob_of(folder, (path.relative_to(folder) for path in files))

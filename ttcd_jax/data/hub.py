@@ -78,11 +78,10 @@ def download(source: Source, cache: str | None = None) -> tuple[Path, str]:
     except UserError:
         raise
     except _ERRORS as error:
-        problem = next((text for kind, text in _PROBLEMS.items() if isinstance(error, kind)), None)
-        raise DataError(
-            f"{where} {problem}"
-            if problem
-            else f"{where} cannot be downloaded ({' '.join(str(error).split())}): try again, set "
-            "HF_ENDPOINT to a mirror, or give a local copy by --input"
-        ) from error
+        problem = next(
+            (text for kind, text in _PROBLEMS.items() if isinstance(error, kind)),
+            f"cannot be downloaded ({' '.join(str(error).split())}): try again, set HF_ENDPOINT to "
+            "a mirror, or give a local copy by --input",
+        )
+        raise DataError(f"{where} {problem}") from error
     return folder, glob

@@ -31,8 +31,8 @@ class _Shard(NamedTuple):
 
     raw: str
     num_bytes: int
-    compressed: str | None
-    compression: str | None
+    packed: str | None
+    compression: str
     num_samples: int
     names: list[str]
     encodings: list[str]
@@ -41,17 +41,15 @@ class _Shard(NamedTuple):
 
 def read_column(index: Path, column: str) -> Iterator[bytes | np.ndarray]:
     """The values of `column`, sample by sample: bytes (encodings `str` and `bytes`), or integers
-    [T] (`ndarray:uint32` and the like). One shard at a time is in memory.
-
-    Raises `DataError` for a damaged index or shard, for a column that is absent or has another
-    encoding, for pickled columns and for a shard outside the folder.
-    """
+    [T] (`ndarray:uint32` and the like). One shard at a time is in memory. Raises `DataError` for
+    what is damaged, outside the folder or pickled, and for a column that is absent or of another
+    encoding."""
     for shard in _shards(index):
         position = _checked_column(index, shard, column)
         path, data = _content(index.parent, shard)
         for number, sample in enumerate(_samples(path, data, shard)):
             where = f"{path}, sample {number}"
-            value = _value(where, sample, shard, position)
+            value = _value(where, sample, shard.sizes, position)
             array = _ARRAY.fullmatch(shard.encodings[position])
             yield value.tobytes() if array is None else _integers(where, value, array)
 
@@ -73,8 +71,8 @@ def _shard(entry: dict[str, Any]) -> _Shard:
     return _Shard(
         str(entry["raw_data"]["basename"]),
         int(entry["raw_data"]["bytes"]),
-        None if packed is None else str(packed["basename"]),
-        None if packed is None else str(entry["compression"]),
+        packed and str(packed["basename"]),
+        str(entry["compression"]) if packed else "",
         int(entry["samples"]),
         [str(name) for name in entry["column_names"]],
         [str(encoding) for encoding in entry["column_encodings"]],
@@ -103,15 +101,16 @@ def _checked_column(index: Path, shard: _Shard, column: str) -> int:
 
 
 def _content(folder: Path, shard: _Shard) -> tuple[Path, np.ndarray]:
-    for name in filter(None, (shard.raw, shard.compressed)):
+    for name in filter(None, (shard.raw, shard.packed)):
         if Path(name).name != name or name == "..":
             raise DataError(f"{folder / INDEX} lists {name!r}, outside its folder: do not use it")
-    is_raw = shard.compressed is None or (folder / shard.raw).is_file()
-    path = folder / (shard.raw if is_raw else str(shard.compressed))
-    if not is_raw and (shard.compression or "").split(":")[0] != "zstd":
-        raise DataError(
-            f"{path} has compression {shard.compression!r}; only zstd is read: decompress it"
-        )
+    path = folder / shard.raw
+    if shard.packed and not path.is_file():
+        path = folder / shard.packed
+        if shard.compression.split(":")[0] != "zstd":
+            raise DataError(
+                f"{path} has compression {shard.compression!r}; only zstd is read: decompress it"
+            )
     if not path.is_file():
         raise DataError(f"no shard at {path}: copy it again")
     if not 0 <= shard.num_bytes <= _MAX_SHARD:
@@ -140,12 +139,11 @@ def _samples(path: Path, data: np.ndarray, shard: _Shard) -> Iterator[np.ndarray
         yield data[start:stop]
 
 
-def _value(where: str, sample: np.ndarray, shard: _Shard, position: int) -> np.ndarray:
-    num_variable = sum(not size for size in shard.sizes)
-    head = sample[: 4 * num_variable]
-    if head.size == 4 * num_variable:
+def _value(where: str, sample: np.ndarray, sizes: list[int], position: int) -> np.ndarray:
+    head = sample[: 4 * sizes.count(0)]
+    if head.size == 4 * sizes.count(0):
         variable = iter(head.view("<u4").tolist())
-        sizes = [size or next(variable) for size in shard.sizes]
+        sizes = [size or next(variable) for size in sizes]
         start = head.size + sum(sizes[:position])
         if head.size + sum(sizes) == sample.size:
             return sample[start : start + sizes[position]]

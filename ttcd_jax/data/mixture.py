@@ -215,9 +215,8 @@ class RecordsConfig(WeightedConfig):
         corpora = self.open("train")
         options = {"seq_len": self.seq_len, "packing": self.packing, "seed": seed}
         parts = [corpus_rows(x, **options, shuffle_seed=next(shuffle_seeds)) for x in corpora]
-        means = [float(records.sizes.mean()) for records in corpora]
-        rows, num_rows = self.mixed(
-            parts, batch_size, means if self.weights_per == "document" else None
-        )
+        per_document = self.weights_per == "document"
+        scale = [float(x.sizes.mean()) if per_document else 1.0 for x in corpora]
+        rows, num_rows = self.mixed(parts, batch_size, scale)
         digests = [manifest["sha256"] for manifest in self.manifests()]
         return rows, {"kind": "records", "num_rows": num_rows, "sha256": digests}

@@ -86,14 +86,10 @@ class PackedRows:
         origins = self.starts[first : last + 1]
         begins = np.maximum(origins, start)
         ends = np.minimum(self.starts[first + 1 : last + 2], stop)
-        parts = [
-            self.records.read(document, begin, end)
-            for document, begin, end in zip(
-                self.order[first : last + 1], begins - origins, ends - origins, strict=True
-            )
-        ]
-        tokens = np.concatenate(parts).astype(np.int32)
-        segments = np.repeat(np.arange(1, len(parts) + 1, dtype=np.int32), ends - begins)
+        documents = self.order[first : last + 1]
+        parts = map(self.records.read, documents, begins - origins, ends - origins)
+        tokens = np.concatenate([*parts]).astype(np.int32)
+        segments = np.repeat(np.arange(1, begins.size + 1, dtype=np.int32), ends - begins)
         positions = np.arange(start, stop) - np.repeat(begins, ends - begins)
         return {
             "tokens": tokens[:-1],
@@ -107,10 +103,9 @@ class PackedRows:
 class DocumentRows:
     """Every document divided into rows, each target once: a random-access source.
 
-    The context of a prediction is its row up to its position. The last row of a document is padded
-    with the eos id in segment 0, outside the loss. Documents shorter than `min_tokens` (bos and eos
-    included) are left out. Raises `DataError` when none is left, and, if `is_whole`, for a document
-    longer than a row.
+    The context of a prediction is its row up to its position; the last row of a document is padded.
+    Documents shorter than `min_tokens` (bos and eos included) are left out. Raises `DataError` when
+    none is left, and, if `is_whole`, for a document longer than a row.
     """
 
     def __init__(
@@ -139,10 +134,10 @@ class DocumentRows:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         document = np.searchsorted(self._ends, index, side="right")
-        size = self._sizes[document]
-        num_rows = -(-(size - 1) // self.seq_len)
+        targets = int(self._sizes[document]) - 1
+        num_rows = -(-targets // self.seq_len)
         start = int(index - self._ends[document] + num_rows) * self.seq_len
-        size = min(self.seq_len, int(size) - 1 - start)
+        size = min(self.seq_len, targets - start)
         return row_of(self.records, [(int(self._kept[document]), start, size)], self.seq_len)
 
 

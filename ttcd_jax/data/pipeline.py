@@ -12,8 +12,7 @@ from ttcd_jax.errors import DataError
 
 # start step -> the caller's batches from that step on, each int [batch_size, seq_len + 1].
 MakeBatches = Callable[[int], Iterable[Any]]
-
-
+Fields = dict[str, np.ndarray]
 RowSource = grain.sources.RandomAccessDataSource
 ENDLESS = 2**31 - 1  # rows: more than any run takes
 
@@ -26,26 +25,20 @@ class Batches:
     """
 
     def __init__(
-        self,
-        source: RowSource,
-        *,
-        batch_size: int,
-        rows: Sequence[int] | None = None,
+        self, source: RowSource, *, batch_size: int, rows: Sequence[int] | None = None
     ) -> None:
         # grain types rows as optional, for datasets with filters; there are none here.
         self._data: Any = grain.MapDataset.source(source).repeat(None)
         self._batch_size = batch_size
         self._rows = range(batch_size) if rows is None else rows
 
-    def at(self, step: int) -> dict[str, np.ndarray]:
+    def at(self, step: int) -> Fields:
         """The rows of the batch of `step`: fields [len(rows), ...]."""
         assert step >= 0, step
         rows = [self._data[step * self._batch_size + row] for row in self._rows]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def iterate(
-        self, start_step: int, num_steps: int
-    ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    def iterate(self, start_step: int, num_steps: int) -> Iterator[tuple[int, Fields]]:
         """(step, at(step)) for `num_steps` steps, prefetched by a thread that ends with it."""
         steps = grain.MapDataset.range(start_step, start_step + num_steps)
         # One thread: making rows is Python, which a second thread would not speed up.
@@ -66,21 +59,18 @@ class CallerBatches:
         self._make, self._shape, self._vocab_size = make, shape, vocab_size
         self._rows = list(rows)
 
-    def iterate(
-        self, start_step: int, num_steps: int
-    ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    def iterate(self, start_step: int, num_steps: int) -> Iterator[tuple[int, Fields]]:
         """(step, fields of its batch) for `num_steps` steps."""
         batches = iter(self._make(start_step))
         for step in range(start_step, start_step + num_steps):
-            batch = next(batches, None)
-            if batch is None:
+            if (batch := next(batches, None)) is None:
                 raise DataError(
                     f"the batches end before step {step + 1} of {start_step + num_steps}: make "
                     "more, or lower RunConfig.steps"
                 )
             yield step, self._fields(step, np.asarray(batch))
 
-    def _fields(self, step: int, batch: np.ndarray) -> dict[str, np.ndarray]:
+    def _fields(self, step: int, batch: np.ndarray) -> Fields:
         if batch.shape != self._shape or batch.dtype.kind not in "iu":
             raise DataError(
                 f"the batch of step {step + 1} is {batch.dtype} {batch.shape}, not integers "

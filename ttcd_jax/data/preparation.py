@@ -47,6 +47,9 @@ _BATCH_BYTES = 2**20
 _LONG_BYTES = 2**24  # a batch of more is not copied to another process and back
 _BATCHES_AHEAD = 4  # for each process
 
+Facts = dict[str, Any]  # ready for JSON
+type _Writers = dict[Split, _SplitWriter]
+
 
 class _Batch(NamedTuple):
     """Documents of one split, and the census of the split up to the last of them."""
@@ -54,7 +57,7 @@ class _Batch(NamedTuple):
     split: Split
     documents: list[Document]
     num_bytes: int
-    text: dict[str, Any]
+    text: Facts
 
 
 def prepare_records(
@@ -66,29 +69,32 @@ def prepare_records(
     shard_tokens: int = SHARD_TOKENS,
     samples_are_rows: bool = False,
     on_progress: Callable[[int], None] = lambda num_tokens: None,
-) -> dict[str, Any]:
+) -> Facts:
     """Fills `folder`, which is empty or unfinished, and returns its manifest; `on_progress` gets
     counts of new tokens, 0 while text is read again.
 
-    The files depend neither on the number of processes nor on that of the calls it took. In memory:
-    some megabytes of text per process, and the longest document with its tokens. A shard has at
-    most `shard_tokens` tokens, or one document. `samples_are_rows`: samples of token ids get no bos
-    and eos, and each is a row of the run. Raises `DataError` for documents that cannot be read or
-    tokenized, for an empty corpus, and where the text or the arguments of an unfinished folder
-    changed.
+    The files depend on the number of neither processes nor calls. In memory: some megabytes of text
+    per process, and the longest document with its tokens. A shard has at most `shard_tokens`
+    tokens, or one document. `samples_are_rows`: samples of token ids get no bos and eos, and each
+    is a row of the run. Raises `DataError` for documents that cannot be read or tokenized, an empty
+    corpus, and an unfinished folder whose text or arguments were others.
     """
     if config.path is not None:
         build_tokenizer(config)  # an error names the user's file, not the copy
         config = config.replace(path=str(shutil.copyfile(config.path, folder / TOKENIZER)))
-    facts = _tokenizer_facts(config)
+    tokenizer = build_tokenizer(config)
+    facts = {
+        "tokenizer": "byte" if config.path is None else sha256(Path(config.path)),
+        **{name: getattr(tokenizer, name) for name in ("vocab_size", "bos_id", "eos_id")},
+        "dtype": token_dtype(tokenizer.vocab_size).name,
+    }
     arguments = {
         "tokenizer": facts["tokenizer"],
         "samples_are_rows": samples_are_rows,
         "shard_tokens": shard_tokens,
         "corpus": corpus.to_dict() | {"path": None},  # its content is compared
     }
-    writers: dict[Split, _SplitWriter]
-    writers = {split: _SplitWriter(folder, split, shard_tokens) for split in SPLITS}
+    writers: _Writers = {split: _SplitWriter(folder, split, shard_tokens) for split in SPLITS}
     _take_up(folder, arguments, writers)
     left_out, saved = LeftOut(), time.monotonic()
     documents: Iterable[tuple[Split, Document]] = stream_documents(corpus, left_out=left_out)
@@ -103,7 +109,7 @@ def prepare_records(
             saved = time.monotonic()
     if not writers["train"].num_documents:
         raise empty_split(corpus, "train")
-    extra: dict[str, Any] = {"samples_are_rows": True} if samples_are_rows else {}
+    extra: Facts = {"samples_are_rows": True} if samples_are_rows else {}
     if left_out.num_lines:
         extra["lines_left_out"] = left_out.num_lines
         write_json(folder / LEFT_OUT, left_out.first)
@@ -115,15 +121,14 @@ def stored_tokens(folder: Path) -> int:
     return sum(facts["num_tokens"] for facts in _stored(folder).get("splits", {}).values())
 
 
-def _stored(folder: Path) -> dict[str, Any]:
-    """The manifest of an unfinished folder, or of one that was killed before it got its name."""
-    for kind in (UNFINISHED, FORMAT):
-        with contextlib.suppress(DataError):
-            return read_manifest(folder, kind)
+def _stored(folder: Path) -> Facts:
+    """The manifest of an unfinished folder, or of a complete one before it got its name."""
+    with contextlib.suppress(DataError):
+        return read_manifest(folder, UNFINISHED, FORMAT)
     return {}
 
 
-def _take_up(folder: Path, arguments: dict[str, Any], writers: dict[Split, "_SplitWriter"]) -> None:
+def _take_up(folder: Path, arguments: Facts, writers: _Writers) -> None:
     """Goes back to what the manifest lists."""
     if not (manifest := _stored(folder)):
         return
@@ -144,35 +149,19 @@ def _no_continuation(folder: Path, change: str) -> DataError:
     )
 
 
-def _save(
-    folder: Path,
-    writers: dict[Split, "_SplitWriter"],
-    facts: dict[str, Any],
-    extra: dict[str, Any],
-) -> dict[str, Any]:
+def _save(folder: Path, writers: _Writers, facts: Facts, extra: Facts) -> Facts:
     """Writes the manifest of all that is stored, once it is on disk."""
     written = {split: writer for split, writer in writers.items() if writer.num_documents}
-    splits = {split: writer.facts() for split, writer in written.items()}
+    splits = {split: writer.facts for split, writer in written.items()}
     files = {name: x for writer in written.values() for name, x in writer.files().items()}
     manifest = sealed(facts | {"splits": splits, "files": files} | extra)
     write_json(folder / MANIFEST, manifest)
     return manifest
 
 
-def _tokenizer_facts(config: TokenizerConfig) -> dict[str, Any]:
-    tokenizer = build_tokenizer(config)
-    return {
-        "tokenizer": "byte" if config.path is None else sha256(Path(config.path)),
-        "vocab_size": tokenizer.vocab_size,
-        "bos_id": tokenizer.bos_id,
-        "eos_id": tokenizer.eos_id,
-        "dtype": token_dtype(tokenizer.vocab_size).name,
-    }
-
-
 def _batches(
     documents: Iterable[tuple[Split, Document]],
-    writers: dict[Split, "_SplitWriter"],
+    writers: _Writers,
     on_progress: Callable[[int], None],
 ) -> Iterator[_Batch]:
     """Batches of about `_BATCH_BYTES` of the documents that are not yet stored, in order within the
@@ -206,9 +195,9 @@ def _encoded(
     batches: Iterator[_Batch], config: TokenizerConfig, num_processes: int
 ) -> Iterator[tuple[_Batch, TokenRecords]]:
     """The batches with their records, in their order."""
-    tokenizer = build_tokenizer(config)
+    encode = functools.partial(_encode, config)
     if num_processes == 1:
-        yield from ((batch, encode_documents(batch.documents, tokenizer)) for batch in batches)
+        yield from ((batch, encode(batch.documents)) for batch in batches)
         return
     pool = concurrent.futures.ProcessPoolExecutor(
         num_processes, multiprocessing.get_context("spawn"), _end_with_parent
@@ -221,9 +210,9 @@ def _encoded(
                 first, future = pending.popleft()
                 yield first, future.result()
             if is_long:
-                yield batch, encode_documents(batch.documents, tokenizer)
+                yield batch, encode(batch.documents)
             else:
-                pending.append((batch, pool.submit(_encode_in_pool, config, batch.documents)))
+                pending.append((batch, pool.submit(encode, batch.documents)))
         yield from ((batch, future.result()) for batch, future in pending)
     except BrokenProcessPool as error:
         raise UserError(
@@ -234,11 +223,11 @@ def _encoded(
         pool.shutdown(cancel_futures=True)
 
 
-_tokenizer_of = functools.cache(build_tokenizer)
+_tokenizer = functools.cache(build_tokenizer)
 
 
-def _encode_in_pool(config: TokenizerConfig, documents: list[Document]) -> TokenRecords:
-    return encode_documents(documents, _tokenizer_of(config))
+def _encode(config: TokenizerConfig, documents: list[Document]) -> TokenRecords:
+    return encode_documents(documents, _tokenizer(config))
 
 
 def _end_with_parent() -> None:
@@ -255,81 +244,78 @@ def _end_with_parent() -> None:
 
 
 class _SplitWriter:
-    """A writer of the shards and the starts of one split. `text`: the census of what is stored."""
+    """A writer of the shards and the starts of one split. `facts`: its entry in the manifest;
+    `census`: that of the text read, while `facts` has that of the text stored."""
 
     def __init__(self, folder: Path, split: Split, shard_tokens: int) -> None:
-        self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
-        self._starts = folder / f"{split}.starts.bin"
-        self._shards: list[Path] = []
-        self._filled: dict[str, dict[str, Any]] = {}  # size and sha256
-        self._room = self._num_tokens = self.num_documents = 0
-        self.census, self._text = Census(), Census().summary()
+        self._folder, self._split, self._shard_tokens, self._room = folder, split, shard_tokens, 0
+        self._filled: dict[str, Facts] = {}  # size and sha256
+        self.census = Census()
+        self.facts: Facts = {
+            "num_documents": 0,
+            "num_tokens": 0,
+            "starts": f"{split}.starts.bin",
+            "shards": [],
+            "text": self.census.summary(),
+        }
 
-    def take_up(self, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
+    @property
+    def num_documents(self) -> int:
+        return self.facts["num_documents"]
+
+    def take_up(self, facts: Facts, files: dict[str, Facts]) -> None:
         """Goes back to the entries of the split and of its files in a manifest."""
-        self._num_tokens, self.num_documents = facts["num_tokens"], facts["num_documents"]
-        self._text = facts["text"]
-        self._shards = [self._folder / name for name in facts["shards"]]
-        self._filled = {name: files[name] for name in facts["shards"][:-1]}
-        for path in (self._starts, *self._shards):
-            num_bytes, digest = (files[path.name][x] for x in ("num_bytes", "sha256"))
+        self.facts = facts
+        for name in (facts["starts"], *facts["shards"]):
+            path, num_bytes = self._folder / name, files[name]["num_bytes"]
             if path.exists():
                 os.truncate(path, num_bytes)
-            if problem := difference(path, num_bytes, digest):
-                raise _no_continuation(self._folder, f"{path.name}: {problem}")
-        sizes = [path.stat().st_size for path in self._shards]
-        last_tokens = sizes[-1] * self._num_tokens // sum(sizes)
+            if problem := difference(path, num_bytes, files[name]["sha256"]):
+                raise _no_continuation(self._folder, f"{name}: {problem}")
+        self._filled = {name: files[name] for name in facts["shards"][:-1]}
+        sizes = [files[name]["num_bytes"] for name in facts["shards"]]
+        last_tokens = sizes[-1] * facts["num_tokens"] // sum(sizes)
         self._room = max(0, self._shard_tokens - last_tokens)
 
     def check_text(self) -> None:
         """Raises `DataError` unless the text that was read is what is stored."""
-        if self.census.summary() != self._text:
+        if self.census.summary() != self.facts["text"]:
             change = f"the first {self.num_documents:,} documents of {self._split}"
             raise _no_continuation(self._folder, change)
 
-    def append(self, records: TokenRecords, text: dict[str, Any]) -> bool:
+    def append(self, records: TokenRecords, text: Facts) -> bool:
         """Appends the documents; one that does not fit into the last shard begins a new one.
         Returns whether a shard was filled."""
-        (ids,), starts = records.shards, records.starts
+        (ids,), starts, shards = records.shards, records.starts, self.facts["shards"]
         new = starts[1:] if self.num_documents else starts  # the first is stored as the last end
-        _append(self._starts, (self._num_tokens + new).astype("<u8"))
-        begin, num_shards = 0, len(self._shards)
+        _append(self._folder / self.facts["starts"], (self.facts["num_tokens"] + new).astype("<u8"))
+        begin, num_shards = 0, len(shards)
         while begin < len(records):
             end = int(np.searchsorted(starts, starts[begin] + self._room, side="right")) - 1
             if end <= begin:
                 self._room = max(self._shard_tokens, int(starts[begin + 1] - starts[begin]))
-                name = f"{self._split}.{len(self._shards):05}.tokens.bin"
-                self._shards.append(self._folder / name)
+                shards.append(f"{self._split}.{len(shards):05}.tokens.bin")
                 continue
-            _append(self._shards[-1], ids[starts[begin] : starts[end]])
+            _append(self._folder / shards[-1], ids[starts[begin] : starts[end]])
             self._room -= int(starts[end] - starts[begin])
             begin = end
-        self._num_tokens += int(starts[-1])
-        self.num_documents += len(records)
-        self._text = text
-        return len(self._shards) > num_shards > 0
+        self.facts["num_tokens"] += int(starts[-1])
+        self.facts["num_documents"] += len(records)
+        self.facts["text"] = text
+        return len(shards) > num_shards > 0
 
-    def facts(self) -> dict[str, Any]:
-        """The entry of the split in the manifest."""
-        return {
-            "num_documents": self.num_documents,
-            "num_tokens": self._num_tokens,
-            "starts": self._starts.name,
-            "shards": [shard.name for shard in self._shards],
-            "text": self._text,
-        }
-
-    def files(self) -> dict[str, dict[str, Any]]:
+    def files(self) -> dict[str, Facts]:
         """Size and sha256 of each file; all are on disk when this returns."""
-        facts = {}
-        for path in (self._starts, *self._shards):
-            facts[path.name] = self._filled.get(path.name) or _flushed(path)
-            if path in self._shards[:-1]:
-                self._filled[path.name] = facts[path.name]
-        return facts
+        shards = self.facts["shards"]
+        files = {
+            name: self._filled.get(name) or _flushed(self._folder / name)
+            for name in (self.facts["starts"], *shards)
+        }
+        self._filled = {name: files[name] for name in shards[:-1]}
+        return files
 
 
-def _flushed(path: Path) -> dict[str, Any]:
+def _flushed(path: Path) -> Facts:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return {"num_bytes": path.stat().st_size, "sha256": sha256(path)}

@@ -12,6 +12,8 @@ A folder of records holds
 All numbers are little-endian. No document is split between shards.
 """
 
+import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -38,29 +40,27 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class TokenRecords:
     """Tokenized documents: `shards` of ids [tokens], and int64 `starts` [documents + 1], the offset
     of each document in the concatenated shards, and the end. `where` names them in errors, `files`
     are those of memory-mapped shards. `samples_are_rows`: every document is one whole row."""
 
-    def __init__(
-        self,
-        shards: Sequence[np.ndarray],
-        starts: np.ndarray,
-        *,
-        vocab_size: int,
-        eos_id: int,
-        where: str = "the corpus",
-        files: VerifiedFiles | None = None,
-        samples_are_rows: bool = False,
-    ) -> None:
-        self.shards, self.starts, self._files = shards, starts, files
-        self.samples_are_rows = samples_are_rows
-        self.vocab_size, self.eos_id, self.where = vocab_size, eos_id, where
-        self._ends = np.cumsum([shard.size for shard in shards])
+    shards: Sequence[np.ndarray]
+    starts: np.ndarray
+    _: dataclasses.KW_ONLY
+    vocab_size: int
+    eos_id: int
+    where: str = "the corpus"
+    files: VerifiedFiles | None = None
+    samples_are_rows: bool = False
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([shard.size for shard in self.shards])
 
     @property
     def sizes(self) -> np.ndarray:
@@ -72,7 +72,7 @@ class TokenRecords:
         an id outside the vocabulary, and for files that changed."""
         first = self.starts[document]
         shard = np.searchsorted(self._ends, first, side="right")
-        if self._files is not None and (problem := self._files.problem(int(shard))):
+        if self.files is not None and (problem := self.files.problem(int(shard))):
             raise DataError(f"{problem}; {_AGAIN}")
         offset = first - self._ends[shard] + self.shards[shard].size
         ids = self.shards[shard][offset + start : offset + stop]
@@ -84,9 +84,9 @@ class TokenRecords:
         return ids
 
 
-def read_manifest(folder: Path, kind: str = FORMAT) -> dict[str, Any]:
-    """The manifest of a folder of records. Raises `DataError` unless it is intact and of the format
-    `kind`."""
+def read_manifest(folder: Path, *kinds: str) -> dict[str, Any]:
+    """The manifest of a folder of records. Raises `DataError` unless it is intact and of a format
+    in `kinds`, or of `FORMAT`."""
     path = folder / MANIFEST
     if not path.is_file():
         raise DataError(
@@ -96,27 +96,27 @@ def read_manifest(folder: Path, kind: str = FORMAT) -> dict[str, Any]:
             "them (RecordsConfig.paths; in a recipe --param=\"RECORDS='DIR'\")"
         )
     manifest = read_json(path)
-    if manifest.get("format") != kind:
-        raise DataError(f"{path} describes no {kind!r}; {_AGAIN}")
+    if manifest.get("format") not in (kinds or (FORMAT,)):
+        raise DataError(f"{path} describes no {FORMAT!r}; {_AGAIN}")
     if manifest != sealed({name: manifest[name] for name in manifest if name != "sha256"}):
         raise DataError(f"{path} was changed; {_AGAIN}")
-    try:
-        is_sound = _is_sound(manifest, manifest["files"])
-    except (LookupError, TypeError, AttributeError):
-        is_sound = False
-    if not is_sound:
+    if not _is_sound(manifest):
         raise DataError(f"{path} describes no files of its folder; {_AGAIN}")
     return manifest
 
 
-def _is_sound(manifest: dict[str, Any], files: dict[str, Any]) -> bool:
+def _is_sound(manifest: dict[str, Any]) -> bool:
     """Whether the entries are there, counts are integers, and files are in the folder."""
-    counts = [manifest[name] for name in ("vocab_size", "bos_id", "eos_id")]
-    for facts in manifest["splits"].values():
-        counts += [facts["num_documents"], facts["num_tokens"], facts["text"]["num_bytes"]]
-        counts += [files[name]["num_bytes"] for name in (facts["starts"], *facts["shards"])]
-    is_inside = all(Path(name).name == name not in ("", "..") for name in files)
-    is_complete = "tokenizer" in manifest and all("sha256" in facts for facts in files.values())
+    try:
+        files = manifest["files"]
+        counts = [manifest[name] for name in ("vocab_size", "bos_id", "eos_id")]
+        for facts in manifest["splits"].values():
+            counts += [facts["num_documents"], facts["num_tokens"], facts["text"]["num_bytes"]]
+            counts += [files[name]["num_bytes"] for name in (facts["starts"], *facts["shards"])]
+        is_inside = all(Path(name).name == name not in ("", "..") for name in files)
+        is_complete = "tokenizer" in manifest and all("sha256" in facts for facts in files.values())
+    except (LookupError, TypeError, AttributeError):
+        return False
     return is_inside and is_complete and all(type(x) is int and x >= 0 for x in counts)
 
 

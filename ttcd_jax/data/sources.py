@@ -10,13 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from ttcd_jax.config import AtLeast, Bound, Config
 from ttcd_jax.data.corpus import CorpusConfig, Split, load_documents, manifest
-from ttcd_jax.data.mixture import (
-    Packing,
-    RecordsConfig,
-    WeightedConfig,
-    corpus_rows,
-    that_have,
-)
+from ttcd_jax.data.mixture import Packing, RecordsConfig, WeightedConfig, corpus_rows, that_have
 from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.pipeline import RowSource
 from ttcd_jax.data.records import TokenRecords
@@ -78,35 +72,33 @@ class MixtureConfig(WeightedConfig):
             raise UserError("a part of MixtureConfig has stages: bind MixtureConfig.stages instead")
 
     @property
-    def tokenizer(self) -> TokenizerConfig:
-        return self.tokenizers()[0]
-
-    def tokenizers(self) -> list[TokenizerConfig]:
-        """The tokenizer of each part. Raises `DataError` if they differ."""
-        tokenizers = [part.tokenizer for part in self.parts]
-        contents = [x.path and read_json(Path(x.path)) for x in tokenizers]
-        for other, content in zip(tokenizers, contents, strict=True):
+    def _alike(self) -> tuple[TextConfig | RecordsConfig, ...]:
+        """The parts. Raises `DataError` if their tokenizers differ."""
+        paths = [part.tokenizer.path for part in self.parts]
+        contents = [path and read_json(Path(path)) for path in paths]
+        for path, content in zip(paths, contents, strict=True):
             if content != contents[0]:
                 raise DataError(
-                    f"the tokenizers of MixtureConfig.parts differ ({tokenizers[0].path or 'byte'} "
-                    f"and {other.path or 'byte'}): prepare the records by the one of the text"
+                    f"the tokenizers of MixtureConfig.parts differ ({paths[0] or 'byte'} and "
+                    f"{path or 'byte'}): prepare the records by the one of the text"
                 )
-        return tokenizers
+        return self.parts
+
+    @property
+    def tokenizer(self) -> TokenizerConfig:
+        return self._alike[0].tokenizer
 
     @property
     def vocab_size(self) -> int:
-        self.tokenizers()
-        return self.parts[0].vocab_size
+        return self._alike[0].vocab_size
 
     def open(self, split: Split) -> list[TokenRecords]:
-        self.tokenizers()
-        return that_have(self.parts, lambda part: part.open(split))
+        return that_have(self._alike, lambda part: part.open(split))
 
     def rows(self, seed: int, batch_size: int = 1) -> tuple[RowSource, dict[str, Any]]:
         """(endless rows of the training splits, manifest)."""
-        self.tokenizers()
         seeds = itertools.count(seed)
-        parts = [part.rows(seed, shuffle_seeds=seeds) for part in self.parts]
+        parts = [part.rows(seed, shuffle_seeds=seeds) for part in self._alike]
         facts = [facts for _, facts in parts]
         rows, num_rows = self.mixed([(x, facts["num_rows"]) for x, facts in parts], batch_size)
         return rows, {"kind": "mixture", "num_rows": num_rows, "parts": facts}
@@ -126,10 +118,9 @@ DataConfig = TextConfig | RecordsConfig | MixtureConfig | RecallConfig | Batches
 
 def text_data(data: dict[str, Any]) -> TextConfig | RecordsConfig | MixtureConfig | None:
     """The data configuration of a run as an object, if it is text."""
-    for config in (TextConfig, RecordsConfig, MixtureConfig):
-        if data["type"] == config.__name__:
-            return config.from_dict(data)
-    return None
+    classes = {config.__name__: config for config in (TextConfig, RecordsConfig, MixtureConfig)}
+    config = classes.get(data["type"])
+    return config and config.from_dict(data)
 
 
 def text_records(

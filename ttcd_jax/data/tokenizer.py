@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import tokenizers
@@ -87,7 +87,11 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: str) -> None:
-        source = _read_json(path)
+        if not Path(path).is_file():
+            raise DataError(f"no tokenizer file at {path}; give the path of a tokenizer.json")
+        source = read_json(Path(path))
+        if not isinstance(source.get("model"), dict):
+            raise DataError(f"{path} describes no tokenizer model; give a tokenizer.json")
         self._tokenizer = _tokenizer(json.dumps(source), path)
         # A file may carry the truncation and padding of its last use; documents here are whole.
         self._tokenizer.no_truncation()
@@ -104,8 +108,7 @@ class JsonTokenizer:
 
     def _special(self, role: str, names: tuple[str, ...], path: str) -> int:
         for name in names:
-            token_id = self._tokenizer.token_to_id(name)
-            if token_id is not None:
+            if (token_id := self._tokenizer.token_to_id(name)) is not None:
                 return token_id
         raise DataError(f"{path} has no {role} token; add one of {', '.join(names)} to it")
 
@@ -162,10 +165,9 @@ class JsonTokenizer:
         for piece, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
             if self._is_byte_level:
                 table[token_id] = len(piece)  # its alphabet spells every byte with one character
-            elif BYTE_TOKEN.fullmatch(piece):
-                table[token_id] = 1
             else:
-                table[token_id] = len(piece.replace("▁", " ").encode())
+                is_byte = BYTE_TOKEN.fullmatch(piece)
+                table[token_id] = 1 if is_byte else len(piece.replace("▁", " ").encode())
         for token_id, added in self._tokenizer.get_added_tokens_decoder().items():
             table[token_id] = 0 if added.special else len(added.content.encode())
         table[[self.bos_id, self.eos_id]] = 0
@@ -173,15 +175,6 @@ class JsonTokenizer:
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    if not Path(path).is_file():
-        raise DataError(f"no tokenizer file at {path}; give the path of a tokenizer.json")
-    source = read_json(Path(path))
-    if not isinstance(source.get("model"), dict):
-        raise DataError(f"{path} describes no tokenizer model; give a tokenizer.json")
-    return source
 
 
 def _tokenizer(source: str, path: str) -> tokenizers.Tokenizer:
@@ -204,10 +197,10 @@ def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> str:
     and an eos, `vocab_size` tokens in all (fewer, where the texts have fewer pairs). One text is in
     memory at a time. Raises `DataError` for one that is not UTF-8, `UserError` for fewer than 258
     tokens or more than 2^24."""
-    if vocab_size < ByteTokenizer.vocab_size:
+    if vocab_size < (least := ByteTokenizer.vocab_size):
         raise UserError(
-            f"a vocabulary of {vocab_size} does not hold all 256 bytes, bos and eos: take "
-            f"{ByteTokenizer.vocab_size} or more"
+            f"a vocabulary of {vocab_size} does not hold all 256 bytes, bos and eos: take {least} "
+            "or more"
         )
     if vocab_size > _MOST_IDS:
         raise UserError(f"a vocabulary of {vocab_size} is too large: take {_MOST_IDS} or less")
