@@ -167,7 +167,8 @@ def _check_texts(arguments: Sequence[str]) -> None:
 
 
 def _notes(error: Exception) -> str:
-    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    notes = getattr(error, "__notes__", ())  # longer ones are a library's, on its traceback
+    return "".join(f"; {note}" for note in notes if "\n" not in note)
 
 
 def _leave(message: str, status: int) -> NoReturn:

@@ -182,7 +182,7 @@ def _stdlib_documents() -> Iterator[Document]:
 def _user_documents(
     path: pathlib.Path, config: CorpusConfig, splits: tuple[Split, ...], left_out: LeftOut
 ) -> Iterator[tuple[Split, Document]]:
-    if not path.exists():
+    if not (path.is_file() or path.is_dir()):
         raise DataError(f"no file or folder at {path}; set CorpusConfig.path")
     num_held_out = config.validation_files if isinstance(config, FolderConfig) else 0
     if num_held_out and (_has_splits(path) or not path.is_dir()):
