@@ -159,7 +159,8 @@ class RunDirectory:
         """Locks the directory; while another process holds it, waits or raises `UserError`."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = (self.path / "lock").open("a+", encoding="utf-8")
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+            handle = os.fdopen(os.open(self.path / "lock", flags, 0o666), "a+", encoding="utf-8")
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be a run directory ({error.strerror}): choose another "
