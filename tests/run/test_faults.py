@@ -133,6 +133,7 @@ def test_a_disk_that_fills_up_under_a_run_ends_it_with_need_and_free(finished, s
     [
         ("DataError('a.txt has gone')", 3, LAST),
         ("RuntimeError('RESOURCE_EXHAUSTED: no memory')", 6, LAST),
+        ("RuntimeError('INTERNAL: Out of memory allocating 64 bytes')", 6, LAST),
         ("CheckpointError('none is intact')", 4, "error: none is intact\n"),
     ],
 )
@@ -213,6 +214,11 @@ def test_metrics_that_are_no_regular_file_are_one_line(tmp_path):
     for name in ("metrics.jsonl", "zero"):
         with pytest.raises(DataError, match=f"{name} is no regular file; move it away"):
             read_metrics(tmp_path / name)
+
+
+def test_a_run_directory_whose_name_is_not_utf8_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"not UTF-8: choose another, or set LC_ALL=C\.UTF-8"):
+        RunDirectory(os.fsdecode(os.fsencode(tmp_path) + b"/run\xff"))
 
 
 def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path):

@@ -52,6 +52,13 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         check_text("the run directory", os.fspath(path))
         self.path = Path(path).absolute()
+        try:
+            str(self.path).encode()
+        except UnicodeEncodeError as error:  # Orbax cannot write there
+            raise UserError(
+                f"the run directory {self.path} has a name that is not UTF-8: choose another, or "
+                "set LC_ALL=C.UTF-8"
+            ) from error
         self.checkpoints = self.path / "checkpoints"
 
     @property
