@@ -10,6 +10,7 @@ import ast
 import contextlib
 import functools
 import os
+import re
 import select
 import signal
 import sys
@@ -54,7 +55,8 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        is_memory = re.search("RESOURCE_EXHAUSTED|Out of memory", str(error))
+        if isinstance(error, RuntimeError) and not is_memory:
             raise
         _leave(
             f"error: out of memory ({str(error).partition(chr(10))[0]}): take a smaller batch, "
@@ -167,7 +169,8 @@ def _check_texts(arguments: Sequence[str]) -> None:
 
 
 def _notes(error: Exception) -> str:
-    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    notes = getattr(error, "__notes__", ())  # longer ones are a library's, on its traceback
+    return "".join(f"; {note}" for note in notes if "\n" not in note)
 
 
 def _leave(message: str, status: int) -> NoReturn:

@@ -109,12 +109,16 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _prompt(file: str) -> bytes:
-    if file == "-":
-        return sys.stdin.buffer.read()
+    from ttcd_jax.data.compressed import MAX_BYTES
+
     try:
-        return Path(file).read_bytes()
+        with sys.stdin.buffer if file == "-" else open(file, "rb") as source:
+            text = source.read(MAX_BYTES + 1)
     except OSError as error:
         raise DataError(f"--prompt_file={file} cannot be read: {error.strerror}") from error
+    if len(text) > MAX_BYTES:
+        raise DataError(f"--prompt_file={file} has more than {MAX_BYTES} bytes, the longest prompt")
+    return text
 
 
 class _Session:

@@ -14,6 +14,7 @@ lost, or hangs, the others exit with status 7.
 """
 
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -49,6 +50,8 @@ RESUME_ME = 75  # EX_TEMPFAIL
 
 
 def main(argv: list[str]) -> None:
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # outside of training they ask for nothing
+        signal.signal(number, signal.SIG_IGN)
     from experiments import plan
     from experiments.gin_loading import load_config
     from ttcd_jax.errors import DataError, UserError

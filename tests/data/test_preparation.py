@@ -4,11 +4,13 @@ import json
 import re
 import signal
 import tracemalloc
+from pathlib import Path
 
 import commands
 import numpy as np
 import pytest
 
+from ttcd_jax.data import preparation
 from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.documents import Document
 from ttcd_jax.data.packing import encode_documents
@@ -201,6 +203,11 @@ def test_one_process_at_a_time_fills_a_folder(tmp_path):
             pass
         assert (folder / "x").exists()
     assert _files(output) == {"x": b"mine"}
+
+
+def test_a_full_disk_is_the_reason():
+    with pytest.raises(OSError, match="No space left on device"):
+        preparation._append(Path("/dev/full"), np.zeros(10**6, np.uint16))
 
 
 def test_a_long_document_takes_its_text_and_its_tokens(monkeypatch):

@@ -13,7 +13,7 @@ from ttcd_jax.data.tokenizer import (
     check_tokens,
     train_tokenizer,
 )
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError, ResourceError, UserError
 
 TEXT = "def größe(x):\n    return '<|endoftext|>' * x  # 日本\n"
 
@@ -99,6 +99,14 @@ def test_json_tokenizer_errors(tmp_path):
             JsonTokenizer(str(tmp_path / name))
 
 
+def test_a_word_that_a_vocabulary_lacks_is_one_line(tmp_path):
+    vocabulary = '[["<s>", 0.0], ["</s>", 0.0], ["a", -1.0]]'
+    path = tmp_path / "tokenizer.json"
+    path.write_text(f'{{"model": {{"type": "Unigram", "vocab": {vocabulary}}}}}')
+    with pytest.raises(DataError, match=r"cannot encode the text \(.*unk_id.*is missing\)"):
+        JsonTokenizer(str(path)).encode("abc")
+
+
 def test_json_tokenizer_refuses_bytes_that_are_not_utf8(tmp_path):
     tokenizer = JsonTokenizer(_byte_level_file(tmp_path, "<|endoftext|>"))
     with pytest.raises(DataError, match="not UTF-8 at byte 2 of 3"):
@@ -139,7 +147,7 @@ LONG = b"We've 1234 words... at\n  12 o'clock, \xe6\x97\xa5\xe6\x9c\xac  (and so
             ),
             True,
         ),
-        (pre_tokenizers.ByteLevel(add_prefix_space=True), False),
+        (pre_tokenizers.ByteLevel(add_prefix_space=True), True),
         (pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), False),
         (pre_tokenizers.Split(tokenizers.Regex(r"\n"), "isolated"), False),
     ],
@@ -177,3 +185,7 @@ def test_a_tokenizer_that_joins_words_gets_the_whole_text(change, tmp_path, monk
     path.write_text(json.dumps(source | change | {"added_tokens": source["added_tokens"] + added}))
     monkeypatch.setattr("ttcd_jax.data.tokenizer._PIECE_BYTES", 100)
     assert len(list(JsonTokenizer(str(path)).encode_pieces(LONG))) == 1
+    monkeypatch.setattr("ttcd_jax.data.tokenizer._LARGE_PIECES", 1)
+    monkeypatch.setattr("os.sysconf", lambda name: 100)
+    with pytest.raises(ResourceError, match=r"of memory, and there are .*: divide the document"):
+        JsonTokenizer(str(path)).encode(LONG)

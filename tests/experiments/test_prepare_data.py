@@ -131,6 +131,7 @@ def test_a_run_ends_before_it_reads_changed_records(records, tmp_path):
     os.utime(tokens, ns=(modified, modified))
     message = commands.refused(*launch, status=3)
     assert f"{tokens}: its content changed; copy it again" in message
+    assert "Grain" not in message  # adds notes to the exceptions that it lets through
     assert tiny_run.losses(run_dir) == done
     tokens.write_bytes(intact)
     with commands.start(*launch, **pipes) as process:
@@ -308,6 +309,12 @@ def test_damage_is_named(records, tmp_path):
         ),
         (("--train_tokenizer=100", "--input={text}", "--output={new}"), 2, "take 258 or more"),
         (("--tokenizer=/absent.json", "--input={text}", "--output={new}"), 3, "no tokenizer file"),
+        (("--tokenizer=byte", "--input=/dev/null", "--output={new}"), 2, "no file or folder at"),
+        (
+            ("--tokenizer=byte", "--input={text}", "--samples_are_rows", "--output={new}"),
+            3,
+            "this is text, and a sample that is a row has token ids",
+        ),
         (("--verify=/absent",), 3, "/absent holds no token records"),
     ],
 )

@@ -24,8 +24,11 @@ KILLED_CLAIM = """
 import os, signal, sys
 from pathlib import Path
 
+from experiments.gin_loading import load_config
+from ttcd_jax import RunConfig
 from ttcd_jax.run.directory import RunDirectory
 
+config = load_config(RunConfig, "recall.gin", config_dir=Path("experiments/configs")).to_dict()
 replace, renamed = Path.replace, []
 
 def killed(self, target):
@@ -37,7 +40,7 @@ def killed(self, target):
 Path.replace = killed
 directory = RunDirectory(sys.argv[1])
 with directory.lock():
-    directory.claim({"seed": 1}, "text", {"num_documents": 1})
+    directory.claim(config, "text", {"num_documents": 1})
 """
 # A run whose sixth report raises an error.
 FAILING = """
@@ -47,7 +50,7 @@ from pathlib import Path
 from experiments import cli
 from experiments.gin_loading import load_config
 from ttcd_jax import RunConfig, train_run
-from ttcd_jax.errors import DataError
+from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.train.loop import MetricCallback
 
 def fail(step, metrics):
@@ -60,6 +63,7 @@ def main(argv):
 
 cli.run(main, arguments=None)
 """
+LAST = "; last good checkpoint: step 4; the same command goes on\n"
 LAUNCH = ("launch", *tiny_run.flags("recall.gin", *tiny_run.RECALL))
 
 
@@ -125,15 +129,20 @@ def test_a_disk_that_fills_up_under_a_run_ends_it_with_need_and_free(finished, s
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
-    [("DataError('a.txt has gone')", 3), ("RuntimeError('RESOURCE_EXHAUSTED: no memory')", 6)],
+    ("error", "status", "end"),
+    [
+        ("DataError('a.txt has gone')", 3, LAST),
+        ("RuntimeError('RESOURCE_EXHAUSTED: no memory')", 6, LAST),
+        ("RuntimeError('INTERNAL: Out of memory allocating 64 bytes')", 6, LAST),
+        ("CheckpointError('none is intact')", 4, "error: none is intact\n"),
+    ],
 )
-def test_a_run_that_fails_names_its_last_checkpoint(tmp_path, error, status):
+def test_a_run_that_fails_names_its_last_checkpoint(tmp_path, error, status, end):
     program = tmp_path / "failing.py"
     program.write_text(FAILING.replace("ERROR", error))
     bindings = *tiny_run.BINDINGS, *tiny_run.RECALL
     message = commands.mistake(commands.run(program, tmp_path / "run", *bindings), status)
-    assert message.endswith("; last good checkpoint: step 4; the same command goes on\n")
+    assert message.endswith(end)
 
 
 def test_what_a_full_disk_refused_is_written_when_there_is_room(tmp_path, limited, caplog):
@@ -198,10 +207,26 @@ def test_damaged_metrics_do_not_stop_a_restart(finished, finished_copy, tail):
     assert tiny_run.losses(finished_copy) == tiny_run.losses(finished)
 
 
-def test_metrics_that_cannot_be_read_are_one_line(tmp_path):
+def test_metrics_that_are_no_regular_file_are_one_line(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(DataError, match=r"metrics\.jsonl cannot be read: "):
-        read_metrics(tmp_path / "metrics.jsonl")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("metrics.jsonl", "zero"):
+        with pytest.raises(DataError, match=f"{name} is no regular file; move it away"):
+            read_metrics(tmp_path / name)
+
+
+def test_a_run_directory_whose_name_is_not_utf8_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"not UTF-8: choose another, or set LC_ALL=C\.UTF-8"):
+        RunDirectory(os.fsdecode(os.fsencode(tmp_path) + b"/run\xff"))
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match="symbolic links"), RunDirectory(tmp_path / "run").lock():
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ SIGNALLED = """
 import os, runpy, signal, sys
 
 import jax
+from experiments import gin_loading
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.run.reporting import MetricFiles
 from ttcd_jax.train import digest
@@ -53,6 +54,7 @@ places = {
     "restore": (Checkpoints, "restore"),
     "save": (Checkpoints, "save"),
     "seal": (digest, "seal"),
+    "start": (gin_loading, "load_config"),
     "step": (MetricFiles, "write"),
 }
 if where == "compilation":
@@ -124,6 +126,12 @@ def test_sigusr1_saves_after_the_step_and_the_run_goes_on(whole, signalled):
     # The metrics of step 5 are reported while step 6 runs.
     assert _saved(run_dir) == [4, 6, 8, 12, 16, 20, 24]
     assert _records(run_dir) == _records(whole)
+
+
+@pytest.mark.parametrize("kind", ["SIGUSR1", "SIGUSR2"])
+def test_a_signal_before_the_first_step_ends_nothing(signalled, kind):
+    result, _ = signalled(kind, "start", 1, "--dry_run")
+    assert result.returncode == 0, result.stderr
 
 
 def test_saves_by_time_and_the_best_and_every_so_many_are_kept(whole, tmp_path):

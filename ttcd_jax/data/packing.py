@@ -44,6 +44,8 @@ def encode_documents(documents: list[Document], tokenizer: Tokenizer) -> TokenRe
 def _encode(document: Document, tokenizer: Tokenizer) -> Iterator[ArrayLike]:
     bos, eos, ids = [tokenizer.bos_id], [tokenizer.eos_id], document.tokens
     if ids is None:
+        if document.is_row:
+            raise DataError("this is text, and a sample that is a row has token ids")
         yield bos
         yield from tokenizer.encode_pieces(document.text)
         yield eos

@@ -323,4 +323,4 @@ def _flushed(path: Path) -> Facts:
 
 def _append(path: Path, values: np.ndarray) -> None:
     with path.open("ab") as file:
-        values.tofile(file)
+        file.write(np.ascontiguousarray(values).data)  # `tofile` hides why a disk refuses

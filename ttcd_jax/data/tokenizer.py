@@ -1,9 +1,11 @@
 """Text <-> token ids: the bytes, or the vocabulary of a Hugging Face `tokenizer.json`."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from ttcd_jax import units
 from ttcd_jax.config import Config
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError, ResourceError, UserError
 from ttcd_jax.files import read_json
 
 # The last of each is DeepSeek's, with fullwidth bars and U+2581 for blanks.
@@ -31,7 +33,7 @@ EOS_NAMES = (
 _MOST_IDS = 2**24  # a table of bytes has an entry for each
 _PIECE_BYTES = 2**18  # of text at once: the library takes 150 bytes of memory for each
 _LARGE_PIECES = 64
-_END_OF_WORD = re.compile(rb"[A-Za-z](?=[ \n])")
+_ENDS_OF_WORDS = re.compile(rb"[A-Za-z](?=[ \n])"), re.compile(rb"[A-Za-z](?= )")
 _KINDS = "aE7'._ \n\ré日。\u0301"  # one of each that patterns of words distinguish
 _NO_NORMALIZER = {"type": "Sequence", "normalizers": []}
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -92,7 +94,8 @@ class JsonTokenizer:
         source = read_json(Path(path))
         if not isinstance(source.get("model"), dict):
             raise DataError(f"{path} describes no tokenizer model; give a tokenizer.json")
-        self._tokenizer = _tokenizer(json.dumps(source), path)
+        with _library_errors(f"{path} describes no tokenizer"):
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(source))
         # A file may carry the truncation and padding of its last use; documents here are whole.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -120,37 +123,42 @@ class JsonTokenizer:
         """The ids of `encode`, some at a time; all at once where words may join across blanks."""
         for start, stop in itertools.pairwise(self._cuts(text)):
             if stop - start > _LARGE_PIECES * _PIECE_BYTES:
-                size, memory = units.size(stop - start), units.size(150 * (stop - start))
-                logging.warning("%s of text without a place to cut take %s of memory", size, memory)
+                _check_memory(stop - start)
             piece = _decoded(text, start, stop)
-            yield np.array(self._tokenizer.encode(piece, add_special_tokens=False).ids, np.int32)
+            with _library_errors("the tokenizer cannot encode the text"):
+                encoding = self._tokenizer.encode(piece, add_special_tokens=False)
+            yield np.array(encoding.ids, np.int32)
 
     def _cuts(self, text: bytes) -> list[int]:
         cuts = [0]
-        while len(text) - cuts[-1] > _PIECE_BYTES and self._is_divisible:
-            if (end := _END_OF_WORD.search(text, cuts[-1] + _PIECE_BYTES)) is None:
+        while len(text) - cuts[-1] > _PIECE_BYTES and (pattern := self._end_of_word):
+            if (end := pattern.search(text, cuts[-1] + _PIECE_BYTES)) is None:
                 break
             cuts.append(end.end())
         return [*cuts, len(text)]
 
     @functools.cached_property
-    def _is_divisible(self) -> bool:
-        """Whether a text has the ids of its two parts where it is cut after a letter and before a
-        blank: words are probed with up to two characters of every kind on either side."""
+    def _end_of_word(self) -> re.Pattern[bytes] | None:
+        """Where a text may be cut, so that its parts have its ids: after a letter and before a
+        blank or a line break, or before a blank alone. Words are probed with up to two characters
+        of every kind on either side."""
         words, added = self._tokenizer.pre_tokenizer, self._tokenizer.get_added_tokens_decoder()
         texts = [x for x in added.values() if not x.special]
         if any(x.lstrip or x.rstrip or re.search(r"\s", x.content) for x in texts):
-            return False
+            return None
         if words is None or not self._has_plain_text:
-            return False
+            return None
 
         def split(text: str) -> list[str]:
             return [word for word, _ in words.pre_tokenize_str(text)]
 
         sides = ["".join(x) for n in range(3) for x in itertools.product(_KINDS, repeat=n)]
         heads = {text: split(text) for side in sides for text in (side + "a", side + "E")}
-        tails = {text: split(text) for side in sides for text in (" " + side, "\n" + side)}
-        return all(split(x + y) == heads[x] + tails[y] for x in heads for y in tails)
+        for pattern, blanks in zip(_ENDS_OF_WORDS, (" \n", " "), strict=True):
+            tails = {text: split(text) for side in sides for text in (x + side for x in blanks)}
+            if all(split(x + y) == heads[x] + tails[y] for x in heads for y in tails):
+                return pattern
+        return None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         kept = [int(i) for i in ids if i not in (self.bos_id, self.eos_id)]
@@ -177,14 +185,27 @@ class JsonTokenizer:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 
-def _tokenizer(source: str, path: str) -> tokenizers.Tokenizer:
+def _check_memory(num_bytes: int) -> None:
+    needed, there = 150 * num_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    line = f"{units.size(num_bytes)} of text without a place to cut take {units.size(needed)}"
+    if needed > there:
+        raise ResourceError(
+            f"{line} of memory, and there are {units.size(there)}: divide the document, or take a "
+            "tokenizer that divides it at blanks"
+        )
+    logging.warning("%s of memory", line)
+
+
+@contextlib.contextmanager
+def _library_errors(problem: str) -> Iterator[None]:
+    """Errors of the library, which raises the bare class."""
     try:
-        return tokenizers.Tokenizer.from_str(source)
+        yield
     except Exception as error:
-        if type(error) is not Exception:  # the library raises the bare class
+        if type(error) is not Exception:
             raise
         reason = str(error)[:200]
-        raise DataError(f"{path} describes no tokenizer ({reason}); copy it again") from error
+        raise DataError(f"{problem} ({reason}); copy it again") from error
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

@@ -9,12 +9,12 @@ import abc
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 from flax import nnx
 
-from ttcd_jax.config import Config, Positive, closest
+from ttcd_jax.config import Bound, Config, Positive, closest
 from ttcd_jax.data.tokenizer import Tokenizer, check_tokens
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.report import plot_bars
@@ -64,7 +64,7 @@ class Task(Config, abc.ABC):
     value: ClassVar[str] = "accuracy"  # the field of a record that is shown
     is_lower_better: ClassVar[bool] = False
 
-    batch_size: Positive = 16
+    batch_size: Annotated[int, Bound("in 1 .. 65,536", lambda rows: 0 < rows <= 2**16)] = 16
 
     @abc.abstractmethod
     def rows(self, subject: Subject) -> Any:

@@ -14,6 +14,7 @@ from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.loss import DEFAULT_ROWS
 from ttcd_jax.train.optimizer import OptimizerConfig
 
+Steps = Annotated[int, Bound("in 1 .. 2^31 - 1", lambda steps: 0 < steps < 2**31)]
 SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < value <= 1e6)]
 
 # The fields that may change when a run is resumed: sharding, parts of a step, reports, and what
@@ -52,7 +53,7 @@ class RunConfig(Config):
     model: TransformerConfig
     data: DataConfig
     optimizer: OptimizerConfig
-    steps: Positive
+    steps: Steps
     batch_size: Annotated[int, Bound("in 1 .. 16,777,216", lambda rows: 0 < rows <= 2**24)]
     accumulation_steps: Positive | None = None
     seed: Annotated[int, Bound("in 0 .. 2^32 - 1", lambda seed: 0 <= seed < 2**32)] = 0

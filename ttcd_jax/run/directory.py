@@ -53,6 +53,13 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         check_text("the run directory", os.fspath(path))
         self.path = Path(path).absolute()
+        try:
+            str(self.path).encode()
+        except UnicodeEncodeError as error:  # Orbax cannot write there
+            raise UserError(
+                f"the run directory {self.path} has a name that is not UTF-8: choose another, or "
+                "set LC_ALL=C.UTF-8"
+            ) from error
         self.checkpoints = self.path / "checkpoints"
 
     @property
@@ -157,7 +164,8 @@ class RunDirectory:
         """Locks the directory; while another process holds it, waits or raises `UserError`."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = (self.path / "lock").open("a+", encoding="utf-8")
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+            handle = os.fdopen(os.open(self.path / "lock", flags, 0o666), "a+", encoding="utf-8")
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be a run directory ({error.strerror}): choose another "

@@ -169,6 +169,8 @@ def _framed(event: Event) -> bytes:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All intact records of a `metrics.jsonl`; the torn last line of a killed run is skipped,
     damaged lines with a warning."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} is no regular file; move it away")
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:

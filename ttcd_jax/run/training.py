@@ -203,7 +203,8 @@ def _checkpoints(
         with watchdog.paused():
             checkpoints.close()
         error, steps = sys.exception(), checkpoints.steps()
-        if error is not None and steps and "last good" not in str(error):
+        is_told = isinstance(error, CheckpointError) or "last good" in str(error)
+        if error is not None and steps and not is_told:
             error.add_note(f"last good checkpoint: step {steps[-1]}; the same command goes on")
 
 
