@@ -55,15 +55,19 @@ def inject(fault: Fault, run: Run, rng: random.Random) -> int | None:
 
 
 # The longest time from a moment to its signals, and whether it has come, after so many steps.
-_MOMENTS: dict[str, tuple[float, Callable[[Run, Child, int], bool]]] = {
+_MOMENTS: dict[str, tuple[float, Callable[[Run, Child, int], object]]] = {
     "start": (1.5, lambda run, child, steps: True),
     "claim": (0.01, lambda run, child, steps: any(run.path.glob("*.*"))),
     "restore": (0.5, lambda run, child, steps: _is_locked(run, child)),
     "compile": (0.5, lambda run, child, steps: "run directory" in child.text),
     "step": (0.03, lambda run, child, steps: child.num_steps >= steps),
-    "save": (0.03, lambda run, child, steps: any(run.checkpoints.glob("*-tmp*"))),
+    "save": (0.03, lambda run, child, steps: child.num_steps and _is_saving(run)),
     "seal": (0.0, lambda run, child, steps: run.steps() != run.steps("")),
 }
+
+
+def _is_saving(run: Run) -> bool:
+    return any(run.checkpoints.glob("*-tmp*"))
 
 
 def _is_locked(run: Run, child: Child) -> bool:
