@@ -113,7 +113,7 @@ def _corpus() -> CorpusConfig:
     if FLAGS.source is not None:
         _download()
     path = Path(FLAGS.input)
-    if not (path.is_file() or path.is_dir()):  # but a pipe
+    if not (path.is_file() or path.is_dir() or path.is_fifo()):  # but a device
         raise UserError(f"no file or folder at --input={path}")
     names = ("field", "validation_percent", "validation_files")
     options: dict[str, Any] = {name: FLAGS[name].value for name in names}

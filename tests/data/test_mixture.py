@@ -191,7 +191,7 @@ def test_parts_of_two_tokenizers_are_refused(mixture, tmp_path):
             {"weights": (1e-308, 1e308)},
             r"weights \(1e-308, 1e\+308\) are all 0, or more than 10\^9",
         ),
-        ({"weights": (1, 10**400)}, "are all 0, or more than 10"),
+        ({"weights": (1, 10**400)}, r"must each be below 2\^63"),
         ({"stages": ((0, (1, -1)),)}, r"stages .* must each be 0 or more, finite"),
         (
             {"stages": ((0, 1, 1),)},

@@ -196,7 +196,7 @@ def _parts(
     """The files of each split by name; None: each is divided between the splits."""
     path, num_held_out = pathlib.Path(config.path or ""), config.validation_files
     has_splits = all((path / split).is_dir() for split in SPLITS)
-    if not (path.is_file() or path.is_dir()):
+    if not (path.is_file() or path.is_dir() or path.is_fifo()):  # but a device
         raise DataError(f"no file or folder at {path}; set CorpusConfig.path")
     if num_held_out and (has_splits or not path.is_dir()):
         raise DataError(f"{path} has no files to hold out: it is one file or has its own splits")
