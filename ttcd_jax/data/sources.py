@@ -119,7 +119,7 @@ DataConfig = TextConfig | RecordsConfig | MixtureConfig | RecallConfig | Batches
 def text_data(data: dict[str, Any]) -> TextConfig | RecordsConfig | MixtureConfig | None:
     """The data configuration of a run as an object, if it is text."""
     classes = {config.__name__: config for config in (TextConfig, RecordsConfig, MixtureConfig)}
-    config = classes.get(data["type"])
+    config = classes.get(str(data["type"]))  # a damaged one may be anything
     return config and config.from_dict(data)
 
 
