@@ -9,11 +9,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from ttcd_kernels.dual_window.cotangents import ATTENTION
+
 from ttcd_jax.axes import param
 from ttcd_jax.models.config import Remat, TransformerConfig, block_configs
 from ttcd_jax.nn.block import Block, BlockConfig, MemoryStats
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.product import PRODUCT
 from ttcd_jax.nn.row import Row
 from ttcd_jax.sharding.rules import constrain, gathered, is_distributed, never_saves_gathered
 from ttcd_jax.sharding.vocabulary import lookup
@@ -192,7 +195,7 @@ class Transformer(nnx.Module):
 _BOUNDARY = "residual stream"  # the input of a block
 _POLICIES = {
     "block": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENTION),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[_BOUNDARY],

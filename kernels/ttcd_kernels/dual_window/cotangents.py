@@ -14,8 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ttcd_kernels.windows import Results
+
+
+ATTENTION = "attention"
 
 
 class Residuals(NamedTuple):
@@ -43,18 +47,18 @@ def with_gradients(
     results by `backward(static, residuals, cotangents)`."""
 
     @jax.custom_vjp
-    def call(*operands: Any) -> Results:
-        return forward(static, *operands)
+    def attach(results: Results, *operands: Any) -> Results:
+        return results
 
-    def save(q: Any, k: Any, v: Any, segment_ids: Any) -> tuple[Results, Residuals]:
-        results = forward(static, q, k, v, segment_ids)
-        return results, Residuals(q, k, v, segment_ids, *results)
+    def save(results: Results, *operands: Any) -> tuple[Results, Residuals]:
+        return results, Residuals(*operands, *results)
 
     def pull(saved: Residuals, cotangents: Results) -> tuple[Any, ...]:
-        return *backward(static, saved, cotangents), None
+        return jax.tree.map(jnp.zeros_like, cotangents), *backward(static, saved, cotangents), None
 
-    call.defvjp(save, pull)
-    return call(*operands)
+    attach.defvjp(save, pull)
+    results = forward(static, *jax.lax.stop_gradient(operands))
+    return attach(checkpoint_name(results, ATTENTION), *operands)
 
 
 class BandCotangents(NamedTuple):
