@@ -1,0 +1,92 @@
+"""The peer case: the exchange with another program, losses that differ, a program that ends."""
+
+import json
+import sys
+
+import commands
+import pytest
+
+# Takes the steps by our library, with the weights and tokens of the folder.
+THEIRS = """
+import sys
+from pathlib import Path
+import numpy as np
+from experiments.bench import peer, step
+from ttcd_jax.interop.reference_checkpoint import import_reference
+from ttcd_jax.run import build
+from ttcd_jax.run.layout import run_mesh
+
+folder = Path(sys.argv[3])
+imported = import_reference(folder)
+config = peer.RunConfig.from_dict(peer.read_json(folder / "run.json"))
+config = config.replace(model=imported.config)
+tokens = np.load(folder / "tokens.npy")
+step.random_tokens = lambda config: tokens
+recipe = peer.read_json(folder / "recipe.json")
+assert recipe["adamw"]["lr"] == 1e-4 and recipe["clip_norm"] == 1.0
+run = step.Run(config)
+run.state = build.state_with(config, run_mesh(config), imported.params)
+print("ready", flush=True)
+for _ in sys.stdin:
+    print(float(run.take()["loss"]), flush=True)
+"""
+WRONG = """
+import sys
+print("ready", flush=True)
+for _ in sys.stdin:
+    print("nan", flush=True)
+"""
+
+
+def run(tmp_path, script, *options):
+    """The case with an interpreter that ignores our program for theirs and runs `script`."""
+    (tmp_path / "custom_models").mkdir()
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\n{script}")
+    python.chmod(0o755)
+    places = f"--authors={tmp_path}", f"--python={python}", f"--json={tmp_path / 'report.json'}"
+    environment = commands.cpu_environment(
+        PYTHONPATH=f"{commands.ROOT}:{commands.ROOT / 'kernels'}"
+    )
+    return commands.run("bench", "peer", "--quick", *places, *options, env=environment)
+
+
+def rows(tmp_path):
+    return json.loads((tmp_path / "report.json").read_text())["rows"]
+
+
+def test_the_authors_program_gets_the_weights_and_tokens_of_ours_and_is_timed_beside_it(tmp_path):
+    result = run(tmp_path, THEIRS, "--models=ipttt", "--rounds=2")
+    assert (result.returncode, result.stderr) == (0, "")
+    ours, theirs = rows(tmp_path)
+    assert (ours["program"], theirs["program"]) == ("ours", "theirs, eager")
+    assert ours["median / ours"] == ours["min / ours"] == 1
+    assert theirs["median / ours"] == pytest.approx(theirs["median ms"] / ours["median ms"])
+    assert theirs["min ms"] <= theirs["median ms"]
+    assert ours["RSS MiB"] > 0
+    assert ours["note"] == theirs["note"] == ""
+
+
+def test_losses_that_differ_are_not_timed(tmp_path):
+    result = run(tmp_path, WRONG, "--models=swa")
+    assert (result.returncode, result.stderr) == (1, "a result is wrong: the notes name it\n")
+    ours, theirs = rows(tmp_path)
+    assert theirs["note"].startswith("failed: the loss of step 1 is nan, ours 4.")
+    assert ours["min ms"] is theirs["min ms"] is None
+
+
+def test_a_program_that_ends_is_one_line(tmp_path):
+    result = run(tmp_path, "raise SystemExit('its packages are not here')", "--models=swa")
+    assert "'theirs, eager' ended: its packages are not here" in commands.mistake(result)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--authors=docs", "--authors=docs: no folder custom_models is in it"),
+        ("--gin=recall_swa.gin", "recall_swa.gin has a model of method 'swa'"),
+        ("--models=ipttcd,full", "Peer.models must be tuple['ipttcd' | 'swa' | 'ipttt', ...]"),
+    ],
+)
+def test_a_users_mistake_is_one_line(option, message):
+    assert message in commands.refused("bench", "peer", option)
