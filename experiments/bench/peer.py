@@ -1,14 +1,12 @@
 """Our training step beside that of the authors' PyTorch code on this CPU: the same weights in the
-format of `experiments.convert`, the same tokens, the same optimizer, one step of each in turn.
+format of `experiments.convert`, the same tokens, the same AdamW, one step of each in turn.
 
 Every program is a process of its own. Their losses of the first steps must agree with ours, or
 nothing is timed.
 """
 
-import contextlib
 import dataclasses
 import functools
-import math
 import os
 import statistics
 import subprocess
@@ -16,32 +14,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
-from ttcd_kernels import measure
 from ttcd_kernels.measure import MIB, MILLISECOND, Row
 
 from experiments import cli
 from experiments.bench import step
 from experiments.bench.frame import Case
+from experiments.bench.models import of_method
 from experiments.gin_loading import load_config
 from ttcd_jax.config import DISTINCT, Config, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import read_json, write_json
 from ttcd_jax.interop.reference_checkpoint import CONFIG, export_reference
 from ttcd_jax.interop.weight_files import write_safetensors
-from ttcd_jax.methods.in_place import InPlaceSettings
-from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.state import init_params
 
 CHECKED_STEPS, TOLERANCE = 3, 1e-5  # of a loss, relative to ours
 _ALONE = "--authors=CHECKOUT --python=PATH time the authors' step beside ours"
-_RUN = "run.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,166 +55,100 @@ class Peer(Config):
 
 
 class _Program:
-    """A process that takes a step for every line it is sent and answers with the loss; its losses,
-    and seconds and page faults of its steps."""
+    """A process that takes a step for every line it is sent and answers with the loss."""
 
-    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
-        self._name, self._process, self._log = name, process, log
+    def __init__(self, name: str, command: list[str], log: Path, stack: ExitStack) -> None:
+        self.name, self._log, pipe = name, log, subprocess.PIPE
+        errors, environment = log.open("w"), os.environ | {"JAX_PLATFORMS": "cpu"}
+        options: Any = {"stderr": stack.enter_context(errors), "env": environment, "bufsize": 0}
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, **options)
+        self._process: Any = stack.enter_context(process)
         self._answer()
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
-        self.faults: list[int] = []
 
-    def take(self) -> None:
-        faults, start = self._faults(), time.perf_counter()
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended, as its answer tells
-            print(file=self._process.stdin, flush=True)
-        self.losses.append(float(self._answer()))
-        self.seconds.append(time.perf_counter() - start)
-        self.faults.append(self._faults() - faults)
+    def take(self) -> tuple[float, float, int]:
+        """(loss, seconds, page faults) of a step."""
+        faults, start = self._fact("stat", ") ", 7), time.perf_counter()
+        with suppress(BrokenPipeError):  # it ended, as its answer tells
+            self._process.stdin.write(b"\n")
+        loss, seconds = float(self._answer()), time.perf_counter() - start
+        return loss, seconds, self._fact("stat", ") ", 7) - faults
 
     def peak_bytes(self) -> int:
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
-        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+        return 1024 * self._fact("status", "VmHWM:", 0)
 
-    def _faults(self) -> int:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[7])
+    def _fact(self, file: str, start: str, place: int) -> int:
+        text = Path(f"/proc/{self._process.pid}/{file}").read_text()
+        return int(text.rpartition(start)[2].split()[place])
 
-    def _answer(self) -> str:
+    def _answer(self) -> bytes:
         """The next line. Raises `UserError` with the last line of the log if there is none."""
-        assert self._process.stdout is not None
         if line := self._process.stdout.readline():
             return line
-        reason = self._log.read_text().strip().rpartition("\n")[2]
-        raise UserError(f"the program {self._name!r} ended: {reason or 'without a message'}")
+        reason = self._log.read_text().strip().rpartition("\n")[2] or "without a message"
+        raise UserError(f"the program {self.name!r} ended: {reason}; see --authors and --python")
 
 
 def measured(options: Peer) -> Iterator[list[Row]]:
     """A table per model. "/ ours" is relative to our step; faults are the median's."""
     config = load_config(RunConfig, options.gin, options.param, config_dir=cli.CONFIG_DIR)
-    if config.model.method != "ipttcd":
-        raise UserError(
-            f"{options.gin} has a model of method {config.model.method!r}, not 'ipttcd'"
-        )
-    if options.authors is not None and not Path(options.authors, "custom_models").is_dir():
-        raise UserError(f"--authors={options.authors}: no folder custom_models is in it")
     for name in options.models:
-        run = config.replace(model=_model(config.model, name))
-        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-            programs = _started(run, options, Path(folder), stack)
-            yield _rows(name, programs, options.rounds)
+        run = config.replace(model=of_method(config.model, name))
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            programs = [
+                _Program(name, command, Path(folder, name), stack)
+                for name, command in _commands(run, options, Path(folder)).items()
+            ]
+            yield [{"model": name} | row for row in _rows(programs, options.rounds)]
 
 
-def _model(shape: TransformerConfig, name: str) -> TransformerConfig:
-    if name == "ipttcd":
-        return shape
-    if name == "swa":
-        return shape.replace(method=name, fast_layers=(), memory=None)
-    assert isinstance(shape.settings, InPlaceSettings)
-    memory = TargetMemoryConfig(
-        chunk_size=shape.settings.chunk_size, target="embedding", conv_init="normal"
-    )
-    return shape.replace(method=name, memory=memory)
-
-
-def _started(
-    config: RunConfig, options: Peer, folder: Path, stack: contextlib.ExitStack
-) -> dict[str, _Program]:
-    """The programs, ours first, each ready for its first step."""
-    write_json(folder / _RUN, config.to_dict())
-    commands = {"ours": [sys.executable, "-m", "experiments.bench.peer", str(folder)]}
-    if options.authors is not None:
-        _write_for_theirs(config, folder)
-        script = str(Path(__file__).with_name("peer_torch.py"))
-        for mode in options.modes:
-            command = [options.python, script, options.authors, str(folder), mode]
-            commands[f"theirs, {mode}"] = command
-    programs = {}
-    for name, command in commands.items():
-        log = folder / f"{name}.log"
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stack.enter_context(log.open("w")),
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        programs[name] = _Program(name, stack.enter_context(process), log)
-    return programs
-
-
-def _write_for_theirs(config: RunConfig, folder: Path) -> None:
+def _commands(config: RunConfig, options: Peer, folder: Path) -> dict[str, list[str]]:
+    """The programs, ours first; `folder` is filled with what they read."""
+    write_json(folder / "run.json", config.to_dict())
+    ours = [sys.executable, "-m", "experiments.bench.peer", str(folder)]
+    if options.authors is None:
+        return {"ours": ours}
     params = jax.jit(functools.partial(init_params, config.model, config.seed))()
     tensors, text = export_reference(params, config.model)
     write_safetensors(folder, tensors)
     (folder / CONFIG).write_text(text)
     np.save(folder / "tokens.npy", step.random_tokens(config))
-    ours = config.optimizer
-    recipe = {"lr": ours.schedule.peak, "betas": (ours.beta1, ours.beta2), "eps": ours.eps}
-    recipe |= {"weight_decay": ours.weight_decay}
-    clip, threads = ours.clip_norm or math.inf, len(os.sched_getaffinity(0))
-    write_json(folder / "recipe.json", {"adamw": recipe, "clip_norm": clip, "threads": threads})
+    script = str(Path(__file__).with_name("peer_torch.py"))
+    theirs = [options.python, script, options.authors, str(folder)]
+    return {"ours": ours} | {f"theirs, {mode}": [*theirs, mode] for mode in options.modes}
 
 
-def _rows(model: str, programs: dict[str, _Program], rounds: int) -> list[Row]:
-    ours, *theirs = programs.values()
-    for _ in range(CHECKED_STEPS):
-        for program in programs.values():
-            program.take()
-    notes = {name: _disagreement(program, ours) for name, program in programs.items()}
-    if not theirs:
-        notes["ours"] = _ALONE
-    is_timed = not any(note.startswith(measure.FAILED) for note in notes.values())
-    for _ in range(rounds if is_timed else 0):
-        for program in programs.values():
-            program.take()
-    return [
-        {"model": model, "program": name, **_measures(program, ours), "note": notes[name]}
-        for name, program in programs.items()
-    ]
-
-
-def _disagreement(program: _Program, ours: _Program) -> str:
-    for number, (loss, own) in enumerate(zip(program.losses, ours.losses, strict=True), 1):
-        if not abs(loss - own) <= TOLERANCE * abs(own):
-            found = f"the loss of step {number} is {loss:.7g}, ours {own:.7g}"
-            return f"{measure.FAILED}{found}, the bound is {TOLERANCE:g} of it: nothing is timed"
-    return ""
-
-
-def _measures(program: _Program, ours: _Program) -> Row:
-    """The columns of one program; None where nothing was timed."""
-    seconds, base = (x.seconds[CHECKED_STEPS:] for x in (program, ours))
-    names = ("min ms", "median ms", "min / ours", "median / ours", "faults", "RSS MiB")
-    if not seconds:
-        return dict.fromkeys(names)
-    least, middle = min(seconds), statistics.median(seconds)
-    values = [least / MILLISECOND, middle / MILLISECOND]
-    values += [least / min(base), middle / statistics.median(base)]
-    values += [statistics.median(program.faults[CHECKED_STEPS:]), program.peak_bytes() / MIB]
-    return dict(zip(names, values, strict=True))
+def _rows(programs: list[_Program], rounds: int) -> list[Row]:
+    """A row per program. Raises `UserError` for a loss that differs from ours."""
+    for number in range(1, CHECKED_STEPS + 1):
+        own, *losses = (program.take()[0] for program in programs)
+        for program, loss in zip(programs[1:], losses, strict=True):
+            if not abs(loss - own) <= TOLERANCE * abs(own):
+                found = f"step {number} of {program.name!r} has loss {loss:.7g}, ours {own:.7g}"
+                raise UserError(f"{found}: nothing is timed above a difference of {TOLERANCE:g}")
+    taken = [[program.take() for program in programs] for _ in range(rounds)]
+    note, rows = "" if len(programs) > 1 else _ALONE, []
+    for program, steps in zip(programs, zip(*taken, strict=True), strict=True):
+        _, seconds, faults = zip(*steps, strict=True)
+        row: Row = {"program": program.name}
+        for name, choice in {"min": min, "median": statistics.median}.items():
+            value, ours = choice(seconds), choice([first[1] for first, *_ in taken])
+            row |= {f"{name} ms": value / MILLISECOND, f"{name} / ours": value / ours}
+        row |= {"faults": statistics.median(faults), "RSS MiB": program.peak_bytes() / MIB}
+        rows.append(row | {"note": note})
+    return rows
 
 
 def _serve(folder: Path) -> None:
     """Our program."""
-    config: Any = RunConfig.from_dict(read_json(folder / _RUN))
-    out, sys.stdout = sys.stdout, sys.stderr
-    run = step.Run(config)
-    print("ready", file=out, flush=True)
+    run = step.Run(RunConfig.from_dict(read_json(folder / "run.json")))
+    print("ready", flush=True)
     for _ in sys.stdin:
-        metrics = run.take()
+        loss = run.take()["loss"]
         jax.block_until_ready(run.state)
-        print(float(metrics["loss"]), file=out, flush=True)
+        print(float(loss), flush=True)
 
 
-_SIZES = ("vocab_size=64", "dim=16", "num_layers=2", "num_heads=2", "head_dim=8", "mlp_dim=32")
-_WINDOWS = ("window=16", "student_window=8", "fast_layers=(0,)")
-_SMALL = tuple(f"TransformerConfig.{binding}" for binding in _SIZES + _WINDOWS)
-_SMALL += ("MemoryConfig.chunk_size=8", "BatchesConfig.seq_len=32", "RunConfig.batch_size=2")
-CASES = {"peer": Case(Peer, {"param": _SMALL, "rounds": 1}, measured)}
+CASES = {"peer": Case(Peer, {"gin": "recall.gin", "param": step.SMALL, "rounds": 1}, measured)}
 
 if __name__ == "__main__":
     _serve(Path(sys.argv[1]))

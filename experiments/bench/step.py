@@ -139,8 +139,8 @@ class Run:
         return metrics
 
 
-_SMALL = ("RunConfig.batch_size=2", "TransformerConfig.dim=8", "RecallConfig.num_slots=8")
-_QUICK: Row = {"gin": ("recall.gin", "recall_swa.gin"), "param": _SMALL, "rounds": 1}
+SMALL = ("RunConfig.batch_size=2", "TransformerConfig.dim=8", "RecallConfig.num_slots=8")
+_QUICK: Row = {"gin": ("recall.gin", "recall_swa.gin"), "param": SMALL, "rounds": 1}
 CASES = {
     "step": Case(Step, _QUICK, measured_steps),
     "data": Case(Data, _QUICK | {"batches": 2}, measured_data),
