@@ -97,7 +97,7 @@ def _random_records(folder: Path, num_tokens: int) -> tuple[str, ...]:
 def measured_steps(options: Step) -> Iterator[list[Row]]:
     """A row per file. "time" and "FLOPs" are per token, over those of the first file; memory is
     that of the compiled step, the state included."""
-    runs = {gin: _Run(config) for gin, config in options.loaded().items()}
+    runs = {gin: Run(config) for gin, config in options.loaded().items()}
     seconds = measure.median_seconds({gin: run.take for gin, run in runs.items()}, options.rounds)
     sheet = data_sheet(jax.devices()[0].device_kind)
     peak = None if sheet is None else sheet.peak_flops * jax.device_count() / 100
@@ -111,14 +111,20 @@ def measured_steps(options: Step) -> Iterator[list[Row]]:
     yield rows
 
 
-class _Run:
+def random_tokens(config: RunConfig) -> np.ndarray:
+    """A batch of rows of `seq_len + 1` tokens."""
+    shape = (config.batch_size, config.data.seq_len + 1)
+    return np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
+
+
+class Run:
     """A compiled step, its state and a batch of random tokens."""
 
     def __init__(self, config: RunConfig) -> None:
         mesh, length, entries = run_mesh(config), config.data.seq_len, config.model.vocab_size
         _, self._step = make_plan(config, mesh)
-        shape, rows = (config.batch_size, length + 1), range(config.batch_size)
-        tokens = np.random.default_rng(0).integers(0, entries, shape)
+        tokens, rows = random_tokens(config), range(config.batch_size)
+        shape = (config.batch_size, length + 1)
         batches = CallerBatches(lambda _: [tokens], shape=shape, vocab_size=entries, rows=rows)
         ((_, batch),) = batches.iterate(0, 1)
         self._batch = build.placement(config, mesh)(batch)
@@ -133,8 +139,8 @@ class _Run:
         return metrics
 
 
-_SMALL = ("RunConfig.batch_size=2", "TransformerConfig.dim=8", "RecallConfig.num_slots=8")
-_QUICK: Row = {"gin": ("recall.gin", "recall_swa.gin"), "param": _SMALL, "rounds": 1}
+SMALL = ("RunConfig.batch_size=2", "TransformerConfig.dim=8", "RecallConfig.num_slots=8")
+_QUICK: Row = {"gin": ("recall.gin", "recall_swa.gin"), "param": SMALL, "rounds": 1}
 CASES = {
     "step": Case(Step, _QUICK, measured_steps),
     "data": Case(Data, _QUICK | {"batches": 2}, measured_data),

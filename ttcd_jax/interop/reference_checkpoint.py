@@ -39,9 +39,9 @@ _DROPPED = (".ttt_lr", "inv_freq")
 # Fields of our blocks without effect on a document's output: speed (with the chunks of the delta
 # rule), initialisation, gradients, document resets. `reference_config` checks the eps of q/k norms.
 _UNSEEN = {
-    "attention_implementation", "block_chunks", "folds_state", "form", "init_std", "precision",
-    "proj_init", "qk_norm_eps", "resets_at_document", "rule.chunk_size", "student_conv_init",
-    "teacher_conv_init", "zero_slope",
+    "attention_implementation", "block_chunks", "conv_init", "folds_state", "form", "init_std",
+    "precision", "proj_init", "qk_norm_eps", "resets_at_document", "rule.chunk_size",
+    "student_conv_init", "teacher_conv_init", "zero_slope",
 }  # fmt: skip
 
 
