@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
-
 from ttcd_kernels.dual_window.cotangents import ATTENTION
 
 from ttcd_jax.axes import param

@@ -18,7 +18,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ttcd_kernels.windows import Results
 
-
 ATTENTION = "attention"
 
 

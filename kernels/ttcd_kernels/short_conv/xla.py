@@ -2,6 +2,7 @@
 composed of two."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +20,52 @@ def short_conv(
     segment_ids: Int[Array, "B C L"] | None = None,
 ) -> Float[Array, "B C L F"]:
     """The convolution of `api.short_conv_residual`. The backward keeps x, not R shifted copies."""
-    R, L = taps.shape[0], x.shape[2]
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    R = len(taps)
     before = R - 1 if is_causal else R // 2
+    return _convolve(before, x, taps, segment_ids)
 
-    # Shifting x again costs nothing next to the products; where XLA merges both, nothing is lost.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def convolve(x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-        # Padded once and sliced per tap: one pass over x, forward and backward.
-        around = ((0, 0), (0, 0), (before, R - 1 - before))
-        padded = jnp.pad(x, (*around, (0, 0)))
-        padded_ids = None if segment_ids is None else jnp.pad(segment_ids, around)
-        total = jnp.zeros(x.shape, wide)
-        for r in range(R):
-            moved = padded[:, :, r : r + L]
-            if padded_ids is not None and r != before:
-                same = padded_ids[:, :, r : r + L] == segment_ids
-                moved = jnp.where(same[..., None], moved, 0)
-            total = total + moved.astype(wide) * taps[r].astype(wide)
-        return total.astype(x.dtype)
 
-    return convolve(x, taps, segment_ids)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _convolve(
+    before: int, x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None
+) -> jax.Array:
+    """y_t = sum_r taps[r] x_{t + r - before}, accumulated in float32 or wider."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    moved = _moved(before, len(taps), x, segment_ids)
+    terms = (x.astype(wide) * tap.astype(wide) for x, tap in zip(moved, taps, strict=True))
+    return functools.reduce(jnp.add, terms).astype(x.dtype)
+
+
+def _moved(
+    before: int, num_taps: int, x: jax.Array, segment_ids: jax.Array | None
+) -> list[jax.Array]:
+    """x_{t + r - before} for every tap r, zero outside the chunk and in another segment: slices of
+    one padded copy of x."""
+    around = ((0, 0), (0, 0), (before, num_taps - 1 - before))
+    padded, length = jnp.pad(x, (*around, (0, 0))), x.shape[2]
+    moved = [padded[:, :, r : r + length] for r in range(num_taps)]
+    if segment_ids is None:
+        return moved
+    ids = jnp.pad(segment_ids, around)
+    same = [ids[:, :, r : r + length] == segment_ids for r in range(num_taps)]
+    return [jnp.where(same[..., None], x, 0) for x, same in zip(moved, same, strict=True)]
+
+
+def _convolve_forward(before: int, *operands: Any) -> tuple[jax.Array, Any]:
+    return _convolve(before, *operands), operands
+
+
+def _convolve_backward(before: int, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    """dx is dy convolved with the taps in reverse order."""
+    x, taps, segment_ids = saved
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    dx = _convolve(len(taps) - 1 - before, dy, taps[::-1], segment_ids)
+    moved = _moved(before, len(taps), x, segment_ids)
+    d_taps = jnp.stack([(x.astype(wide) * dy.astype(wide)).sum((0, 1, 2)) for x in moved])
+    return dx.astype(x.dtype), d_taps.astype(taps.dtype), None
+
+
+_convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
 def short_conv_residual(x: Operands, facts: Facts) -> Results:
