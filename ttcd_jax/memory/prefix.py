@@ -178,7 +178,7 @@ def _over_blocks(
     reverse: bool = False,
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` of `body` over blocks [B, G, ...] of arrays [B, C, ...], without a transposed
-    copy of them. Its results, of the shapes and dtypes of `results`, are written in place. Padding
+    copy of them. Its results are written in place, over arrays `results` of their shapes. Padding
     chunks are zero: they neither write nor reset."""
     num_chunks = jax.tree.leaves(operands)[0].shape[1]
     pad = -num_chunks % size
@@ -194,9 +194,9 @@ def _over_blocks(
         return (state, jax.tree.map(lambda x, part: put(x, part, start), whole, parts)), None
 
     whole_operands = jax.tree.map(padded, operands)
-    empty = jax.tree.map(lambda x: padded(jnp.zeros_like(x)), results)
+    results = jax.tree.map(padded, results)
     starts = jnp.arange(0, num_chunks, size)
-    (carry, whole), _ = jax.lax.scan(one_block, (carry, empty), starts, reverse=reverse)
+    (carry, whole), _ = jax.lax.scan(one_block, (carry, results), starts, reverse=reverse)
     return carry, jax.tree.map(lambda x: x[:, :num_chunks], whole)
 
 

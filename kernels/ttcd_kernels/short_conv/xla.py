@@ -60,7 +60,8 @@ def _convolve_backward(before: int, saved: Any, dy: jax.Array) -> tuple[jax.Arra
     x, taps, segment_ids = saved
     wide = jnp.promote_types(x.dtype, jnp.float32)
     dx = _convolve(len(taps) - 1 - before, dy, taps[::-1], segment_ids)
-    moved = _moved(before, len(taps), x, segment_ids)
+    # Kept apart from the copies of the forward, which XLA would store instead of shifting x again.
+    moved = _moved(before, len(taps), jax.lax.optimization_barrier(x), segment_ids)
     d_taps = jnp.stack([(x.astype(wide) * dy.astype(wide)).sum((0, 1, 2)) for x in moved])
     return dx.astype(x.dtype), d_taps.astype(taps.dtype), None
 
