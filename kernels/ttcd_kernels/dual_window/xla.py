@@ -57,11 +57,23 @@ def block_rows(batch_heads: int, length: int, window: int) -> int:
 def dual_window(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
 ) -> Results:
-    """All four results of the call, differentiable through all of them."""
+    """All four results of the call, differentiable through all of them.
+
+    The first queries see fewer keys than the window has. Where they fill eight blocks and a quarter
+    of the row, they, at most half the row, are a call of their own (recursively), which saves most
+    of their masked products.
+    """
     T, S = q.shape[1], k.shape[1]
-    if windows.teacher >= S and 8 * _shape(windows, q, k).block <= T:
-        return _causal_halves(q, k, v, segment_ids, windows)
-    return with_gradients(_forward, gradients, windows, q, k, v, segment_ids)
+    early = min(windows.teacher - (S - T), T)
+    if early < max(8 * _shape(windows, q, k).block, T // 4):
+        return with_gradients(_forward, gradients, windows, q, k, v, segment_ids)
+    early = min(early, T // 2)
+    seen = S - T + early
+    ids = None if segment_ids is None else segment_ids[:, :seen]
+    first = dual_window(q[:, :early], k[:, :seen], v[:, :seen], ids, windows)
+    rest = with_gradients(_forward, gradients, windows, q[:, early:], k, v, segment_ids)
+    whole = (jnp.concatenate(parts, axis=1) for parts in zip(first, rest, strict=True))
+    return cast(Results, tuple(whole))
 
 
 def _shape(windows: Windows, q: jax.Array, k: jax.Array) -> _Shape:
@@ -70,20 +82,6 @@ def _shape(windows: Windows, q: jax.Array, k: jax.Array) -> _Shape:
     windows = windows.within(S)
     block = block_rows(B * N, T, windows.teacher)
     return _Shape(*windows, block, S - T, S + -T % block)
-
-
-def _causal_halves(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
-) -> Results:
-    """Full attention: the first half of the queries never looks at the second half's keys, so each
-    half is a separate call (recursively), which saves most of the masked products."""
-    half, S = q.shape[1] // 2, k.shape[1]
-    seen = S - q.shape[1] + half
-    early_ids = None if segment_ids is None else segment_ids[:, :seen]
-    early = dual_window(q[:, :half], k[:, :seen], v[:, :seen], early_ids, windows)
-    late = with_gradients(_forward, gradients, windows, q[:, half:], k, v, segment_ids)
-    whole = (jnp.concatenate(parts, axis=1) for parts in zip(early, late, strict=True))
-    return cast(Results, tuple(whole))
 
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
