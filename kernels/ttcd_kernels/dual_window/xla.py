@@ -46,11 +46,14 @@ class _Shape(NamedTuple):
 def block_rows(batch_heads: int, length: int, window: int) -> int:
     """Queries per block, a power of two: c rows compute w + c columns for w visible ones. A quarter
     of the window from 64 to 128, in shorter windows up to the window, at least 16; 64 where a
-    block's scores would otherwise exceed 64 MiB."""
-    block = max(window // 4, min(window, _EFFICIENT_BLOCK), _MIN_BLOCK)
-    block = min(1 << block.bit_length() - 1, _MAX_BLOCK)
-    if batch_heads * block * (window + block) > _MAX_SCORE_ELEMENTS:
-        block = min(block, _EFFICIENT_BLOCK)
+    block's scores would otherwise exceed 64 MiB. GPUs, which start a dozen kernels per block, take
+    half the window up to 256."""
+    block = min(max(window // 4, min(window, _EFFICIENT_BLOCK), _MIN_BLOCK), _MAX_BLOCK)
+    if jax.default_backend() != "cpu":
+        block = max(block, min(window // 2, 2 * _MAX_BLOCK))
+    block = 1 << block.bit_length() - 1
+    while block > _EFFICIENT_BLOCK and batch_heads * block * (window + block) > _MAX_SCORE_ELEMENTS:
+        block //= 2
     return min(block, length)
 
 
