@@ -60,6 +60,7 @@ SHAPES = {
     "full attention in halves": (37, 37, 4, 2, None, 6, 4, False),
     "full attention in halves, documents": (37, 37, 4, 2, None, 6, 4, True),
     "both full, in halves, halo": (33, 40, 2, 1, None, None, 4, True),
+    "the first window in halves, documents": (72, 72, 4, 2, 33, 6, 4, True),
     "window as long as two blocks": (16, 16, 2, 2, 8, 4, 4, False),
     "one query, many keys": (1, 23, 2, 1, 9, 2, 4, True),
     "one token": (1, 1, 2, 2, None, 1, 256, False),
