@@ -23,6 +23,7 @@ from ttcd_jax.train.optimizer import build_optimizer
 from ttcd_jax.train.schedule import learning_rate
 from ttcd_jax.train.state import (
     TrainState,
+    abstract_params,
     init_params,
     logical_axes,
     placed_as,
@@ -137,21 +138,25 @@ def _shardings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
 
 def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the training state; nothing is allocated."""
-    return placed_as(jax.eval_shape(lambda: _fresh(config)), _shardings(config, mesh))
+    state = jax.eval_shape(lambda x: _state(config, x), abstract_params(config.model))
+    return placed_as(state, _shardings(config, mesh))
 
 
 def fresh_state(config: RunConfig, mesh: Mesh) -> TrainState:
-    return jax.jit(lambda: _fresh(config), out_shardings=_shardings(config, mesh))()
+    # Level 1 compiles it in three quarters of the time of level 3, the default, and draws as fast.
+    options = {"xla_backend_optimization_level": 1}
+    where = _shardings(config, mesh)
+    return jax.jit(
+        lambda: _state(config, init_params(config.model, config.seed)),
+        out_shardings=where,
+        compiler_options=options,
+    )()
 
 
 def state_with(config: RunConfig, mesh: Mesh, params: dict[str, Any]) -> TrainState:
     """The training state before the first step, with `params`, which are donated."""
     where = _shardings(config, mesh)
     return jax.jit(lambda x: _state(config, x), out_shardings=where, donate_argnums=0)(params)
-
-
-def _fresh(config: RunConfig) -> TrainState:
-    return _state(config, init_params(config.model, config.seed))
 
 
 def _state(config: RunConfig, params: dict[str, Any]) -> TrainState:

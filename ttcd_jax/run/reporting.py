@@ -7,7 +7,6 @@ import math
 import os
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,28 +24,13 @@ from ttcd_jax.errors import DataError
 from ttcd_jax.files import GrowingFile, write_whole
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import METRICS
+from ttcd_jax.run.terminal import is_live, show
 from ttcd_jax.run.trackers import Background, Tracker
 from ttcd_jax.train.bad_steps import fault
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet
 from ttcd_jax.train.loop import HostMetrics, MetricCallback
 from ttcd_jax.train.watchdog import Watchdog
-
-
-def say(line: str) -> None:
-    """Prints a line in the first process only."""
-    _print(units.printable(line) + "\n")
-
-
-def _print(text: str) -> None:
-    if jax.process_index():
-        return
-    try:
-        print(text, end="", flush=True)
-    except OSError as error:
-        # Python's buffer is discarded: flushing it at exit would replace the exit status.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        logging.warning("standard output cannot be written (%s): training goes on", error)
 
 
 @contextlib.contextmanager
@@ -196,7 +180,7 @@ class Progress:
     left is unknown until the second report, since the first interval includes compilation."""
 
     def __init__(self, start: int, steps: int) -> None:
-        self._steps, self._is_live = steps, sys.stdout is not None and sys.stdout.isatty()
+        self._steps, self._is_live = steps, is_live()
         self._first, self._last = None, (start, time.monotonic())
 
     def update(self, step: int) -> tuple[int, float]:
@@ -226,4 +210,4 @@ class Progress:
             parts.append(f"{skipped:.0f} skipped")
         start = "\r\x1b[K" if self._is_live else ""
         end = "\n" if step == self._steps or not self._is_live else ""
-        _print(start + "  ".join(parts) + end)
+        show(start + "  ".join(parts) + end)

@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 from absl import logging
@@ -17,6 +18,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 def keep_programs(directory: str | None) -> None:
     """Sets the persistent compilation cache to `directory`; "": no cache; None:
     JAX_COMPILATION_CACHE_DIR if it is set, else `ttcd_jax` in the user's cache folder."""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # default: 1
     if directory is None and "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return  # jax has read it
     folder = str(user_cache()) if directory is None else directory
@@ -24,9 +26,12 @@ def keep_programs(directory: str | None) -> None:
 
 
 @contextlib.contextmanager
-def compiled_once(step: TrainStep, start: int) -> Iterator[TrainStep]:
-    """`step`, a jitted function whose first call takes step `start`; a warning names the step at
-    which it is compiled again."""
+def compiled_once(
+    step: TrainStep, lowered: jax.stages.Lowered, start: int
+) -> Iterator[tuple[TrainStep, Callable[[], object]]]:
+    """(`step`, a jitted function whose first call takes step `start`; a function that waits for the
+    program of `lowered`, its own, which a thread compiles and the first call finds). A warning
+    names the step at which it is compiled again."""
     name = f"jit({step.__name__})"
     done, compilations = start, 0
 
@@ -48,6 +53,7 @@ def compiled_once(step: TrainStep, start: int) -> Iterator[TrainStep]:
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        yield counted
+        with ThreadPoolExecutor(1, "compile") as thread:
+            yield counted, thread.submit(lowered.compile).result
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
