@@ -86,11 +86,12 @@ def clean_up_on_sigterm() -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """A context for imports: the garbage collector, which would visit what they define again and
-    again, never visits it."""
+    """A context for imports. The garbage collector never visits what they define, and is called
+    less often afterwards: it took a fifth of the time of imports and of tracing."""
     gc.disable()
     yield
     gc.freeze()
+    gc.set_threshold(20_000)
     gc.enable()
 
 

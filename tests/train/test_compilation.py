@@ -20,7 +20,9 @@ def _step(state, batch):
 
 def test_only_a_compilation_after_the_first_is_named_with_its_step(warnings):
     state, short, long = jnp.zeros(()), {"x": jnp.zeros(3)}, {"x": jnp.zeros(4)}
-    with compiled_once(jax.jit(_step), start=10) as step:
+    jitted, shapes = jax.jit(_step), jax.eval_shape(lambda: (state, short))
+    with compiled_once(jitted, jitted.lower(*shapes), start=10) as (step, await_program):
+        await_program()  # the first call takes this program
         jax.jit(lambda x: x + 1)(state)  # other programs do not count
         for batch in (short, short, long, long):
             state, _ = step(state, batch)

@@ -44,9 +44,9 @@ def phase(name: str) -> Iterator[None]:
 
 
 def say_started() -> None:
-    """Prints the time of all phases since the last call."""
-    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in _passed.items())
-    say(f"started in {sum(_passed.values()):.1f} s: {phases}")
+    """Prints the time of all phases since the last call, and of each that took some."""
+    phases = [f"{name} {seconds:.1f}" for name, seconds in _passed.items() if seconds >= 0.05]
+    say(f"started in {sum(_passed.values()):.1f} s: {', '.join(phases)}")
     _passed.clear()
 
 

@@ -163,7 +163,7 @@ def _train(
                     batches,
                     start=start,
                     steps=config.steps,
-                    placement=placement,
+                    placement=lambda batch: placement({x: batch[x] for x in build.BATCH_FIELDS}),
                     on_metrics=[*callbacks, *on_metrics, beat],
                     on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
                     is_stopping=signals.is_stopping,
