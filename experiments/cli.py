@@ -9,14 +9,13 @@ removed. Any other exception keeps its traceback.
 import ast
 import contextlib
 import functools
-import gc
 import os
 import re
 import select
 import signal
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -82,17 +81,6 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
 def clean_up_on_sigterm() -> None:
     """Makes SIGTERM end the process as Ctrl-C does: unfinished files are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """A context for imports. The garbage collector never visits what they define, and is called
-    less often afterwards: it took a fifth of the time of imports and of tracing."""
-    gc.disable()
-    yield
-    gc.freeze()
-    gc.set_threshold(20_000)
-    gc.enable()
 
 
 def positives(flag: str) -> list[int]:

@@ -176,30 +176,27 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 class Progress:
-    """The speed of a run and one line per report, overwritten by the next on a terminal. The time
-    left is unknown until the second report, since the first interval includes compilation."""
+    """The speed of a run and one line per report, overwritten by the next on a terminal."""
 
     def __init__(self, start: int, steps: int) -> None:
         self._steps, self._is_live = steps, is_live()
-        self._first, self._last = None, (start, time.monotonic())
+        self._first = self._last = start, time.monotonic()
 
     def update(self, step: int) -> tuple[int, float]:
         """(steps, seconds) since the last call."""
         (last_step, last_time), self._last = self._last, (step, time.monotonic())
-        self._first = self._first or self._last
         return step - last_step, max(self._last[1] - last_time, 1e-9)
 
     def show(self, step: int, record: dict[str, float]) -> None:
         """Prints the line of `step`."""
+        (first_step, first_time), (last_step, last_time) = self._first, self._last
+        left = (last_time - first_time) / (last_step - first_step) * (self._steps - step)
         parts = [
             f"step {step:>{len(str(self._steps))}}/{self._steps}",
             f"loss {record['loss']:.4f}",
             f"{record['tokens_per_second']:,.0f} tokens/s",
+            f"{units.clock(left)} left",
         ]
-        first_step, first_time = self._first or self._last
-        if done := self._last[0] - first_step:
-            seconds = (self._last[1] - first_time) / done * (self._steps - step)
-            parts.append(f"{units.clock(seconds)} left")
         if "mfu" in record:
             parts.append(f"MFU {record['mfu']:.1%}")
         if ratios := [x for name, x in record.items() if name.startswith("memory_ratio")]:

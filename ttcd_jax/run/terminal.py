@@ -20,7 +20,7 @@ def say(line: str) -> None:
 
 def show(text: str) -> None:
     """Prints `text` as it is, in the first process only."""
-    import jax  # here, since a phase is the import of jax
+    import jax  # the first phase imports it
 
     if jax.process_index() == 0:
         _print(text)

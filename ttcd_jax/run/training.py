@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import NamedTuple, Self
 
@@ -30,7 +31,6 @@ from ttcd_jax.run.trackers import Tracker, named
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.checkpoint import Checkpoints, Kept
-from ttcd_jax.train.compilation import compiled_once
 from ttcd_jax.train.loop import HostMetrics, MetricCallback, StateCallback, train
 from ttcd_jax.train.profile import profiled
 from ttcd_jax.train.state import TrainState
@@ -144,33 +144,29 @@ def _train(
             write(step, metrics)
             scores.update(best_scores(config, [{"step": step, **metrics}]))
 
-        with compiled_once(*_traced(config, mesh), start) as (step, await_program):
-            state = state or _first_state(config, checkpoints, mesh)
-            with (
-                reporter(config, directory.path, start, trackers, watchdog) as (callbacks, write),
-                profiled(step, directory.path / "profile", start=start, window=profile) as step,
-            ):
-                on_state = [
-                    StateCallback(config.checkpoint_every, save, signals.is_saving),
-                    *evaluation_callbacks(config, directory, evaluated, rows_at_once),
-                ]
-                with phase("compiling"):
-                    await_program()
-                say_started()
-                _, done = train(
-                    state,
-                    step,
-                    batches,
-                    start=start,
-                    steps=config.steps,
-                    placement=lambda batch: placement({x: batch[x] for x in build.BATCH_FIELDS}),
-                    on_metrics=[*callbacks, *on_metrics, beat],
-                    on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
-                    is_stopping=signals.is_stopping,
-                    on_bad=watchdog.paused()(
-                        functools.partial(_stop_after_too_many, config, checkpoints)
-                    ),
-                )
+        step, state = _compiled(config, checkpoints, mesh, state)
+        with (
+            reporter(config, directory.path, start, trackers, watchdog) as (callbacks, write),
+            profiled(step, directory.path / "profile", start=start, window=profile) as step,
+        ):
+            on_state = [
+                StateCallback(config.checkpoint_every, save, signals.is_saving),
+                *evaluation_callbacks(config, directory, evaluated, rows_at_once),
+            ]
+            _, done = train(
+                state,
+                step,
+                batches,
+                start=start,
+                steps=config.steps,
+                placement=lambda batch: placement({x: batch[x] for x in build.BATCH_FIELDS}),
+                on_metrics=[*callbacks, *on_metrics, beat],
+                on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
+                is_stopping=signals.is_stopping,
+                on_bad=watchdog.paused()(
+                    functools.partial(_stop_after_too_many, config, checkpoints)
+                ),
+            )
     if done == config.steps:
         say(f"trained {done} steps; checkpoints in {directory.checkpoints}")
     return TrainedRun(done, signals.name if done < config.steps else None)
@@ -230,12 +226,20 @@ def _resumed(
     return done, TrainState(**restored, **({"skips": skips} if config.counts_skips else {}))
 
 
-def _traced(config: RunConfig, mesh: Mesh) -> tuple[TrainStep, jax.stages.Lowered]:
-    """The step, and its lowered module."""
+def _compiled(
+    config: RunConfig, checkpoints: Checkpoints, mesh: Mesh, state: TrainState | None
+) -> tuple[TrainStep, TrainState]:
+    """(the compiled step, `state`); without a state the first is drawn meanwhile."""
     with phase("tracing"):
-        step = build.build_step(config, mesh)
-        state, batch = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
-        return step, step.lower(state, batch)
+        shapes = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
+        lowered = build.build_step(config, mesh).lower(*shapes)
+    with ThreadPoolExecutor(1, "compile") as thread:
+        program = thread.submit(lowered.compile)
+        state = state or _first_state(config, checkpoints, mesh)
+        with phase("compiling"):
+            step = program.result()
+    say_started()
+    return step, state
 
 
 def _first_state(config: RunConfig, checkpoints: Checkpoints, mesh: Mesh) -> TrainState:

@@ -1,18 +1,10 @@
-"""The persistent compilation cache, and a warning when a training step is compiled again."""
+"""The persistent compilation cache."""
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
-from absl import logging
 
 from ttcd_jax.files import user_cache
-from ttcd_jax.train.state import TrainState
-from ttcd_jax.train.step import Batch, Metrics, TrainStep
-
-_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def keep_programs(directory: str | None) -> None:
@@ -23,37 +15,3 @@ def keep_programs(directory: str | None) -> None:
         return  # jax has read it
     folder = str(user_cache()) if directory is None else directory
     jax.config.update("jax_compilation_cache_dir", folder or None)
-
-
-@contextlib.contextmanager
-def compiled_once(
-    step: TrainStep, lowered: jax.stages.Lowered, start: int
-) -> Iterator[tuple[TrainStep, Callable[[], object]]]:
-    """(`step`, a jitted function whose first call takes step `start`; a function that waits for the
-    program of `lowered`, its own, which a thread compiles and the first call finds). A warning
-    names the step at which it is compiled again."""
-    name = f"jit({step.__name__})"
-    done, compilations = start, 0
-
-    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        nonlocal compilations
-        if event == _COMPILED and kwargs["fun_name"] == name:
-            compilations += 1
-            if compilations > 1:
-                text = "step %d was compiled anew, in %.1f s: its state or its batch has another "
-                logging.warning(
-                    text + "shape, dtype or sharding than before", done + 1, duration_secs
-                )
-
-    def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        nonlocal done
-        result = step(state, batch)
-        done += 1
-        return result
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        with ThreadPoolExecutor(1, "compile") as thread:
-            yield counted, thread.submit(lowered.compile).result
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)

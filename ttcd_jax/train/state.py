@@ -46,12 +46,7 @@ def abstract_params(config: TransformerConfig) -> dict[str, Any]:
 def logical_axes(config: TransformerConfig) -> dict[str, Any]:
     """The axis names of every parameter (`ttcd_jax.axes`), in a dict nested like `params`."""
     params = nnx.state(abstract_model(config), nnx.Param)
-    names = jax.tree.map(
-        lambda variable: variable.get_metadata("axes"),
-        params,
-        is_leaf=lambda node: isinstance(node, nnx.Variable),
-    )
-    return nnx.to_pure_dict(names)
+    return nnx.to_pure_dict(nnx.map_state(lambda _, x: x.get_metadata("axes"), params))
 
 
 def params_shardings(config: TransformerConfig, mesh: Mesh) -> dict[str, Any]:
