@@ -13,6 +13,7 @@ SIGUSR2 traces the next three steps. Of several processes the first prints and w
 lost, or hangs, the others exit with status 7.
 """
 
+import gc
 import shlex
 import signal
 import sys
@@ -21,6 +22,8 @@ from pathlib import Path
 from absl import flags
 
 from experiments import cli, processes
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.run import terminal
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(processes)
@@ -52,25 +55,35 @@ RESUME_ME = 75  # EX_TEMPFAIL
 def main(argv: list[str]) -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # outside of training they ask for nothing
         signal.signal(number, signal.SIG_IGN)
-    from experiments import plan
-    from experiments.gin_loading import load_config
-    from ttcd_jax.errors import DataError, UserError
-    from ttcd_jax.run import training
-    from ttcd_jax.run.config import RunConfig
-    from ttcd_jax.run.directory import RunDirectory
-    from ttcd_jax.run.reporting import say
-    from ttcd_jax.run.start import inherited_model
-    from ttcd_jax.train.compilation import keep_programs
-    from ttcd_jax.train.profile import step_window
-
-    hardware = None if FLAGS.topology is None else plan.use_topology(FLAGS.topology)
-    if hardware is not None and not FLAGS.dry_run:
+    if FLAGS.topology is not None and not FLAGS.dry_run:
         raise UserError("--topology describes the devices of a plan: it goes with --dry_run")
+    from experiments.gin_reading import find_gin_file, read_file, read_params
+
+    # Their mistakes are told before anything slow is imported.
+    gin_file = find_gin_file(FLAGS.gin, cli.CONFIG_DIR)
+    read_file(gin_file, cli.CONFIG_DIR)
+    read_params(FLAGS.param, cli.CONFIG_DIR)
+    gc.disable()  # a fifth of the time of imports and of tracing
+    with terminal.phase("importing"):
+        from experiments.gin_loading import load_config
+        from ttcd_jax.run import training
+        from ttcd_jax.run.config import RunConfig
+        from ttcd_jax.run.directory import RunDirectory
+        from ttcd_jax.run.start import inherited_model
+        from ttcd_jax.train.compilation import keep_programs
+        from ttcd_jax.train.profile import step_window
+    gc.freeze()
+    gc.set_threshold(20_000)
+    gc.enable()
+
     keep_programs(FLAGS.compile_cache)
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / Path(FLAGS.gin).stem)
     options = {"config_dir": cli.CONFIG_DIR, "inherit": inherited_model(run_dir)}
     config = load_config(RunConfig, FLAGS.gin, FLAGS.param, **options)
     if FLAGS.dry_run:
+        from experiments import plan
+
+        hardware = None if FLAGS.topology is None else plan.use_topology(FLAGS.topology)
         try:
             training.check(config, run_dir)
         except DataError as error:  # a plan needs shapes alone
@@ -80,24 +93,18 @@ def main(argv: list[str]) -> None:
     window = step_window(FLAGS.profile, config.steps) if FLAGS.profile else range(0)
     processes.connect(FLAGS.hang_seconds)
     options = {"profile": window, "hang_seconds": FLAGS.hang_seconds}
-    run = training.train_run(
-        config, run_dir.path, source=_source(), changes=FLAGS.change, **options
+    # The file's text and the parameters, for human readers: a resume reads `config.json`.
+    source = gin_file.read_text(encoding="utf-8") + "".join(
+        f"# --param {param}\n" for param in FLAGS.param
     )
+    run = training.train_run(config, run_dir.path, source=source, changes=FLAGS.change, **options)
     if run.stopped_by is not None:
         command = shlex.join(["python", "-m", "experiments.launch", *sys.argv[1:]])
-        say(
+        terminal.say(
             f"stopped by {run.stopped_by} at step {run.step}, checkpoint saved; run the same "
             f"command to go on: {command}"
         )
         sys.exit(RESUME_ME)
-
-
-def _source() -> str:
-    """The gin file's text and the parameters, for human readers: a resume reads `config.json`."""
-    from experiments.gin_reading import find_gin_file
-
-    text = find_gin_file(FLAGS.gin, cli.CONFIG_DIR).read_text(encoding="utf-8")
-    return text + "".join(f"# --param {param}\n" for param in FLAGS.param)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ LAUNCH = ("launch", *tiny_run.flags("recall.gin", *tiny_run.RECALL))
 def finished(tmp_path_factory):
     """An uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    return run_dir, commands.output(*LAUNCH, f"--run_dir={run_dir}", is_forked=False)
+    result = commands.run(*LAUNCH, f"--run_dir={run_dir}", is_forked=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    return run_dir, result.stdout
 
 
 def test_a_run_directory_holds_all_that_evaluation_needs(finished):
@@ -35,6 +37,7 @@ def test_a_run_directory_holds_all_that_evaluation_needs(finished):
     assert not [name for name in names if name.startswith(".")]
     assert json.loads((run_dir / "config.json").read_text())["model"]["dim"] == 8
     assert [step for step, *_ in tiny_run.losses(run_dir)] == list(range(1, 25))
+    assert re.search(r"\nstarted in [\d.]+ s: importing [\d.]+, .*\nstep  1/24  loss \d", output)
     assert re.search(r"step 24/24  loss \d", output)
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["16", "20", "24"]
 

@@ -1,33 +1,7 @@
 import jax
-import jax.numpy as jnp
 import pytest
-from absl import logging
 
-from ttcd_jax.train.compilation import compiled_once, keep_programs
-
-
-@pytest.fixture
-def warnings(monkeypatch):
-    """The warnings given, formatted."""
-    seen = []
-    monkeypatch.setattr(logging, "warning", lambda text, *args: seen.append(text % args))
-    return seen
-
-
-def _step(state, batch):
-    return state + batch["x"].sum(), {}
-
-
-def test_only_a_compilation_after_the_first_is_named_with_its_step(warnings):
-    state, short, long = jnp.zeros(()), {"x": jnp.zeros(3)}, {"x": jnp.zeros(4)}
-    with compiled_once(jax.jit(_step), start=10) as step:
-        jax.jit(lambda x: x + 1)(state)  # other programs do not count
-        for batch in (short, short, long, long):
-            state, _ = step(state, batch)
-    (warning,) = warnings
-    assert "step 13 was compiled anew" in warning
-    jax.jit(_step)(state, {"x": jnp.zeros(5)})
-    assert len(warnings) == 1, "no listener after the last step"
+from ttcd_jax.train.compilation import keep_programs
 
 
 @pytest.fixture

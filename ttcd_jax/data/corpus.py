@@ -164,7 +164,7 @@ def manifest(config: CorpusConfig, documents: list[Document]) -> dict[str, Any]:
 def _stdlib_documents() -> Iterator[Document]:
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     for name, path in _files(root, "**/*.py").items():
-        if LEFT_OUT_OF_STDLIB.isdisjoint(path.relative_to(root).parts):
+        if LEFT_OUT_OF_STDLIB.isdisjoint(name.split("/")):
             text = path.read_bytes()
             with contextlib.suppress(UnicodeDecodeError):
                 text.decode()

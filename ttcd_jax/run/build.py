@@ -23,6 +23,7 @@ from ttcd_jax.train.optimizer import build_optimizer
 from ttcd_jax.train.schedule import learning_rate
 from ttcd_jax.train.state import (
     TrainState,
+    abstract_params,
     init_params,
     logical_axes,
     placed_as,
@@ -137,7 +138,8 @@ def _shardings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
 
 def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the training state; nothing is allocated."""
-    return placed_as(jax.eval_shape(lambda: _fresh(config)), _shardings(config, mesh))
+    state = jax.eval_shape(lambda x: _state(config, x), abstract_params(config.model))
+    return placed_as(state, _shardings(config, mesh))
 
 
 def fresh_state(config: RunConfig, mesh: Mesh) -> TrainState:

@@ -7,7 +7,6 @@ import math
 import os
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,28 +24,13 @@ from ttcd_jax.errors import DataError
 from ttcd_jax.files import GrowingFile, write_whole
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import METRICS
+from ttcd_jax.run.terminal import is_live, show
 from ttcd_jax.run.trackers import Background, Tracker
 from ttcd_jax.train.bad_steps import fault
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet
 from ttcd_jax.train.loop import HostMetrics, MetricCallback
 from ttcd_jax.train.watchdog import Watchdog
-
-
-def say(line: str) -> None:
-    """Prints a line in the first process only."""
-    _print(units.printable(line) + "\n")
-
-
-def _print(text: str) -> None:
-    if jax.process_index():
-        return
-    try:
-        print(text, end="", flush=True)
-    except OSError as error:
-        # Python's buffer is discarded: flushing it at exit would replace the exit status.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        logging.warning("standard output cannot be written (%s): training goes on", error)
 
 
 @contextlib.contextmanager
@@ -192,30 +176,27 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 class Progress:
-    """The speed of a run and one line per report, overwritten by the next on a terminal. The time
-    left is unknown until the second report, since the first interval includes compilation."""
+    """The speed of a run and one line per report, overwritten by the next on a terminal."""
 
     def __init__(self, start: int, steps: int) -> None:
-        self._steps, self._is_live = steps, sys.stdout is not None and sys.stdout.isatty()
-        self._first, self._last = None, (start, time.monotonic())
+        self._steps, self._is_live = steps, is_live()
+        self._first = self._last = start, time.monotonic()
 
     def update(self, step: int) -> tuple[int, float]:
         """(steps, seconds) since the last call."""
         (last_step, last_time), self._last = self._last, (step, time.monotonic())
-        self._first = self._first or self._last
         return step - last_step, max(self._last[1] - last_time, 1e-9)
 
     def show(self, step: int, record: dict[str, float]) -> None:
         """Prints the line of `step`."""
+        (first_step, first_time), (last_step, last_time) = self._first, self._last
+        left = (last_time - first_time) / (last_step - first_step) * (self._steps - step)
         parts = [
             f"step {step:>{len(str(self._steps))}}/{self._steps}",
             f"loss {record['loss']:.4f}",
             f"{record['tokens_per_second']:,.0f} tokens/s",
+            f"{units.clock(left)} left",
         ]
-        first_step, first_time = self._first or self._last
-        if done := self._last[0] - first_step:
-            seconds = (self._last[1] - first_time) / done * (self._steps - step)
-            parts.append(f"{units.clock(seconds)} left")
         if "mfu" in record:
             parts.append(f"MFU {record['mfu']:.1%}")
         if ratios := [x for name, x in record.items() if name.startswith("memory_ratio")]:
@@ -226,4 +207,4 @@ class Progress:
             parts.append(f"{skipped:.0f} skipped")
         start = "\r\x1b[K" if self._is_live else ""
         end = "\n" if step == self._steps or not self._is_live else ""
-        _print(start + "  ".join(parts) + end)
+        show(start + "  ".join(parts) + end)

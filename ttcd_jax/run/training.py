@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import NamedTuple, Self
 
@@ -23,16 +24,17 @@ from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import METRICS, RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.layout import num_parts, run_mesh
-from ttcd_jax.run.reporting import batch_rows, read_metrics, reporter, say
+from ttcd_jax.run.reporting import batch_rows, read_metrics, reporter
 from ttcd_jax.run.start import plan_start, started_state
+from ttcd_jax.run.terminal import phase, say, say_started
 from ttcd_jax.run.trackers import Tracker, named
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.checkpoint import Checkpoints, Kept
-from ttcd_jax.train.compilation import compiled_once
 from ttcd_jax.train.loop import HostMetrics, MetricCallback, StateCallback, train
 from ttcd_jax.train.profile import profiled
 from ttcd_jax.train.state import TrainState
+from ttcd_jax.train.step import TrainStep
 from ttcd_jax.train.watchdog import Watchdog
 
 _SAVE = "ttcd_jax/save/"
@@ -78,7 +80,8 @@ def train_run(
         is_first = jax.process_index() == 0
         with directory.lock() if is_first else contextlib.nullcontext(), jax.set_mesh(mesh):
             placement = build.placement(config, mesh)
-            data, manifest = build.build_data(config, placement.rows, batches)
+            with phase("reading data"):
+                data, manifest = build.build_data(config, placement.rows, batches)
             if is_first:
                 _check_kept(directory)
                 directory.claim(config.to_dict(), source, manifest, changes=changes)
@@ -125,7 +128,7 @@ def _train(
         _Signals(config.checkpoint_minutes) as signals,
         _checkpoints(config, directory, watchdog, scores) as checkpoints,
     ):
-        start, state = _initial_state(config, checkpoints, mesh)
+        start, state = _resumed(config, checkpoints, mesh)
         if start >= config.steps:
             say(f"{directory.path} is complete at step {start}: nothing to train")
             return TrainedRun(start)
@@ -141,9 +144,9 @@ def _train(
             write(step, metrics)
             scores.update(best_scores(config, [{"step": step, **metrics}]))
 
+        step, state = _compiled(config, checkpoints, mesh, state)
         with (
             reporter(config, directory.path, start, trackers, watchdog) as (callbacks, write),
-            compiled_once(build.build_step(config, mesh), start) as step,
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
         ):
             on_state = [
@@ -156,7 +159,7 @@ def _train(
                 batches,
                 start=start,
                 steps=config.steps,
-                placement=placement,
+                placement=lambda batch: placement({x: batch[x] for x in build.BATCH_FIELDS}),
                 on_metrics=[*callbacks, *on_metrics, beat],
                 on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
                 is_stopping=signals.is_stopping,
@@ -208,27 +211,49 @@ def _checkpoints(
             error.add_note(f"last good checkpoint: step {steps[-1]}; the same command goes on")
 
 
-def _initial_state(
+def _resumed(
     config: RunConfig, checkpoints: Checkpoints, mesh: Mesh
-) -> tuple[int, TrainState]:
-    """(steps done, state) from the newest intact checkpoint if there is one, else from
-    `start_from`, else from the seed."""
-    if multihost_utils.broadcast_one_to_all(bool(checkpoints.steps())):
-        # Whether bad steps are counted may change when a run is resumed.
-        abstract = build.abstract_state(config.replace(max_skipped_steps=1), mesh)
+) -> tuple[int, TrainState | None]:
+    """(steps done, state) from the newest intact checkpoint; (0, None) if there is none."""
+    if not multihost_utils.broadcast_one_to_all(bool(checkpoints.steps())):
+        return 0, None
+    # Whether bad steps are counted may change when a run is resumed.
+    abstract = build.abstract_state(config.replace(max_skipped_steps=1), mesh)
+    with phase("reading the checkpoint"):
         done, restored = checkpoints.restore(dict(abstract))
-        say(f"resumed at step {done}")
-        skips = restored.pop("skips", None) or jax.jit(no_skips, out_shardings=replicated(mesh))()
-        return done, TrainState(**restored, **({"skips": skips} if config.counts_skips else {}))
-    if config.start_from is None:
-        return 0, build.fresh_state(config, mesh)
-    step, plan, state = started_state(config, mesh)
-    # So that resuming needs this directory alone, even if the other run is deleted.
-    checkpoints.save(0, dict(state))
+    say(f"resumed at step {done}")
+    skips = restored.pop("skips", None) or jax.jit(no_skips, out_shardings=replicated(mesh))()
+    return done, TrainState(**restored, **({"skips": skips} if config.counts_skips else {}))
+
+
+def _compiled(
+    config: RunConfig, checkpoints: Checkpoints, mesh: Mesh, state: TrainState | None
+) -> tuple[TrainStep, TrainState]:
+    """(the compiled step, `state`); without a state the first is drawn meanwhile."""
+    with phase("tracing"):
+        shapes = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
+        lowered = build.build_step(config, mesh).lower(*shapes)
+    with ThreadPoolExecutor(1, "compile") as thread:
+        program = thread.submit(lowered.compile)
+        state = state or _first_state(config, checkpoints, mesh)
+        with phase("compiling"):
+            step = program.result()
+    say_started()
+    return step, state
+
+
+def _first_state(config: RunConfig, checkpoints: Checkpoints, mesh: Mesh) -> TrainState:
+    """The state before the first step, from `start_from`, else from the seed."""
+    with phase("drawing parameters"):
+        if config.start_from is None:
+            return build.fresh_state(config, mesh)
+        step, plan, state = started_state(config, mesh)
+        # So that resuming needs this directory alone, even if the other run is deleted.
+        checkpoints.save(0, dict(state))
     say(f"starts from step {step} of {config.start_from}: {len(plan.taken)} parameters taken")
     for line in plan.lines():
         say(f"  {line}")
-    return 0, state
+    return state
 
 
 class _Signals:

@@ -1,5 +1,6 @@
 """The training state: a dict of arrays, made from a configuration and a seed alone."""
 
+import functools
 from typing import Any, NotRequired, TypedDict
 
 import jax
@@ -27,7 +28,14 @@ class TrainState(TypedDict):
 
 def abstract_model(config: TransformerConfig) -> Transformer:
     """The model with `jax.ShapeDtypeStruct`s for parameters."""
-    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    graph, state = _split(config, jax.config.read("jax_enable_x64"))
+    return nnx.merge(graph, state, copy=True)
+
+
+@functools.lru_cache
+def _split(config: TransformerConfig, is_x64: bool) -> tuple[Any, Any]:
+    """(graph, state) of the abstract model, traced once for all that a run asks of it."""
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
 
 def abstract_params(config: TransformerConfig) -> dict[str, Any]:
@@ -38,12 +46,7 @@ def abstract_params(config: TransformerConfig) -> dict[str, Any]:
 def logical_axes(config: TransformerConfig) -> dict[str, Any]:
     """The axis names of every parameter (`ttcd_jax.axes`), in a dict nested like `params`."""
     params = nnx.state(abstract_model(config), nnx.Param)
-    names = jax.tree.map(
-        lambda variable: variable.get_metadata("axes"),
-        params,
-        is_leaf=lambda node: isinstance(node, nnx.Variable),
-    )
-    return nnx.to_pure_dict(names)
+    return nnx.to_pure_dict(nnx.map_state(lambda _, x: x.get_metadata("axes"), params))
 
 
 def params_shardings(config: TransformerConfig, mesh: Mesh) -> dict[str, Any]:
