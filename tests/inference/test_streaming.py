@@ -14,7 +14,7 @@ from small_models import CHUNK, config_of
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
-from ttcd_jax.inference.prefill import prefill, stream
+from ttcd_jax.inference.prefill import even_size, prefill, stream
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import TransformerConfig
@@ -126,6 +126,19 @@ def test_a_row_that_waits_keeps_its_state():
     for _, _, later in stream(model, state, TOKENS, np.array([9, 0, 4])):
         state = later
     assert_same(jax.tree.map(lambda x: np.asarray(x)[1], state), kept)
+
+
+def test_the_pieces_of_a_prompt_have_one_size_with_little_padding():
+    config = _config("ipttcd")
+    for longest in range(CHUNK + 1, 40 * CHUNK):
+        size = even_size(config, longest, 11 * CHUNK)
+        assert size % CHUNK == 0 and size <= 11 * CHUNK
+        num_pieces = -(-longest // size)
+        assert num_pieces * size <= 1.25 * (longest + num_pieces * CHUNK)
+    model, _ = _models(config)
+    state = start_state(model, 1)
+    sizes = [hidden.shape[1] for _, hidden, _ in stream(model, state, TOKENS[:1], piece_size=9)]
+    assert sizes == [2 * CHUNK] * -(-T // (2 * CHUNK)), "the last one is padded to the others' size"
 
 
 def test_bad_input_is_refused_before_anything_is_read():
