@@ -1,6 +1,7 @@
 """Reading in pieces and going on token by token give what one pass over the row gives."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -128,11 +129,28 @@ def test_a_row_that_waits_keeps_its_state():
     assert_same(jax.tree.map(lambda x: np.asarray(x)[1], state), kept)
 
 
+@pytest.mark.parametrize("num_rows", [1, ROWS])
+def test_a_token_copies_no_state_and_computes_no_write_of_a_chunk(num_rows):
+    model, _ = _models(_config("ipttcd"))
+    state = start_state(model, num_rows)
+    tokens = jnp.asarray(TOKENS[:num_rows, 0])
+    program = decode.lower(model, state, tokens).compile().as_text()
+    entry = program[program.index("\nENTRY ") :]
+
+    def made(by: str) -> set[tuple[int, ...]]:
+        shapes = re.findall(rf"= f64\[([\d,]+)\]\S* (?:{by})\(", entry)
+        return {tuple(map(int, shape.split(","))) for shape in shapes}
+
+    assert not made("copy") & {x.shape for x in jax.tree.leaves(state.layers)}
+    memory = state.layers[0]["mlp"].chunks.memory
+    assert not made("dot|fusion") & {memory.shape, memory.shape[1:]}
+
+
 def test_the_pieces_of_a_prompt_have_one_size_with_little_padding():
     config = _config("ipttcd")
     for longest in range(CHUNK + 1, 40 * CHUNK):
         size = even_size(config, longest, 11 * CHUNK)
-        assert size % CHUNK == 0 and size <= 11 * CHUNK
+        assert size in range(CHUNK, 11 * CHUNK + 1, CHUNK)
         num_pieces = -(-longest // size)
         assert num_pieces * size <= 1.25 * (longest + num_pieces * CHUNK)
     model, _ = _models(config)

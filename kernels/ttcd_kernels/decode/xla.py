@@ -38,7 +38,8 @@ def _decode(
     """Axis X: the teacher's window, the student's; Y: the numbers of a slot, K H."""
     state = jnp.promote_types(q.dtype, jnp.float32)
     (B, N, H), (W, K) = q.shape, k_cache.shape[1:3]
-    own = jnp.eye(K, dtype=q.dtype)
+    # Else XLA may write the query's key twice, for the product and the caller, and copy the cache.
+    k_cache, own = jax.lax.optimization_barrier(k_cache), jnp.eye(K, dtype=q.dtype)
     q_BKHJG = jnp.einsum("BKGH,KJ->BKHJG", q.reshape(B, K, N // K, H), own)
     slots, q_BYN = k_cache.reshape(B, W, K * H), q_BKHJG.reshape(B, K * H, N)
     score_BSN = jnp.einsum("BSY,BYN->BSN", slots, q_BYN, preferred_element_type=state)
