@@ -20,9 +20,9 @@ from experiments.gin_loading import load_config
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.prefill import PIECE_SIZE, next_piece, prefill, read_piece
+from ttcd_jax.inference.prefill import even_size, prefill, read_piece
 from ttcd_jax.inference.state import InferenceState, start_state
-from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memory_chunk
+from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
 from ttcd_jax.train.flops import forward_flops
 
 BASELINES = ("swa", "ipttt")  # their times and FLOPs are divisors
@@ -43,7 +43,7 @@ class Prefill(Config):
     lengths: tuple[Positive, ...] = (65536, 262144)
     batch_sizes: tuple[Positive, ...] = (1, 4)
     windows: tuple[Positive, ...] = (2048, 8192, 16384)
-    piece_size: Positive = PIECE_SIZE
+    piece_size: Positive | None = None
     rounds: Positive = 5
     max_seconds: NonNegativeFloat = 120
 
@@ -146,8 +146,7 @@ class _Reading:
     def _program_bytes(self, state: InferenceState) -> int:
         window, (B, length) = self.model.config.window, self._tokens.shape
         assert window is not None
-        left, chunk_size = np.full(B, length), memory_chunk(self.model.config)
-        size, _ = next_piece(left, np.zeros_like(left), chunk_size, self._piece_size)
+        size = even_size(self.model.config, length, self._piece_size)
         tokens = jax.ShapeDtypeStruct((B, size), jnp.int32)
         lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
         seen: Any = {"halo": window - 1, "has_gap": False}

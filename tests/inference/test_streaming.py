@@ -1,6 +1,7 @@
 """Reading in pieces and going on token by token give what one pass over the row gives."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from small_models import CHUNK, config_of
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
-from ttcd_jax.inference.prefill import prefill, stream
+from ttcd_jax.inference.prefill import even_size, prefill, stream
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import TransformerConfig
@@ -126,6 +127,36 @@ def test_a_row_that_waits_keeps_its_state():
     for _, _, later in stream(model, state, TOKENS, np.array([9, 0, 4])):
         state = later
     assert_same(jax.tree.map(lambda x: np.asarray(x)[1], state), kept)
+
+
+@pytest.mark.parametrize("num_rows", [1, ROWS])
+def test_a_token_copies_no_state_and_computes_no_write_of_a_chunk(num_rows):
+    model, _ = _models(_config("ipttcd"))
+    state = start_state(model, num_rows)
+    tokens = jnp.asarray(TOKENS[:num_rows, 0])
+    program = decode.lower(model, state, tokens).compile().as_text()
+    entry = program[program.index("\nENTRY ") :]
+
+    def made(by: str) -> set[tuple[int, ...]]:
+        shapes = re.findall(rf"= f64\[([\d,]+)\]\S* (?:{by})\(", entry)
+        return {tuple(map(int, shape.split(","))) for shape in shapes}
+
+    assert not made("copy") & {x.shape for x in jax.tree.leaves(state.layers)}
+    memory = state.layers[0]["mlp"].chunks.memory
+    assert not made("dot|fusion") & {memory.shape, memory.shape[1:]}
+
+
+def test_the_pieces_of_a_prompt_have_one_size_with_little_padding():
+    config = _config("ipttcd")
+    for longest in range(CHUNK + 1, 40 * CHUNK):
+        size = even_size(config, longest, 11 * CHUNK)
+        assert size in range(CHUNK, 11 * CHUNK + 1, CHUNK)
+        num_pieces = -(-longest // size)
+        assert num_pieces * size <= 1.25 * (longest + num_pieces * CHUNK)
+    model, _ = _models(config)
+    state = start_state(model, 1)
+    sizes = [hidden.shape[1] for _, hidden, _ in stream(model, state, TOKENS[:1], piece_size=9)]
+    assert sizes == [2 * CHUNK] * -(-T // (2 * CHUNK)), "the last one is padded to the others' size"
 
 
 def test_bad_input_is_refused_before_anything_is_read():

@@ -19,7 +19,7 @@ from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.advance import head_logits
 from ttcd_jax.inference.decode import one_token
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.prefill import PIECE_SIZE, MemoryMode, check_capacity, newest_hidden, stream
+from ttcd_jax.inference.prefill import MemoryMode, check_capacity, newest_hidden, stream
 from ttcd_jax.inference.sampling import Sampler, SamplingConfig, batch_sampler, sample
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.inference.text import TextStream
@@ -83,7 +83,7 @@ class Generation(Iterator[Event]):
         requests: Sequence[Request],
         *,
         state: InferenceState | None = None,
-        piece_size: int = PIECE_SIZE,
+        piece_size: int | None = None,
         memory: MemoryMode = "kept",
     ) -> None:
         if not requests:

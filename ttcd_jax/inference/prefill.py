@@ -1,10 +1,11 @@
 """Prompts of any length, after any state, read in pieces of bounded size.
 
     first piece     every row to the end of its open chunk, if some row is inside one
-    others          whole chunks of all rows, as many as a piece holds
+    others          whole chunks of all rows, all pieces of one size, the last one padded
     attention       the window before a piece; full attention: a power of two of keys
 
-Pieces have few shapes, so that few programs are compiled.
+The pieces of a prompt need two programs, the first and one for all others: compiling one takes
+longer than reading thousands of tokens.
 """
 
 from collections.abc import Iterator
@@ -25,8 +26,10 @@ from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memor
 # "kept": the memory is written by prompts and by decoding. "published": as in the authors' code,
 # it is empty before every prompt, and off in decoding and in prompts shorter than a chunk.
 MemoryMode = Literal["kept", "published"]
-PIECE_SIZE = 4096
+# Tokens of a row in one piece, by default: the arrays of 512 stay in a CPU's cache.
+PIECE_SIZE, CPU_PIECE_SIZE = 4096, 512
 LEAST_SIZE = 16  # shorter pieces are padded to it, except a single token
+_UNIT = 128  # pieces of models without chunks are multiples of it, or shorter
 # For every piece: the number of tokens read of each row [B], their final hidden states, padded, and
 # the state after them.
 Pieces = Iterator[tuple[np.ndarray, Float[Array, "B T D"], InferenceState]]
@@ -42,16 +45,16 @@ def prefill(
     tokens: np.ndarray,
     lengths: np.ndarray | None = None,
     *,
-    piece_size: int = PIECE_SIZE,
+    piece_size: int | None = None,
     memory: MemoryMode = "kept",
 ) -> tuple[Float[Array, "B V"], InferenceState]:
     """(logits after the last token of every row, state after it) for tokens [B, T] int, the first
     `lengths` of each row (default: all T), at least one. `state` is donated: do not use it again.
 
     `piece_size` bounds the tokens of a row that are read at once, hence device memory, and changes
-    no result. Rows may differ in length and position. Raises `UserError` and `DataError` before
-    anything is read: shapes, tokens outside the vocabulary, more tokens than a state of full
-    attention holds.
+    no result; None: `PIECE_SIZE`, on a CPU its own. Rows may differ in length and position. Raises
+    `UserError` and `DataError` before anything is read: shapes, tokens outside the vocabulary, more
+    tokens than a state of full attention holds.
     """
     pieces = stream(model, state, tokens, lengths, piece_size=piece_size, memory=memory)
     counts = np.full(len(tokens), np.shape(tokens)[1]) if lengths is None else np.asarray(lengths)
@@ -71,7 +74,7 @@ def stream(
     tokens: np.ndarray,
     lengths: np.ndarray | None = None,
     *,
-    piece_size: int = PIECE_SIZE,
+    piece_size: int | None = None,
     memory: MemoryMode = "kept",
 ) -> Pieces:
     """`prefill` as an iterator over pieces, of rows that may have no tokens. Each piece donates the
@@ -87,12 +90,13 @@ def stream(
         position, slots = np.asarray(state.position), cache_slots(state)
         phase = (position - np.asarray(state.chunk_start)) % (chunk_size or 1)
         done = np.zeros_like(lengths)
+        most = even_size(model.config, int(lengths.max()), piece_size)
         while (done < lengths).any():
-            size, counts = next_piece(lengths - done, phase + done, chunk_size, piece_size)
+            size, counts = next_piece(lengths - done, phase + done, chunk_size, most)
             index = np.minimum(done[:, None] + np.arange(size), tokens.shape[1] - 1)
             piece = np.take_along_axis(tokens, index, axis=1)
             before = (position + done)[counts > 0]
-            halo = 0 if counts.max() == 1 else _halo(before, model.config.window, slots)
+            halo = 0 if size == 1 else _halo(before, model.config.window, slots)
             has_gap = bool(before.min() < halo)
             hidden, state = read_piece(
                 model, state, piece, counts, halo=halo, has_gap=has_gap, is_plain=is_plain
@@ -113,36 +117,48 @@ def newest_hidden(
     return jnp.where(counts[:, None] > 0, newest, before)
 
 
+def even_size(config: TransformerConfig, longest: int, piece_size: int | None) -> int:
+    """The size of pieces, at most `piece_size`, of rows of at most `longest` tokens: whole chunks
+    if two fit, with little padding in the last piece, and few values over all lengths."""
+    if piece_size is None:
+        piece_size = PIECE_SIZE
+        if jax.default_backend() == "cpu":  # two pieces to a window would need a third program
+            piece_size = min(max(CPU_PIECE_SIZE, config.window or 0), PIECE_SIZE)
+    unit = memory_chunk(config) or _UNIT
+    least, most = min(piece_size, unit), piece_size // unit
+    if longest <= least or most < 2:
+        return _round_up(longest, least)
+    units = -(-longest // unit)
+    even = -(-units // -(-units // most))
+    step = 1 << max(even.bit_length() - 3, 0)  # four sizes between a power of two and the next
+    return unit * min(-(-even // step) * step, most)
+
+
 def next_piece(
-    left: np.ndarray, phase: np.ndarray, chunk_size: int | None, piece_size: int
+    left: np.ndarray, phase: np.ndarray, chunk_size: int | None, size: int
 ) -> tuple[int, np.ndarray]:
     """(T, tokens of each row) of the next piece of rows with `left` tokens to read, which begin
-    `phase` tokens after the start of a chunk."""
+    `phase` tokens after the start of a chunk; `size` is that of `even_size`."""
+    counts = np.minimum(left, size)
     if chunk_size is None:
-        counts = np.minimum(left, piece_size)
-        return _round_up(int(counts.max()), piece_size), counts
+        return size, counts
     room = chunk_size - phase % chunk_size
-    is_at_start = (room == chunk_size) | (left == 0)
-    chunks = min(piece_size, left.max()) // chunk_size
-    if is_at_start.all() and chunks > 1:
-        size = chunk_size * (1 << int(chunks).bit_length() - 1)
-        return size, np.minimum(left, size)
-    most = min(piece_size, chunk_size)
-    counts = np.minimum(np.minimum(left, room), most)
-    return _round_up(int(counts.max()), most), counts
+    if ((room == chunk_size) | (left == 0)).all():
+        return size, counts
+    return min(size, chunk_size), np.minimum(counts, room)
 
 
 def _halo(before: np.ndarray, window: int | None, slots: int | None) -> int:
     """Earlier positions that attention reads, for rows that have read `before` tokens."""
-    if not before.max():
+    if slots is None or not before.max():
         return 0
     return _round_up(int(before.max()), slots) if window is None else window - 1
 
 
-def _round_up(count: int, most: int | None) -> int:
+def _round_up(count: int, most: int) -> int:
     """The next power of two, at least `LEAST_SIZE` (but 1 for 1), at most `most`."""
     power = 1 if count == 1 else max(1 << (count - 1).bit_length(), LEAST_SIZE)
-    return power if most is None else min(power, most)
+    return min(power, most)
 
 
 def check_capacity(config: TransformerConfig, state: InferenceState, lengths: np.ndarray) -> None:
@@ -174,11 +190,11 @@ def _check(
     state: InferenceState,
     tokens: np.ndarray,
     lengths: np.ndarray | None,
-    piece_size: int,
+    piece_size: int | None,
     memory: MemoryMode,
 ) -> tuple[np.ndarray, np.ndarray]:
     """`tokens` and `lengths` as int32 arrays."""
-    if piece_size < 1:
+    if piece_size is not None and piece_size < 1:
         raise UserError(f"piece_size {piece_size} must be at least 1")
     tokens = np.asarray(tokens)
     batch_size = len(state.position)

@@ -85,14 +85,17 @@ def _inside_chunk(
     )
     chunk_size = jax.tree.leaves(chunk)[0].shape[1]
     is_full = (piece.lengths > 0) & (phase + piece.lengths == chunk_size)
-    return y, OpenChunk(_written(is_full, memory, state.memory, chunk), chunk)
+    # The read before the write, which can then be in place: without the order XLA copies the state.
+    y, before = jax.lax.optimization_barrier((y, state.memory))
+    return y, OpenChunk(_written(is_full, memory, before, chunk), chunk)
 
 
 def _written(is_full: Bool[Array, " B"], memory: ChunkedMemory, state: Any, chunk: Any) -> Any:
     """The state after a write in the rows whose chunk is full. One row at a time, because rows of
     a batch fill their chunks at different tokens, and most tokens fill none. On a mesh, whose
-    devices share the rows, all rows at once."""
-    if is_distributed():
+    devices share the rows, all rows at once; so for a single row, whose delta_w XLA would compute
+    before a loop, at every token."""
+    if is_distributed() or len(is_full) == 1:
 
         def all_rows(state: Any) -> Any:
             return where_rows(is_full, memory.write(state, chunk), state)
