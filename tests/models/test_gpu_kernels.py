@@ -43,7 +43,13 @@ def _launched(config: TransformerConfig) -> dict[str, int]:
 def test_a_step_runs_every_kernel_once_a_layer_and_recomputes_none():
     """A unit has one fast layer and one plain one, which attends through the same kernels."""
     expected = dict.fromkeys(ATTENTION, 2) | dict.fromkeys(CONVOLUTION, 1)
-    assert _launched(CONFIG) == expected
+    assert _launched(CONFIG.replace(remat="none")) == expected
+
+
+def test_rematerialisation_of_elementwise_parts_runs_convolutions_again_and_no_attention():
+    forwards = {"short_conv_residual_forward": 2}
+    expected = dict.fromkeys(ATTENTION, 2) | dict.fromkeys(CONVOLUTION, 1) | forwards
+    assert _launched(CONFIG.replace(remat="dots")) == expected
 
 
 def test_rematerialisation_runs_forwards_again():

@@ -19,8 +19,9 @@ class TransformerConfig(ModelConfig):
 
     `method` names a method of `ttcd_jax.methods`, `memory` holds its settings (None: its defaults).
     `fast_layers` are the layers that have the method's memory, where the method leaves the choice;
-    the others have attention and SwiGLU. `remat`: the backward recomputes nothing, whole
-    blocks, all but matrix products, or whole blocks from inputs offloaded to the host.
+    the others have attention and SwiGLU. `remat`: the backward recomputes nothing ("none"), all
+    but products with parameters and attention ("dots": about half the memory of "none", and less
+    traffic), whole blocks, or whole blocks from inputs offloaded to the host.
     """
 
     vocab_size: Positive
@@ -28,7 +29,7 @@ class TransformerConfig(ModelConfig):
     method: str
     fast_layers: tuple[int, ...] = ()
     has_tied_head: bool = True
-    remat: Remat = "none"
+    remat: Remat = "dots"
     scans_layers: bool = True  # False: unrolled, for debugging; same parameters
 
     def validate(self) -> None:

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 from ttcd_kernels.dual_window.cotangents import ATTENTION
 
+from ttcd_jax.allocation import keep_freed_memory
 from ttcd_jax.axes import param
 from ttcd_jax.models.config import Remat, TransformerConfig, block_configs
 from ttcd_jax.nn.block import Block, BlockConfig, MemoryStats
@@ -19,6 +20,8 @@ from ttcd_jax.nn.product import PRODUCT
 from ttcd_jax.nn.row import Row
 from ttcd_jax.sharding.rules import constrain, gathered, is_distributed, never_saves_gathered
 from ttcd_jax.sharding.vocabulary import lookup
+
+keep_freed_memory()
 
 
 class Run(NamedTuple):

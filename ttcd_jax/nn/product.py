@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-PRODUCT = "product"
+PRODUCT = "product"  # the checkpoint name of products with parameters
 Operands = tuple[jax.Array, jax.Array]
 
 

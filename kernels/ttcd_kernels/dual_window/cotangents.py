@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ttcd_kernels.windows import Results
 
-ATTENTION = "attention"
+ATTENTION = "attention"  # the checkpoint name of results
 
 
 class Residuals(NamedTuple):
@@ -40,24 +40,34 @@ type Backward = Callable[[Any, Residuals, Results], QKV]
 
 
 def with_gradients(
-    forward: Forward, backward: Backward, static: Any, *operands: jax.Array | None
+    forward: Forward,
+    backward: Backward,
+    static: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
 ) -> Results:
     """`forward(static, q, k, v, segment_ids)`, made differentiable in q, k, v through all four
-    results by `backward(static, residuals, cotangents)`."""
+    results by `backward(static, residuals, cotangents)`.
+
+    The results carry the checkpoint name `ATTENTION`: a remat policy that saves them runs nothing
+    again, because they are computed outside of the function with the VJP.
+    """
 
     @jax.custom_vjp
     def attach(results: Results, *operands: Any) -> Results:
         return results
 
     def save(results: Results, *operands: Any) -> tuple[Results, Residuals]:
-        return results, Residuals(*operands, *results)
+        return results, Residuals(*operands, *results)  # pyright: ignore[reportCallIssue]
 
     def pull(saved: Residuals, cotangents: Results) -> tuple[Any, ...]:
         return jax.tree.map(jnp.zeros_like, cotangents), *backward(static, saved, cotangents), None
 
     attach.defvjp(save, pull)
-    results = forward(static, *jax.lax.stop_gradient(operands))
-    return attach(checkpoint_name(results, ATTENTION), *operands)
+    results = forward(static, *jax.lax.stop_gradient((q, k, v)), segment_ids)
+    return attach(checkpoint_name(results, ATTENTION), q, k, v, segment_ids)
 
 
 class BandCotangents(NamedTuple):

@@ -2,7 +2,7 @@
 composed of two."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def short_conv(
     """The convolution of `api.short_conv_residual`. The backward keeps x, not R shifted copies."""
     R = len(taps)
     before = R - 1 if is_causal else R // 2
-    return _convolve(before, x, taps, segment_ids)
+    return cast(jax.Array, _convolve(before, x, taps, segment_ids))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -47,19 +47,19 @@ def _moved(
     if segment_ids is None:
         return moved
     ids = jnp.pad(segment_ids, around)
-    same = [ids[:, :, r : r + length] == segment_ids for r in range(num_taps)]
-    return [jnp.where(same[..., None], x, 0) for x, same in zip(moved, same, strict=True)]
+    is_same = (ids[:, :, r : r + length] == segment_ids for r in range(num_taps))
+    return [jnp.where(mask[..., None], x, 0) for mask, x in zip(is_same, moved, strict=True)]
 
 
 def _convolve_forward(before: int, *operands: Any) -> tuple[jax.Array, Any]:
-    return _convolve(before, *operands), operands
+    return cast(jax.Array, _convolve(before, *operands)), operands
 
 
 def _convolve_backward(before: int, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     """dx is dy convolved with the taps in reverse order."""
     x, taps, segment_ids = saved
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    dx = _convolve(len(taps) - 1 - before, dy, taps[::-1], segment_ids)
+    dx = cast(jax.Array, _convolve(len(taps) - 1 - before, dy, taps[::-1], segment_ids))
     # Kept apart from the copies of the forward, which XLA would store instead of shifting x again.
     moved = _moved(before, len(taps), jax.lax.optimization_barrier(x), segment_ids)
     d_taps = jnp.stack([(x.astype(wide) * dy.astype(wide)).sum((0, 1, 2)) for x in moved])
