@@ -28,6 +28,6 @@ def keep_freed_memory() -> None:
 
 def _is_cpu_alone() -> bool:
     """Whether JAX computes on the CPU, without asking JAX, which would start its threads."""
-    platforms = os.environ.get("JAX_PLATFORMS")
-    has_accelerator = any(Path("/dev").glob(name) for name in ("nvidia[0-9]*", "accel*", "vfio"))
-    return platforms == "cpu" if platforms else not has_accelerator
+    if platforms := os.environ.get("JAX_PLATFORMS"):
+        return platforms == "cpu"
+    return not any(Path("/dev", name).exists() for name in ("nvidiactl", "accel0", "vfio", "kfd"))

@@ -58,10 +58,11 @@ def _convolve_forward(before: int, *operands: Any) -> tuple[jax.Array, Any]:
 def _convolve_backward(before: int, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     """dx is dy convolved with the taps in reverse order."""
     x, taps, segment_ids = saved
+    # XLA would make the shifted copies before their use, and store them meanwhile.
+    x, dy = jax.lax.optimization_barrier((x, dy))
     wide = jnp.promote_types(x.dtype, jnp.float32)
     dx = cast(jax.Array, _convolve(len(taps) - 1 - before, dy, taps[::-1], segment_ids))
-    # Kept apart from the copies of the forward, which XLA would store instead of shifting x again.
-    moved = _moved(before, len(taps), jax.lax.optimization_barrier(x), segment_ids)
+    moved = _moved(before, len(taps), x, segment_ids)
     d_taps = jnp.stack([(x.astype(wide) * dy.astype(wide)).sum((0, 1, 2)) for x in moved])
     return dx.astype(x.dtype), d_taps.astype(taps.dtype), None
 
