@@ -33,12 +33,6 @@ class MLPConfig(Dims, SublayerConfig):
         return 3 * self.unit_flops(length)
 
 
-@jax.checkpoint
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) up. The backward keeps gate and up alone."""
-    return jax.nn.silu(gate) * up
-
-
 class SwiGLU(Sublayer, config=MLPConfig):
     """x [B, T, D] -> [B, T, D]."""
 
@@ -52,7 +46,7 @@ class SwiGLU(Sublayer, config=MLPConfig):
 
     def features(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
         dtype = self.config.precision.compute_dtype
-        return _gated(linear(x, self.gate[...], dtype), linear(x, self.up[...], dtype))
+        return jax.nn.silu(linear(x, self.gate[...], dtype)) * linear(x, self.up[...], dtype)
 
     def plain(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return linear(self.features(x), self.down[...], self.config.precision.compute_dtype)
