@@ -20,8 +20,8 @@ class TransformerConfig(ModelConfig):
     `method` names a method of `ttcd_jax.methods`, `memory` holds its settings (None: its defaults).
     `fast_layers` are the layers that have the method's memory, where the method leaves the choice;
     the others have attention and SwiGLU. `remat`: the backward recomputes nothing ("none"), all
-    but products with parameters and attention ("dots": about half the memory of "none", and less
-    traffic), whole blocks, or whole blocks from inputs offloaded to the host.
+    but products with parameters and attention ("dots": six tenths of the memory of "none"), whole
+    blocks ("block"), or whole blocks from inputs offloaded to the host ("offload").
     """
 
     vocab_size: Positive
