@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
         raise UserError("--topology describes the devices of a plan: it goes with --dry_run")
     from experiments.gin_reading import find_gin_file, read_file, read_params
 
-    # Their mistakes are told before anything slow is imported.
+    # Their mistakes are reported before anything slow is imported.
     gin_file = find_gin_file(FLAGS.gin, cli.CONFIG_DIR)
     read_file(gin_file, cli.CONFIG_DIR)
     read_params(FLAGS.param, cli.CONFIG_DIR)

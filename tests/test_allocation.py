@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import cpu_environment, output
+from ttcd_jax import allocation
 
 PAGES = 64 * 2**20 // 4096
 
@@ -19,3 +20,13 @@ def test_temporaries_are_not_mapped_again(variables):
         assert min(faults) > PAGES // 2
     else:
         assert min(faults) < PAGES // 100
+
+
+@pytest.mark.parametrize(
+    ("platforms", "device", "expected"),
+    [("cpu", "nvidiactl", True), ("cuda", "", False), ("", "", True), ("", "nvidiactl", False)],
+)
+def test_whether_jax_computes_on_the_cpu_alone(platforms, device, expected, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setattr(allocation.Path, "exists", lambda path: path.name == device)
+    assert allocation.is_cpu_alone() == expected

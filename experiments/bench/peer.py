@@ -1,4 +1,4 @@
-"""Our training step beside that of the authors' PyTorch code on this CPU: the same weights in the
+"""Our training step and that of the authors' PyTorch code on this CPU: the same weights in the
 format of `experiments.convert`, the same tokens, the same AdamW, one step of each in turn.
 
 Every program is a process of its own. Their losses of the first steps must agree with ours, or
@@ -36,7 +36,7 @@ from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.state import init_params
 
 CHECKED_STEPS, TOLERANCE = 3, 1e-5  # of a loss, relative to ours
-_ALONE = "--authors=CHECKOUT --python=PATH time the authors' step beside ours"
+_ALONE = "--authors=CHECKOUT --python=PATH time the authors' step as well"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class _Program:
     def take(self) -> tuple[float, float, int]:
         """(loss, seconds, page faults) of a step."""
         faults, start = self._fact("stat", ") ", 7), time.perf_counter()
-        with suppress(BrokenPipeError):  # it ended, as its answer tells
+        with suppress(BrokenPipeError):  # it ended: `_answer` raises
             self._process.stdin.write(b"\n")
         loss, seconds = float(self._answer()), time.perf_counter() - start
         return loss, seconds, self._fact("stat", ") ", 7) - faults
@@ -76,9 +76,10 @@ class _Program:
     def peak_bytes(self) -> int:
         return 1024 * self._fact("status", "VmHWM:", 0)
 
-    def _fact(self, file: str, start: str, place: int) -> int:
+    def _fact(self, file: str, start: str, index: int) -> int:
+        """A number of the process in /proc: word `index` after the last `start` of the file."""
         text = Path(f"/proc/{self._process.pid}/{file}").read_text()
-        return int(text.rpartition(start)[2].split()[place])
+        return int(text.rpartition(start)[2].split()[index])
 
     def _answer(self) -> bytes:
         """The next line. Raises `UserError` with the last line of the log if there is none."""
@@ -89,7 +90,7 @@ class _Program:
 
 
 def measured(options: Peer) -> Iterator[list[Row]]:
-    """A table per model. "/ ours" is relative to our step; faults are the median's."""
+    """A table per model. "/ ours" is relative to our step; "faults" is their median."""
     config = load_config(RunConfig, options.gin, options.param, config_dir=cli.CONFIG_DIR)
     for name in options.models:
         run = config.replace(model=of_method(config.model, name))

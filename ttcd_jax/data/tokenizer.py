@@ -198,7 +198,7 @@ def _check_memory(num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _library_errors(problem: str) -> Iterator[None]:
-    """Errors of the library, which raises the bare class."""
+    """Errors of the library as `DataError`. It raises `Exception` itself; subclasses pass."""
     try:
         yield
     except Exception as error:

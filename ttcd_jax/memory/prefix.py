@@ -153,7 +153,6 @@ def read_prefix(
         return _attention_form(options, z, keys, errors, w_base, mask, initial_state)
     operands = _Operands(z, keys, errors, mask.reads, mask.resets)
     if form == "associative":
-        options = options._replace(block_chunks=z.shape[1])
         return _read_block(options, w_base, initial_state, operands)
     return _blocked(options, operands, w_base, initial_state)
 

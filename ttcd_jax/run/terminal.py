@@ -1,4 +1,4 @@
-"""Lines on the standard output of a run, and the phases of its start, told as they pass."""
+"""Lines on the standard output of a run, and the phases of its start."""
 
 import contextlib
 import os
