@@ -127,7 +127,9 @@ class Run:
         shape = (config.batch_size, length + 1)
         batches = CallerBatches(lambda _: [tokens], shape=shape, vocab_size=entries, rows=rows)
         ((_, batch),) = batches.iterate(0, 1)
-        self._batch = build.placement(config, mesh)(batch)
+        batch["segment_ids"] = np.zeros_like(batch["tokens"])  # for data that pack documents
+        fields = {name: batch[name] for name in build.batch_fields(config)}
+        self._batch = build.placement(config, mesh)(fields)
         self.tokens = config.batch_size * length
         self.flops_per_token = training_flops_per_token(config.model, length)
         self.bytes = measure.needed_bytes(self._step)

@@ -35,7 +35,6 @@ def test_fields(rows):
     assert all(value.shape == (CONFIG.seq_len,) for value in row.values())
     assert row["loss_mask"].dtype == bool
     assert all(row[name].dtype == np.int32 for name in row if name != "loss_mask")
-    assert (row["segment_ids"] == 1).all()
     np.testing.assert_array_equal(row["positions"], np.arange(CONFIG.seq_len))
 
 

@@ -1,5 +1,6 @@
-"""Three steps of Muon, the batch in two parts, on one device and on data x fsdp x seq x tensor. A
-script: `python steps_on_devices.py METHOD MESH` prints what differs as JSON."""
+"""Three steps of Muon on rows of one document, the batch in two parts, on one device and on data x
+fsdp x seq x tensor. A script: `python steps_on_devices.py METHOD MESH` prints what differs as
+JSON."""
 
 import json
 import sys
@@ -25,7 +26,9 @@ def trained(method: str, mesh_name: str, parts: int):
     rate, mesh = learning_rate(schedule), mesh_of(mesh_name)
     optimizer = build_optimizer(muon, rate, logical_axes(model))
     places = state_shardings(model, optimizer, mesh)
-    row = Placement(mesh, batch_size=B, length=T)(batch())
+    fields = batch()
+    del fields["segment_ids"]
+    row = Placement(mesh, batch_size=B, length=T)(fields)
     step = make_train_step(model, optimizer, rate, accumulation_steps=parts, loss_rows=16)
     run = jax.jit(step, donate_argnums=0, out_shardings=(places, replicated(mesh)))
     losses = []

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from bad_steps_run import NAN, SPIKE, poisoned_loss
-from checks import assert_same, temporary_bytes
+from checks import assert_close, assert_same, temporary_bytes
 from small_models import config_of
 
 from ttcd_jax.data.pipeline import Batches
@@ -33,7 +33,7 @@ MODEL = config_of(
     memory=MemoryConfig(chunk_size=4, form="blocked", teacher_conv_init="identity"),
     precision=Precision(),
 )
-FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+FIELDS = ("tokens", "targets", "positions", "loss_mask")
 
 
 def _rate(step):
@@ -70,6 +70,18 @@ def test_accumulated_gradients_equal_the_whole_batch():
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, atol=1e-6), one["params"], four["params"]
     )
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_rows_of_one_document_are_the_same_without_segment_ids(parts):
+    state, step = _step(parts, optax.sgd)
+    batch = _batch()
+    ids = jnp.broadcast_to(jnp.arange(4)[:, None], batch["tokens"].shape)
+    after, metrics = step(state, batch)
+    with_ids, its_metrics = step(state, batch | {"segment_ids": ids})
+    assert_close((after["params"], metrics), (with_ids["params"], its_metrics))
+    _, packed = step(state, batch | {"segment_ids": ids.at[:, 6:].add(1)})
+    assert abs(packed["loss"] - metrics["loss"]) > 1e-4, "the ids have no effect"
 
 
 @pytest.mark.parametrize("remat", ["none", "block"])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, pairwise
 from operator import add, mul
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import grain
 
@@ -110,6 +110,8 @@ class WeightedConfig(Config):
     weights: tuple[PositiveFloat, ...] = ()
     stages: tuple[tuple[NonNegative, tuple[NonNegativeFloat, ...]], ...] = ()
     seq_len: Annotated[int, AtLeast(2)]
+
+    rows_are_documents: ClassVar[bool] = False
 
     def check_weights(self, parts: str, num_parts: int) -> None:
         """Raises `UserError` for weights that are not one per part, and stages out of order."""

@@ -4,7 +4,8 @@ A document becomes bos + tokens + eos. A row is a dict of arrays [T]:
 
     tokens       int32   inputs
     targets      int32   the token after each input
-    segment_ids  int32   1, 2, ... : the document of the row that the input belongs to (0: padding)
+    segment_ids  int32   1, 2, ... : the document of the row that the input belongs to (0: padding);
+                         absent where every row is one document
     positions    int32   position of the input in its document's part of the row
     loss_mask    bool    whether the target counts in the loss
 """

@@ -82,7 +82,6 @@ class CallerBatches:
         return {
             "tokens": tokens[:, :-1],
             "targets": tokens[:, 1:],
-            "segment_ids": np.zeros(shape, np.int32),
             "positions": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
             "loss_mask": np.ones(shape, bool),
         }

@@ -30,6 +30,8 @@ class TextConfig(Config):
     packing: Packing = "concatenate"
     seq_len: Annotated[int, AtLeast(2)]
 
+    rows_are_documents: ClassVar[bool] = False
+
     @property
     def vocab_size(self) -> int:
         return build_tokenizer(self.tokenizer).vocab_size
@@ -111,6 +113,7 @@ class BatchesConfig(Config):
     seq_len: Annotated[int, AtLeast(2)]
 
     vocab_size: ClassVar[int] = 0  # tokens are checked batch by batch
+    rows_are_documents: ClassVar[bool] = True
 
 
 DataConfig = TextConfig | RecordsConfig | MixtureConfig | RecallConfig | BatchesConfig

@@ -38,7 +38,8 @@ def score_rows(model: Transformer, rows: dict[str, np.ndarray], *, batch_size: i
     placement = None if mesh.empty else Placement(mesh, batch_size=batch_size, length=length)
     results = []
     for index, count in batches(len(rows["tokens"]), batch_size):
-        batch = {name: rows[name][index] for name in ("tokens", "targets", "segment_ids")}
+        fields = ("tokens", "targets", "segment_ids")
+        batch = {name: rows[name][index] for name in fields if name in rows}
         if placement is not None:
             batch = placement({name: field[list(placement.rows)] for name, field in batch.items()})
         results.append([x[:count] for x in jax.device_get(_scored(graph, mesh, params, batch))])
@@ -51,6 +52,6 @@ def _scored(
 ) -> tuple[jax.Array, jax.Array]:
     """One program for every evaluation of a model, however often its parameters change."""
     model = nnx.merge(graph, params)
-    hidden, _ = model.forward(batch["tokens"], batch["segment_ids"])
+    hidden, _ = model.forward(batch["tokens"], batch.get("segment_ids"))
     scores = token_scores(hidden, model.head_weight(), batch["targets"])
     return scores if mesh.empty else jax.lax.with_sharding_constraint(scores, replicated(mesh))

@@ -32,7 +32,12 @@ from ttcd_jax.train.state import (
 )
 from ttcd_jax.train.step import TrainStep, make_train_step
 
-BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+BATCH_FIELDS = ("tokens", "targets", "positions", "loss_mask")
+
+
+def batch_fields(config: RunConfig) -> tuple[str, ...]:
+    """The fields of a batch on the devices; rows of one document have no segment ids."""
+    return BATCH_FIELDS if config.data.rows_are_documents else (*BATCH_FIELDS, "segment_ids")
 
 
 def check(config: RunConfig) -> None:
@@ -167,5 +172,5 @@ def abstract_batch(config: RunConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStr
     """Shapes, dtypes and shardings of one batch."""
     shape = (config.batch_size, config.data.seq_len)
     where = NamedSharding(mesh, spec(("batch", "length"), mesh))
-    kinds = dict.fromkeys(BATCH_FIELDS, "int32") | {"loss_mask": "bool"}
+    kinds = dict.fromkeys(batch_fields(config), "int32") | {"loss_mask": "bool"}
     return {name: jax.ShapeDtypeStruct(shape, kind, sharding=where) for name, kind in kinds.items()}

@@ -135,6 +135,7 @@ def _train(
         say(f"run directory {directory.path}")
         beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
         rows_at_once = config.batch_size // num_parts(config, mesh)
+        fields = build.batch_fields(config)
 
         def save(step: int, state: TrainState) -> None:
             checkpoints.save(step, dict(state))
@@ -159,7 +160,7 @@ def _train(
                 batches,
                 start=start,
                 steps=config.steps,
-                placement=lambda batch: placement({x: batch[x] for x in build.BATCH_FIELDS}),
+                placement=lambda batch: placement({x: batch[x] for x in fields}),
                 on_metrics=[*callbacks, *on_metrics, beat],
                 on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
                 is_stopping=signals.is_stopping,

@@ -31,12 +31,14 @@ def make_train_step(
     loss_rows: int,
     spike_factor: float | None = None,
 ) -> TrainStep:
-    """The step of a language model on batches of tokens, segment_ids, positions, targets and
-    loss_mask, computed in `accumulation_steps` parts, which do not change the loss."""
+    """The step of a language model on batches of tokens, positions, targets, loss_mask and, unless
+    every row is one document, segment_ids; computed in `accumulation_steps` parts, which do not
+    change the loss."""
 
     def loss_sum(params: Any, batch: Batch) -> tuple[jax.Array, MemoryStats | None]:
         model = with_params(config, params)
-        hidden, stats = model.forward(batch["tokens"], batch["segment_ids"], batch["positions"])
+        segment_ids = batch.get("segment_ids")
+        hidden, stats = model.forward(batch["tokens"], segment_ids, batch["positions"])
         head = model.head_weight()
         return summed_loss(hidden, head, batch["targets"], batch["loss_mask"], loss_rows), stats
 

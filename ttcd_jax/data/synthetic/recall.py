@@ -6,7 +6,7 @@ reach of the attention windows only a memory can recall it.
 """
 
 import dataclasses
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,8 @@ class RecallConfig(Config):
     num_slots: Annotated[int, AtLeast(2)]
     num_keys: Positive
     num_values: Positive
+
+    rows_are_documents: ClassVar[bool] = True
 
     @property
     def seq_len(self) -> int:
@@ -45,7 +47,7 @@ class RecallConfig(Config):
 class RecallRows:
     """A random-access source of `num_rows` rows; row i is a pure function of (seed, i).
 
-    Fields [T] as in `ttcd_jax.data.packing`, one segment per row. `loss_mask` is True at repeated
+    Fields [T] as in `ttcd_jax.data.packing`, without segment ids. `loss_mask` is True at repeated
     keys, where `distance` [T] int32 counts the positions back to the key's last value; it is 0
     elsewhere.
     """
@@ -73,7 +75,6 @@ class RecallRows:
         return {
             "tokens": sequence[:-1],
             "targets": sequence[1:],
-            "segment_ids": np.ones(config.seq_len, np.int32),
             "positions": np.arange(config.seq_len, dtype=np.int32),
             "loss_mask": distance > 0,
             "distance": distance,

@@ -1,0 +1,48 @@
+"""The batch that a run is compiled for is the one that its data make."""
+
+import jax
+import numpy as np
+import pytest
+from small_models import config_of
+
+from ttcd_jax.data.corpus import CorpusConfig
+from ttcd_jax.data.sources import BatchesConfig, MixtureConfig, TextConfig
+from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.data.tokenizer import TokenizerConfig
+from ttcd_jax.run import build
+from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.layout import run_mesh
+from ttcd_jax.train.optimizer import OptimizerConfig
+
+SEQ_LEN = 15
+
+
+def _data(kind, folder):
+    if kind == "recall":
+        return RecallConfig(num_slots=8, num_keys=4, num_values=4)
+    if kind == "batches":
+        return BatchesConfig(seq_len=SEQ_LEN)
+    (folder / "text.txt").write_text("a document of several rows of text " * 4)
+    corpus = CorpusConfig(kind="text", path=str(folder / "text.txt"), validation_percent=0)
+    tokenizer = TokenizerConfig(kind="byte")
+    text = TextConfig(corpus=corpus, tokenizer=tokenizer, seq_len=SEQ_LEN)
+    return text if kind == "text" else MixtureConfig(parts=(text, text), seq_len=SEQ_LEN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_ids"),
+    [("recall", False), ("batches", False), ("text", True), ("mixture", True)],
+)
+def test_only_data_that_pack_documents_have_segment_ids(tmp_path, kind, has_ids):
+    data = _data(kind, tmp_path)
+    model = config_of("ipttcd", vocab_size=max(data.vocab_size, 8))
+    config = RunConfig(model=model, data=data, optimizer=OptimizerConfig(), steps=1, batch_size=4)
+    mesh = run_mesh(config)
+    make = (lambda step: [np.ones((4, SEQ_LEN + 1), int)]) if kind == "batches" else None
+    batches, _ = build.build_data(config, range(4), make)
+    ((_, batch),) = batches.iterate(0, 1)
+    placed = build.placement(config, mesh)({x: batch[x] for x in build.batch_fields(config)})
+    planned = build.abstract_batch(config, mesh)
+    assert ("segment_ids" in planned) is has_ids
+    facts = [jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), x) for x in (placed, planned)]
+    assert facts[0] == facts[1]
