@@ -73,17 +73,37 @@ def _weight_product_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array,
 def _weight_product_backward(saved: Operands, d_out: jax.Array) -> Operands:
     x, kernel = saved
     d_x = jnp.einsum("...Z,XZ->...X", d_out, kernel)
-    batch = tuple(range(x.ndim - 1))
     # Accumulated wide: on a mesh the partial sums of all devices are added after this.
     over_batch = functools.partial(
-        jax.lax.dot_general,
-        dimension_numbers=((batch, batch), ((), ())),
-        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+        _summed_over_batch, dtype=jnp.promote_types(x.dtype, jnp.float32)
     )
     # XLA's CPU backend cannot transpose the float32 result of a product of 16-bit operands.
     is_first = x.shape[-1] <= d_out.shape[-1] or jnp.finfo(x.dtype).bits == 16
     d_kernel = over_batch(x, d_out) if is_first else over_batch(d_out, x).T
     return d_x, d_kernel.astype(kernel.dtype)
+
+
+def _summed_over_batch(a: jax.Array, b: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """a^T b [X, Z] of [*batch, X] and [*batch, Z].
+
+    The copy a^T that XLA makes on a CPU misses the cache at every element. Two copies, groups of 16
+    columns first and then inside each, take a third of its time.
+    """
+    batch = tuple(range(a.ndim - 1))
+    multiply = functools.partial(jax.lax.dot_general, preferred_element_type=dtype)
+
+    def plain(a: jax.Array, b: jax.Array) -> jax.Array:
+        return multiply(a, b, ((batch, batch), ((), ())))
+
+    def by_columns(a: jax.Array, b: jax.Array) -> jax.Array:
+        columns = jnp.moveaxis(a.reshape(*a.shape[:-1], -1, 16), -2, 0)
+        columns = jnp.moveaxis(jax.lax.optimization_barrier(columns), -1, 1)
+        transposed = jax.lax.optimization_barrier(columns.reshape(a.shape[-1], *a.shape[:-1]))
+        return multiply(transposed, b, ((tuple(range(1, a.ndim)), batch), ((), ())))
+
+    if a.shape[-1] % 16:
+        return plain(a, b)
+    return cast(jax.Array, jax.lax.platform_dependent(a, b, cpu=by_columns, default=plain))
 
 
 _weight_product.defvjp(_weight_product_forward, _weight_product_backward)
