@@ -95,7 +95,7 @@ def _step(model: Any, tokens: torch.Tensor, mode: str, recipe: Any) -> Callable[
 def _greedy(model: Any, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
     """The greedy tokens [B, 1] behind prompts [B, T]; each is read when the next is asked for."""
     cache, count = importlib.import_module("fla.models.utils").Cache(), 0
-    # fla counts tokens in its first layer, so that later ones rotate them by one too many: #766.
+    # fla counts a token in its first layer: the others would rotate it by one too many (its #766).
     cache.get_seq_length = lambda *_: count
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     while True:
