@@ -20,7 +20,7 @@ from experiments.gin_loading import load_config
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel
-from ttcd_jax.inference.prefill import even_size, prefill, read_piece
+from ttcd_jax.inference.prefill import MemoryMode, even_size, prefill, read_piece
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
 from ttcd_jax.train.flops import forward_flops
@@ -67,6 +67,11 @@ class Decode(Prefill):
     steps: Positive = 64
 
 
+def modes(config: TransformerConfig) -> tuple[MemoryMode, ...]:
+    """The modes of decoding."""
+    return ("kept", "published") if has_in_place_memory(config) else ("kept",)
+
+
 def prefill_flops(config: TransformerConfig, length: int) -> float:
     """FLOPs of reading a row, logits of its last token only."""
     return forward_flops(config, length) - 2 * (length - 1) * config.dim * config.vocab_size
@@ -101,7 +106,7 @@ def measured_decode(options: Decode) -> Iterator[list[Row]]:
         rows: list[Row] = []
         for name, model in models.items():
             read = _Reading(model, batch_size, length, options)
-            for memory in ("kept", "published") if has_in_place_memory(model.config) else ("kept",):
+            for memory in modes(model.config):
                 time = None if read.row["note"] else _seconds_of_step(read, memory, options)
                 row = {"model": name, "memory": memory} | read.row
                 row |= {"ms a step": over(time, MILLISECOND), "tokens/s": over(batch_size, time)}
@@ -171,18 +176,23 @@ def checked(name: str, logits: dict[str, np.ndarray], compute: str) -> Row:
 
 def _seconds_of_step(read: _Reading, memory: Any, options: Decode) -> float:
     logits, state = read()
+    tokens = continuation(read.model, logits, state, memory)
+    calls = {"steps": lambda: [*itertools.islice(tokens, options.steps)]}
+    return measure.median_seconds(calls, options.rounds)["steps"] / options.steps
 
-    def take_steps() -> jax.Array:
-        nonlocal logits, state
-        for _ in range(options.steps):
-            logits, state = decode(read.model, state, _greedy(logits), memory=memory)
-        return logits
 
-    return measure.median_seconds({"steps": take_steps}, options.rounds)["steps"] / options.steps
+def continuation(
+    model: InferenceModel, logits: jax.Array, state: InferenceState, memory: MemoryMode
+) -> Iterator[jax.Array]:
+    """The greedy tokens [B] behind the first, which follows from `logits`; each is of one step."""
+    tokens = greedy(logits)
+    while True:
+        logits, state = decode(model, state, tokens, memory=memory)
+        yield (tokens := greedy(logits))
 
 
 @jax.jit
-def _greedy(logits: jax.Array) -> jax.Array:
+def greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 

@@ -1,4 +1,5 @@
-"""The peer case: the exchange with another program, losses that differ, a program that ends."""
+"""The peer case: the exchange with another program, losses and tokens that differ, a program that
+ends."""
 
 import json
 import sys
@@ -28,11 +29,39 @@ print("ready", flush=True)
 for _ in sys.stdin:
     print(float(run.take()["loss"]), flush=True)
 """
+# Reads the prompts by our library, and decodes behind them with the memory off.
+READS = """
+import sys
+from pathlib import Path
+import numpy as np
+from ttcd_jax.inference import decode, inference_model, prefill, start_state
+from ttcd_jax.interop.reference_checkpoint import import_reference
+from ttcd_jax.train.state import with_params
+
+folder, work, count = sys.argv[3:6]
+imported = import_reference(Path(folder))
+model = inference_model(with_params(imported.config, imported.params))
+rows = np.load(Path(folder, "tokens.npy"))[:, :-1]
+print("ready", flush=True)
+state = None
+for _ in sys.stdin:
+    if state is None or work == "prefill":
+        logits, state = prefill(model, start_state(model, len(rows)), rows)
+        found = tokens = np.argmax(logits, axis=-1).astype(np.int32)
+    if work == "decode":
+        found = []
+        for _ in range(int(count)):
+            logits, state = decode(model, state, tokens, memory="published")
+            tokens = np.argmax(logits, axis=-1).astype(np.int32)
+            found += tokens.tolist()
+    print(*found, flush=True)
+"""
 WRONG = """
 import sys
+wrong = ["nan"] if sys.argv[4] == "step" else [-1] * 2 * int(sys.argv[5])
 print("ready", flush=True)
 for _ in sys.stdin:
-    print("nan", flush=True)
+    print(*wrong, flush=True)
 """
 
 
@@ -58,9 +87,24 @@ def test_the_authors_program_gets_the_weights_and_tokens_of_ours_and_is_timed_be
     assert ours["note"] == theirs["note"] == ""
 
 
-def test_losses_that_differ_are_not_timed(tmp_path):
-    error = commands.mistake(run(tmp_path, WRONG, "--models=swa"))
-    assert "step 1 of 'theirs, eager' has loss nan, ours " in error
+@pytest.mark.parametrize(
+    ("work", "found", "bound"), [("step", "loss nan", 1e-5), ("decode", "token -1", 0)]
+)
+def test_results_that_differ_are_not_timed(work, found, bound, tmp_path):
+    error = commands.mistake(run(tmp_path, WRONG, "--models=swa", f"--work={work}"))
+    assert f"{work} 1 of 'theirs, eager' has {found}, ours " in error
+    assert f"nothing is timed above a difference of {bound:g}\n" in error
+
+
+@pytest.mark.parametrize(("work", "others"), [("prefill", []), ("decode", ["ours, memory kept"])])
+def test_prompts_and_decoding_are_timed_beside_the_authors(work, others, tmp_path):
+    result = run(tmp_path, READS, "--models=ipttcd", f"--work={work}", "--tokens=20")
+    assert (result.returncode, result.stderr) == (0, "")
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert [row["program"] for row in rows] == ["ours", *others, "theirs, eager"]
+    for row in rows:
+        tokens = row["rows"] * (20 if work == "decode" else row["tokens"])
+        assert row["tokens/s"] * row["median ms"] == pytest.approx(1e3 * tokens)
 
 
 @pytest.mark.parametrize("start", ["", "print('ready', flush=True)\n"])
