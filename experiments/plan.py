@@ -12,7 +12,7 @@ from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.layout import num_parts, run_mesh
+from ttcd_jax.run.layout import laid_out, run_mesh
 from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import Hardware, data_sheet, parse_topology
@@ -73,6 +73,8 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
     or the batch."""
     mesh = run_mesh(config)
     build.placement(config, mesh)
+    # The devices of a topology are CPUs that stand for accelerators.
+    config = laid_out(config, mesh if hardware is None else mesh.abstract_mesh)
     used, _ = make_plan(config, mesh)
     hardware = data_sheet(jax.devices()[0].device_kind) if hardware is None else hardware
     length = config.data.seq_len
@@ -90,7 +92,7 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
         "memory: activations and all else": f"{_per_device(used.rest)}, as compiled here",
         "memory: in all": _per_device(used.total),
         "decoding state": _decoding_state(config),
-        "layout": f"{axes}; parts {num_parts(config, mesh)}; remat {config.model.remat}",
+        "layout": f"{axes}; parts {config.accumulation_steps}; remat {config.model.remat}",
     }
     if hardware is not None:
         facts |= _fit(config, mesh, used, hardware, flops * tokens)

@@ -14,6 +14,7 @@ from ttcd_jax.data.tokenizer import train_tokenizer
 from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
+from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.optimizer import OptimizerConfig
 from ttcd_jax.train.schedule import ScheduleConfig
 
@@ -95,6 +96,15 @@ def test_a_field_is_named_as_in_gin_or_by_its_path(claim):
         ("OptimizerConfig.clip_norm", 1.0, 0.5),
         ("RunConfig.log_every", 3, 10),
     ]
+
+
+def test_the_layout_changes_freely(claim):
+    directory = claim(CONFIG)
+    model = CONFIG.model.replace(remat="block", scans_layers=False)
+    claim(CONFIG.replace(model=model, accumulation_steps=1, mesh=MeshConfig(fsdp=1)))
+    assert not _changes(directory)
+    with pytest.raises(UserError, match=r"model\.num_layers"):
+        claim(CONFIG.replace(model=model.replace(num_layers=CONFIG.model.num_layers + 1)))
 
 
 def test_a_run_killed_before_its_first_checkpoint_goes_on_with_more_of_them(tmp_path):

@@ -1,7 +1,8 @@
 from pathlib import Path
 
+import jax
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from experiments.gin_loading import load_config
 from ttcd_jax.errors import UserError
@@ -41,6 +42,22 @@ def test_short_rows_are_computed_together():
     length = config.data.seq_len
     assert _laid_out(config, 1)[1] == 256 * length // layout.PART_TOKENS
     assert _laid_out(config, 8)[1] == 1
+
+
+def test_on_a_cpu_parts_are_small_and_layers_unrolled():
+    config = _loaded("quickstart.gin", batch_size=256)
+    mesh, length = layout.run_mesh(config, jax.devices("cpu")[:1]), config.data.seq_len
+
+    def chosen(config: RunConfig, mesh: Mesh | AbstractMesh) -> tuple:
+        config = layout.laid_out(config, mesh)
+        return config.accumulation_steps, config.model.remat, config.model.scans_layers
+
+    assert chosen(config, mesh) == (256 * length // layout.CPU_PART_TOKENS, "none", False)
+    assert chosen(config, mesh.abstract_mesh) == (256 * length // layout.PART_TOKENS, "dots", True)
+    large = config.replace(model=config.model.replace(num_layers=layout.CPU_LAYERS + 1))
+    assert chosen(large.replace(accumulation_steps=1), mesh) == (1, "dots", True)
+    bound = config.model.replace(remat="block", scans_layers=True)
+    assert chosen(config.replace(model=bound), mesh)[1:] == ("block", True)
 
 
 def test_bound_fields_stay():

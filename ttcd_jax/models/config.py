@@ -21,7 +21,9 @@ class TransformerConfig(ModelConfig):
     `fast_layers` are the layers that have the method's memory, where the method leaves the choice;
     the others have attention and SwiGLU. `remat`: the backward recomputes nothing ("none"), all
     but products with parameters and attention ("dots": six tenths of the memory of "none"), whole
-    blocks ("block"), or whole blocks from inputs offloaded to the host ("offload").
+    blocks ("block"), or whole blocks from inputs offloaded to the host ("offload"); None: as
+    `ttcd_jax.run.layout` chooses for a run, elsewhere "dots". `scans_layers`: equal layers are
+    compiled once and scanned, or unrolled, on the same parameters; None: likewise, elsewhere True.
     """
 
     vocab_size: Positive
@@ -29,8 +31,8 @@ class TransformerConfig(ModelConfig):
     method: str
     fast_layers: tuple[int, ...] = ()
     has_tied_head: bool = True
-    remat: Remat = "dots"
-    scans_layers: bool = True  # False: unrolled, for debugging; same parameters
+    remat: Remat | None = None
+    scans_layers: bool | None = None
 
     def validate(self) -> None:
         super().validate()

@@ -156,7 +156,7 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, list[MemoryStats]]:
         """(h, statistics of the fast layers in order) after all repeats of a unit."""
         graph, params = nnx.split(unit)
-        is_scanned = self.config.scans_layers and run.repeats > 1
+        is_scanned = self.config.scans_layers is not False and run.repeats > 1
 
         def body(h: jax.Array, layer_params: Any) -> tuple[jax.Array, list[MemoryStats]]:
             stats = []
@@ -191,7 +191,7 @@ class Transformer(nnx.Module):
             h, stats = nnx.merge(graph, params).forward(h, row)
             return constrain(h, "batch", "length", None), stats
 
-        return _with_remat(forward, self.config.remat, is_scanned)(h, params)
+        return _with_remat(forward, self.config.remat or "dots", is_scanned)(h, params)
 
 
 _BOUNDARY = "residual stream"  # the input of a block

@@ -14,7 +14,7 @@ from ttcd_jax.data.sources import BatchesConfig
 from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.layout import num_parts
+from ttcd_jax.run.layout import laid_out, num_parts
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.rules import BATCH, spec
 from ttcd_jax.train.bad_steps import no_skips
@@ -121,12 +121,13 @@ def _optimizer(config: RunConfig) -> tuple[optax.Schedule, optax.GradientTransfo
 
 def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     """The compiled step, to be called under `jax.set_mesh(mesh)`; it donates its state."""
+    config = laid_out(config, mesh)
     rate, optimizer = _optimizer(config)
     step = make_train_step(
         config.model,
         optimizer,
         rate,
-        accumulation_steps=num_parts(config, mesh),
+        accumulation_steps=config.accumulation_steps or 1,
         loss_rows=config.loss_rows,
         spike_factor=config.spike_factor,
     )

@@ -17,11 +17,11 @@ from ttcd_jax.train.optimizer import OptimizerConfig
 Steps = Annotated[int, Bound("in 1 .. 2^31 - 1", lambda steps: 0 < steps < 2**31)]
 SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < value <= 1e6)]
 
-# The fields that may change when a run is resumed: sharding, parts of a step, reports, and what
-# happens to bad steps.
+# The fields that may change when a run is resumed: sharding, parts of a step, what it recomputes,
+# reports, and what happens to bad steps.
 LAYOUT = (
     *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks", "trackers"),
-    *("max_skipped_steps", "spike_factor"),
+    *("max_skipped_steps", "spike_factor", "model.remat", "model.scans_layers"),
 )
 # Those that make another run. All others change when the user names them.
 LASTING = ("model", "data", "batch_size", "seed", "start_from", "start_drops", "optimizer.kind")
@@ -102,11 +102,15 @@ class RunConfig(Config):
 
 
 def accepted_changes(
-    run_dir: Path, old: dict[str, Any], new: dict[str, Any], named: Sequence[str]
+    run_dir: Path,
+    old: dict[str, Any],
+    new: dict[str, Any],
+    named: Sequence[str],
+    layout: Sequence[str] = LAYOUT,
 ) -> list[dict[str, Any]]:
     """{field, old, new} of every difference: of the fields `named`, by their names in .gin files or
-    their paths, and of the places of data, whose digests are compared elsewhere. Raises `UserError`
-    for a name without a field, and for any other difference."""
+    their paths, and of the places of data, whose digests are compared elsewhere. Those of `layout`
+    differ freely. Raises `UserError` for a name without a field, and for any other difference."""
     is_run = old.get("type") == RunConfig.__name__ == new.get("type")
     if is_run and old is not new:
         old = RunConfig.from_dict(old).to_dict()  # earlier versions stored fewer fields
@@ -118,10 +122,10 @@ def accepted_changes(
     accepted, lasting, others = [], [], {}
     for path, field in fields.items():
         start, now = (leaves.get(path, (field, None))[1] for leaves in (before, after))
-        if start == now:
+        if start == now or _is_below(path, layout):
             continue
         # A clip that begins or ends gives the optimizer's state another structure.
-        lasts = any(f"{path}.".startswith(f"{part}.") for part in LASTING)
+        lasts = _is_below(path, LASTING)
         lasts |= path == "optimizer.clip_norm" and None in (start, now)
         if field in PLACES or (not lasts and {field, path} & {*named}):
             accepted.append({"field": field, "old": start, "new": now})
@@ -135,6 +139,10 @@ def accepted_changes(
             f"{flags}choose another --run_dir, or start again with the old configuration"
         )
     return accepted
+
+
+def _is_below(path: str, parts: Sequence[str]) -> bool:
+    return any(f"{path}.".startswith(f"{part}.") for part in parts)
 
 
 def _leaves(config: dict[str, Any], path: str = "") -> dict[str, tuple[str, Any]]:

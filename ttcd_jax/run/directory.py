@@ -107,8 +107,7 @@ class RunDirectory:
         for path in (x for name in (*_CLAIM, METRICS) for x in self.path.glob(f".{name}.*")):
             path.unlink()
         old = self.read_config() if self.is_claimed else config
-        old |= {name: config[name] for name in layout if name in config}
-        accepted = accepted_changes(self.path, old, config, changes)
+        accepted = accepted_changes(self.path, old, config, changes, layout)
         if not self.is_claimed:
             names = {path.name for path in self.path.iterdir()} - {"lock"}
             if names != set(_CLAIM[: len(names)]):

@@ -4,6 +4,12 @@ A recipe fixes the batch; the fields of `RunConfig` that it leaves open follow f
 
     mesh                 fsdp: gcd(batch_size, number of devices); seq: the remaining factor
     accumulation_steps   the fewest parts of at most `PART_TOKENS` tokens per device, or of one row
+    model.remat          "dots"
+    model.scans_layers   True
+
+On CPUs, whose caches are small, a part has at most `CPU_PART_TOKENS` tokens. Up to
+`CPU_KEPT_TOKENS` the backward then recomputes nothing, and up to `CPU_LAYERS` layers are unrolled:
+XLA copies what a scan keeps.
 
 The layout changes speed and device memory, not the losses: a run may resume on other devices.
 """
@@ -21,6 +27,9 @@ from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
 from ttcd_jax.sharding.rules import BATCH
 
 PART_TOKENS = 32_768
+CPU_PART_TOKENS = 1_024
+CPU_KEPT_TOKENS = 4_096
+CPU_LAYERS = 8
 
 
 def mesh_config(config: RunConfig, num_devices: int) -> MeshConfig:
@@ -54,5 +63,24 @@ def num_parts(config: RunConfig, mesh: Mesh | AbstractMesh) -> int:
     if config.accumulation_steps is not None:
         return config.accumulation_steps
     rows = config.batch_size // math.prod(mesh.shape[axis] for axis in BATCH)
-    at_once = max(PART_TOKENS * mesh.shape["seq"] // config.data.seq_len, 1)
+    part_tokens = CPU_PART_TOKENS if _is_on_cpus(mesh) else PART_TOKENS
+    at_once = max(part_tokens * mesh.shape["seq"] // config.data.seq_len, 1)
     return next((n for n in range(1, rows) if rows % n == 0 and rows // n <= at_once), max(rows, 1))
+
+
+def laid_out(config: RunConfig, mesh: Mesh | AbstractMesh) -> RunConfig:
+    """`config` with its parts, and with `remat` and `scans_layers` of the model where they are
+    open. An abstract mesh is one of accelerators."""
+    parts, model, is_on_cpus = num_parts(config, mesh), config.model, _is_on_cpus(mesh)
+    tokens = config.batch_size // parts * config.data.seq_len // mesh.size
+    remat = "none" if is_on_cpus and tokens <= CPU_KEPT_TOKENS else "dots"
+    scans = not is_on_cpus or model.num_layers > CPU_LAYERS
+    model = model.replace(
+        remat=model.remat or remat,
+        scans_layers=scans if model.scans_layers is None else model.scans_layers,
+    )
+    return config.replace(accumulation_steps=parts, model=model)
+
+
+def _is_on_cpus(mesh: Mesh | AbstractMesh) -> bool:
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
