@@ -7,9 +7,8 @@ A recipe fixes the batch; the fields of `RunConfig` that it leaves open follow f
     model.remat          "dots"
     model.scans_layers   True
 
-On CPUs, whose caches are small, a part has at most `CPU_PART_TOKENS` tokens. Up to
-`CPU_KEPT_TOKENS` the backward then recomputes nothing, and up to `CPU_LAYERS` layers are unrolled:
-XLA copies what a scan keeps.
+On CPUs a part has at most `CPU_PART_TOKENS` tokens. Nothing is recomputed, and layers are unrolled
+since XLA copies what a scan keeps, up to `CPU_KEPT_TOKENS` in a part and `CPU_LAYERS` layers.
 
 The layout changes speed and device memory, not the losses: a run may resume on other devices.
 """
@@ -71,13 +70,12 @@ def num_parts(config: RunConfig, mesh: Mesh | AbstractMesh) -> int:
 def laid_out(config: RunConfig, mesh: Mesh | AbstractMesh) -> RunConfig:
     """`config` with its parts, and with `remat` and `scans_layers` of the model where they are
     open. An abstract mesh is one of accelerators."""
-    parts, model, is_on_cpus = num_parts(config, mesh), config.model, _is_on_cpus(mesh)
+    parts, model = num_parts(config, mesh), config.model
     tokens = config.batch_size // parts * config.data.seq_len // mesh.size
-    remat = "none" if is_on_cpus and tokens <= CPU_KEPT_TOKENS else "dots"
-    scans = not is_on_cpus or model.num_layers > CPU_LAYERS
+    is_kept = _is_on_cpus(mesh) and tokens <= CPU_KEPT_TOKENS and model.num_layers <= CPU_LAYERS
     model = model.replace(
-        remat=model.remat or remat,
-        scans_layers=scans if model.scans_layers is None else model.scans_layers,
+        remat=model.remat or ("none" if is_kept else "dots"),
+        scans_layers=not is_kept if model.scans_layers is None else model.scans_layers,
     )
     return config.replace(accumulation_steps=parts, model=model)
 
