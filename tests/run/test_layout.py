@@ -54,6 +54,10 @@ def test_on_a_cpu_parts_are_small_and_layers_unrolled():
 
     assert chosen(config, mesh) == (256 * length // layout.CPU_PART_TOKENS, "none", False)
     assert chosen(config, mesh.abstract_mesh) == (256 * length // layout.PART_TOKENS, "dots", True)
+    for rows, parts in ((7, 7), (9, 3), (11, 11), (16, 8)):
+        assert chosen(config.replace(batch_size=rows), mesh)[0] == parts
+    short = config.replace(batch_size=17, data=config.data.replace(seq_len=64))
+    assert chosen(short, mesh)[0] == 1
     large = config.replace(model=config.model.replace(num_layers=layout.CPU_LAYERS + 1))
     assert chosen(large.replace(accumulation_steps=1), mesh) == (1, "dots", True)
     bound = config.model.replace(remat="block", scans_layers=True)

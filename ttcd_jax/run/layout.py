@@ -7,8 +7,9 @@ A recipe fixes the batch; the fields of `RunConfig` that it leaves open follow f
     model.remat          "dots"
     model.scans_layers   True
 
-On CPUs a part has at most `CPU_PART_TOKENS` tokens. Nothing is recomputed, and layers are unrolled
-since XLA copies what a scan keeps, up to `CPU_KEPT_TOKENS` in a part and `CPU_LAYERS` layers.
+On CPUs the parts are those nearest to `CPU_PART_TOKENS` tokens. Up to `CPU_KEPT_TOKENS` in a part
+and `CPU_LAYERS` layers, nothing is recomputed and layers are unrolled: XLA copies what a scan
+keeps.
 
 The layout changes speed and device memory, not the losses: a run may resume on other devices.
 """
@@ -61,10 +62,15 @@ def num_parts(config: RunConfig, mesh: Mesh | AbstractMesh) -> int:
     """The number of parts in which a batch is computed, one after another."""
     if config.accumulation_steps is not None:
         return config.accumulation_steps
-    rows = config.batch_size // math.prod(mesh.shape[axis] for axis in BATCH)
-    part_tokens = CPU_PART_TOKENS if _is_on_cpus(mesh) else PART_TOKENS
+    rows = max(config.batch_size // math.prod(mesh.shape[axis] for axis in BATCH), 1)
+    is_on_cpus = _is_on_cpus(mesh)
+    part_tokens = CPU_PART_TOKENS if is_on_cpus else PART_TOKENS
     at_once = max(part_tokens * mesh.shape["seq"] // config.data.seq_len, 1)
-    return next((n for n in range(1, rows) if rows % n == 0 and rows // n <= at_once), max(rows, 1))
+    part = next(n for n in range(min(at_once, rows), 0, -1) if rows % n == 0)
+    larger = next((n for n in range(at_once, rows + 1) if rows % n == 0), part)
+    if is_on_cpus and larger * part < at_once**2:
+        part = larger
+    return rows // part
 
 
 def laid_out(config: RunConfig, mesh: Mesh | AbstractMesh) -> RunConfig:
