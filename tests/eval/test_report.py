@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.report import Section, plot_bars, plot_lines, write_page
+from ttcd_jax.eval.report import Picture, Section, plot_bars, plot_lines, write_page
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -77,7 +77,9 @@ def test_the_page_lists_everything(tmp_path):
         tmp_path / "report.html",
         title="Quickstart",
         summary="First. Run `make test`.",
-        sections=[Section("Perplexity", table, Path("pictures/loss 1.png"))],
+        sections=[
+            Section("Perplexity", table, [Picture(Path("pictures/loss 1.png"), "Lower is better.")])
+        ],
         next_steps=["`python -m experiments.evaluate --run_dir=runs/q`"],
     )
     for expected in (
@@ -89,6 +91,7 @@ def test_the_page_lists_everything(tmp_path):
         "<td>short</td>",
         '<td class="number">-</td>',
         '<img src="pictures/loss%201.png" alt="Perplexity"',
+        "<figcaption>Lower is better.</figcaption>",
         "<code>python -m experiments.evaluate --run_dir=runs/q</code>",
     ):
         assert expected in page
@@ -97,13 +100,13 @@ def test_the_page_lists_everything(tmp_path):
 
 def test_the_page_escapes_all_it_is_given(tmp_path):
     attack = "\"><script>alert('x')</script>`<script>`"
-    attacked = Section(attack, [{attack: attack}], Path(attack))
-    link = Section("link", [], Path("javascript:alert(1)"))
+    attacked = Section(attack, [{attack: attack}], [Picture(Path(attack), attack)])
+    link = Section("link", [], [Picture(Path("javascript:alert(1)"), "")])
     arguments = {"title": attack, "summary": attack, "next_steps": [attack]}
     page = _page(tmp_path / "report.html", sections=[attacked, link], **arguments)
     assert "<script" not in page
     assert "javascript:" not in page
-    assert page.count("&lt;script&gt;alert") >= 7
+    assert page.count("&lt;script&gt;alert") >= 8
 
 
 def test_missing_packages_name_the_extra(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from experiments.cli import parse_options
 from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.results import evaluate, merged, read_results, write_report, write_results
-from ttcd_jax.eval.task import ScoredTask, Subject, find_task, register
+from ttcd_jax.eval.task import RowTask, Subject, find_task, register, row_scores
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
@@ -27,7 +27,7 @@ NUM_ROWS = 5
 def toy():
     @register
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Halves(ScoredTask):
+    class Halves(RowTask):
         """The loss of made-up rows by the half of the row. `length`: tokens of a row. `sizes` and
         `names` are only options."""
 
@@ -49,8 +49,8 @@ def toy():
                 {"tokens": row[:-1], "targets": row[1:], "segment_ids": segments} for row in tokens
             ]
 
-        def measure(self, scores, rows, subject):
-            halves = np.split(scores.losses, 2, axis=1)
+        def measure(self, scorer, rows, subject):
+            halves = np.split(row_scores(scorer, rows).losses, 2, axis=1)
             return [
                 {"half": name, "rows": len(half), "loss": float(half.mean())}
                 for name, half in zip(("first", "second"), halves, strict=True)

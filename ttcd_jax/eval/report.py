@@ -40,12 +40,19 @@ MAX_MARKED_POINTS = 40
 MAX_LABELLED_BARS = 24
 
 
+class Picture(NamedTuple):
+    """A picture, and the sentence that says what it shows."""
+
+    path: Path  # relative to the page, or to the folder of results
+    sentence: str
+
+
 class Section(NamedTuple):
-    """A section of a page: a table and a picture."""
+    """A section of a page: a table and pictures."""
 
     title: str
     table: Sequence[Row]
-    picture: Path  # relative to the page
+    pictures: Sequence[Picture]
 
 
 def plot_lines(
@@ -135,7 +142,14 @@ def write_page(
     page = environment.get_template("report.html").render(
         title=title,
         summary=summary,
-        sections=[(x.title, *cells(x.table), quote(x.picture.as_posix())) for x in sections],
+        sections=[
+            (
+                x.title,
+                *cells(x.table),
+                [(quote(path.as_posix()), text) for path, text in x.pictures],
+            )
+            for x in sections
+        ],
         next_steps=next_steps,
     )
     write_whole(path, page)

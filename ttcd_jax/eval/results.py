@@ -2,6 +2,8 @@
 
 import csv
 import io
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,45 +11,60 @@ from typing import Any
 import jax
 
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.eval.journal import Journal
 from ttcd_jax.eval.report import Section, write_page
 from ttcd_jax.eval.task import Subject, Task
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.files import read_json, write_json, write_whole
 
+_UNFINISHED = ".unfinished"  # in the folder of results: the journal of answers
+
 
 def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
-    """The measures of every variant of a model, with their task, run and step."""
+    """The records of every variant of a model, with their task, run and step. Answers are kept in
+    the folder of results until `write_results`, so that the same evaluation goes on after an
+    interruption."""
     rows = task.rows(subject)
+    journal = Journal(
+        _folder(subject.run_dir, task.name) / _UNFINISHED, [task.name, task.to_dict()]
+    )
+    subject = subject._replace(journal=journal)
     return {
         "task": task.name,
         "options": task.to_dict(),
         "run_dir": str(Path(subject.run_dir).absolute()),
         "step": step,
-        "rows": len(jax.tree.leaves(rows)[0]),
+        "rows": len(rows if isinstance(rows, list) else jax.tree.leaves(rows)[0]),
         "chance": task.chance(subject),
         "series": task.series(subject, rows),
     }
 
 
 def write_results(result: dict[str, Any]) -> Path:
-    """Writes `results.json` (everything), `results.csv` (all series in one table) and `<task>.png`
-    into the run directory; returns their folder."""
+    """Writes `results.json` (everything), `results.csv` (all series in one table) and the pictures
+    of the task into the run directory; returns their folder."""
     task, series = TASKS[result["task"]], result["series"]
-    folder = Path(result["run_dir"]) / "eval" / task.name
+    folder = _folder(result["run_dir"], task.name)
     table = io.StringIO()
     rows = [{"series": label} | record for label, records in series.items() for record in records]
-    writer = csv.DictWriter(table, fieldnames=list(rows[0]))
+    fields = dict.fromkeys(name for row in rows for name in row)
+    writer = csv.DictWriter(table, fieldnames=[*fields])
     writer.writeheader()
     writer.writerows(rows)
     write_whole(folder / "results.csv", table.getvalue())
-    task.draw(folder / f"{task.name}.png", series, result["chance"])
+    task.pictures(folder, series, result["chance"])
     write_json(folder / "results.json", result)
+    shutil.rmtree(folder / _UNFINISHED, ignore_errors=True)
     return folder
 
 
 def read_results(run_dir: Path, task: str) -> dict[str, Any] | None:
-    path = run_dir / "eval" / task / "results.json"
+    path = _folder(run_dir, task) / "results.json"
     return read_json(path) if path.exists() else None
+
+
+def _folder(run_dir: str | os.PathLike[str], task: str) -> Path:
+    return Path(run_dir) / "eval" / task
 
 
 # What a table of other fields, or of none, ends in.
@@ -59,7 +76,7 @@ def merged(task: type[Task], results: list[dict[str, Any]]) -> dict[str, Any]:
     first, series = results[0], {}
     for result in results:
         series |= result["series"]
-        if len({tuple(r[task.key] for r in records) for records in series.values()}) > 1:
+        if task.comparable(result) != task.comparable(first):
             raise UserError(
                 f"{result['run_dir']} was evaluated in other buckets than {first['run_dir']}: "
                 "evaluate both at the same length"
@@ -81,13 +98,12 @@ def write_report(
     for task in TASKS.values():
         found = [result for by_task in results.values() if (result := by_task[task.name])]
         if found:
-            picture = Path(f"{task.name}.png")
             try:
                 result = merged(task, found)
                 if not all(result["series"].values()):
                     raise LookupError("a series without records")
-                task.draw(output / picture, result["series"], result.get("chance"))
-                sections.append(Section(task.title, task.table(result["series"]), picture))
+                pictures = task.pictures(output, result["series"], result.get("chance"))
+                sections.append(Section(task.title, task.table(result["series"]), pictures))
             except UserError:
                 raise
             except _DAMAGE as error:

@@ -1,24 +1,60 @@
-"""Per-token losses and hits of a model over rows of tokens."""
+"""A model that scores token rows and writes texts, for every evaluation.
+
+Requests are sorted by length, the longest first, and computed in batches of similar length and few
+shapes. Rows are streamed through `inference.prefill` in pieces, so that a long row takes no more
+memory than a short one. Answers are in the order of the requests.
+
+Where inference has no state (rows cut along `seq`, several processes, a model that reads ahead),
+rows are read in one forward pass instead; any split of a row gives the same scores.
+"""
 
 import functools
-from collections.abc import Iterator
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
+from ttcd_jax.data.tokenizer import Tokenizer, check_tokens
+from ttcd_jax.errors import UserError
+from ttcd_jax.eval.journal import Answer, Journal, Progress
+from ttcd_jax.inference.advance import head_weight
+from ttcd_jax.inference.generate import Generation, Request
+from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.inference.prefill import newest_hidden, stream
+from ttcd_jax.inference.state import (
+    InferenceState,
+    abstract_state,
+    start_state,
+    state_axes,
+)
+from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.sharding import rules
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.train.loss import token_scores
 
+_LEAST_CAPACITY = 128
+
 
 class Scores(NamedTuple):
-    """Arrays [rows, T]."""
+    """Arrays [T], or [rows, T]."""
 
     losses: np.ndarray  # negative log-likelihood of the target, nats
     is_hit: np.ndarray  # whether the target is the likeliest token
+
+
+class Likelihood(NamedTuple):
+    """A continuation of a context."""
+
+    log_likelihood: float  # of all tokens, nats
+    is_greedy: bool  # whether each is the likeliest token
 
 
 def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
@@ -29,25 +65,312 @@ def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
         yield np.where(index < count, index, start), min(batch_size, count - start)
 
 
-def score_rows(model: Transformer, rows: dict[str, np.ndarray], *, batch_size: int) -> Scores:
-    """The scores of every target of `rows` (fields of `ttcd_jax.data.packing`), masked ones too.
-    Batches are sharded over the mesh in use; every process gets all scores."""
-    graph, params = nnx.split(model)
-    mesh = jax.sharding.get_mesh()
-    length = rows["tokens"].shape[1]
-    placement = None if mesh.empty else Placement(mesh, batch_size=batch_size, length=length)
-    results = []
-    for index, count in batches(len(rows["tokens"]), batch_size):
-        fields = ("tokens", "targets", "segment_ids")
-        batch = {name: rows[name][index] for name in fields if name in rows}
-        if placement is not None:
-            batch = placement({name: field[list(placement.rows)] for name, field in batch.items()})
-        results.append([x[:count] for x in jax.device_get(_scored(graph, mesh, params, batch))])
-    return Scores(*(np.concatenate(parts) for parts in zip(*results, strict=True)))
+class Scorer:
+    """`model`, on the mesh in use, with at most `batch_size` rows at once. `name` is that of its
+    progress, "" for none. Answers in `journal` are not computed again; the same requests give the
+    same batches, so an evaluation that goes on gives the same bits.
+
+    `tokenizer` is needed to generate. Raises `UserError` and `DataError` for tokens outside the
+    vocabulary, and for a batch size that does not divide among the devices.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None = None,
+        *,
+        batch_size: int = 16,
+        name: str = "",
+        journal: Journal | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self._name, self._journal = name, journal
+
+    @functools.cached_property
+    def inference(self) -> InferenceModel:
+        """The model for inference, a copy of its parameters."""
+        return inference_model(self.model)
+
+    def losses(self, rows: Sequence[np.ndarray]) -> list[Scores]:
+        """The scores [T] of tokens 1 .. T of every row [T + 1], int, read as it is."""
+        rows = [np.asarray(row) for row in rows]
+        for row in rows:
+            check_tokens(row, self.model.config.vocab_size)
+        sizes = [max(len(row) - 1, 0) for row in rows]
+        longest = max(sizes, default=0)
+
+        def answers(index: list[int], num_rows: int) -> list[Answer]:
+            lengths = np.zeros(num_rows, np.int32)
+            lengths[: len(index)] = [sizes[i] for i in index]
+            length = int(lengths.max()) if self._is_streamed else longest
+            tokens = _padded([rows[i] for i in index], num_rows, length + 1)
+            read = self._streamed if self._is_streamed else self._in_one_pass
+            losses, is_hit = read(tokens, lengths)
+            return [(losses[i, :n], is_hit[i, :n]) for i, n in enumerate(lengths[: len(index)])]
+
+        found = self._answers("losses", sizes, (row.astype(np.int64) for row in rows), answers)
+        return [Scores(*answer) for answer in found]
+
+    def loglikelihoods(self, requests: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Likelihood]:
+        """The likelihood of every (context, continuation), tokens [C] and [T]; a context has at
+        least one token, bos for example. Equal contexts are read once."""
+        pairs = [(np.asarray(context), np.asarray(rest)) for context, rest in requests]
+        for tokens in itertools.chain(*pairs):
+            check_tokens(tokens, self.model.config.vocab_size)
+        if not all(len(context) for context, _ in pairs):
+            raise UserError("a context is empty: give it at least one token, bos for example")
+        if not self._is_streamed:
+            scores = self.losses([np.concatenate(pair) for pair in pairs])
+            ends = [slice(len(context) - 1, None) for context, _ in pairs]
+            return [_likelihood(x[end], y[end]) for (x, y), end in zip(scores, ends, strict=True)]
+        groups: dict[bytes, list[int]] = {}
+        for index, (context, _) in enumerate(pairs):
+            groups.setdefault(context.astype(np.int64).tobytes(), []).append(index)
+        members = list(groups.values())
+        sizes = [
+            len(pairs[group[0]][0]) + sum(len(pairs[i][1]) for i in group) for group in members
+        ]
+
+        def answers(index: list[int], num_rows: int) -> list[Answer]:
+            chosen = [[pairs[i] for i in members[group]] for group in index]
+            return [
+                (
+                    np.array([x.log_likelihood for x in group]),
+                    np.array([x.is_greedy for x in group]),
+                )
+                for group in self._continued(chosen, num_rows)
+            ]
+
+        content = (array.astype(np.int64) for pair in pairs for array in pair)
+        found = self._answers("loglikelihoods", sizes, content, answers)
+        results = [Likelihood(0.0, True)] * len(pairs)
+        for group, (values, is_greedy) in zip(members, found, strict=True):
+            for i, value, greedy in zip(group, values, is_greedy, strict=True):
+                results[i] = Likelihood(float(value), bool(greedy))
+        return results
+
+    def generate(self, requests: Sequence[Request]) -> list[str]:
+        """The text that follows every prompt. Raises `UserError` without a tokenizer, and where
+        inference has no state."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise UserError("a run without a tokenizer generates no text: import it with one")
+        if jax.process_count() > 1:
+            raise UserError(
+                f"text is generated in one process, not in {jax.process_count()}: leave "
+                "--distributed out"
+            )
+        sizes = [len(request.tokens) + 1 + request.max_new_tokens for request in requests]
+        padding = Request(tokens=[tokenizer.bos_id], max_new_tokens=0)
+
+        def answers(index: list[int], num_rows: int) -> list[Answer]:
+            chosen = [requests[i] for i in index] + [padding] * (num_rows - len(index))
+            state = self._state(num_rows, max(sizes[i] for i in index))
+            texts = [""] * num_rows
+            for event in Generation(self.inference, tokenizer, chosen, state=state):
+                texts[event.row] += event.text
+            coded = (json.dumps(text).encode() for text in texts[: len(index)])
+            return [(np.frombuffer(text, np.uint8),) for text in coded]
+
+        content = (
+            np.frombuffer(repr((np.asarray(x.tokens).tolist(), *_settings(x))).encode(), np.uint8)
+            for x in requests
+        )
+        found = self._answers("generate", sizes, content, answers)
+        return [json.loads(text.tobytes()) for (text,) in found]
+
+    def _answers(
+        self,
+        kind: str,
+        sizes: Sequence[int],
+        content: Iterator[np.ndarray],
+        answers: Callable[[list[int], int], list[Answer]],
+    ) -> list[Answer]:
+        """`answers(indices, rows of the batch)` of all requests, in batches of similar size."""
+        order = np.argsort([-size for size in sizes], kind="stable").tolist()
+        plan = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+        num_rows, journal = self._num_rows(len(sizes)), self._journal
+        key, found = "", {}
+        if journal is not None:
+            config = self.model.config.to_dict()
+            key = journal.key(
+                kind, config, self._checksum, content=(array.tobytes() for array in content)
+            )
+            found = journal.read(key)
+        work = [sum(sizes[i] for i in index) for index in plan]
+        left = [batch for batch in range(len(plan)) if batch not in found]
+        num_found = len(sizes) - sum(len(plan[batch]) for batch in left)
+        progress = Progress(self._name, num_found, len(sizes), (work[i] for i in left))
+        try:
+            for batch in left:
+                found[batch] = answers(plan[batch], num_rows)
+                if journal is not None:
+                    journal.add(key, batch, found[batch])
+                if self._name:
+                    progress.add(len(plan[batch]), work[batch])
+        finally:
+            if journal is not None:
+                journal.write(key)
+            progress.end()
+        results: list[Answer] = [()] * len(sizes)
+        for batch, index in enumerate(plan):
+            for i, answer in zip(index, found[batch], strict=True):
+                results[i] = answer
+        return results
+
+    def _num_rows(self, count: int) -> int:
+        """Rows of every batch of `count` requests: `batch_size`, or fewer in powers of two."""
+        num_rows = rules.axis_size("data") * rules.axis_size("fsdp")
+        while num_rows < count:
+            num_rows *= 2
+        return min(num_rows, self.batch_size)
+
+    @functools.cached_property
+    def _is_streamed(self) -> bool:
+        """Whether inference has a state of this model here."""
+        is_alone = jax.process_count() == 1 and rules.axis_size("seq") == 1
+        return is_alone and not self._reads_ahead
+
+    @functools.cached_property
+    def _reads_ahead(self) -> bool:
+        try:
+            abstract_state(nnx.eval_shape(lambda: inference_model(self.model)), 1, max_length=1)
+        except UserError:
+            return True
+        return False
+
+    @functools.cached_property
+    def _checksum(self) -> list[int]:
+        """A checksum of every parameter, the same on any mesh."""
+        mesh = jax.sharding.get_mesh()
+        return [int(x) for x in jax.tree.leaves(_checksums(mesh, nnx.state(self.model)))]
+
+    def _state(self, num_rows: int, most: int) -> InferenceState:
+        """A state for rows of at most `most` tokens; capacities of few values."""
+        step = 1 << max((most - 1).bit_length() - 3, 0)
+        capacity = max(_LEAST_CAPACITY, -(-most // step) * step)
+        max_length = capacity if self.model.config.window is None else None
+        return start_state(self.inference, num_rows, max_length=max_length)
+
+    def _streamed(self, tokens: np.ndarray, lengths: np.ndarray) -> Scores:
+        """The scores [B, T] of rows [B, T + 1] whose first `lengths` targets count."""
+        state = self._state(len(tokens), tokens.shape[1])
+        return self._scored(state, tokens[:, :-1], tokens[:, 1:], lengths)
+
+    def _scored(
+        self, state: InferenceState, tokens: np.ndarray, targets: np.ndarray, lengths: np.ndarray
+    ) -> Scores:
+        """The scores [B, T] of targets [B, T]; `state` is donated."""
+        is_double = jax.config.read("jax_enable_x64")
+        losses = np.zeros(tokens.shape, np.float64 if is_double else np.float32)
+        scores, done, last = (
+            Scores(losses, np.zeros(tokens.shape, bool)),
+            np.zeros_like(lengths),
+            [],
+        )
+
+        def fetch(start: np.ndarray, counts: np.ndarray, part: tuple[jax.Array, ...]) -> None:
+            row, offset = np.nonzero(np.arange(part[0].shape[1]) < counts[:, None])
+            for field, values in zip(scores, jax.device_get(part), strict=True):
+                field[row, start[row] + offset] = values[row, offset]
+
+        for counts, hidden, _ in stream(self.inference, state, tokens, lengths):
+            index = np.minimum(done[:, None] + np.arange(hidden.shape[1]), tokens.shape[1] - 1)
+            part = _piece_scores(self.inference, hidden, np.take_along_axis(targets, index, axis=1))
+            if last:
+                fetch(*last.pop())  # while the device computes the next piece
+            last.append((done, counts, part))
+            done = done + counts
+        for piece in last:
+            fetch(*piece)
+        return scores
+
+    def _in_one_pass(self, tokens: np.ndarray, lengths: np.ndarray) -> Scores:
+        """`_streamed` as one forward pass of all processes."""
+        unit = rules.axis_size("seq") * (memory_chunk(self.model.config) or 1)
+        tokens = np.pad(tokens, ((0, 0), (0, -(tokens.shape[1] - 1) % unit)))
+        graph, params = nnx.split(self.model)
+        mesh = jax.sharding.get_mesh()
+        is_token = np.arange(tokens.shape[1] - 1) < lengths[:, None]
+        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+        if self._reads_ahead:
+            batch["segment_ids"] = is_token  # padding is another document
+        batch = {name: field.astype(np.int32) for name, field in batch.items()}
+        if not mesh.empty:
+            placement = Placement(mesh, batch_size=len(tokens), length=tokens.shape[1] - 1)
+            batch = placement({name: x[list(placement.rows)] for name, x in batch.items()})
+        return Scores(*map(np.array, jax.device_get(_forward_scores(graph, mesh, params, batch))))
+
+    def _continued(
+        self, groups: list[list[tuple[np.ndarray, np.ndarray]]], num_rows: int
+    ) -> list[list[Likelihood]]:
+        """The likelihoods of (context, continuation)s, a group for every context."""
+        contexts = [group[0][0] for group in groups]
+        lengths = np.zeros(num_rows, np.int32)
+        lengths[: len(contexts)] = [*map(len, contexts)]
+        most = max(len(context) + len(rest) for group in groups for context, rest in group)
+        state = self._state(num_rows, most)
+        dtype = self.model.config.precision.compute_dtype
+        last = jnp.zeros((num_rows, self.model.config.dim), dtype)
+        tokens = _padded(contexts, num_rows, int(lengths.max()))
+        for counts, hidden, after in stream(self.inference, state, tokens, lengths):
+            last, state = newest_hidden(hidden, counts, last), after
+        found: list[list[Likelihood]] = [[Likelihood(0.0, True)] * len(group) for group in groups]
+        rows = [
+            (len(rest), g, i) for g, group in enumerate(groups) for i, (_, rest) in enumerate(group)
+        ]
+        rows.sort(key=lambda row: -row[0])
+        for first in range(0, len(rows), num_rows):
+            part = rows[first : first + num_rows]
+            index = np.zeros(num_rows, np.int32)
+            index[: len(part)] = [group for _, group, _ in part]
+            sizes = np.zeros(num_rows, np.int32)
+            sizes[: len(part)] = [size for size, _, _ in part]
+            rest = _padded([groups[g][i][1] for _, g, i in part], num_rows, int(sizes.max()) + 1)
+            before, hidden = _taken(state, last, index)
+            start = jax.device_get(_piece_scores(self.inference, hidden[:, None], rest[:, :1]))
+            after = self._scored(before, rest[:, :-1], rest[:, 1:], np.maximum(sizes - 1, 0))
+            losses, is_hit = (np.hstack(pair) for pair in zip(start, after, strict=True))
+            for row, (size, group, member) in enumerate(part):
+                found[group][member] = _likelihood(losses[row, :size], is_hit[row, :size])
+        return found
+
+
+def _padded(rows: Sequence[np.ndarray], num_rows: int, length: int) -> np.ndarray:
+    """The rows as one array [num_rows, length], int32 where they fit."""
+    tokens = np.zeros((num_rows, length), np.int64)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    return tokens
+
+
+def _likelihood(losses: np.ndarray, is_hit: np.ndarray) -> Likelihood:
+    return Likelihood(-float(losses.sum(dtype=np.float64)), bool(is_hit.all()))
+
+
+def _settings(request: Request) -> tuple[Any, ...]:
+    return request.sampling, request.max_new_tokens, request.stop, request.stop_tokens
+
+
+@jax.jit
+def _piece_scores(
+    model: InferenceModel, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
+) -> tuple[jax.Array, jax.Array]:
+    return token_scores(hidden, head_weight(model), targets)
+
+
+@jax.jit
+def _taken(
+    state: InferenceState, hidden: Float[Array, "B D"], index: Int[Array, " R"]
+) -> tuple[InferenceState, Float[Array, "R D"]]:
+    """The rows `index` of a state and of hidden states."""
+    taken = jax.tree.map(lambda x: x[index], state)
+    taken = jax.tree.map(lambda x, names: rules.constrain(x, *names), taken, state_axes(taken))
+    return taken, rules.constrain(hidden[index], "batch", None)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _scored(
+def _forward_scores(
     graph: nnx.GraphDef[Transformer], mesh: Mesh, params: nnx.GraphState, batch: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
     """One program for every evaluation of a model, however often its parameters change."""
@@ -55,3 +378,17 @@ def _scored(
     hidden, _ = model.forward(batch["tokens"], batch.get("segment_ids"))
     scores = token_scores(hidden, model.head_weight(), batch["targets"])
     return scores if mesh.empty else jax.lax.with_sharding_constraint(scores, replicated(mesh))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _checksums(mesh: Mesh, params: Any) -> Any:
+    """For every array, the sum of its bits times odd numbers, modulo 2^32: sums of integers are
+    exact in any order."""
+
+    def checksum(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * min(x.dtype.itemsize, 4)}")
+        factors = np.uint32(2654435761) * jnp.arange(bits.size, dtype=jnp.uint32) | 1
+        total = jnp.sum(bits.astype(jnp.uint32) * factors.reshape(bits.shape), dtype=jnp.uint32)
+        return total if mesh.empty else jax.lax.with_sharding_constraint(total, replicated(mesh))
+
+    return jax.tree.map(checksum, params)

@@ -1,8 +1,7 @@
 """Evaluation tasks, each with its options, rows, measures, table and picture, and their registry.
 
-A new evaluation is one file in `eval/tasks`: a subclass of `ScoredTask`, or of `Task` if it needs
-more than one pass over rows, with `@register`. `experiments.evaluate`, training and the report
-iterate over `TASKS`.
+A new evaluation is one file in `eval/tasks`: a subclass of `Task` with `@register`.
+`experiments.evaluate`, training and the report iterate over `TASKS`.
 """
 
 import abc
@@ -17,14 +16,15 @@ from flax import nnx
 from ttcd_jax.config import Bound, Config, Positive, closest
 from ttcd_jax.data.tokenizer import Tokenizer, check_tokens
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.report import plot_bars
-from ttcd_jax.eval.scorer import Scores, score_rows
+from ttcd_jax.eval.journal import Journal
+from ttcd_jax.eval.report import Picture, plot_bars
+from ttcd_jax.eval.scorer import Scorer, Scores
 from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import has_in_place_memory, switched_off
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.state import with_params
 
-Records = list[dict[str, Any]]  # one per bucket, for JSON
+Records = list[dict[str, Any]]  # flat, for JSON and CSV
 Series = dict[str, Records]  # the records of every variant of a model, by its label
 
 
@@ -36,6 +36,7 @@ class Subject(NamedTuple):
     data: dict[str, Any]  # the run's data configuration, as in `config.json`
     run_dir: str | os.PathLike[str]
     label: str | None = None  # of the model in tables and pictures; None: its method's
+    journal: Journal | None = None  # of answers, with lines of progress; None: neither
 
     @property
     def name(self) -> str:
@@ -68,12 +69,32 @@ class Task(Config, abc.ABC):
 
     @abc.abstractmethod
     def rows(self, subject: Subject) -> Any:
-        """A tuple or dict of arrays [rows, ...], independent of the parameters. Raises `UserError`
-        for a run that this task cannot measure."""
+        """The cases, independent of the parameters: a list, or a tuple or dict of arrays
+        [rows, ...]. A pure function of options, run and tokenizer. Raises `UserError` for a run
+        that this task cannot measure."""
 
     @abc.abstractmethod
+    def measure(self, scorer: Scorer, rows: Any, subject: Subject) -> Records:
+        """The records of one variant of the model, of the finest grain that table and pictures
+        need. All processes take part."""
+
     def series(self, subject: Subject, rows: Any) -> Series:
-        """The measures of every variant of the model. All processes take part."""
+        """The records of every variant of the model."""
+        return {
+            label: self.measure(self.scorer(subject, label, model), rows, subject)
+            for label, model in subject.variants().items()
+        }
+
+    def scorer(self, subject: Subject, label: str, model: Transformer) -> Scorer:
+        """The scorer of a variant."""
+        name = "" if subject.journal is None else f"{self.name}, {label}"
+        return Scorer(
+            model,
+            subject.tokenizer,
+            batch_size=self.batch_size,
+            name=name,
+            journal=subject.journal,
+        )
 
     def chance(self, subject: Subject) -> float | None:
         """The value that guessing reaches, if it is known."""
@@ -95,8 +116,10 @@ class Task(Config, abc.ABC):
         ]
 
     @classmethod
-    def draw(cls, path: Path, series: Series, chance: float | None) -> None:
+    def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
+        """Draws the pictures of the task into `folder`, the most telling first."""
         value, label = cls.unit(series)
+        path = folder / f"{cls.name}.png"
         plot_bars(
             path,
             title=cls.title,
@@ -106,22 +129,31 @@ class Task(Config, abc.ABC):
             series={name: [r[value] for r in records] for name, records in series.items()},
             chance=chance,
         )
+        return [cls.picture(path, label)]
+
+    @classmethod
+    def picture(cls, path: Path, label: str) -> Picture:
+        """A picture of the value `label` by the task's `x_label`."""
+        better = "lower" if cls.is_lower_better else "higher"
+        sentence = f"{label[:1].upper()}{label[1:]} by {cls.x_label}: {better} is better."
+        return Picture(Path(path.name), sentence)
+
+    @classmethod
+    def comparable(cls, result: dict[str, Any]) -> Any:
+        """Results of several runs share a table where this is equal."""
+        return [row[cls.key] for row in cls.table(result["series"])]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoredTask(Task):
-    """A task that measures the scores of all targets in one pass over at most `max_rows` rows
-    [rows, T], spread evenly over the source."""
+class RowTask(Task):
+    """A task that measures the losses of at most `max_rows` rows [T], spread evenly over a
+    source."""
 
     max_rows: Positive = 512
 
     @abc.abstractmethod
     def source(self, subject: Subject) -> Any:
-        """Random access to rows, with the fields of `ttcd_jax.data.packing`."""
-
-    @abc.abstractmethod
-    def measure(self, scores: Scores, rows: dict[str, np.ndarray], subject: Subject) -> Records:
-        """The records of one variant."""
+        """Random access to rows of a document each, with the fields of `ttcd_jax.data.packing`."""
 
     def rows(self, subject: Subject) -> dict[str, np.ndarray]:
         source = self.source(subject)
@@ -131,11 +163,19 @@ class ScoredTask(Task):
         check_tokens(rows["targets"], subject.model.config.vocab_size)
         return rows
 
-    def series(self, subject: Subject, rows: dict[str, np.ndarray]) -> Series:
-        return {
-            label: self.measure(score_rows(model, rows, batch_size=self.batch_size), rows, subject)
-            for label, model in subject.variants().items()
-        }
+
+def row_scores(scorer: Scorer, rows: dict[str, np.ndarray]) -> Scores:
+    """The scores [rows, T] of the targets of `rows`, which hold one document each; 0 for padding
+    (segment 0)."""
+    is_token = rows.get("segment_ids", np.ones_like(rows["tokens"])) > 0
+    ids = np.concatenate([rows["tokens"], rows["targets"][:, -1:]], axis=1)
+    sizes = is_token.sum(axis=1)
+    found = scorer.losses([row[: size + 1] for row, size in zip(ids, sizes, strict=True)])
+    fields = zip(*found, strict=True)
+    scores = Scores(*(np.zeros(is_token.shape, field[0].dtype) for field in fields))
+    for whole, values in zip(scores, zip(*found, strict=True), strict=True):
+        whole[is_token] = np.concatenate(values)
+    return scores
 
 
 TASKS: dict[str, type[Task]] = {}

@@ -56,7 +56,11 @@ def head_logits(
     model: InferenceModel, hidden: Float[Array, "*batch D"]
 ) -> Float[Array, "*batch V"]:
     """Logits of final hidden states, in the compute dtype."""
-    return jnp.einsum("...D,VD->...V", hidden, _whole(model, model.head).astype(hidden.dtype))
+    return jnp.einsum("...D,VD->...V", hidden, head_weight(model).astype(hidden.dtype))
+
+
+def head_weight(model: InferenceModel) -> Float[Array, "V D"]:
+    return _whole(model, model.head)
 
 
 def _whole(model: InferenceModel, weight: nnx.Variable) -> jax.Array:

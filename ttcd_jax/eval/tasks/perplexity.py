@@ -14,9 +14,9 @@ from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError
-from ttcd_jax.eval.report import plot_lines
-from ttcd_jax.eval.scorer import Scores
-from ttcd_jax.eval.task import Records, ScoredTask, Series, Subject, register
+from ttcd_jax.eval.report import Picture, plot_lines
+from ttcd_jax.eval.scorer import Scorer, Scores
+from ttcd_jax.eval.task import Records, RowTask, Series, Subject, register, row_scores
 
 _FIRST_EDGE = 32
 _ANY_LENGTH = 2**20  # rows may be longer than the text up to here
@@ -56,7 +56,7 @@ def by_position(scores: Scores, rows: dict[str, np.ndarray], tokenizer: Tokenize
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Perplexity(ScoredTask):
+class Perplexity(RowTask):
     """Perplexity on `text`, a text file or a folder of .txt files, or the run's held-out text for
     None. `seq_len`: tokens per row; None: as in training."""
 
@@ -78,9 +78,9 @@ class Perplexity(ScoredTask):
         parts = [DocumentRows(part, seq_len=seq_len) for part in records]
         return grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
 
-    def measure(self, scores: Scores, rows: dict[str, np.ndarray], subject: Subject) -> Records:
+    def measure(self, scorer: Scorer, rows: dict[str, np.ndarray], subject: Subject) -> Records:
         assert subject.tokenizer is not None, "text_records refuses a run without one"
-        return by_position(scores, rows, subject.tokenizer)
+        return by_position(row_scores(scorer, rows), rows, subject.tokenizer)
 
     @classmethod
     def unit(cls, series: Series) -> tuple[str, str]:
@@ -90,10 +90,11 @@ class Perplexity(ScoredTask):
         return "perplexity", "perplexity"
 
     @classmethod
-    def draw(cls, path: Path, series: Series, chance: float | None) -> None:
+    def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
         value, label = cls.unit(series)
-        lines = {}
+        path, lines = folder / f"{cls.name}.png", {}
         for name, records in series.items():
             parts = [record for record in records if record["context"] != "all"] or records
             lines[name] = [part["stop"] for part in parts], [part[value] for part in parts]
         plot_lines(path, title=cls.title, x_label=cls.x_label, y_label=label, series=lines)
+        return [cls.picture(path, label)]

@@ -10,10 +10,10 @@ import numpy as np
 
 from ttcd_jax.data.synthetic.recall import Needles, RecallConfig, RecallRows, needles
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.scorer import Scores
-from ttcd_jax.eval.task import Records, ScoredTask, Series, Subject, Task, register
+from ttcd_jax.eval.scorer import Scorer, Scores
+from ttcd_jax.eval.task import Records, RowTask, Series, Subject, Task, register, row_scores
 from ttcd_jax.inference.decode import decode
-from ttcd_jax.inference.model import InferenceModel, inference_model
+from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.prefill import MemoryMode, prefill
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
@@ -41,7 +41,7 @@ class _OnRecallData(Task):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recall(_OnRecallData, ScoredTask):
+class Recall(_OnRecallData, RowTask):
     """Accuracy at queries by the distance back to their value."""
 
     name = "recall"
@@ -51,8 +51,9 @@ class Recall(_OnRecallData, ScoredTask):
     def source(self, subject: Subject) -> RecallRows:
         return RecallRows(_recall_config(subject), seed=_SEED, num_rows=self.max_rows)
 
-    def measure(self, scores: Scores, rows: dict[str, np.ndarray], subject: Subject) -> Records:
-        return by_distance(scores, rows, attention_reach(subject.model.config))
+    def measure(self, scorer: Scorer, rows: dict[str, np.ndarray], subject: Subject) -> Records:
+        reach = attention_reach(subject.model.config)
+        return by_distance(row_scores(scorer, rows), rows, reach)
 
 
 @register
@@ -84,11 +85,14 @@ class Needle(_OnRecallData):
         modes: dict[str, MemoryMode] = {subject.name: "kept"}
         if has_in_place_memory(subject.model.config):
             modes = {f"{subject.name}, memory {mode}": mode for mode in get_args(MemoryMode)}
-        model = inference_model(subject.model)
+        scorer = self.scorer(subject, subject.name, subject.model)
         return {
-            label: while_decoding(model, rows, _DISTANCES, memory)
+            label: while_decoding(scorer.inference, rows, _DISTANCES, memory)
             for label, memory in modes.items()
         }
+
+    def measure(self, scorer: Scorer, rows: Needles, subject: Subject) -> Records:
+        return while_decoding(scorer.inference, rows, _DISTANCES)
 
 
 def attention_reach(config: TransformerConfig) -> int | None:

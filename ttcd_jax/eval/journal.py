@@ -1,0 +1,155 @@
+"""Answers of an unfinished evaluation on disk, and a line of its progress."""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from ttcd_jax import units
+from ttcd_jax.errors import UserError
+from ttcd_jax.files import write_whole
+
+Answer = tuple[np.ndarray, ...]  # to one request: arrays [n]
+
+_SECONDS = 3.0  # between two files
+_MAX_WAITING = 2**25  # bytes that are written at once
+_MAX_BYTES = 2**30  # of a file that is read
+_DIGEST_BYTES = 32
+_LOG_SECONDS, _LIVE_SECONDS = 10.0, 0.2
+
+
+class Journal:
+    """The answers to batches of requests, in files `KEY.FIRST` of `folder`: the sha256 of key and
+    content, then the content. A key is the digest of everything that an answer depends on, so that
+    files of other requests, and damaged ones, are ignored. The first process reads and writes; all
+    get what it finds. A file that cannot be written is a warning, once."""
+
+    def __init__(self, folder: Path, identity: Any) -> None:
+        """`identity`: what answers depend on apart from model and requests, for JSON."""
+        self._folder, self._identity = folder, identity
+        self._waiting: dict[str, np.ndarray] = {}
+        self._written, self._has_failed = time.monotonic(), False
+
+    def key(self, *parts: Any, content: Iterable[bytes]) -> str:
+        """The digest of the identity, of `parts` for JSON, and of `content`."""
+        digest = hashlib.sha256(json.dumps([self._identity, *parts], sort_keys=True).encode())
+        for piece in content:
+            digest.update(len(piece).to_bytes(8) + piece)
+        return digest.hexdigest()
+
+    def read(self, key: str) -> dict[int, list[Answer]]:
+        """The answers found, by the index of their batch."""
+        arrays: dict[str, np.ndarray] = {}
+        if jax.process_index() == 0:
+            for path in sorted(self._folder.glob(f"{key}.*")):
+                arrays |= _content(path, key)
+        if jax.process_count() > 1:
+            arrays = load(_of_first_process(save(arrays)))
+        found: dict[int, list[Answer]] = {}
+        for name in arrays:
+            batch, _, field = name.partition("/")
+            if field == "sizes":
+                fields = [arrays[f"{batch}/{i}"] for i in range(_num_fields(arrays, batch))]
+                ends = np.cumsum(arrays[name])[:-1]
+                parts = (np.split(values, ends) for values in fields)
+                found[int(batch)] = [*zip(*parts, strict=True)]
+        return found
+
+    def add(self, key: str, batch: int, answers: list[Answer]) -> None:
+        """Notes the answers to a batch; they are on disk after some seconds, or `write`."""
+        if jax.process_index():
+            return
+        self._waiting[f"{batch}/sizes"] = np.array([len(answer[0]) for answer in answers])
+        for index, values in enumerate(zip(*answers, strict=True)):
+            self._waiting[f"{batch}/{index}"] = np.concatenate(values)
+        size = sum(values.nbytes for values in self._waiting.values())
+        if time.monotonic() - self._written >= _SECONDS or size > _MAX_WAITING:
+            self.write(key)
+
+    def write(self, key: str) -> None:
+        """Writes the answers that wait."""
+        waiting, self._waiting = self._waiting, {}
+        if not waiting:
+            return
+        content = save(waiting)
+        digest = hashlib.sha256(key.encode() + content).digest()
+        path = self._folder / f"{key}.{next(iter(waiting)).partition('/')[0]}"
+        try:
+            write_whole(path, digest + content)
+        except UserError as error:
+            if not self._has_failed:
+                logging.warning("an interruption would repeat what is evaluated now: %s", error)
+            self._has_failed = True
+        self._written = time.monotonic()
+
+
+def _content(path: Path, key: str) -> dict[str, np.ndarray]:
+    """The arrays of a file; none of one that is damaged."""
+    try:
+        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+            return {}
+        data = path.read_bytes()
+        content = data[_DIGEST_BYTES:]
+        is_whole = hashlib.sha256(key.encode() + content).digest() == data[:_DIGEST_BYTES]
+        return load(content) if is_whole else {}
+    except (OSError, SafetensorError):
+        return {}
+
+
+def _num_fields(arrays: dict[str, np.ndarray], batch: str) -> int:
+    return sum(name.partition("/")[0] == batch for name in arrays) - 1
+
+
+def _of_first_process(data: bytes) -> bytes:
+    """`data` of the first process, in all."""
+    size = int(multihost_utils.broadcast_one_to_all(np.array(len(data))))
+    own = np.zeros(size, np.uint8)
+    if jax.process_index() == 0:
+        own[:] = np.frombuffer(data, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(own)).tobytes()
+
+
+class Progress:
+    """The line "NAME: 120 of 500 rows, 3:00 left" on the standard error of the first process: at a
+    terminal overwritten by the next one, in a log every 10 seconds. `sizes`: the work of each batch
+    to compute, in any unit."""
+
+    def __init__(self, name: str, num_done: int, num_rows: int, sizes: Iterable[int]) -> None:
+        self._name, self._done, self._all = name, num_done, num_rows
+        self._left, self._finished = sum(sizes), 0
+        self._is_live = sys.stderr.isatty()
+        self._start = self._shown = time.monotonic()
+
+    def add(self, num_rows: int, size: int) -> None:
+        """Notes a batch of `num_rows` rows, and shows the line if it is time."""
+        self._done, self._left, self._finished = (
+            self._done + num_rows,
+            self._left - size,
+            self._finished + size,
+        )
+        now = time.monotonic()
+        if now - self._shown >= (_LIVE_SECONDS if self._is_live else _LOG_SECONDS):
+            self._shown = now
+            left = (now - self._start) * self._left / max(self._finished, 1)
+            line = f"{self._name}: {self._done} of {self._all} rows, {units.clock(left)} left"
+            self._show(units.printable(line))
+
+    def end(self) -> None:
+        """Clears the line."""
+        if self._is_live:
+            self._show("")
+
+    def _show(self, line: str) -> None:
+        if jax.process_index() == 0:
+            text = f"\r\x1b[K{line}" if self._is_live else f"{line}\n"
+            print(text, end="", file=sys.stderr, flush=True)
