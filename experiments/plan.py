@@ -1,7 +1,6 @@
 """The dry run: the cost of a configuration before anything is allocated, and the changes that make
 a step fit."""
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ from ttcd_jax.run.layout import laid_out, run_mesh
 from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import Hardware, data_sheet, parse_topology
-from ttcd_jax.train.state import abstract_params
+from ttcd_jax.train.state import num_params
 from ttcd_jax.units import size as size_text
 
 PEAK_SHARE = 0.4  # of the data sheet's peak FLOP/s, for the time of the FLOPs
@@ -38,10 +37,6 @@ class DeviceMemory(NamedTuple):
     @property
     def total(self) -> int:
         return self.lasting + self.rest
-
-
-def num_params(config: RunConfig) -> int:
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config.model)))
 
 
 def use_topology(topology: str) -> Hardware:
@@ -81,7 +76,7 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     tokens, flops = config.batch_size * length, training_flops_per_token(config.model, length)
     facts = {
-        "parameters": f"{num_params(config):,}",
+        "parameters": f"{num_params(config.model):,}",
         "tokens per step": f"{tokens:,} ({config.batch_size} rows of {length:,})",
         "tokens in all": f"{tokens * config.steps:,} in {config.steps:,} steps",
         "training FLOPs per token": f"{flops:.4g}",

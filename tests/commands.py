@@ -28,6 +28,7 @@ IMPORTED = (
     "experiments.gin_loading",
     "experiments.plan",
     "ttcd_jax.eval.results",
+    "ttcd_jax.eval.page",
     "ttcd_jax.eval.report",
     "ttcd_jax.inference.generate",
 )

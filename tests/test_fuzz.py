@@ -15,7 +15,7 @@ from experiments.gin_loading import load_config
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.data.tokenizer import JsonTokenizer
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.results import write_report
+from ttcd_jax.eval.results import read_all_results, task_sections
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.saved_state import load_state, save_state
 from ttcd_jax.inference.state import start_state
@@ -145,13 +145,18 @@ def test_results(tmp_path, monkeypatch):
         | {"bits_per_byte": 1.0}
         for name in ("0-31", "all")
     ]
-    source = {"task": "ppl", "chance": None, "series": {"on": records, "off": records}}
+    source = {
+        "task": "ppl",
+        "label": "on",
+        "chance": None,
+        "series": {"on": records, "off": records},
+    }
     path = tmp_path / "eval" / "ppl" / "results.json"
     path.parent.mkdir(parents=True)
 
     def read(value):
         path.write_text(json.dumps(value))
-        write_report([tmp_path], tmp_path / "page", [])
+        task_sections(read_all_results([tmp_path]), tmp_path / "page")
 
     fuzz(source, read, 60)
 

@@ -1,4 +1,4 @@
-"""Pictures are real PNGs, the page lists everything and escapes it."""
+"""Pictures are real PNGs, in which a run has one colour."""
 
 import struct
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.report import Picture, Section, plot_bars, plot_lines, write_page
+from ttcd_jax.eval.report import coloured_by_run, looks, plot_bars, plot_lines
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -26,12 +26,6 @@ def _lines(path: Path, **changes) -> None:
         "series": {"IP-TTCD": ([1024, 4096, 16384], [3.0, None, 2.5]), "SWA": ([1024], [3.1])},
     }
     plot_lines(path, **(arguments | changes))
-
-
-def _page(path: Path, **changes) -> str:
-    arguments = {"title": "Run", "summary": "", "sections": [], "next_steps": []}
-    write_page(path, **(arguments | changes))
-    return path.read_text(encoding="utf-8")
 
 
 def test_lines_are_drawn(tmp_path):
@@ -71,48 +65,20 @@ def test_a_picture_replaces_the_old_one_only_when_whole(tmp_path):
     assert _png_size(path) == (1600, 900)
 
 
-def test_the_page_lists_everything(tmp_path):
-    table = [{"window": 64, "ppl": 3.25}, {"window": 128, "note": "short"}]
-    page = _page(
-        tmp_path / "report.html",
-        title="Quickstart",
-        summary="First. Run `make test`.",
-        sections=[
-            Section("Perplexity", table, [Picture(Path("pictures/loss 1.png"), "Lower is better.")])
-        ],
-        next_steps=["`python -m experiments.evaluate --run_dir=runs/q`"],
-    )
-    for expected in (
-        "<title>Quickstart</title>",
-        "<p>First.",
-        "<code>make test</code>",
-        "<h2>Perplexity</h2>",
-        '<td class="number">3.250</td>',
-        "<td>short</td>",
-        '<td class="number">-</td>',
-        '<img src="pictures/loss%201.png" alt="Perplexity"',
-        "<figcaption>Lower is better.</figcaption>",
-        "<code>python -m experiments.evaluate --run_dir=runs/q</code>",
-    ):
-        assert expected in page
-    assert "<h2>" not in _page(tmp_path / "empty.html")
-
-
-def test_the_page_escapes_all_it_is_given(tmp_path):
-    attack = "\"><script>alert('x')</script>`<script>`"
-    attacked = Section(attack, [{attack: attack}], [Picture(Path(attack), attack)])
-    link = Section("link", [], [Picture(Path("javascript:alert(1)"), "")])
-    arguments = {"title": attack, "summary": attack, "next_steps": [attack]}
-    page = _page(tmp_path / "report.html", sections=[attacked, link], **arguments)
-    assert "<script" not in page
-    assert "javascript:" not in page
-    assert page.count("&lt;script&gt;alert") >= 8
+def test_the_series_of_a_run_share_its_colour():
+    names = ["SWA, long, off", "SWA", "IP-TTCD, on", "IP-TTCD, off", "other"]
+    with coloured_by_run(["SWA", "IP-TTCD", "SWA, long"]) as colours:
+        long, swa, on, off, other = looks(names)
+        (alone,) = looks(["IP-TTCD, off"])
+    assert colours["SWA"] == swa.colour != long.colour == colours["SWA, long"]
+    assert on.colour == off.colour == alone.colour == colours["IP-TTCD"]
+    assert on.dashes != off.dashes
+    assert on.hatch != off.hatch
+    assert other.colour not in colours.values()
+    assert len({look.colour for look in looks(names)}) == 5  # without runs, all differ
 
 
 def test_missing_packages_name_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UserError, match=r"matplotlib; install ttcd_jax\[report\]"):
         _lines(tmp_path / "loss.png")
-    with pytest.raises(UserError, match=r"jinja2; install ttcd_jax\[report\]"):
-        _page(tmp_path / "report.html")

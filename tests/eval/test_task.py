@@ -14,9 +14,16 @@ from small_models import config_of
 from experiments.cli import parse_options
 from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.results import evaluate, merged, read_results, write_report, write_results
+from ttcd_jax.eval.results import (
+    evaluate,
+    merged,
+    read_all_results,
+    task_sections,
+    write_results,
+)
 from ttcd_jax.eval.task import RowTask, Subject, find_task, register, row_scores
 from ttcd_jax.eval.tasks import TASKS
+from ttcd_jax.files import write_json
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 
@@ -101,21 +108,27 @@ def test_results_are_written_read_and_reported(toy, result, tmp_path):
     line = f'"mine, fast weights on",first,{NUM_ROWS},{first["loss"]}'
     assert (folder / "results.csv").read_text().splitlines()[1] == line
     run_dir = folder.parents[1]
-    assert read_results(run_dir, "halves") == result
-    assert read_results(run_dir, "ppl") is None
-    (section,) = write_report([run_dir], tmp_path / "page", ["go on"])
+    assert read_all_results([run_dir]) == {"mine": [result]}
+    (section,) = task_sections({"mine": [result]}, tmp_path)
     assert section.title == toy.title
     assert section.table[0] == {"half": "first"} | {
         name: rows[0]["loss"] for name, rows in result["series"].items()
     }
-    page = (tmp_path / "page" / "index.html").read_text()
-    assert f"<h2>{toy.title}</h2>" in page
-    assert '<img src="halves.png"' in page
-    with pytest.raises(UserError, match="no evaluation in"):
-        write_report([tmp_path], tmp_path / "page", [])
+    assert [(tmp_path / picture.path).name for picture in section.pictures] == ["halves.png"]
     (folder / "results.json").write_text(json.dumps(result)[:-5])
     with pytest.raises(UserError, match=r"results\.json is not JSON"):
-        read_results(run_dir, "halves")
+        read_all_results([run_dir])
+
+
+def test_runs_of_one_label_are_named_by_their_folders(result, tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    for folder, label in zip(folders, ("mine", "mine", "its"), strict=True):
+        series = {f"{label}, long": [{"half": "first"}]}
+        write_json(folder / "eval/x/results.json", result | {"label": label, "series": series})
+    names = [f"mine ({folders[0]})", f"mine ({folders[1]})", "its"]
+    found = read_all_results(folders)
+    assert [*found] == names
+    assert [[*x["series"]] for (x,) in found.values()] == [[f"{name}, long"] for name in names]
 
 
 def test_runs_share_a_table_when_their_buckets_are_the_same(toy, result):

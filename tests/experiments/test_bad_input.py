@@ -125,7 +125,7 @@ def test_a_configuration_of_another_kind_is_refused(run_dir, tmp_path, content, 
         ("generate --prompt_file=", 2, "--prompt_file is empty"),
         ("generate --prompt_file=BOOK --save_state=s3://bucket/x", 2, "mount the bucket"),
         ("generate --prompt_file=hdfs://host/book", 2, "mount the bucket"),
-        ("report --output=FOLDER/page", 2, "no evaluation in"),
+        ("report --output=FOLDER/page", 2, "nothing was measured in"),
     ],
 )
 def test_commands_on_a_run_refuse(run_dir, tmp_path, command, status, words):
@@ -147,7 +147,7 @@ def test_the_library_refuses_buckets_and_addresses(call, path, tmp_path, monkeyp
 def test_commands_without_a_run_refuse(tmp_path):
     absent = tmp_path / "absent"
     for command, status, words in (
-        (("report", f"--run_dir={absent}"), 2, f"no evaluation in {absent}"),
+        (("report", f"--run_dir={absent}"), 2, f"nothing was measured in {absent}"),
         (("convert", "import", "--format=reference", absent, tmp_path / "run"), 3, f"at {absent}"),
         (("convert", "import", "--format=reference", "", tmp_path / "run"), 2, "is empty"),
     ):
@@ -160,8 +160,8 @@ def test_a_report_of_bad_results_or_to_a_bad_place_is_refused(tmp_path):
     path.parent.mkdir(parents=True)
     (tmp_path / "file").touch()
     record = {"distance": "1-8", "queries": 4, "accuracy": 0.5}
-    good = {"series": {"on": [record]}, "chance": 0.25}
-    bad = {"chance": 0.25}, {"series": {}}, {"series": {"on": []}}, {"series": {"on": [{}]}}
+    good = {"task": "recall", "label": "on", "series": {"on": [record]}, "chance": 0.25}
+    bad = {"chance": 0.25}, *(good | {"series": x} for x in ({}, {"on": []}, {"on": [{}]}))
     report = "report", f"--run_dir={tmp_path / 'run'}"
     for content in (*map(json.dumps, bad), DEEP, "null"):
         path.write_text(content)
@@ -169,7 +169,9 @@ def test_a_report_of_bad_results_or_to_a_bad_place_is_refused(tmp_path):
     path.write_text(json.dumps(good))
     message = commands.refused(*report, f"--output={tmp_path / 'file'}")
     assert "file/recall.png" in message
-    assert f"no evaluation in {tmp_path}:" in commands.refused(*report, f"--run_dir={tmp_path}")
+    assert f"nothing was measured in {tmp_path}:" in commands.refused(
+        *report, f"--run_dir={tmp_path}"
+    )
 
 
 def test_reference_values_of_another_kind_fail_in_one_line(tmp_path):

@@ -6,13 +6,13 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from experiments import plan
 from experiments.gin_loading import load_config
 from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.run import build, start
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.sharding.mesh import AXES
+from ttcd_jax.train.state import num_params
 
 CONFIG_DIR = Path(__file__).parents[2] / "experiments" / "configs"
 RUNS = sorted(
@@ -73,7 +73,7 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
     stated = re.search(r"parameters: ([\d.]+)([KMB])", header)
     assert stated, "the header states the number of parameters"
     count = float(stated[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[stated[2]]
-    assert abs(plan.num_params(config) / count - 1) < 0.01
+    assert abs(num_params(config.model) / count - 1) < 0.01
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -100,7 +100,7 @@ def test_a_recipe_has_the_published_size_and_budget(name):
     assert model.rope.base == 1e6
     expected = PUBLISHED_PARAMS.get(name.removesuffix(".gin"))
     if expected is not None:
-        assert plan.num_params(config) == expected
+        assert num_params(config.model) == expected
     assert (config.data.seq_len, config.batch_size) == (32_768, rows)
     tokens = config.steps * config.batch_size * config.data.seq_len
     assert abs(tokens / (billions * 1e9) - 1) < 0.01
@@ -142,7 +142,7 @@ def test_the_8b_model_is_the_base_model_and_its_memories():
     model = config.model
     # Of a fast layer: P, the rate's vector, two convolutions.
     memory = model.dim**2 + model.dim + 2 * model.memory.num_taps * model.mlp_dim
-    assert plan.num_params(config) == 8_190_735_360 + len(model.fast_layers) * memory  # Qwen3-8B's
+    assert num_params(config.model) == 8_190_735_360 + len(model.fast_layers) * memory  # Qwen3-8B's
 
 
 def test_a_recipe_takes_token_records_mixed_8_to_2():

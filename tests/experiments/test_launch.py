@@ -99,7 +99,10 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(finished, tmp_p
 
 
 def test_training_evaluates_as_the_command_does(tmp_path):
-    parameters = ["--param=RunConfig.evaluate_every=16", "--param=RunConfig.tasks=('recall',)"]
+    parameters = [
+        "--param=RunConfig.evaluate_every=16",
+        "--param=RunConfig.evaluations=(@Recall(),)",
+    ]
     commands.output(*LAUNCH, *parameters, f"--run_dir={tmp_path}")
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [r.pop("step") for r in records] == [*range(1, 17), 16, *range(17, 25), 24]

@@ -7,8 +7,12 @@ from checks import randomize
 from flax import nnx
 from small_models import config_of
 
+from experiments import cli
+from experiments.gin_loading import load_config
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import UserError
+from ttcd_jax.eval.tasks.perplexity import Perplexity
+from ttcd_jax.eval.tasks.recall import Recall
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 from ttcd_jax.run.config import RunConfig
@@ -25,7 +29,7 @@ CONFIG = RunConfig(
     steps=5,
     batch_size=2,
     evaluate_every=2,
-    tasks=("recall",),
+    evaluations=(Recall(),),
 )
 
 
@@ -66,6 +70,20 @@ def test_a_run_evaluates_nothing_unless_asked(run_dir):
 
 def test_a_task_that_does_not_fit_is_refused_before_the_first_step(run_dir):
     with pytest.raises(UserError, match="trained on recall data, not on text: measure it by"):
-        evaluation_callbacks(CONFIG.replace(tasks=("ppl",)), run_dir, print, 2)
-    with pytest.raises(UserError, match="no evaluation task 'pp'; did you mean 'ppl'"):
-        CONFIG.replace(tasks=("pp",))
+        evaluation_callbacks(CONFIG.replace(evaluations=(Perplexity(),)), run_dir, print, 2)
+    params = ["RunConfig.evaluations=(@Perplexty(),)"]
+    with pytest.raises(UserError, match="did you mean 'Perplexity'"):
+        load_config(RunConfig, "quickstart.gin", params, config_dir=cli.CONFIG_DIR)
+
+
+def test_evaluations_are_tasks_with_options():
+    params = ["RunConfig.evaluate_every=2", "RunConfig.evaluations=(@Recall(), @Perplexity())"]
+    params += ["Recall.max_rows=7"]
+    config = load_config(RunConfig, "quickstart.gin", params, config_dir=cli.CONFIG_DIR)
+    assert [(task.name, task.max_rows) for task in config.evaluations] == [
+        ("recall", 7),
+        ("ppl", 512),
+    ]
+    assert RunConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(UserError, match="has tasks recall, recall"):
+        CONFIG.replace(evaluations=(Recall(), Recall(max_rows=3)))

@@ -68,7 +68,7 @@ finally:
     print("signals", calls.count(where) >= count)
 """
 SIZES = (
-    *("RunConfig.evaluate_every=8", "RunConfig.tasks=('recall',)"),
+    *("RunConfig.evaluate_every=8", "RunConfig.evaluations=(@Recall(),)"),
     "RunConfig.keep_checkpoints=20",
 )
 FLAGS = tiny_run.flags("recall.gin", *tiny_run.RECALL, *SIZES)

@@ -1,17 +1,15 @@
-"""Pictures and the HTML page of a report.
+"""Pictures of evaluations. Files are written atomically.
 
-A page links the PNGs in its folder. Files are written atomically. matplotlib and jinja2 are
-optional: without them the functions that need one raise `UserError`.
+matplotlib is optional: without it the functions raise `UserError`.
 """
 
+import contextlib
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
-
-from ttcd_kernels.table import Row, cells
 
 from ttcd_jax import units
 from ttcd_jax.errors import UserError
@@ -43,16 +41,53 @@ MAX_LABELLED_BARS = 24
 class Picture(NamedTuple):
     """A picture, and the sentence that says what it shows."""
 
-    path: Path  # relative to the page, or to the folder of results
+    path: Path  # relative to its folder
     sentence: str
 
 
-class Section(NamedTuple):
-    """A section of a page: a table and pictures."""
+class Look(NamedTuple):
+    """The colour and marker of a run, and the dashes and hatches of its variants."""
 
-    title: str
-    table: Sequence[Row]
-    pictures: Sequence[Picture]
+    colour: str
+    marker: str
+    dashes: str
+    hatch: str
+
+
+_RUNS: ContextVar[tuple[str, ...]] = ContextVar("_RUNS", default=())
+_DASHES, _HATCHES = ("-", "--", ":", "-."), ("", "///", "...", "xxx")
+
+
+@contextlib.contextmanager
+def coloured_by_run(labels: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Inside, all series of a run have one colour in every picture, and its variants other dashes;
+    the name of a series is that of its run, or begins with it and a comma. Gives the colours."""
+    token = _RUNS.set(tuple(labels))
+    try:
+        yield {label: look.colour for label, look in zip(labels, looks(labels), strict=True)}
+    finally:
+        _RUNS.reset(token)
+
+
+def looks(names: Sequence[str]) -> list[Look]:
+    """The look of every series of a picture."""
+    runs, seen, result = [*_RUNS.get()], {}, []
+    for name in names:
+        owners = [run for run in runs if name == run or name.startswith(f"{run}, ")]
+        run = max(owners, key=len, default=name)
+        if run not in runs:
+            runs.append(run)
+        index, variant = runs.index(run), seen.get(run, 0)
+        seen[run] = variant + 1
+        result.append(
+            Look(
+                COLOURS[index % len(COLOURS)],
+                MARKERS[index % len(MARKERS)],
+                _DASHES[variant % len(_DASHES)],
+                _HATCHES[variant % len(_HATCHES)],
+            )
+        )
+    return result
 
 
 def plot_lines(
@@ -67,13 +102,14 @@ def plot_lines(
     are powers of two, as 4K for 4096; None leaves a gap."""
 
     def draw(axes: Any) -> None:
-        for index, (name, (x, y)) in enumerate(series.items()):
+        for look, (name, (x, y)) in zip(looks([*series]), series.items(), strict=True):
             assert len(x) == len(y), f"{name}: {len(x)} x values for {len(y)} y values"
             axes.plot(
                 x,
                 [math.nan if value is None else value for value in y],
-                color=COLOURS[index % len(COLOURS)],
-                marker=MARKERS[index % len(MARKERS)] if len(x) <= MAX_MARKED_POINTS else "",
+                color=look.colour,
+                linestyle=look.dashes,
+                marker=look.marker if len(x) <= MAX_MARKED_POINTS else "",
                 markersize=5,
                 label=name,
             )
@@ -100,6 +136,7 @@ def plot_bars(
 
     def draw(axes: Any) -> None:
         width = 0.8 / max(len(series), 1)
+        appearance = looks([*series])
         for index, (name, values) in enumerate(series.items()):
             assert len(values) == len(groups), (
                 f"{name}: {len(values)} bars for {len(groups)} groups"
@@ -108,7 +145,9 @@ def plot_bars(
                 [group - 0.4 + (index + 0.5) * width for group in range(len(groups))],
                 [value or 0 for value in values],
                 0.92 * width,
-                color=COLOURS[index % len(COLOURS)],
+                color=appearance[index].colour,
+                hatch=appearance[index].hatch,
+                edgecolor="white",
                 label=name,
             )
             numbers = "{:.3g}" if len(series) * len(groups) <= MAX_LABELLED_BARS else ""
@@ -121,38 +160,6 @@ def plot_bars(
         axes.margins(y=0.12)
 
     _save_picture(path, draw, title, x_label, y_label, chance)
-
-
-def write_page(
-    path: Path, *, title: str, summary: str, sections: Sequence[Section], next_steps: Sequence[str]
-) -> None:
-    """The HTML page: summary, sections, next steps. Text is escaped; backticks in the summary or a
-    next step mark code."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise UserError("the report page needs jinja2; install ttcd_jax[report]") from error
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("report.html").render(
-        title=title,
-        summary=summary,
-        sections=[
-            (
-                x.title,
-                *cells(x.table),
-                [(quote(path.as_posix()), text) for path, text in x.pictures],
-            )
-            for x in sections
-        ],
-        next_steps=next_steps,
-    )
-    write_whole(path, page)
 
 
 def _save_picture(

@@ -1,10 +1,11 @@
-"""Results of an evaluation, on disk, and the report of several runs."""
+"""Results of an evaluation, on disk, and those of several runs together."""
 
+import contextlib
 import csv
 import io
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import jax
 
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.eval.journal import Journal
-from ttcd_jax.eval.report import Section, write_page
+from ttcd_jax.eval.page import Section
+from ttcd_jax.eval.published import published
 from ttcd_jax.eval.task import Subject, Task
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.files import read_json, write_json, write_whole
@@ -31,6 +33,7 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
     subject = subject._replace(journal=journal)
     return {
         "task": task.name,
+        "label": subject.name,
         "options": task.to_dict(),
         "run_dir": str(Path(subject.run_dir).absolute()),
         "step": step,
@@ -58,64 +61,78 @@ def write_results(result: dict[str, Any]) -> Path:
     return folder
 
 
-def read_results(run_dir: Path, task: str) -> dict[str, Any] | None:
-    path = _folder(run_dir, task) / "results.json"
-    return read_json(path) if path.exists() else None
+def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
+    """The results of every run, under its name: its label, or for several runs of the same label
+    the label and the folder. The series of a result begin with the name. Raises `DataError` for
+    damaged results."""
+    found = [[read_json(path) for path in _files(run_dir)] for run_dir in run_dirs]
+    with _damage_named(run_dirs):
+        labels = [_label(x, run_dir) for x, run_dir in zip(found, run_dirs, strict=True)]
+        named = {}
+        for label, results, run_dir in zip(labels, found, run_dirs, strict=True):
+            name = label if labels.count(label) == 1 else f"{label} ({run_dir})"
+            for result in results:
+                result["series"] = {
+                    name + key[len(label) :] if key.startswith(label) else f"{name}, {key}": records
+                    for key, records in result["series"].items()
+                }
+            named[name] = results
+    return named
+
+
+def _files(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "eval").glob("*/results.json"))
+
+
+def _label(results: Sequence[dict[str, Any]], run_dir: Path) -> str:
+    """The label of a run: the shortest of its results, without their changes of the model."""
+    return min((result["label"] for result in results), key=len, default=run_dir.name)
 
 
 def _folder(run_dir: str | os.PathLike[str], task: str) -> Path:
     return Path(run_dir) / "eval" / task
 
 
-# What a table of other fields, or of none, ends in.
-_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, StopIteration)
+@contextlib.contextmanager
+def _damage_named(what: object) -> Iterator[None]:
+    """Raises `DataError` where results of other fields, or of none, end in an error."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        raise DataError(
+            f"results.json of {what} is damaged ({type(error).__name__}: {error}): evaluate again"
+        ) from error
 
 
 def merged(task: type[Task], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The series of several runs in one result. Raises `UserError` when their buckets differ."""
+    """The series of several runs in one result. Raises `UserError` for results that cannot be
+    compared."""
     first, series = results[0], {}
     for result in results:
         series |= result["series"]
         if task.comparable(result) != task.comparable(first):
             raise UserError(
-                f"{result['run_dir']} was evaluated in other buckets than {first['run_dir']}: "
-                "evaluate both at the same length"
+                f"task {task.name}: {result['run_dir']} was evaluated in other buckets, or on "
+                f"other text, than {first['run_dir']}: evaluate both with the same options"
             )
     return first | {"series": series}
 
 
-def write_report(
-    run_dirs: Sequence[Path], output: Path, next_steps: Sequence[str]
-) -> list[Section]:
-    """Writes the page and its pictures from the results of `run_dirs`; returns its sections, one
-    for each task that some run was evaluated on. Raises `UserError` for a run without results,
-    `DataError` for damaged ones."""
-    results = {path: {name: read_results(path, name) for name in TASKS} for path in run_dirs}
-    for path, by_task in results.items():
-        if not any(by_task.values()):
-            raise UserError(f"no evaluation in {path}: run experiments.evaluate first")
+def task_sections(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> list[Section]:
+    """A section for each task that some run was evaluated on, those of the lowest `rank` first;
+    their pictures are drawn into `output`. `runs` is that of `read_all_results`."""
     sections = []
-    for task in TASKS.values():
-        found = [result for by_task in results.values() if (result := by_task[task.name])]
-        if found:
-            try:
-                result = merged(task, found)
-                if not all(result["series"].values()):
-                    raise LookupError("a series without records")
-                pictures = task.pictures(output, result["series"], result.get("chance"))
-                sections.append(Section(task.title, task.table(result["series"]), pictures))
-            except UserError:
-                raise
-            except _DAMAGE as error:
-                raise DataError(
-                    f"results.json of task {task.name} in {', '.join(map(str, run_dirs))} is "
-                    f"damaged ({type(error).__name__}: {error}): evaluate again"
-                ) from error
-    write_page(
-        output / "index.html",
-        title="ttcd_jax report",
-        summary="Runs: " + ", ".join(f"`{path}`" for path in run_dirs),
-        sections=sections,
-        next_steps=next_steps,
-    )
+    for task in sorted(TASKS.values(), key=lambda task: task.rank):
+        with _damage_named(f"task {task.name}"):
+            found = [x for results in runs.values() for x in results if x["task"] == task.name]
+            if not found:
+                continue
+            result = merged(task, found)
+            if not all(result["series"].values()):
+                raise LookupError("a series without records")
+            pictures = task.pictures(output, result["series"], result.get("chance"))
+            table = task.table(result["series"])
+            sections.append(Section(task.title, table, pictures, published(task.name)))
     return sections

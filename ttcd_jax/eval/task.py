@@ -64,8 +64,14 @@ class Task(Config, abc.ABC):
     x_label: ClassVar[str]  # of `key`
     value: ClassVar[str] = "accuracy"  # the field of a record that is shown
     is_lower_better: ClassVar[bool] = False
+    rank: ClassVar[int] = 50  # on a page, the lowest first
 
     batch_size: Annotated[int, Bound("in 1 .. 65,536", lambda rows: 0 < rows <= 2**16)] = 16
+
+    @classmethod
+    def alternatives(cls) -> list[type[Config]]:
+        """A field of this type can hold every registered task."""
+        return [*TASKS.values()] if cls is Task else [cls]
 
     @abc.abstractmethod
     def rows(self, subject: Subject) -> Any:

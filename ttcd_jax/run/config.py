@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from ttcd_jax.config import Bound, Config, NonNegative, Positive, PositiveFloat, closest
 from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError, listed
-from ttcd_jax.eval.tasks import find_task
+from ttcd_jax.eval.task import Task
+from ttcd_jax.eval.tasks.perplexity import Perplexity
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.loss import DEFAULT_ROWS
@@ -20,7 +21,7 @@ SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < v
 # The fields that may change when a run is resumed: sharding, parts of a step, what it recomputes,
 # reports, and what happens to bad steps.
 LAYOUT = (
-    *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "tasks", "trackers"),
+    *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "evaluations", "trackers"),
     *("max_skipped_steps", "spike_factor", "model.remat", "model.scans_layers"),
 )
 # Those that make another run. All others change when the user names them.
@@ -38,7 +39,8 @@ class RunConfig(Config):
     `loss_rows`: rows of logits computed at once. `start_from`: a run directory whose newest
     parameters this run starts from, with a fresh optimizer; missing ones are drawn from `seed`.
     `start_drops`: patterns (`layers/*/mlp/proj`) of parameters that are not taken from it.
-    `evaluate_every`: steps between evaluations of `tasks` on the current parameters, None for none.
+    `evaluate_every`: steps between the `evaluations`, tasks with their options, on the current
+    parameters, None for none.
     `trackers`: those that receive the metrics besides `metrics.jsonl` and TensorBoard.
 
     A checkpoint is saved every `checkpoint_every` steps, and `checkpoint_minutes` after the last
@@ -66,7 +68,7 @@ class RunConfig(Config):
     best_metric: str | None = None
     loss_rows: Positive = DEFAULT_ROWS
     evaluate_every: Positive | None = None
-    tasks: tuple[str, ...] = ("ppl",)
+    evaluations: tuple[Task, ...] = (Perplexity(),)
     max_skipped_steps: NonNegative = 0
     spike_factor: SpikeFactor | None = None
     start_from: str | None = None
@@ -80,19 +82,23 @@ class RunConfig(Config):
         return self.max_skipped_steps > 0 or self.spike_factor is not None
 
     def validate(self) -> None:
-        for name in self.tasks:
-            find_task(name)
+        names = [task.name for task in self.evaluations]
+        if len(set(names)) < len(names):
+            raise UserError(
+                f"RunConfig.evaluations has tasks {', '.join(names)}: their metrics would have the "
+                "same names, keep one of each"
+            )
         if self.start_drops and self.start_from is None:
             raise UserError(
                 f"RunConfig.start_drops {self.start_drops} without RunConfig.start_from: set the "
                 "run whose parameters it names"
             )
         task = (self.best_metric or "").split("/")[0]
-        is_scored = self.evaluate_every is not None and task in self.tasks
+        is_scored = self.evaluate_every is not None and task in names
         if (self.keep_best is None) != (not task) or (task and not is_scored):
             raise UserError(
                 f"RunConfig.keep_best {self.keep_best} with best_metric {self.best_metric!r}: set "
-                "both, the metric as TASK/VARIANT/BUCKET of one of tasks, and evaluate_every"
+                "both, the metric as TASK/VARIANT/BUCKET of one of evaluations, and evaluate_every"
             )
         if self.accumulation_steps and self.batch_size % self.accumulation_steps:
             raise UserError(

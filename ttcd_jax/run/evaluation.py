@@ -21,14 +21,16 @@ def evaluation_callbacks(
     write: Callable[[int, dict[str, float]], None],
     batch_size: int,
 ) -> list[StateCallback]:
-    """A callback that evaluates, every `evaluate_every` steps and after the last, `batch_size` rows
-    at once, and calls `write(steps done, metrics)`, each named TASK/VARIANT/BUCKET; none without
-    `evaluate_every`. Rows are made in advance, so that a task that does not fit the data raises its
-    `UserError` before the first step."""
+    """A callback that evaluates, every `evaluate_every` steps and after the last, at most
+    `batch_size` rows at once, and calls `write(steps done, metrics)`, each named
+    TASK/VARIANT/BUCKET; none without `evaluate_every`. Rows are made in advance, so that a task
+    that does not fit the data raises its `UserError` before the first step."""
     every = config.evaluate_every
     if every is None:
         return []
-    tasks = [TASKS[name](batch_size=batch_size) for name in config.tasks]
+    tasks = [
+        task.replace(batch_size=min(task.batch_size, batch_size)) for task in config.evaluations
+    ]
     data, tokenizer = config.data.to_dict(), run_tokenizer(run_dir)
     subject = Subject(abstract_model(config.model), tokenizer, data, run_dir.path)
     inputs = [(task, task.rows(subject)) for task in tasks]

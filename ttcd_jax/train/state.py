@@ -1,6 +1,7 @@
 """The training state: a dict of arrays, made from a configuration and a seed alone."""
 
 import functools
+import math
 from typing import Any, NotRequired, TypedDict
 
 import jax
@@ -41,6 +42,10 @@ def _split(config: TransformerConfig, is_x64: bool) -> tuple[Any, Any]:
 def abstract_params(config: TransformerConfig) -> dict[str, Any]:
     """The parameters of `abstract_model`, as a nested dict."""
     return nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
+
+
+def num_params(config: TransformerConfig) -> int:
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
 
 
 def logical_axes(config: TransformerConfig) -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""Writes an HTML page with pictures, and prints tables, from the evaluations of several runs.
+"""Writes one self-contained HTML page, with pictures, and prints the tables of several runs.
 
     python -m experiments.report --run_dir=DIR [--run_dir=DIR2 ...] [--output=DIR] [--next=LINE ...]
 
-Runs that were evaluated on the same task share one table and one picture.
+The page shows everything that was measured of the runs: their evaluations, comparisons of two ways
+to compute them, training curves and speed; of folders of MAD sweeps, their scores. Numbers of the
+paper are set apart. Runs that were evaluated on the same task share tables and pictures, and each
+has one colour on the whole page.
 """
 
 from pathlib import Path
@@ -12,7 +15,9 @@ from absl import flags
 from experiments import cli
 
 FLAGS = flags.FLAGS
-flags.DEFINE_multi_string("run_dir", None, "A run directory; repeat for more.", required=True)
+flags.DEFINE_multi_string(
+    "run_dir", None, "A run directory, or that of a MAD sweep; repeat for more.", required=True
+)
 flags.DEFINE_string("output", None, "Folder of the page; default: report/ in the first run.")
 flags.DEFINE_multi_string("next", [], "A line of the page's and the terminal's 'next' list.")
 
@@ -20,16 +25,14 @@ flags.DEFINE_multi_string("next", [], "A line of the page's and the terminal's '
 def main(argv: list[str]) -> None:
     from ttcd_kernels.table import format_table
 
-    from ttcd_jax.eval.results import write_report
+    from experiments.report.sections import write_report
     from ttcd_jax.units import printable
 
     run_dirs = [Path(path) for path in FLAGS.run_dir]
     output = Path(FLAGS.output) if FLAGS.output else run_dirs[0] / "report"
-    sections = write_report(run_dirs, output, FLAGS.next)
-    for section in sections:
+    for section in write_report(run_dirs, output, FLAGS.next):
         print(f"\n{section.title}\n{format_table(section.table)}")
-    names = ", ".join(str(section.picture) for section in sections)
-    print("\n" + printable(f"page {output / 'index.html'}, pictures {names} next to it"))
+    print("\n" + printable(f"page {output / 'index.html'}, pictures next to it"))
     if FLAGS.next:
         print("\nnext:\n" + "\n".join(f"  {line}" for line in FLAGS.next))
 

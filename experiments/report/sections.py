@@ -1,0 +1,163 @@
+"""The page of several runs: a row per run, then a section for everything that was measured."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.eval.page import Section, write_page
+from ttcd_jax.eval.published import published
+from ttcd_jax.eval.report import Picture, coloured_by_run, plot_lines
+from ttcd_jax.eval.results import read_all_results, task_sections
+from ttcd_jax.files import read_json
+from ttcd_jax.methods import method_named
+from ttcd_jax.run.directory import METRICS, RunDirectory, model_config
+from ttcd_jax.run.reporting import read_metrics
+from ttcd_jax.train.state import num_params
+
+# What a file of other fields, or of none, ends in.
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError)
+
+
+class Run(NamedTuple):
+    """A run of the page: its name there, and its metrics."""
+
+    label: str
+    path: Path
+    metrics: list[dict[str, Any]]
+
+
+def write_report(
+    run_dirs: Sequence[Path], output: Path, next_steps: Sequence[str]
+) -> list[Section]:
+    """Writes `index.html` and its pictures into `output`; returns the sections of the page. Raises
+    `UserError` for a folder of which nothing was measured, `DataError` for damaged results."""
+    sweeps = [path for path in run_dirs if (path / "records").is_dir()]
+    others = [path for path in run_dirs if path not in sweeps]
+    results = read_all_results(others)
+    runs = [Run(*x, read_metrics(x[1] / METRICS)) for x in zip(results, others, strict=True)]
+    for run in runs:
+        if not (results[run.label] or run.metrics or _comparison(run).exists()):
+            raise UserError(
+                f"nothing was measured in {run.path}: train it, or run experiments.evaluate first"
+            )
+    with coloured_by_run([run.label for run in runs]) as colours:
+        sections = [
+            *task_sections(results, output),
+            *_sweeps(sweeps, output),
+            *(section for run in runs for section in _equivalence(run)),
+            *_training(runs, output),
+        ]
+    write_page(
+        output / "index.html",
+        title="ttcd_jax report",
+        runs=[_facts(run) for run in runs],
+        colours=colours,
+        sections=sections,
+        next_steps=next_steps,
+    )
+    return sections
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """The row of a run in the first table of the page."""
+    directory = RunDirectory(run.path)
+    config, model = directory.read_config(), model_config(directory)
+    return {
+        "run": run.label,
+        "method": method_named(model.method).label,
+        "parameters": num_params(model),
+        "steps": max((record["step"] for record in run.metrics), default=config.get("steps")),
+        "tokens per row": config.get("data", {}).get("seq_len"),
+        "device": ", ".join(sorted(set(_environment(run)))),
+        "directory": str(run.path),
+    }
+
+
+def _environment(run: Run) -> Iterable[str]:
+    path = run.path / "environment.json"
+    devices = read_json(path).get("devices", []) if path.exists() else []
+    return map(str, devices) if isinstance(devices, list) else []
+
+
+def _training(runs: Sequence[Run], output: Path) -> list[Section]:
+    """The curve of the loss and the speed of every run that was trained here."""
+    lines, table = {}, []
+    for run in runs:
+        losses = {x["step"]: _number(x, "loss") for x in run.metrics}
+        losses = {step: loss for step, loss in losses.items() if loss is not None}
+        speeds = [x for record in run.metrics if (x := _number(record, "tokens_per_second"))]
+        if not losses:
+            continue
+        lines[run.label] = [*losses], [*losses.values()]
+        table.append(
+            {
+                "run": run.label,
+                "step": max(losses),
+                "training loss (nats per token)": losses[max(losses)],
+                "tokens/s (median)": statistics.median(speeds) if speeds else None,
+            }
+        )
+    if not table:
+        return []
+    path = output / "training.png"
+    title = "Training loss"
+    labels = {"x_label": "step", "y_label": "nats per token"}
+    plot_lines(path, title=title, **labels, series=lines)
+    sentence = "The loss of the training batches by step; lower is better."
+    return [Section("Training and its speed", table, [Picture(Path(path.name), sentence)])]
+
+
+def _number(record: dict[str, Any], name: str) -> float | None:
+    value = record.get(name)
+    return value if isinstance(value, int | float) else None
+
+
+def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
+    if not sweeps:
+        return []
+    from experiments.mad.picture import draw_curves
+    from experiments.mad.records import gather
+    from experiments.mad.report import footnotes, score_table
+
+    records, path = gather(sweeps), output / "mad.png"
+    draw_curves(path, records)
+    sentence = (
+        "Test accuracy of six synthetic tasks by training step; hollow: published, at full budget. "
+    )
+    picture = Picture(Path(path.name), sentence + ". ".join(footnotes(records)) + ".")
+    return [Section("MAD: synthetic tasks", score_table(records), [picture])]
+
+
+def _comparison(run: Run) -> Path:
+    return run.path / "eval" / "equivalence" / "equivalence.json"
+
+
+def _equivalence(run: Run) -> list[Section]:
+    """How far two ways to compute a run are apart, as `experiments.equivalence` measured it."""
+    path = _comparison(run)
+    if not path.exists():
+        return []
+    found = read_json(path)
+    try:
+        ways = f"{found['candidate']} against {found['reference']}"
+        facts, table = found.get("distribution"), []
+        if facts is not None:
+            table = [{"measure": "flips of the likeliest token", "mean": facts["flip_share"]}]
+            table.append({"measure": "KL divergence (nats)"} | facts["kl"])
+            table.append({"measure": "total variation"} | facts["tv"])
+    except _DAMAGE as error:
+        raise DataError(f"{path} is damaged ({error}): compare again") from error
+    sentences = {
+        "kernel": "Share of the outputs of each block that agree, within units in the last place.",
+        "distribution": "Distance of the predictions, by position.",
+        "task": "Score of both ways on needles in a haystack.",
+    }
+    pictures = [
+        Picture(file.absolute(), f"{sentence} {ways}.")
+        for name, sentence in sentences.items()
+        if (file := path.with_name(f"{name}.png")).exists()
+    ]
+    title = f"Equivalence of two ways to compute {run.label}"
+    return [Section(title, table, pictures, published("equivalence"))]

@@ -1,0 +1,85 @@
+"""The page lists everything, escapes it, and needs no other file."""
+
+import base64
+import sys
+from pathlib import Path
+
+import pytest
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.eval.page import Published, Section, write_page
+from ttcd_jax.eval.report import Picture
+
+CONTENT = b"\x89PNG\r\n\x1a\npicture"
+
+
+def _page(path: Path, **changes) -> str:
+    write_page(path, **({"title": "Run"} | changes))
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def picture(tmp_path) -> Path:
+    path = tmp_path / "loss 1.png"
+    path.write_bytes(CONTENT)
+    return path
+
+
+def test_the_page_lists_everything(tmp_path, picture):
+    table = [{"window": 64, "ppl": 3.25}, {"window": 128, "note": "short"}]
+    published = Published("Table 1", [{"model": "SWA", "4K": 44.88}])
+    section = Section("Perplexity", table, [Picture(picture, "Lower, by `ppl`.")], [published])
+    page = _page(
+        tmp_path / "report.html",
+        title="Quickstart",
+        runs=[{"run": "SWA", "steps": 250}, {"run": "other", "steps": 3}],
+        colours={"SWA": "#0072B2"},
+        sections=[section],
+        next_steps=["`python -m experiments.evaluate --run_dir=runs/q`"],
+    )
+    for expected in (
+        "<title>Quickstart</title>",
+        '<span class="chip" style="background: #0072B2"></span>SWA</td>',
+        "<td>other</td>",
+        ">Perplexity</h2>",
+        '<td class="number">3.250</td>',
+        "<td>short</td>",
+        '<td class="number">-</td>',
+        f'src="data:image/png;base64,{base64.b64encode(CONTENT).decode()}"',
+        "<code>ppl</code>",
+        "<h3>Table 1</h3>",
+        "not measured here",
+        '<td class="number">44.88</td>',
+        "<code>python -m experiments.evaluate --run_dir=runs/q</code>",
+    ):
+        assert expected in page
+    assert page.count("<img") == 1
+    assert "<h2" not in _page(tmp_path / "empty.html")
+
+
+def test_the_page_refers_to_no_other_file(tmp_path, picture):
+    sections = [Section(f"S{i}", [], [Picture(picture, "Shown.")]) for i in range(3)]
+    page = _page(tmp_path / "report.html", sections=sections)
+    links = [part.split('"')[0] for part in page.split('href="')[1:]]
+    sources = [part.split('"')[0] for part in page.split('src="')[1:]]
+    assert links == ["#s1", "#s2", "#s3"]
+    assert all(source.startswith("data:") for source in sources)
+    assert len(sources) == 3
+    assert "url(" not in page
+    assert "@import" not in page
+
+
+def test_the_page_escapes_all_it_is_given(tmp_path, picture):
+    attack = "\"><script>alert('x')</script>`<script>`"
+    table = [{attack: attack}]
+    section = Section(attack, table, [Picture(picture, attack)], [Published(attack, table)])
+    arguments = {"title": attack, "runs": table, "next_steps": [attack]}
+    page = _page(tmp_path / "report.html", sections=[section], **arguments)
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert") >= 11
+
+
+def test_a_missing_jinja2_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UserError, match=r"jinja2; install ttcd_jax\[report\]"):
+        _page(tmp_path / "report.html")
