@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     sections = write_report(run_dirs, output, FLAGS.next)
     for section in sections:
         print(f"\n{section.title}\n{format_table(section.table)}")
-    names = ", ".join(str(section.picture) for section in sections)
+    names = ", ".join(str(x.path) for section in sections for x in section.pictures)
     print("\n" + printable(f"page {output / 'index.html'}, pictures {names} next to it"))
     if FLAGS.next:
         print("\nnext:\n" + "\n".join(f"  {line}" for line in FLAGS.next))
