@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from checks import assert_close, randomize
 from flax import nnx
-from small_models import byte_model, config_of
+from small_models import SETTINGS, byte_model, config_of
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError, UserError
@@ -40,7 +40,7 @@ def _model(method, **changes):
 
 
 def _ahead():
-    memory = config_of("ipttcd").memory.replace(is_conv_causal=False)
+    memory = SETTINGS["ipttcd"].replace(is_conv_causal=False)
     return _model("ipttcd", memory=memory)
 
 
