@@ -125,9 +125,10 @@ def test_runs_of_one_label_are_named_by_their_folders(result, tmp_path):
     for folder, label in zip(folders, ("mine", "mine", "its"), strict=True):
         series = {f"{label}, long": [{"half": "first"}]}
         write_json(folder / "eval/x/results.json", result | {"label": label, "series": series})
-    names = [f"mine ({folders[0]})", f"mine ({folders[1]})", "its"]
+    names = ["mine (a)", "mine (b)", "its"]
     found = read_all_results(folders)
     assert [*found] == names
+    assert [*read_all_results([folders[0]] * 2)] == [f"mine ({folders[0]})"]
     assert [[*x["series"]] for (x,) in found.values()] == [[f"{name}, long"] for name in names]
 
 

@@ -117,7 +117,9 @@ def plot_lines(
         ticks = sorted({value for x, _ in series.values() for value in x})
         if all(tick >= 1 and math.log2(tick).is_integer() for tick in ticks):
             axes.set_xticks(ticks, [units.count(int(tick)) for tick in ticks])
-            axes.minorticks_off()
+        else:
+            axes.xaxis.set_major_formatter(lambda tick, _: f"{tick:,g}")
+        axes.minorticks_off()
 
     _save_picture(path, draw, title, x_label, y_label)
 

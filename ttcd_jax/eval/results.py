@@ -69,8 +69,10 @@ def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[dict[str, Any]]
     with _damage_named(run_dirs):
         labels = [_label(x, run_dir) for x, run_dir in zip(found, run_dirs, strict=True)]
         named = {}
+        folders = [run_dir.name for run_dir in run_dirs]
         for label, results, run_dir in zip(labels, found, run_dirs, strict=True):
-            name = label if labels.count(label) == 1 else f"{label} ({run_dir})"
+            folder = run_dir.name if folders.count(run_dir.name) == 1 else run_dir
+            name = label if labels.count(label) == 1 else f"{label} ({folder})"
             for result in results:
                 result["series"] = {
                     name + key[len(label) :] if key.startswith(label) else f"{name}, {key}": records
