@@ -9,9 +9,16 @@ from checks import randomize
 from flax import nnx
 from small_models import config_of
 
-from ttcd_jax.data.tokenizer import ByteTokenizer
+from ttcd_jax.data.corpus import CorpusConfig
+from ttcd_jax.data.sources import TextConfig
+from ttcd_jax.data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    TokenizerConfig,
+    train_tokenizer,
+)
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.eval.results import evaluate
+from ttcd_jax.eval.results import evaluate, merged
 from ttcd_jax.eval.scorer import Scores
 from ttcd_jax.eval.task import Subject
 from ttcd_jax.eval.tasks.final_block import FinalBlock
@@ -107,12 +114,17 @@ def test_a_manifest_repeats_an_evaluation(subject, folder, tmp_path):
     again = FinalBlock(manifest=str(path), **options)
     second = evaluate(again, subject, 7)
     assert first["series"] == second["series"]
-    assert task.comparable(first) == task.comparable(second)
     other = evaluate(FinalBlock(text=folder, **options | {"token_budget": 40}), subject, 7)
-    assert task.comparable(first) != task.comparable(other)
-    assert task.comparable(first) != task.comparable(
-        first | {"options": FinalBlock(**options | {"contexts": (4,)}).to_dict()}
-    )
+    second["series"] = {f"other{label}": x for label, x in second["series"].items()}
+    both = merged(FinalBlock, [first, second])["series"]
+    assert [*both] == [ON, OFF, f"other{ON}", f"other{OFF}"]
+    assert len(task.table(both)[0]) == 1 + 2 * (4 + 2)
+    pictures = task.pictures(tmp_path, both, None)
+    assert [(tmp_path / x.path).read_bytes()[:4] for x in pictures] == [b"\x89PNG"] * 2
+    contexts = {"options": FinalBlock(**options | {"contexts": (4,)}).to_dict()}
+    for theirs in (other, first | contexts):
+        with pytest.raises(UserError, match="other buckets, or on other text, than"):
+            merged(FinalBlock, [first, theirs])
     small = subject._replace(model=_model("full"))
     with pytest.raises(DataError, match="outside the vocabulary of 11 tokens"):
         again.rows(small)
@@ -163,6 +175,33 @@ def test_loss_by_position(subject, folder):
         fine = _nll(records, start=27)[1]
         assert fine == (5, pytest.approx(losses[1, 26:31].sum(), rel=1e-5))
     assert result["facts"]["document_stats"]["min_doc_tokens"] == 35
+
+
+def test_the_default_text_is_held_out_by_the_run(subject, tmp_path):
+    lines = [f"Line {i} of a text, and another.\n" * 9 for i in range(8)]
+    for split, texts in (("train", lines[4:]), ("validation", lines[:4])):
+        (tmp_path / split).mkdir()
+        for number, text in enumerate(texts):
+            (tmp_path / split / f"{number}.txt").write_text(text)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(train_tokenizer([x.encode() for x in lines], 300))
+    tokenizer = JsonTokenizer(str(path))
+    data = TextConfig(
+        corpus=CorpusConfig(kind="text", path=str(tmp_path)),
+        tokenizer=TokenizerConfig(kind="json", path=str(path)),
+        seq_len=32,
+    )
+    model = _model("ipttcd", vocab_size=300)
+    subject = Subject(model, tokenizer, data.to_dict(), tmp_path)
+    rows = Position(max_rows=3).rows(subject)
+    expected = [tokenizer.encode(text)[:32] for text in lines[:3]]
+    assert all(map(np.array_equal, rows.documents, expected))
+    assert tokenizer.bos_id not in np.concatenate(rows.documents)
+    block = FinalBlock(contexts=(4, 8), final_block=4, seq_len=12)
+    result = evaluate(block, subject, 1)
+    ends = [tokenizer.encode(text)[-12:] for text in lines[:4]]
+    assert all(map(np.array_equal, block.rows(subject).documents, ends))
+    assert [row["context"] for row in result["table"]] == [4, 8]
 
 
 def test_offsets_are_drawn_by_the_seed(subject, folder):

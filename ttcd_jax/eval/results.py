@@ -31,7 +31,7 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
         for name, content in task.files(rows).items():
             write_whole(folder / name, content)
     journal = Journal(folder / _UNFINISHED, [task.name, task.to_dict()])
-    subject = subject._replace(journal=journal)
+    series = task.series(subject._replace(journal=journal), rows)
     return {
         "task": task.name,
         "label": subject.name,
@@ -41,7 +41,8 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
         "rows": len(rows if isinstance(rows, list) else jax.tree.leaves(rows)[0]),
         "facts": task.facts(rows),
         "chance": task.chance(subject),
-        "series": task.series(subject, rows),
+        "table": task.table(series),
+        "series": series,
     }
 
 
