@@ -111,7 +111,7 @@ def test_a_manifest_repeats_an_evaluation(subject, folder, tmp_path):
     first = evaluate(task, subject, 7)
     path = tmp_path / "documents.npz"
     path.write_bytes(task.files(task.rows(subject))["documents.npz"])
-    again = FinalBlock(manifest=str(path), **options)
+    again = FinalBlock(manifest=str(path), **options | {"seq_len": 99})  # chooses no documents
     second = evaluate(again, subject, 7)
     assert first["series"] == second["series"]
     other = evaluate(FinalBlock(text=folder, **options | {"token_budget": 40}), subject, 7)

@@ -111,6 +111,7 @@ def test_the_manifest_of_the_authors_is_read(tmp_path):
     [
         (_npz(tokenizer=np.array("f" * 64)), "made by another tokenizer (ffffffffffff) than"),
         (_npz(lengths=np.array([2, 5])), "it has 6 tokens, and other lengths: [2 5]"),
+        (_npz(lengths=np.array([1, 5])), "its arrays are of another kind"),
         (_npz(lengths=np.array([-2, 8])), "its arrays are of another kind"),
         (_npz(lengths=np.array([2**62] * 4 + [6])), "it has 6 tokens, and other lengths"),
         (_npz(lengths=np.zeros(0, int)), "its arrays are of another kind"),

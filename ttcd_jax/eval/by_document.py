@@ -17,7 +17,6 @@ from ttcd_jax.eval.report import Picture, plot_lines
 from ttcd_jax.eval.selection import Selection, plain_documents, read_manifest
 from ttcd_jax.eval.task import MEMORY_OFF, MEMORY_ON, Records, Series, Subject, Task
 
-_SOURCES = ("text", "manifest", "batch_size")  # options that change neither tokens nor buckets
 _DIFFERENCE = "Fast weights on minus off, on the same tokens: below 0 they help."
 _BAND = "Bands: 95 % intervals by resampling the documents; lower is better."
 
@@ -71,6 +70,7 @@ class DocumentTask(Task):
     value = "nats per token"  # or perplexity
     is_lower_better = True
     sentence: ClassVar[str]  # that says what the picture shows
+    shaping: ClassVar[tuple[str, ...]] = ()  # options that define buckets
 
     text: str | None = None
     manifest: str | None = None
@@ -109,8 +109,7 @@ class DocumentTask(Task):
 
     @classmethod
     def comparable(cls, result: dict[str, Any]) -> Any:
-        options = {x: y for x, y in result["options"].items() if x not in _SOURCES}
-        return result["facts"]["documents"], options
+        return result["facts"]["documents"], [result["options"][name] for name in cls.shaping]
 
     @classmethod
     def shown(cls, means: Means) -> Means:

@@ -140,7 +140,7 @@ def read_manifest(path: Path, tokenizer: str) -> Selection:
             stats = json.loads(str(arrays["document_stats_json"]))
             made_by = str(arrays["tokenizer"]) if "tokenizer" in arrays else ""
         arrays_are_lists = all(x.ndim == 1 and x.dtype.kind in "iu" for x in (tokens, lengths))
-        if not (arrays_are_lists and lengths.size and lengths.min() > 0 and type(stats) is dict):
+        if not (arrays_are_lists and lengths.size and lengths.min() > 1 and type(stats) is dict):
             raise ValueError("its arrays are of another kind")
         if lengths.max() > tokens.size or lengths.sum(dtype=np.int64) != tokens.size:
             raise ValueError(f"it has {tokens.size} tokens, and other lengths: {lengths[:3]}...")

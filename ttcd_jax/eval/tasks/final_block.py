@@ -27,6 +27,7 @@ class FinalBlock(DocumentTask):
     x_label = "tokens of context before the block"
     value = "perplexity"
     sentence = "Every point is the perplexity of the same tokens, after more of the same document."
+    shaping = ("contexts", "final_block")
 
     contexts: tuple[Positive, ...] = (1024, 2048, 4096, 8192, 16384, 24576, 30720)
     final_block: Positive = 1024

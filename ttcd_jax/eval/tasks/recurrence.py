@@ -1,7 +1,6 @@
 """Loss on tokens that complete an n-gram seen before in the row, by the distance back to it."""
 
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
@@ -48,6 +47,7 @@ class Recurrence(FirstTokens):
     key = "slice"
     x_label = "distance back to the last occurrence (tokens, below)"
     sentence = "Loss on tokens that complete a bigram which the row had before."
+    shaping = ("window", "reach")
 
     window: Positive | None = None
     reach: Positive | None = None
@@ -58,39 +58,30 @@ class Recurrence(FirstTokens):
         longest = max(ids.size for ids in rows.documents)
         window = min(self.window or config.window or longest, longest)
         reach = self.reach or attention_reach(config)
-        beyond = longest if reach is None else min(reach + 1, longest)
+        beyond = longest if reach is None else max(window, min(reach + 1, longest))
         doubled = (_FIRST_EDGE * 2**i for i in range(longest.bit_length()))
         edges = np.unique([0, window, beyond, *(x for x in doubled if x < longest), longest])
-        losses = [score.losses.astype(np.float64) for score in scorer.losses(rows.documents)]
+        tokens, nll = np.zeros((2, len(_SIZES), len(edges), len(rows)))
+        found = zip(rows.documents, scorer.losses(rows.documents), strict=True)
+        for i, (ids, scores) in enumerate(found):
+            for n, size in enumerate(_SIZES):
+                bucket = np.searchsorted(edges, distances(ids, size)[1:], side="right")
+                tokens[n, :, i] = np.bincount(bucket, minlength=len(edges))
+                nll[n, :, i] = np.bincount(bucket, weights=scores.losses, minlength=len(edges))
         records: Records = []
-        for size in _SIZES:
-            sums = [
-                _histograms(distances(ids, size)[1:], nll, edges)
-                for ids, nll in zip(rows.documents, losses, strict=True)
-            ]
-            for index, (start, stop) in enumerate(itertools.pairwise([-1, *edges.tolist()])):
+        for n, bucket, i in np.argwhere(tokens).tolist():
+            start, stop = [-1, *edges.tolist()][bucket : bucket + 2]
+            region = "new" if start < 0 else f"within the window (0-{window - 1})"
+            if start >= window:
+                region = f"within reach ({window}-{beyond - 1})"
+            if start >= beyond:
                 region = f"beyond ({beyond}-)"
-                if start < beyond:
-                    region = f"within reach ({window}-{beyond - 1})"
-                if start < window:
-                    region = f"within the window (0-{window - 1})"
-                place = {"slice": f"n = {size}, {region if index else 'new'}", "n": size}
-                records += [
-                    place | {"start": start, "stop": stop, "document": i, "tokens": n, "nll": nll}
-                    for i, (counts, nlls) in enumerate(sums)
-                    if (n := int(counts[index])) and (nll := float(nlls[index])) is not None
-                ]
+            place = {"slice": f"n = {_SIZES[n]}, {region}", "n": _SIZES[n]}
+            place |= {"start": start, "stop": stop, "document": i}
+            at = n, bucket, i
+            records.append(place | {"tokens": int(tokens[at]), "nll": float(nll[at])})
         return records
 
     @classmethod
     def place(cls, record: dict[str, Any]) -> float | None:
         return record["stop"] if record["n"] == _SIZES[0] and record["start"] >= 0 else None
-
-
-def _histograms(
-    distance: np.ndarray, nll: np.ndarray, edges: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers of tokens, sums of losses): new ones, then by distance between `edges`."""
-    buckets = np.searchsorted(edges, distance, side="right")
-    count = np.bincount(buckets, minlength=len(edges))
-    return count, np.bincount(buckets, weights=nll, minlength=len(edges))
