@@ -1,16 +1,20 @@
 """Evaluates a run directory and writes JSON, CSV and a picture into it.
 
     python -m experiments.evaluate --run_dir=DIR --task=ppl [--text=PATH] [--seq_len=N] [--step=N]
+    python -m experiments.evaluate --run_dir=DIR --task=final_block|position|recurrence
+                                   [--text=PATH | --manifest=FILE]
     python -m experiments.evaluate --run_dir=DIR --task=recall|needle
                                    [--mesh=data=2,seq=2] [--distributed=slurm]
 
 ppl: perplexity and bits per byte by context length, on the held-out part of the run's corpus or on
-any text file or folder. recall: accuracy by the distance to the key, for runs on recall data. A
-method with a memory is measured with its fast weights on and off (eta = 0). needle: accuracy of
-values of the prompt that are queried after 16 to 512 decoded tokens, with the memory kept on while
-decoding and, as in the published code, off. Every task is a file in ttcd_jax/eval/tasks with its
-options: --batch_size=N for all, --max_rows=N for ppl and recall. All devices are used; of several
-processes the first prints and writes.
+any text file or folder. final_block: perplexity of the last tokens of documents by the length of
+the context before them, as published; position: loss by position; recurrence: loss on tokens that
+complete an n-gram seen before (docs/evaluation.md). recall: accuracy by the distance to the key,
+for runs on recall data. A method with a memory is measured with its fast weights on and off
+(eta = 0). needle: accuracy of values of the prompt that are queried after 16 to 512 decoded tokens,
+with the memory kept on while decoding and, as in the published code, off. Every task is a file in
+ttcd_jax/eval/tasks with its options: --batch_size=N for all, --max_rows=N for ppl and recall. All
+devices are used; of several processes the first prints and writes.
 """
 
 from absl import flags

@@ -161,6 +161,25 @@ def test_results(tmp_path, monkeypatch):
     fuzz(source, read, 60)
 
 
+def test_results_by_document(tmp_path):
+    place = {"slice": "n = 2, new", "n": 2, "start": 0, "stop": 16}
+    record = place | {"context": 8, "tokens": 5, "nll": 2.5}
+    records = [record | {"document": 0}, record | {"document": 1, "context": 16}]
+    path = tmp_path / "eval" / "task" / "results.json"
+    path.parent.mkdir(parents=True)
+
+    def read(value):
+        path.write_text(json.dumps(value))
+        task_sections(read_all_results([tmp_path]), tmp_path / "page")
+
+    for name in ("final_block", "recurrence", "position"):
+        shared = {"label": "on", "chance": None, "options": {"a": 1}, "facts": {"documents": "x"}}
+        variants = {"on, fast weights on": records, "on, off (eta = 0)": records}
+        if name == "position":
+            variants = {"on": [x | {"positions": "1-2"} for x in records]}
+        fuzz({"task": name, "series": variants} | shared, read, 12)
+
+
 def test_tokenizers(tmp_path):
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     options = {"show_progress": False, "special_tokens": ["<s>", "</s>"]}

@@ -10,6 +10,7 @@ A document becomes bos + tokens + eos. A row is a dict of arrays [T]:
     loss_mask    bool    whether the target counts in the loss
 """
 
+import re
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -39,6 +40,7 @@ def encode_documents(documents: list[Document], tokenizer: Tokenizer) -> TokenRe
         np.array(starts),
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
+        num_files=len({re.sub(r":\d+$", "", document.name) for document in documents}),
     )
 
 

@@ -44,7 +44,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class TokenRecords:
     """Tokenized documents: `shards` of ids [tokens], and int64 `starts` [documents + 1], the offset
     of each document in the concatenated shards, and the end. `where` names them in errors, `files`
-    are those of memory-mapped shards. `samples_are_rows`: every document is one whole row."""
+    are those of memory-mapped shards. `samples_are_rows`: every document is one whole row.
+    `num_files`: of the text, if it was read from files just now."""
 
     shards: Sequence[np.ndarray]
     starts: np.ndarray
@@ -54,6 +55,7 @@ class TokenRecords:
     where: str = "the corpus"
     files: VerifiedFiles | None = None
     samples_are_rows: bool = False
+    num_files: int | None = None
 
     def __len__(self) -> int:
         return len(self.starts) - 1

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -60,6 +61,7 @@ class ByteTokenizer:
     bos_id = 256
     eos_id = 257
     vocab_size = 258
+    digest = "byte"
 
     def encode(self, text: bytes | str) -> np.ndarray:
         """Ids [T] int32, without special tokens; a `str` is encoded as UTF-8."""
@@ -97,6 +99,8 @@ class JsonTokenizer:
         with _library_errors(f"{path} describes no tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(source))
         # A file may carry the truncation and padding of its last use; documents here are whole.
+        source |= {"truncation": None, "padding": None}
+        self.digest = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Text that spells a special token stays text, so only packing marks where documents end.

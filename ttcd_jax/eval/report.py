@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ttcd_jax import units
@@ -97,9 +98,11 @@ def plot_lines(
     x_label: str,
     y_label: str,
     series: Mapping[str, tuple[Sequence[float], Sequence[float | None]]],
+    bands: Mapping[str, Sequence[Sequence[float]]] = MappingProxyType({}),
 ) -> None:
-    """A PNG with a line of (x, y) per series over a logarithmic x axis; ticks at its values if they
-    are powers of two, as 4K for 4096; None leaves a gap."""
+    """A PNG with a line of (x, y) per series over a logarithmic x axis; ticks at powers of two, as
+    4K for 4096, and nowhere else if all values are; None leaves a gap. `bands`: (low, high) of
+    series."""
 
     def draw(axes: Any) -> None:
         for look, (name, (x, y)) in zip(looks([*series]), series.items(), strict=True):
@@ -113,13 +116,14 @@ def plot_lines(
                 markersize=5,
                 label=name,
             )
-        axes.set_xscale("log")
+            if name in bands:
+                axes.fill_between(x, *bands[name], color=look.colour, alpha=0.15, linewidth=0)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: units.count(int(x)))
+        axes.minorticks_off()
         ticks = sorted({value for x, _ in series.values() for value in x})
         if all(tick >= 1 and math.log2(tick).is_integer() for tick in ticks):
-            axes.set_xticks(ticks, [units.count(int(tick)) for tick in ticks])
-        else:
-            axes.xaxis.set_major_formatter(lambda tick, _: f"{tick:,g}")
-        axes.minorticks_off()
+            axes.set_xticks(ticks)
 
     _save_picture(path, draw, title, x_label, y_label)
 

@@ -26,11 +26,12 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
     """The records of every variant of a model, with their task, run and step. Answers are kept in
     the folder of results until `write_results`, so that the same evaluation goes on after an
     interruption."""
-    rows = task.rows(subject)
-    journal = Journal(
-        _folder(subject.run_dir, task.name) / _UNFINISHED, [task.name, task.to_dict()]
-    )
-    subject = subject._replace(journal=journal)
+    rows, folder = task.rows(subject), _folder(subject.run_dir, task.name)
+    if jax.process_index() == 0:
+        for name, content in task.files(rows).items():
+            write_whole(folder / name, content)
+    journal = Journal(folder / _UNFINISHED, [task.name, task.to_dict()])
+    series = task.series(subject._replace(journal=journal), rows)
     return {
         "task": task.name,
         "label": subject.name,
@@ -38,8 +39,10 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
         "run_dir": str(Path(subject.run_dir).absolute()),
         "step": step,
         "rows": len(rows if isinstance(rows, list) else jax.tree.leaves(rows)[0]),
+        "facts": task.facts(rows),
         "chance": task.chance(subject),
-        "series": task.series(subject, rows),
+        "table": task.table(series),
+        "series": series,
     }
 
 

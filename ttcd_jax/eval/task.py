@@ -26,6 +26,7 @@ from ttcd_jax.train.state import with_params
 
 Records = list[dict[str, Any]]  # flat, for JSON and CSV
 Series = dict[str, Records]  # the records of every variant of a model, by its label
+MEMORY_ON, MEMORY_OFF = "fast weights on", "off (eta = 0)"  # the variants
 
 
 class Subject(NamedTuple):
@@ -51,7 +52,7 @@ class Subject(NamedTuple):
             return {self.name: self.model}
         params = nnx.to_pure_dict(nnx.state(self.model, nnx.Param))
         without = with_params(off, params)
-        return {f"{self.name}, fast weights on": self.model, f"{self.name}, off (eta = 0)": without}
+        return {f"{self.name}, {MEMORY_ON}": self.model, f"{self.name}, {MEMORY_OFF}": without}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,14 @@ class Task(Config, abc.ABC):
             name=name,
             journal=subject.journal,
         )
+
+    def facts(self, rows: Any) -> dict[str, Any]:
+        """Facts about the cases, for `results.json`."""
+        return {}
+
+    def files(self, rows: Any) -> dict[str, bytes]:
+        """Files of the cases by name, for the folder of results."""
+        return {}
 
     def chance(self, subject: Subject) -> float | None:
         """The value that guessing reaches, if it is known."""

@@ -1,0 +1,158 @@
+"""Evaluations of losses that are summed by document: their choice, intervals and differences."""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ttcd_jax.data.sources import text_records
+from ttcd_jax.data.tokenizer import check_tokens
+from ttcd_jax.errors import UserError
+from ttcd_jax.eval.bootstrap import Means, bootstrap
+from ttcd_jax.eval.report import Picture, plot_lines
+from ttcd_jax.eval.selection import Selection, plain_documents, read_manifest
+from ttcd_jax.eval.task import MEMORY_OFF, MEMORY_ON, Records, Series, Subject, Task
+
+_DIFFERENCE = "Fast weights on minus off, on the same tokens: below 0 they help."
+_BAND = "Bands: 95 % intervals by resampling the documents; lower is better."
+
+type Curves = dict[str, tuple[list[Any], Means]]  # by label: the buckets, and their means
+
+
+def means_of(series: Series, bucket: Callable[[dict[str, Any]], Any]) -> tuple[Curves, Curves]:
+    """Nats per token of the records of every series by `bucket` (None: left out), and by run those
+    of its variant with the memory on minus off, in pairs."""
+    sums = {label: _sums(records, bucket) for label, records in series.items()}
+    pairs = {}
+    for label, (names, nll, tokens) in sums.items():
+        run = label.removesuffix(f", {MEMORY_ON}")
+        if run != label and (off := sums.get(f"{run}, {MEMORY_OFF}")):
+            if names != off[0] or not np.array_equal(tokens, off[2]):
+                raise ValueError(f"the variants of {run} are of other tokens")
+            pairs[run] = names, nll - off[1], tokens
+    means, differences = (
+        {label: (names, bootstrap(nll, tokens)) for label, (names, nll, tokens) in found.items()}
+        for found in (sums, pairs)
+    )
+    return means, differences
+
+
+def _sums(
+    records: Records, bucket: Callable[[dict[str, Any]], Any]
+) -> tuple[list[Any], np.ndarray, np.ndarray]:
+    """(buckets, sums of losses [documents, buckets], numbers of tokens)."""
+    placed = [(name, record) for record in records if (name := bucket(record)) is not None]
+    names = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in placed))}
+    documents = sorted({record["document"] for _, record in placed if record["tokens"]})
+    numbers = {name: i for i, name in enumerate(documents or [None])}
+    nll, tokens = np.zeros((2, len(numbers), len(names)))
+    for name, record in placed:
+        if record["tokens"]:
+            place = numbers[record["document"]], names[name]
+            nll[place] += record["nll"]
+            tokens[place] += record["tokens"]
+    return [*names], nll, tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DocumentTask(Task):
+    """Losses on documents without special tokens: those of `text`, a file or folder; None: the
+    run's held-out text. `manifest`: exactly those of another evaluation, its documents.npz, to
+    which the options that choose documents do not apply.
+
+    A record has a `document`, the number of its `tokens`, and `nll`, the sum of their losses.
+    """
+
+    value = "nats per token"  # or perplexity
+    is_lower_better = True
+    sentence: ClassVar[str]  # that says what the picture shows
+    shaping: ClassVar[tuple[str, ...]] = ()  # options that define buckets
+
+    text: str | None = None
+    manifest: str | None = None
+
+    def validate(self) -> None:
+        if self.text is not None and self.manifest is not None:
+            raise UserError(
+                f"text {self.text} and manifest {self.manifest} both name documents: give one"
+            )
+
+    @abc.abstractmethod
+    def choose(self, documents: Iterator[np.ndarray], subject: Subject) -> Selection:
+        """`select` from documents [T]."""
+
+    def rows(self, subject: Subject) -> Selection:
+        tokenizer = subject.tokenizer
+        digest = "" if tokenizer is None else tokenizer.digest
+        if self.manifest is not None:
+            chosen = read_manifest(Path(self.manifest), digest)
+        else:
+            records = text_records(subject.run_dir, subject.data, tokenizer, self.text)
+            assert tokenizer is not None, "text_records refuses a run without one"
+            chosen = self.choose(plain_documents(records, tokenizer), subject)
+            num_files = sum(part.num_files or len(part.shards) for part in records)
+            stats = {"mode": "single_document", "num_files": num_files} | chosen.stats
+            chosen = dataclasses.replace(chosen, stats=stats, tokenizer=digest)
+        for ids in chosen.documents:
+            check_tokens(ids, subject.model.config.vocab_size)
+        return chosen
+
+    def facts(self, rows: Selection) -> dict[str, Any]:
+        return {"documents": rows.digest, "document_stats": rows.stats}
+
+    def files(self, rows: Selection) -> dict[str, bytes]:
+        return {"documents.npz": rows.manifest()}
+
+    @classmethod
+    def comparable(cls, result: dict[str, Any]) -> Any:
+        return result["facts"]["documents"], [result["options"][name] for name in cls.shaping]
+
+    @classmethod
+    def shown(cls, means: Means) -> Means:
+        """The value of means in tables and pictures."""
+        return Means(*np.exp(np.minimum(means, 700))) if cls.value == "perplexity" else means
+
+    @classmethod
+    def table(cls, series: Series) -> Records:
+        """A row per bucket: every series and every difference, each with half of its interval."""
+        means, pairs = means_of(series, lambda record: record[cls.key])
+        columns = [(label, names, cls.shown(x)) for label, (names, x) in means.items()]
+        columns += [(f"{run}, on - off (nats)", *pair) for run, pair in pairs.items()]
+        rows: dict[Any, dict[str, Any]] = {}
+        for label, names, (mean, low, high) in columns:
+            for i, name in enumerate(names):
+                numbers = {label: float(mean[i]), f"{label} ±": float(high[i] - low[i]) / 2}
+                row = rows.setdefault(name, {cls.key: name})
+                row |= {x: None if math.isnan(y) else y for x, y in numbers.items()}
+        return [*rows.values()]
+
+    @classmethod
+    def place(cls, record: dict[str, Any]) -> float | None:
+        """x of a record in pictures; None: it is left out."""
+        return record[cls.key]
+
+    @classmethod
+    def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
+        means, pairs = means_of(series, cls.place)
+        path = Path(f"{cls.name}.png")
+        shown = {label: (places, cls.shown(x)) for label, (places, x) in means.items()}
+        _draw(folder / path, cls.title, cls.x_label, cls.value, shown)
+        pictures = [Picture(path, f"{cls.sentence} {_BAND}")]
+        if pairs:
+            path = Path(f"{cls.name}_difference.png")
+            _draw(folder / path, f"{cls.title}: on - off", cls.x_label, "nats per token", pairs)
+            pictures.append(Picture(path, f"{_DIFFERENCE} {_BAND}"))
+        return pictures
+
+
+def _draw(path: Path, title: str, x_label: str, y_label: str, curves: Curves) -> None:
+    """A picture of means by `DocumentTask.place`, with their intervals."""
+    lines = {label: (x, means.mean.tolist()) for label, (x, means) in curves.items()}
+    bands = {
+        label: [means.low.tolist(), means.high.tolist()] for label, (_, means) in curves.items()
+    }
+    plot_lines(path, title=title, x_label=x_label, y_label=y_label, series=lines, bands=bands)
