@@ -55,7 +55,7 @@ def _prompt(cell: Cell, needles: Needles, essay: Essay | None, size: int) -> Pro
         lines += [_line(needles, keys[-1], value) for value in values[-1]]
     cell.shuffle(lines)
     if essay is None:
-        context = _among_lines(cell, needles, lines, size)
+        context = _among_lines(cell, needles, *lines, size)
     else:
         context = _among_sentences(cell, essay.sentences(size), lines)
     chosen = cell.random.sample(range(needles.num_keys), needles.num_queries)
@@ -81,15 +81,14 @@ def _drawn(cell: Cell, kind: _Kind) -> str:
     return str(uuid.UUID(int=cell.random.getrandbits(128), version=4))
 
 
-def _among_lines(cell: Cell, needles: Needles, lines: list[str], size: int) -> str:
+def _among_lines(cell: Cell, needles: Needles, line: str, size: int) -> str:
     if needles.haystack == "noise":
         hay = [NOISE] * size
     else:
         kinds = needles.keys, needles.values
         hay = [_line(needles, *(_drawn(cell, kind) for kind in kinds)) for _ in range(size)]
-    places = sorted(cell.random.sample(range(size), len(lines)), reverse=True)
-    for place, line in zip(places, lines, strict=True):
-        hay.insert(place, line)
+    (place,) = cell.random.sample(range(size), 1)
+    hay.insert(place, line)
     return "\n".join(hay)
 
 
