@@ -55,7 +55,7 @@ def _prompt(cell: Cell, needles: Needles, essay: Essay | None, size: int) -> Pro
         lines += [_line(needles, keys[-1], value) for value in values[-1]]
     cell.shuffle(lines)
     if essay is None:
-        context = _among_lines(cell, needles, *lines, size)
+        context = _among_lines(cell, needles, lines[0], size)
     else:
         context = _among_sentences(cell, essay.sentences(size), lines)
     chosen = cell.random.sample(range(needles.num_keys), needles.num_queries)
