@@ -174,22 +174,23 @@ def plot_heat_map(
 ) -> None:
     """A PNG with a panel of percents per series, [len(y), len(x)] with the first row on top; None
     is left white."""
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
 
     def draw(figure: Any) -> None:
         figure.suptitle(title, weight="bold", x=0.01, ha="left")
-        row = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-        for axes, (name, values) in zip(row, panels.items(), strict=True):
+        for number, (name, values) in enumerate(panels.items(), start=1):
+            axes = figure.add_subplot(rows, columns, number)
             cells = [[math.nan if cell is None else cell for cell in line] for line in values]
             image = axes.imshow(cells, cmap="viridis", vmin=0, vmax=100, aspect="auto")
             axes.set_xticks(range(len(x)), x)
             axes.set_yticks(range(len(y)), y)
             axes.grid(visible=False)
-            axes.set_xlabel(x_label)
+            axes.set(xlabel=x_label, ylabel=y_label)
             axes.set_title(name, fontsize=11, weight="normal")
-        row[0].set_ylabel(y_label)
-        figure.colorbar(image, ax=[*row], label="score (%)")
+        figure.colorbar(image, ax=figure.axes, label="score (%)")
 
-    save_figure(path, draw, size=(4 + 4 * len(panels), 4.5), dpi=200)
+    save_figure(path, draw, size=(2 + 4.5 * columns, 4.5 * rows), dpi=200)
 
 
 def _save_picture(

@@ -25,22 +25,6 @@ _TEMPLATE = (
 _STEP = 10  # documents
 
 
-class Essay:
-    """Prose as words between single blanks."""
-
-    def __init__(self, text: str) -> None:
-        self._words = re.sub(r"\s+", " ", text).split(" ")
-        # The samples of a cell share a size, except a few.
-        self.sentences = functools.lru_cache(maxsize=4)(self._sentences)
-
-    def _sentences(self, num_words: int) -> Sequence[str]:
-        """The sentences of the first words; the text begins again after its end."""
-        from nltk.tokenize.punkt import PunktSentenceTokenizer
-
-        words = self._words * -(-num_words // len(self._words))
-        return PunktSentenceTokenizer().tokenize(" ".join(words[:num_words]).strip())
-
-
 class Question(NamedTuple):
     """A question and the numbers of its documents: its own, and others of the same article."""
 
@@ -61,12 +45,21 @@ class Sources:
         self, essay: Callable[[], str], squad: str | None = None, hotpot: str | None = None
     ) -> None:
         self._essay, self._squad, self._hotpot = essay, squad, hotpot
+        # The samples of a cell share a size, except a few.
+        self.sentences = functools.lru_cache(maxsize=4)(self._sentences)
+
+    def _sentences(self, num_words: int) -> Sequence[str]:
+        """The sentences of the first words of the essay, which begins again after its end."""
+        from nltk.tokenize.punkt import PunktSentenceTokenizer
+
+        words = self._words * -(-num_words // len(self._words))
+        return PunktSentenceTokenizer().tokenize(" ".join(words[:num_words]).strip())
 
     @functools.cached_property
-    def essay(self) -> Essay:
+    def _words(self) -> list[str]:
         if not (text := self._essay()).strip():
             raise UserError("there is no prose to hide needles in: pass --essay=FILE")
-        return Essay(text)
+        return re.sub(r"\s+", " ", text).split(" ")
 
     @functools.cached_property
     def squad(self) -> Questions:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ttcd_jax.eval.ruler.documents import Essay, Sources
+from ttcd_jax.eval.ruler.documents import Sources
 from ttcd_jax.eval.ruler.search import Cell, Drawn, Prompt
 from ttcd_jax.eval.ruler.words import words_of
 
@@ -38,15 +38,14 @@ class Needles(NamedTuple):
 
 
 def find_needles(needles: Needles, cell: Cell, sources: Sources, num_samples: int) -> Drawn:
-    essay = sources.essay if needles.haystack == "essay" else None
-    make = functools.partial(_prompt, cell, needles, essay)
-    step = 500 if essay else 5 if cell.is_short else 25
+    make = functools.partial(_prompt, cell, needles, sources)
+    step = 500 if needles.haystack == "essay" else 5 if cell.is_short else 25
     size = cell.largest(make, step)
     for _ in range(num_samples):
         yield cell.fitted(make, size, step)
 
 
-def _prompt(cell: Cell, needles: Needles, essay: Essay | None, size: int) -> Prompt:
+def _prompt(cell: Cell, needles: Needles, sources: Sources, size: int) -> Prompt:
     """`size`: lines of the haystack, or words of an essay."""
     keys, values, lines = [], [], []
     for _ in range(needles.num_keys):
@@ -54,10 +53,10 @@ def _prompt(cell: Cell, needles: Needles, essay: Essay | None, size: int) -> Pro
         values.append([_drawn(cell, needles.values) for _ in range(needles.num_values)])
         lines += [_line(needles, keys[-1], value) for value in values[-1]]
     cell.shuffle(lines)
-    if essay is None:
-        context = _among_lines(cell, needles, lines[0], size)
+    if needles.haystack == "essay":
+        context = _among_sentences(cell, sources.sentences(size), lines)
     else:
-        context = _among_sentences(cell, essay.sentences(size), lines)
+        context = _among_lines(cell, needles, lines[0], size)
     chosen = cell.random.sample(range(needles.num_keys), needles.num_queries)
     *first, last = [keys[i] for i in chosen]
     template, kind = _TEMPLATE, str(needles.values)
@@ -96,9 +95,7 @@ def _among_sentences(cell: Cell, sentences: Sequence[str], lines: list[str]) -> 
     depths = cell.random.sample(_DEPTHS, len(lines))
     places = sorted(int(len(sentences) * (depth / 100)) for depth in depths)
     parts = [" ".join(sentences[: places[0]])]
-    for line, (start, stop) in zip(
-        lines, itertools.pairwise([*places, len(sentences)]), strict=True
-    ):
+    for line, start, stop in zip(lines, places, [*places[1:], len(sentences)], strict=True):
         parts += [line, " ".join(sentences[start:stop])]
     return " ".join(parts)
 

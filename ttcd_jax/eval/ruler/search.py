@@ -4,6 +4,7 @@ Every text that is tried draws random numbers, so the search is a part of what a
 """
 
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Self
@@ -41,6 +42,14 @@ class Cell:
     def shuffle(self, items: list[str]) -> None:
         """Shuffles in place by a generator of its own: equal sizes get equal permutations."""
         random.Random(self._seed).shuffle(items)
+
+    def names(self, letters: str, size: int, count: int) -> list[str]:
+        """Different random names of `size` letters, `count` of them."""
+        draw = functools.partial(self.random.choices, letters, k=size)
+        names = ["".join(draw()) for _ in range(count)]
+        while len(set(names)) < count:
+            names.append("".join(draw()))
+        return list(dict.fromkeys(names))
 
     def largest(
         self,

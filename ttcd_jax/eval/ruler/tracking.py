@@ -39,17 +39,14 @@ def _after_example(cell: Cell, example: str, size: int) -> Prompt:
     """A prompt after the example, whose names and value are drawn anew."""
     prompt = _prompt(cell, size)
     for name in example.split()[-_NUM_VARIABLES:]:
-        example = example.replace(name, _name(cell, len(name)))
+        example = example.replace(name, *cell.names(string.ascii_uppercase, len(name), 1))
     example = example.replace(_EXAMPLE_VALUE, _value(cell))
     return Prompt(f"{example}\n{prompt.text}", prompt.answers)
 
 
 def _prompt(cell: Cell, size: int, *, is_example: bool = False) -> Prompt:
     """`size`: lines of noise, at least one for each assignment."""
-    names = [_name(cell, 3 if is_example else 5) for _ in range(_NUM_VARIABLES)]
-    while len(set(names)) < _NUM_VARIABLES:
-        names.append(_name(cell, 3 if is_example else 5))
-    names = list(dict.fromkeys(names))
+    names = cell.names(string.ascii_uppercase, 3 if is_example else 5, _NUM_VARIABLES)
     value = _EXAMPLE_VALUE if is_example else _value(cell)
     chain = [f"VAR {names[0]} = {value}"]
     chain += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names)]
@@ -59,10 +56,6 @@ def _prompt(cell: Cell, size: int, *, is_example: bool = False) -> Prompt:
         lines.insert(place + shift, statement)
     context = "\n".join(lines).replace(". \n", ".\n")
     return Prompt(_TEMPLATE.format(context=context, value=value, count=_NUM_VARIABLES), names)
-
-
-def _name(cell: Cell, length: int) -> str:
-    return "".join(cell.random.choices(string.ascii_uppercase, k=length))
 
 
 def _value(cell: Cell) -> str:

@@ -84,11 +84,7 @@ def find_coded_words(cell: Cell, sources: Sources, num_samples: int) -> Drawn:
 
 def _vocabulary(cell: Cell, room: int) -> list[str]:
     """Random words of six letters by rank; the most frequent is the noise."""
-    size = max(room // 50, 4)
-    words = ["".join(cell.random.choices(string.ascii_lowercase, k=6)) for _ in range(size)]
-    while len(set(words)) < size:
-        words.append("".join(cell.random.choices(string.ascii_lowercase, k=6)))
-    words = sorted(set(words))
+    words = sorted(cell.names(string.ascii_lowercase, 6, max(room // 50, 4)))
     cell.shuffle(words)
     return ["...", *words[1:]]
 

@@ -188,9 +188,9 @@ class Ruler(Task):
             ]
         plot_lines(
             folder / "ruler.png",
-            title=cls.title,
+            title="RULER: mean score by length",
             x_label=cls.x_label,
-            y_label="mean score of the tasks (%)",
+            y_label="score (%)",
             series=lines,
         )
         pictures = [Picture(Path("ruler.png"), "The mean score of all tasks, by length.")]
