@@ -18,7 +18,7 @@ from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.sources import TextConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.eval.results import evaluate, write_report, write_results
+from ttcd_jax.eval.results import evaluate, read_all_results, task_sections, write_results
 from ttcd_jax.eval.ruler import NIAH, TASKS
 from ttcd_jax.eval.task import Subject
 from ttcd_jax.eval.tasks.ruler import Ruler
@@ -164,7 +164,7 @@ def test_a_model_is_evaluated_on_prose_of_its_own(tmp_path):
         assert {type(record["prediction"]) for record in records} == {str}
     folder = write_results(result)
     assert (folder / "depth.png").read_bytes().startswith(b"\x89PNG")
-    (section,) = write_report([Path(result["run_dir"])], tmp_path / "page", [])
+    (section,) = task_sections(read_all_results([Path(result["run_dir"])]), tmp_path / "page")
     assert section.title == Ruler.title
     assert [row["task"] for row in section.table][:2] == ["niah_single_2", "fwe"]
 

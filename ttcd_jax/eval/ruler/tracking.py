@@ -39,7 +39,8 @@ def _after_example(cell: Cell, example: str, size: int) -> Prompt:
     """A prompt after the example, whose names and value are drawn anew."""
     prompt = _prompt(cell, size)
     for name in example.split()[-_NUM_VARIABLES:]:
-        example = example.replace(name, *cell.names(string.ascii_uppercase, len(name), 1))
+        (other,) = cell.names(string.ascii_uppercase, len(name), 1)
+        example = example.replace(name, other)
     example = example.replace(_EXAMPLE_VALUE, _value(cell))
     return Prompt(f"{example}\n{prompt.text}", prompt.answers)
 
