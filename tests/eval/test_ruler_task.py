@@ -211,6 +211,11 @@ def test_mistakes_are_refused(tmp_path):
         Ruler(tasks="vt,niah_singel_1")
     with pytest.raises(UserError, match="must be one or more, none twice"):
         Ruler(lengths=(4096, 4096))
+    for options in ({"seed": 2**32}, {"lengths": (0,)}, {"lengths": (2**30,)}):
+        with pytest.raises(UserError, match="must (each )?be in"):
+            Ruler(**options)
+    with pytest.raises(DataError, match="pass another --essay"):
+        Ruler(tasks="niah_single_2", essay=str(tmp_path / "none")).rows(_subject(tmp_path))
     with pytest.raises(UserError, match="has no tokenizer and RULER is text"):
         Ruler().rows(_subject(tmp_path, tokenizer=None))
     (tmp_path / "bad.json").write_text("{}")

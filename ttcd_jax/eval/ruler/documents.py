@@ -78,6 +78,8 @@ class Sources:
 def read_essay(path: str) -> str:
     """The prose of a text file, a folder of .txt files, or the field `text` of JSON lines or of a
     JSON object."""
+    if not Path(path).exists():
+        raise DataError(f"there is no {path}: pass another --essay")
     if Path(path).suffix != ".json":
         config = CorpusConfig(kind="text", path=path, validation_percent=0)
         texts = (document.text for document in load_documents(config, "train"))

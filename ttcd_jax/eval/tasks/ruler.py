@@ -9,7 +9,7 @@ import numpy as np
 from absl import logging
 
 from ttcd_jax import units
-from ttcd_jax.config import DISTINCT, NonNegative, Positive, closest
+from ttcd_jax.config import DISTINCT, Bound, Positive, closest
 from ttcd_jax.data.sources import text_data, text_records
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError, UserError
@@ -24,6 +24,7 @@ from ttcd_jax.inference.sampling import SamplingConfig
 
 _GROUPS = {"all": tuple(TASKS), "niah": NIAH}
 _DEPTHS = range(0, 100, 10)
+_Length = Annotated[int, Bound("in 1 .. 2^24", lambda length: 0 < length <= 2**24)]
 
 
 class Case(NamedTuple):
@@ -52,11 +53,12 @@ class Ruler(Task):
     key = "task"
     x_label = "length (tokens)"
     value = "score"
+    rank = 20
 
     tasks: str = "all"
-    lengths: Annotated[tuple[Positive, ...], DISTINCT] = (4096,)
+    lengths: Annotated[tuple[_Length, ...], DISTINCT] = (4096,)
     samples: Positive = 100
-    seed: NonNegative = 42
+    seed: Annotated[int, Bound("in 0 .. 2^32 - 1", lambda seed: 0 <= seed < 2**32)] = 42
     essay: str | None = None
     squad: str | None = None
     hotpot: str | None = None
