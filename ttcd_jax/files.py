@@ -187,35 +187,22 @@ def difference(path: Path, num_bytes: int | None = None, digest: str | None = No
         return f"unreadable ({error.strerror})"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of at most `MAX_JSON_BYTES`; otherwise a `DataError`."""
-    return parse_json(_json_bytes(path), path)
-
-
-def read_json_list(path: Path) -> list[Any]:
-    """`read_json` of a file that holds a list."""
-    return _parsed(_json_bytes(path), path, list)
-
-
-def parse_json(data: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in `data`, the UTF-8 content of `path`, with unique names and finite numbers;
-    otherwise a `DataError`."""
-    return _parsed(data, path, dict)
-
-
-def _json_bytes(path: Path) -> bytes:
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The JSON object (or list) in a file of at most `MAX_JSON_BYTES`; otherwise a `DataError`."""
     try:
         size = path.stat().st_size
         if not path.is_file():
             raise DataError(f"{path} is no regular file")
         if size > MAX_JSON_BYTES:
             raise DataError(f"{path} has {size} bytes, JSON may have {MAX_JSON_BYTES}")
-        return path.read_bytes()
+        return parse_json(path.read_bytes(), path, kind)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _parsed[T: (dict[str, Any], list[Any])](data: bytes, path: Path, kind: type[T]) -> T:
+def parse_json(data: bytes, path: Path, kind: type = dict) -> Any:
+    """The JSON object (or list) in `data`, the UTF-8 content of `path`, with unique names and
+    finite numbers; otherwise a `DataError`."""
     try:
         value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
     except RecursionError as error:

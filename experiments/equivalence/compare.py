@@ -1,10 +1,11 @@
 """Distances between two ways to compute a run: of their layers and of their predictions.
 
-layers        every block on the reference's input: the shares of its outputs that are equal,
-              or within one or two units in the last place
-distribution  p (reference) and q (candidate) of the next token, at every position of held-out
-              text: KL(p || q), total variation |p - q| / 2, whether the likeliest token differs
-answers       greedy, to the samples of a task of RULER: both scores, the share that is equal
+    layers        every block on the reference's input: the shares of its outputs that are equal,
+                  or within one or two units in the last place
+    distribution  p (reference) and q (candidate) of the next token, at every position of held-out
+                  text: KL(p || q), total variation |p - q| / 2, whether the likeliest token differs
+
+Of their answers to samples of RULER: both scores, and the share that is equal.
 """
 
 import functools

@@ -209,6 +209,7 @@ def test_published_files_are_read(tmp_path, published):
         record["input"] for record in published["vt"][:2]
     ]
     assert len(read_samples(path, 9)) == 3
+    assert read_samples(path, 1)[0].outputs == tuple(published["vt"][0]["outputs"])
     del published["vt"][0]["answer_prefix"]  # as of older scripts
     path.write_text(json.dumps(published["vt"][0]))
     assert read_samples(path, 1)[0].answer_prefix == ""

@@ -5,14 +5,14 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.eval.ruler.search import Cell, Drawn, Prompt
-from ttcd_jax.files import read_json, read_json_list
+from ttcd_jax.files import read_json
 
 _INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output "
@@ -35,44 +35,6 @@ class Question(NamedTuple):
 
 
 Questions = tuple[list[Question], list[str]]  # in the order of the file; its documents, sorted
-
-
-class Sources:
-    """The texts that the user gave, read when a task needs them; `essay` returns the prose. Raises
-    `UserError` for one that was not given, `DataError` for a file in another layout."""
-
-    def __init__(
-        self, essay: Callable[[], str], squad: str | None = None, hotpot: str | None = None
-    ) -> None:
-        self._essay, self._squad, self._hotpot = essay, squad, hotpot
-        # The samples of a cell share a size, except a few.
-        self.sentences = functools.lru_cache(maxsize=4)(self._sentences)
-
-    def _sentences(self, num_words: int) -> Sequence[str]:
-        """The sentences of the first words of the essay, which begins again after its end."""
-        from nltk.tokenize.punkt import PunktSentenceTokenizer
-
-        words = self._words * -(-num_words // len(self._words))
-        return PunktSentenceTokenizer().tokenize(" ".join(words[:num_words]).strip())
-
-    @functools.cached_property
-    def _words(self) -> list[str]:
-        if not (text := self._essay()).strip():
-            raise UserError("there is no prose to hide needles in: pass --essay=FILE")
-        return re.sub(r"\s+", " ", text).split(" ")
-
-    @functools.cached_property
-    def squad(self) -> Questions:
-        if self._squad is None:
-            raise UserError("qa_1 asks the questions of SQuAD 2.0: pass --squad=dev-v2.0.json")
-        return _checked(self._squad, _squad, read_json(Path(self._squad)))
-
-    @functools.cached_property
-    def hotpot(self) -> Questions:
-        if self._hotpot is None:
-            file = "hotpot_dev_distractor_v1.json"
-            raise UserError(f"qa_2 asks the questions of HotpotQA: pass --hotpot={file}")
-        return _checked(self._hotpot, _hotpot, read_json_list(Path(self._hotpot)))
 
 
 def read_essay(path: str) -> str:
@@ -99,20 +61,6 @@ def prose_of(records: Sequence[TokenRecords], tokenizer: Tokenizer, num_tokens: 
         if not num_tokens:
             break
     return " ".join(texts)
-
-
-def _checked(path: str, parse: Callable[[Any], Questions], value: Any) -> Questions:
-    try:
-        questions, documents = parse(value)
-        texts = [x for one in questions for x in (one.text, *one.answers)]
-        if not (texts and all(one.answers for one in questions)):
-            raise ValueError("no questions, or one without an answer")
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("a question or an answer is no text")
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise DataError(f"{path} is not in the published layout ({problem})") from error
-    return questions, documents
 
 
 def _squad(value: Any) -> Questions:
@@ -144,11 +92,58 @@ def _hotpot(value: Any) -> Questions:
     return questions, documents
 
 
-def answer_questions(
-    source: Literal["squad", "hotpot"], cell: Cell, sources: Sources, num_samples: int
-) -> Drawn:
+_FILES: dict[str, tuple[str, type, Callable[[Any], Questions]]] = {
+    "squad": ("dev-v2.0.json", dict, _squad),
+    "hotpot": ("hotpot_dev_distractor_v1.json", list, _hotpot),
+}
+
+
+class Sources:
+    """The texts that the user gave, read when a task needs them; `essay` returns the prose. Raises
+    `UserError` for one that was not given, `DataError` for a file in another layout."""
+
+    def __init__(
+        self, essay: Callable[[], str], squad: str | None = None, hotpot: str | None = None
+    ) -> None:
+        self._essay, self._paths = essay, {"squad": squad, "hotpot": hotpot}
+        self.questions = functools.cache(self._questions)
+        # The samples of a cell share a size, except a few.
+        self.sentences = functools.lru_cache(maxsize=4)(self._sentences)
+
+    def _sentences(self, num_words: int) -> Sequence[str]:
+        """The sentences of the first words of the essay, which begins again after its end."""
+        from nltk.tokenize.punkt import PunktSentenceTokenizer
+
+        words = self._words * -(-num_words // len(self._words))
+        return PunktSentenceTokenizer().tokenize(" ".join(words[:num_words]).strip())
+
+    @functools.cached_property
+    def _words(self) -> list[str]:
+        if not (text := self._essay()).strip():
+            raise UserError("there is no prose to hide needles in: pass --essay=FILE")
+        return re.sub(r"\s+", " ", text).split(" ")
+
+    def _questions(self, source: str) -> Questions:
+        file, kind, parse = _FILES[source]
+        if (path := self._paths[source]) is None:
+            raise UserError(f"the questions are those of {file}: pass --{source}={file}")
+        value = read_json(Path(path), kind)
+        try:
+            questions, documents = parse(value)
+            texts = [x for one in questions for x in (one.text, *one.answers)]
+            if not (questions and all(one.answers for one in questions)):
+                raise ValueError("no questions, or one without an answer")
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError("a question or an answer is no text")
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise DataError(f"{path} is not in the layout of {file} ({problem})") from error
+        return questions, documents
+
+
+def answer_questions(source: str, cell: Cell, sources: Sources, num_samples: int) -> Drawn:
     """A question of the file for each sample, in its order."""
-    questions, documents = getattr(sources, source)
+    questions, documents = sources.questions(source)
     if num_samples > len(questions):
         raise UserError(
             f"--{source} has {len(questions)} questions for {num_samples} samples: ask for fewer"

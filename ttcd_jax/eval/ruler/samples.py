@@ -11,19 +11,22 @@ from ttcd_jax.errors import DataError
 from ttcd_jax.files import parse_json
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
-_MAX_LINE = 2**26  # bytes
+_MAX_LINE = 2**26  # bytes; what is longer is cut, and no JSON
 
 
 class Sample(NamedTuple):
-    """A prompt, divided before the prefix of its answer, and the reference answers. `length`:
-    tokens of the prompt and of the longest answer. For needles, `index` and `token_position_answer`
-    are where the first reference is, in characters and in tokens."""
+    """A prompt, divided before the prefix of its answer, and the reference answers.
+
+    `length`: tokens of the prompt and of the longest answer. `index` and `token_position_answer`:
+    where the first reference is, in characters and in tokens, for needles; else the sample's
+    number. They are not read from files.
+    """
 
     input: str
     answer_prefix: str
     outputs: tuple[str, ...]
-    length: int
-    index: int
+    length: int = 0
+    index: int = 0
     token_position_answer: int | None = None
 
     @property
@@ -47,7 +50,7 @@ def read_samples(path: Path, most: int) -> list[Sample]:
     samples = []
     try:
         with path.open("rb") as file:
-            while len(samples) < most and (line := file.readline(_MAX_LINE + 1)):
+            while len(samples) < most and (line := file.readline(_MAX_LINE)):
                 samples.append(_sample(Path(f"{path}, line {len(samples) + 1}"), line))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
@@ -57,17 +60,13 @@ def read_samples(path: Path, most: int) -> list[Sample]:
 
 
 def _sample(place: Path, line: bytes) -> Sample:
-    if len(line) > _MAX_LINE:
-        raise DataError(f"{place} has more than {_MAX_LINE} bytes")
     record = parse_json(line, place)
-    prompt, prefix, outputs = record.get("input"), record.get("answer_prefix", ""), []
-    if isinstance(record.get("outputs"), list):
-        outputs = record["outputs"]
-    length, index = record.get("length", 0), record.get("index", 0)
-    is_text = all(isinstance(text, str) for text in (prompt, prefix, *outputs))
-    if not (prompt and outputs and is_text and type(length) is type(index) is int):
+    prompt, outputs = record.get("input"), record.get("outputs")
+    prefix = record.get("answer_prefix", "")  # older files have it in the input
+    is_whole = prompt and outputs and isinstance(outputs, list)
+    if not is_whole or not all(isinstance(text, str) for text in (prompt, prefix, *outputs)):
         raise DataError(f"{place} is no sample of RULER: it needs the texts 'input' and 'outputs'")
-    return Sample(prompt, prefix, tuple(outputs), length, index)
+    return Sample(prompt, prefix, tuple(outputs))
 
 
 def score(prediction: str, answers: Sequence[str], *, takes_any: bool = False) -> float:

@@ -140,17 +140,10 @@ class Ruler(Task):
         records = []
         for case, prediction in zip(rows, scorer.generate(requests), strict=True):
             answers, takes_any = case.sample.outputs, TASKS[case.task].takes_any
-            records.append(
-                {
-                    "task": case.task,
-                    "length": case.length,
-                    "sample": case.number,
-                    "depth": case.sample.depth if case.task.startswith("niah") else None,
-                    "score": score(prediction, answers, takes_any=takes_any),
-                    "prediction": prediction,
-                    "answers": ", ".join(answers),
-                }
-            )
+            facts = {"task": case.task, "length": case.length, "sample": case.number}
+            facts["depth"] = case.sample.depth if case.task.startswith("niah") else None
+            facts["score"] = score(prediction, answers, takes_any=takes_any)
+            records.append(facts | {"prediction": prediction, "answers": ", ".join(answers)})
         return records
 
     @classmethod
@@ -158,18 +151,16 @@ class Ruler(Task):
         """The mean score of every task, of all given, and of the paper's six, by variant and
         length; no mean where a task is missing."""
         columns = {
-            f"{label}, {units.count(length)}" if len(series) > 1 else units.count(length): [
-                record for record in records if record["length"] == length
-            ]
+            f"{label}, {units.count(length)}" if len(series) > 1 else units.count(length): part
             for label, records in series.items()
-            for length in _lengths(records)
+            for length, part in _by_length(records).items()
         }
         given = {record["task"] for records in columns.values() for record in records}
         rows = {task: [task] for task in TASKS if task in given}
-        for name, group in (("average of 13", tuple(TASKS)), ("average of 6 needles", NIAH)):
-            if parts := [task for task in group if task in given]:
-                less = "" if len(parts) == len(group) else f" ({len(parts)} given)"
-                rows[name + less] = parts
+        for name, group in (("average of 13", _GROUPS["all"]), ("average of 6 needles", NIAH)):
+            parts = [task for task in group if task in given]
+            less = "" if len(parts) == len(group) else f" ({len(parts)} given)"
+            rows |= {name + less: parts} if parts else {}
         return [
             {"task": row} | {name: _mean(records, tasks) for name, records in columns.items()}
             for row, tasks in rows.items()
@@ -177,24 +168,23 @@ class Ruler(Task):
 
     @classmethod
     def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
-        lengths = _lengths([record for records in series.values() for record in records])
-        given = {record["task"] for records in series.values() for record in records}
+        every = [record for records in series.values() for record in records]
+        lengths, given = [*_by_length(every)], {record["task"] for record in every}
         lines, panels = {}, {}
         for label, records in series.items():
-            at = {x: [record for record in records if record["length"] == x] for x in lengths}
-            lines[label] = lengths, [_mean(at[length], given) for length in lengths]
-            single = {x: [record for record in at[x] if record["task"] in SINGLE] for x in lengths}
+            at = _by_length(records)
+            lines[label] = lengths, [_mean(at.get(length, []), given) for length in lengths]
+            single = _by_length([record for record in records if record["task"] in SINGLE])
             panels[label] = [
-                [_mean([r for r in single[x] if low <= r["depth"] < low + 10]) for x in lengths]
+                [
+                    _mean([r for r in single.get(x, []) if low <= r["depth"] < low + 10])
+                    for x in lengths
+                ]
                 for low in _DEPTHS
             ]
-        plot_lines(
-            folder / "ruler.png",
-            title="RULER: mean score by length",
-            x_label=cls.x_label,
-            y_label="score (%)",
-            series=lines,
-        )
+        axes = {"x_label": cls.x_label, "y_label": "score (%)"}
+        title = "RULER: mean score by length"
+        plot_lines(folder / "ruler.png", title=title, **axes, series=lines)
         pictures = [Picture(Path("ruler.png"), "The mean score of all tasks, by length.")]
         if given.intersection(SINGLE):
             plot_heat_map(
@@ -211,16 +201,16 @@ class Ruler(Task):
         return pictures
 
 
-def _lengths(records: Records) -> list[int]:
-    return sorted({record["length"] for record in records})
+def _by_length(records: Records) -> dict[int, Records]:
+    lengths = sorted({record["length"] for record in records})
+    return {x: [record for record in records if record["length"] == x] for x in lengths}
 
 
-def _mean(records: Records, tasks: Collection[str] | None = None) -> float | None:
-    """The mean score over `tasks` of their means; None if one has no records."""
-    scores: dict[str, list[float]] = {}
+def _mean(records: Records, tasks: Collection[str] = ()) -> float | None:
+    """The mean over tasks of their mean scores; None without records, or for one of `tasks`."""
+    scores: dict[str, list[float]] = {task: [] for task in tasks}
     for record in records:
-        scores.setdefault(record["task"], []).append(record["score"])
-    wanted = scores if tasks is None else tasks
-    if not scores or any(task not in scores for task in wanted):
-        return None
-    return float(np.mean([np.mean(scores[task]) for task in wanted]))
+        if not tasks or record["task"] in scores:
+            scores.setdefault(record["task"], []).append(record["score"])
+    is_whole = scores and all(scores.values())
+    return float(np.mean([np.mean(values) for values in scores.values()])) if is_whole else None
