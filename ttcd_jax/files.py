@@ -187,30 +187,31 @@ def difference(path: Path, num_bytes: int | None = None, digest: str | None = No
         return f"unreadable ({error.strerror})"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of at most `MAX_JSON_BYTES`; otherwise a `DataError`."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The JSON object (or list) in a file of at most `MAX_JSON_BYTES`; otherwise a `DataError`."""
     try:
         size = path.stat().st_size
         if not path.is_file():
             raise DataError(f"{path} is no regular file")
         if size > MAX_JSON_BYTES:
             raise DataError(f"{path} has {size} bytes, JSON may have {MAX_JSON_BYTES}")
-        return parse_json(path.read_bytes(), path)
+        return parse_json(path.read_bytes(), path, kind)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def parse_json(data: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in `data`, the UTF-8 content of `path`, with unique names and finite numbers;
-    otherwise a `DataError`."""
+def parse_json(data: bytes, path: Path, kind: type = dict) -> Any:
+    """The JSON object (or list) in `data`, the UTF-8 content of `path`, with unique names and
+    finite numbers; otherwise a `DataError`."""
     try:
         value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
     except RecursionError as error:
         raise DataError(f"the JSON of {path} is nested too deeply") from error
     except ValueError as error:
         raise DataError(f"{path} is not JSON ({error}); copy it again") from error
-    if not isinstance(value, dict):
-        raise DataError(f"the JSON of {path} is a {type(value).__name__}, not an object")
+    if not isinstance(value, kind):
+        wanted = {dict: "an object", list: "a list"}[kind]
+        raise DataError(f"the JSON of {path} is a {type(value).__name__}, not {wanted}")
     return value
 
 

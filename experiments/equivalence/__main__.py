@@ -19,7 +19,7 @@ Exit status 1 when the mean KL or the share of flips is above its limit.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ flags.DEFINE_list("levels", _LEVELS, "The levels to compare.")
 flags.DEFINE_list("niah_tasks", [], "task: which of the six; default: all.")
 flags.DEFINE_list("niah_lengths", ["4096"], "task: tokens of prompt and answer.")
 flags.DEFINE_integer("niah_samples", 8, "task: samples for each task and length.", lower_bound=1)
-flags.DEFINE_integer("seed", 0, "task: of the samples.", lower_bound=0)
+flags.DEFINE_integer("seed", 0, "task: of the samples.", lower_bound=0, upper_bound=2**32 - 1)
 flags.DEFINE_string("output", None, "Folder; default: eval/equivalence in the run directory.")
 flags.DEFINE_float("max_flip_share", None, "Largest share of flips for exit status 0.")
 flags.DEFINE_float("max_kl", None, "Largest mean KL in nats for exit status 0.")
@@ -57,9 +57,9 @@ def main(argv: list[str]) -> None:
     from ttcd_kernels import measure
 
     from experiments.equivalence import levels
-    from experiments.equivalence.niah import TASKS, NIAHConfig
     from experiments.equivalence.ways import Computed, parse_way
     from ttcd_jax.data.sources import text_records
+    from ttcd_jax.eval.ruler import NIAH
     from ttcd_jax.run.directory import RunDirectory, load_run, model_config
 
     directory = RunDirectory(FLAGS.run_dir)
@@ -68,9 +68,9 @@ def main(argv: list[str]) -> None:
     resolved = [way.resolved(config) for way in ways]
     if resolved[0] == resolved[1]:
         raise UserError(f"reference and candidate are the same way, {resolved[0]}: name two")
-    cell = {"num_samples": FLAGS.niah_samples, "seed": FLAGS.seed}
-    tasks, lengths = FLAGS.niah_tasks or TASKS, cli.positives("niah_lengths")
-    cells = [NIAHConfig(task=task, length=length, **cell) for task in tasks for length in lengths]
+    lengths = cli.positives("niah_lengths")
+    cells = [(task, length) for task in FLAGS.niah_tasks or NIAH for length in lengths]
+    _check_among("niah_tasks", FLAGS.niah_tasks, NIAH)
     run = load_run(FLAGS.run_dir, FLAGS.step)
     records = text_records(FLAGS.run_dir, data, run.tokenizer, FLAGS.text)
     seq_len, batch_size = FLAGS.seq_len or data["seq_len"], FLAGS.batch_size
@@ -90,7 +90,9 @@ def main(argv: list[str]) -> None:
     measures = {
         "kernel": lambda: levels.kernel(pair, rows["tokens"][:batch_size]),
         "distribution": lambda: levels.distribution(pair, rows, batch_size),
-        "task": lambda: levels.task(pair, cells, run.tokenizer, records, batch_size),
+        "task": lambda: levels.task(
+            pair, cells, run.tokenizer, records, batch_size, FLAGS.niah_samples, FLAGS.seed
+        ),
     }
     folder = Path(FLAGS.output) if FLAGS.output else directory.path / "eval/equivalence"
     file = folder / "equivalence.json"
@@ -106,12 +108,16 @@ def main(argv: list[str]) -> None:
 
 
 def _check_levels() -> None:
-    for level in FLAGS.levels or [""]:
-        if level not in _LEVELS:
-            raise UserError(f"--levels: {level!r} is not one of {', '.join(_LEVELS)}")
+    _check_among("levels", FLAGS.levels or [""], _LEVELS)
     for limit in ("max_kl", "max_flip_share"):
         if FLAGS[limit].value is not None and "distribution" not in FLAGS.levels:
             raise UserError(f"--{limit} limits the level distribution: name it in --levels")
+
+
+def _check_among(flag: str, names: Sequence[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise UserError(f"--{flag}: {name!r} is not one of {', '.join(known)}")
 
 
 def _above_limits(kl: float, flip_share: float) -> Iterator[str]:

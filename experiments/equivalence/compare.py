@@ -5,12 +5,12 @@
     distribution  p (reference) and q (candidate) of the next token, at every position of held-out
                   text: KL(p || q), total variation |p - q| / 2, whether the likeliest token differs
 
-Their answers to a task are compared in `niah.py`.
+Of their answers to samples of RULER: both scores, and the share that is equal.
 """
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,9 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels import parity
 
 from experiments.equivalence.ways import Computed
+from ttcd_jax.data.tokenizer import Tokenizer
+from ttcd_jax.eval.ruler import TASKS
+from ttcd_jax.eval.ruler.samples import Sample, score
 from ttcd_jax.eval.scorer import batches
 from ttcd_jax.eval.tasks.perplexity import bucket_edges
 from ttcd_jax.nn.block import Block
@@ -144,6 +147,43 @@ def summarize(found: Distances) -> Facts:
             | means(slice(start, stop))
             for start, stop in itertools.pairwise(bucket_edges(found.kl.shape[1]))
         ],
+    }
+
+
+def compare_answers(
+    reference: Computed,
+    candidate: Computed,
+    task: str,
+    samples: Sequence[Sample],
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    batch_size: int,
+) -> Facts:
+    """Both scores of a task, and the share of samples that both ways answer alike, token by token
+    up to the end of the document. `length`: the most tokens of bos, prompt and answer."""
+    bos, num_new = [tokenizer.bos_id], TASKS[task].num_new
+    prompts = [np.concatenate([bos, tokenizer.encode(x.prompt)]) for x in samples]
+    draft = np.zeros((len(samples), num_new), np.int32)
+    outputs: dict[Computed, list[np.ndarray]] = {}
+    # A way with a state answers first: a draft that forward passes of the other confirm.
+    for way in sorted((reference, candidate), key=lambda way: way.way.path == "forward"):
+        parts = []
+        for index, count in batches(len(samples), batch_size):
+            written = way.greedy([prompts[i] for i in index], num_new, length, draft[index])
+            parts.append(written[:count])
+        draft = np.concatenate(parts)
+        outputs[way] = [ids[: [*ids, tokenizer.eos_id].index(tokenizer.eos_id)] for ids in draft]
+
+    def mean_score(way: Computed) -> float:
+        texts = zip(outputs[way], samples, strict=True)
+        return float(np.mean([score(tokenizer.decode(ids), x.outputs) for ids, x in texts]))
+
+    return {
+        "samples": len(samples),
+        "reference_score": mean_score(reference),
+        "candidate_score": mean_score(candidate),
+        "identical_share": float(np.mean([*map(np.array_equal, *outputs.values())])),
     }
 
 

@@ -11,17 +11,19 @@ from ttcd_kernels.table import format_table
 
 from experiments.equivalence.compare import (
     QUANTILES,
+    compare_answers,
     compare_layers,
     compare_predictions,
     summarize,
 )
-from experiments.equivalence.niah import NIAHConfig, compare_answers
 from experiments.equivalence.ways import Computed
 from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.records import TokenRecords
-from ttcd_jax.data.tokenizer import check_tokens
+from ttcd_jax.data.tokenizer import Tokenizer, check_tokens
 from ttcd_jax.errors import DataError
 from ttcd_jax.eval.report import plot_bars
+from ttcd_jax.eval.ruler import make_samples
+from ttcd_jax.eval.ruler.documents import Sources, prose_of
 
 Pair = tuple[Computed, Computed]  # reference, candidate
 Facts = dict[str, Any]
@@ -100,29 +102,32 @@ def distribution(pair: Pair, rows: dict[str, np.ndarray], batch_size: int) -> Le
 
 def task(
     pair: Pair,
-    cells: Sequence[NIAHConfig],
-    tokenizer: Any,
+    cells: Sequence[tuple[str, int]],
+    tokenizer: Tokenizer | None,
     records: Sequence[TokenRecords],
     batch_size: int,
+    num_samples: int,
+    seed: int,
 ) -> Level:
-    """The answers to every cell, whose needles are hidden in the text of the documents."""
-    essay = _essay(records, tokenizer, max(cell.length for cell in cells))
-    sizes = {"batch_size": batch_size}
-    answers = [compare_answers(*pair, cell, tokenizer, essay, **sizes) for cell in cells]
+    """The answers to the samples of every cell (task of RULER, length in tokens, bos included),
+    whose needles are hidden in the text of the documents."""
+    assert tokenizer is not None, "text_records refuses a run without one"
+    longest = max(length for _, length in cells)
+    sources = Sources(lambda: prose_of(records, tokenizer, longest))
+    answers = []
+    for name, length in cells:
+        samples = make_samples(
+            name,
+            length=length,
+            num_samples=num_samples,
+            count=lambda text: 1 + len(tokenizer.encode(text)),
+            sources=sources,
+            seed=seed,
+        )
+        sizes = {"length": length, "batch_size": batch_size}
+        facts = compare_answers(*pair, name, samples, tokenizer, **sizes)
+        answers.append({"task": name, "length": length} | facts)
     axes, scores = ("task, length (tokens)", "score (%)"), ("reference_score", "candidate_score")
     bars = [{axes[0]: f"{x['task']}, {x['length']:,}"} | x for x in answers]
     title = "Needles in a haystack (scores in percent)"
     return Level(title, {"cells": answers}, answers, bars, scores, axes)
-
-
-def _essay(records: Sequence[TokenRecords], tokenizer: Any, length: int) -> str:
-    """Prose of at least `length` tokens, if the documents have that many."""
-    texts, count = [], 0
-    documents = ((part, index) for part in records for index in range(len(part)))
-    for part, document in documents:
-        if count >= length:
-            break
-        tokens = part.read(document, 0, int(part.sizes[document]))
-        texts.append(tokenizer.decode(tokens))
-        count += len(tokens)
-    return " ".join(texts)

@@ -38,7 +38,7 @@ MISTAKES = {
     "level": (("lse", "--levels=all"), 2, "--levels: 'all' is not one of kernel"),
     "limit": (("lse", "--levels=task", "--max_kl=1"), 2, "name it in --levels"),
     "lengths": (("lse", "--niah_lengths=4K"), 2, "--niah_lengths: '4K' is not a number"),
-    "task": (("lse", "--niah_tasks=qa"), 2, "NIAHConfig.task qa must be one of niah_single_1"),
+    "task": (("lse", "--niah_tasks=qa"), 2, "--niah_tasks: 'qa' is not one of niah_single_1"),
     "short cell": (("lse", "--levels=task", "--niah_lengths=64"), 2, "niah_single_1 takes"),
     "long row": (("lse", "--seq_len=5000", ALL), 3, "no document fills a row: the longest"),
 }

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from small_models import config_of
 from experiments.equivalence import compare
 from experiments.equivalence.compare import Distances, agreement, compare_layers
 from experiments.equivalence.ways import Computed, Way, parse_way
+from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import NonFiniteError, UserError
+from ttcd_jax.eval.ruler.samples import Sample
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.state import with_params
@@ -27,6 +30,7 @@ ROWS = {
     name: np.random.default_rng(seed).integers(0, 11, (3, 14))
     for seed, name in enumerate(("tokens", "targets"))
 }
+TOKENIZER = ByteTokenizer()
 EXACT = {"equal_share": 1, "within_1_ulp": 1, "within_2_ulp": 1}
 EXACT |= {"max_ulp": 0, "max_relative_error": 0}
 
@@ -239,3 +243,43 @@ def test_the_summary_is_of_all_positions():
     flipped = sum(row["flip_share"] * row["tokens"] for row in buckets)
     assert flipped == pytest.approx(flips.sum())
     assert found["flip_share"] == pytest.approx(flips.mean())
+
+
+# --------------------------------------------------------------------------------- answers
+
+
+class _Way:
+    """Answers sample i with `texts[i]`, then the end of the document, then noise."""
+
+    def __init__(self, path, texts, noise):
+        self.way = types.SimpleNamespace(path=path)
+        self.texts, self.noise, self.drafts = texts, noise, []
+
+    def greedy(self, prompts, num_tokens, length, draft):
+        assert draft.shape == (len(prompts), num_tokens) == (len(prompts), 128)
+        assert length == 400
+        self.drafts.append(draft)
+        found = np.full((len(prompts), num_tokens), self.noise)
+        for row, prompt in zip(found, prompts, strict=True):
+            assert prompt[0] == TOKENIZER.bos_id
+            ids = TOKENIZER.encode(self.texts[TOKENIZER.decode(prompt)])
+            row[: len(ids) + 1] = [*ids, TOKENIZER.eos_id]
+        return found
+
+
+def test_answers_have_both_scores_and_the_share_that_is_equal():
+    samples = [Sample(f"text {i}", " is", ("One", "two"), 9, i) for i in range(3)]
+    prompts = [sample.prompt for sample in samples]
+    reference = _Way("forward", dict.fromkeys(prompts, "one TWO"), 1)
+    candidate = _Way("streamed", reference.texts | {prompts[1]: "one"}, 2)
+    sizes = {"length": 400, "batch_size": 2}
+    ways = reference, candidate
+    assert compare.compare_answers(*ways, "niah_multivalue", samples, TOKENIZER, **sizes) == {
+        "samples": 3,
+        "reference_score": 100.0,
+        "candidate_score": pytest.approx(100 * 2.5 / 3),
+        "identical_share": pytest.approx(2 / 3),  # tokens after the end do not count
+    }
+    # A way with a state answers first; the forward passes begin with its answer.
+    assert not candidate.drafts[0].any()
+    assert TOKENIZER.decode(reference.drafts[0][1]).startswith("one")
