@@ -3,14 +3,17 @@
     python -m experiments.evaluate --run_dir=DIR --task=ppl [--text=PATH] [--seq_len=N] [--step=N]
     python -m experiments.evaluate --run_dir=DIR --task=recall|needle
                                    [--mesh=data=2,seq=2] [--distributed=slurm]
+                                   [--param=TransformerConfig.window=8192 ...] [--label=NAME]
 
 ppl: perplexity and bits per byte by context length, on the held-out part of the run's corpus or on
 any text file or folder. recall: accuracy by the distance to the key, for runs on recall data. A
 method with a memory is measured with its fast weights on and off (eta = 0). needle: accuracy of
 values of the prompt that are queried after 16 to 512 decoded tokens, with the memory kept on while
 decoding and, as in the published code, off. Every task is a file in ttcd_jax/eval/tasks with its
-options: --batch_size=N for all, --max_rows=N for ppl and recall. All devices are used; of several
-processes the first prints and writes.
+options: --batch_size=N for all, --max_rows=N for ppl and recall. --param changes what depends on no
+parameter: the window, YaRN (docs/evaluation.md). Results go to eval/TASK in the run, those under
+--param or --label to a folder of their own next to it. All devices are used; of several processes
+the first prints and writes.
 """
 
 from absl import flags
@@ -24,6 +27,7 @@ flags.DEFINE_string("task", None, "The task; its options follow.", required=True
 flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
 flags.DEFINE_list("mesh", [], "Devices along mesh axes, as data=2,seq=2; fsdp takes the rest.")
 flags.DEFINE_string("label", None, "Name of this run in tables and pictures; default: its method.")
+flags.DEFINE_multi_string("param", [], "A change of the model, Class.field=VALUE; may be repeated.")
 
 
 def main(argv: list[str]) -> None:
@@ -34,6 +38,7 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.eval.task import Subject
     from ttcd_jax.eval.tasks import find_task
     from ttcd_jax.run.directory import RunDirectory, load_run
+    from ttcd_jax.run.model_changes import describe
     from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
     from ttcd_jax.train.watchdog import Watchdog
     from ttcd_jax.units import printable
@@ -43,8 +48,9 @@ def main(argv: list[str]) -> None:
     mesh_config = cli.parse_options(MeshConfig, "--mesh", FLAGS.mesh)
     processes.connect()
     with Watchdog(jax.process_count()), jax.set_mesh(build_mesh(mesh_config)):
-        run = load_run(FLAGS.run_dir, FLAGS.step)
-        subject = Subject(run.model, run.tokenizer, data, FLAGS.run_dir, FLAGS.label)
+        run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
+        changes = describe(FLAGS.param)
+        subject = Subject(run.model, run.tokenizer, data, FLAGS.run_dir, FLAGS.label, changes)
         result = evaluate(task, subject, run.step)
         if jax.process_index() == 0:
             folder = write_results(result)
