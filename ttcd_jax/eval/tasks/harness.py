@@ -70,18 +70,20 @@ class Harness(Task):
         """The bars of the table, and the accuracy by guessing where all questions have as many
         choices."""
         table = cls.table(series)
-        chances = {x["chance"] for records in series.values() for x in records if not x["depth"]}
+        shown = [x for records in series.values() for x in records if x["depth"] == 0]
+        chances = {record["chance"] for record in shown}
+        label = "accuracy" if None not in chances else "score"
         path = folder / f"{cls.name}.png"
         plot_bars(
             path,
             title=cls.title,
             x_label=cls.x_label,
-            y_label=cls.value,
+            y_label=label,
             groups=[row[cls.key] for row in table],
             series={name: [row.get(name) for row in table] for name in series},
             chance=chances.pop() if len(chances) == 1 else None,
         )
-        return [cls.picture(path, "accuracy")]
+        return [cls.picture(path, label)]
 
 
 def _library() -> ModuleType:
