@@ -9,11 +9,12 @@ ppl: perplexity and bits per byte by context length, on the held-out part of the
 any text file or folder. recall: accuracy by the distance to the key, for runs on recall data. A
 method with a memory is measured with its fast weights on and off (eta = 0). needle: accuracy of
 values of the prompt that are queried after 16 to 512 decoded tokens, with the memory kept on while
-decoding and, as in the published code, off. Every task is a file in ttcd_jax/eval/tasks with its
-options: --batch_size=N for all, --max_rows=N for ppl and recall. --param changes what depends on no
-parameter: the window, YaRN (docs/evaluation.md). Results go to eval/TASK in the run, those under
---param or --label to a folder of their own next to it. All devices are used; of several processes
-the first prints and writes.
+decoding and, as in the published code, off. harness: tasks of lm-evaluation-harness, such as
+--tasks=hellaswag,mmlu with --data=FOLDER. Every task is a file in ttcd_jax/eval/tasks with its
+options: --batch_size=N for all, --max_rows=N for ppl and recall; docs/evaluation.md describes them.
+--param changes what depends on no parameter: the window, YaRN. Results go to eval/TASK in the run,
+those under --param or --label to a folder of their own next to it. All devices are used; of several
+processes the first prints and writes.
 """
 
 from absl import flags

@@ -18,6 +18,8 @@ from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.eval.harness import ScorerLM, load_tasks, measure
 from ttcd_jax.eval.scorer import Scorer
+from ttcd_jax.eval.task import Subject
+from ttcd_jax.eval.tasks import find_task
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.run.directory import load_run
 from ttcd_jax.run.harness import RunLM
@@ -245,7 +247,7 @@ def test_a_run_is_evaluated_on_local_files(folder, scorer):
     place, tasks = f"--run_dir={folder / 'run'}", str(folder / "tasks")
     base = ("evaluate", place, "--task=harness", f"--data={folder}", f"--include_path={tasks}")
     output = commands.output(*base, "--tasks=arc_easy,mmlu", "--tasks=four_questions")
-    assert "lm-evaluation-harness (step 7, 12 rows)" in output
+    assert "other tasks (step 7, 12 rows)" in output
     result = json.loads((folder / "run/eval/harness/results.json").read_text())
     on = result["series"]["IP-TTCD, fast weights on"]
     items = load_tasks(["arc_easy", "mmlu", "four_questions"], data=str(folder), include_path=tasks)
@@ -253,8 +255,8 @@ def test_a_run_is_evaluated_on_local_files(folder, scorer):
     assert (folder / "run/eval/harness/harness.png").is_file()
     lines = [line.split("  ")[0] for line in output.splitlines()[3:8]]
     assert lines == [
-        *("arc_easy, acc", "arc_easy, acc_norm"),
-        *("four_questions, acc", "four_questions, acc_norm", "mmlu, acc"),
+        *("arc_easy, acc (%)", "arc_easy, acc_norm (%)"),
+        *("four_questions, acc (%)", "four_questions, acc_norm (%)", "mmlu, acc (%)"),
     ]
 
 
@@ -321,3 +323,14 @@ def test_the_options_of_the_command_are_checked(folder):
         assert words in commands.refused(*base, option)
     message = commands.refused(*base[:3], "--tasks=arc_easy")
     assert "cannot build arc_easy (ConnectionError: Couldn't reach 'allenai/ai2_arc'" in message
+
+
+def test_without_lm_eval_the_remedy_is_named(folder, monkeypatch):
+    monkeypatch.delitem(sys.modules, "ttcd_jax.eval.harness")
+    monkeypatch.delattr("ttcd_jax.eval.harness")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    subject = Subject(byte_model(), ByteTokenizer(), {}, folder / "run")
+    with pytest.raises(UserError, match=r"lm_eval is missing.: install ttcd_jax\[harness\]"):
+        find_task("harness")(data=str(folder)).rows(subject)
+    with pytest.raises(UserError, match="has no tokenizer"):
+        find_task("harness")().rows(subject._replace(tokenizer=None))

@@ -26,7 +26,7 @@ class Harness(Task):
     """
 
     name = "harness"
-    title = "lm-evaluation-harness"
+    title = "lm-evaluation-harness: questions with choices, and other tasks"
     key = "task"
     x_label = "task and metric"
     value = "value"
@@ -56,13 +56,14 @@ class Harness(Task):
 
     @classmethod
     def table(cls, series: Series) -> Records:
-        """What was asked for, without the members of groups."""
+        """What was asked for, without the members of groups; accuracies of choices in percent."""
         rows: dict[str, dict[str, Any]] = {}
         for name, records in series.items():
             for record in records:
                 if record["depth"] == 0:
-                    bucket = f"{record['task']}, {record['metric']}"
-                    rows.setdefault(bucket, {cls.key: bucket})[name] = record["value"]
+                    factor, unit = (1, "") if record["chance"] is None else (100, " (%)")
+                    bucket = f"{record['task']}, {record['metric']}{unit}"
+                    rows.setdefault(bucket, {cls.key: bucket})[name] = factor * record["value"]
         return [*rows.values()]
 
     @classmethod
@@ -72,7 +73,9 @@ class Harness(Task):
         table = cls.table(series)
         shown = [x for records in series.values() for x in records if x["depth"] == 0]
         chances = {record["chance"] for record in shown}
-        label = "accuracy" if None not in chances else "score"
+        label, guess = "score", None
+        if None not in chances:
+            label, guess = "accuracy (%)", 100 * chances.pop() if len(chances) == 1 else None
         path = folder / f"{cls.name}.png"
         plot_bars(
             path,
@@ -81,7 +84,7 @@ class Harness(Task):
             y_label=label,
             groups=[row[cls.key] for row in table],
             series={name: [row.get(name) for row in table] for name in series},
-            chance=chances.pop() if len(chances) == 1 else None,
+            chance=guess,
         )
         return [cls.picture(path, label)]
 
