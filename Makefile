@@ -41,12 +41,17 @@ quickstart: .venv ## train and evaluate on text and on recall, make the page (ST
 
 # JAX's CUDA compiler, which tests the Hopper kernel without a GPU. In a folder outside the packages:
 # among them it would warn of the missing GPU at every import.
-.venv/hopper: .venv
+.venv/hopper: | .venv
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
 	  jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
 	@touch $@
 
-test: .venv .venv/hopper ## the whole test suite, on two workers
+# lm-evaluation-harness (40 packages, 150 MB), which the quickstart does not need.
+.venv/harness: requirements-harness.txt | .venv
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+test: .venv .venv/hopper .venv/harness ## the whole test suite, on two workers
 	$(PYTHON) -m pytest -n 2 --dist=worksteal
 
 lint: .venv ## ruff and pyright

@@ -5,16 +5,22 @@
                                    [--text=PATH | --manifest=FILE]
     python -m experiments.evaluate --run_dir=DIR --task=recall|needle
                                    [--mesh=data=2,seq=2] [--distributed=slurm]
+                                   [--param=TransformerConfig.window=8192 ...] [--label=NAME]
 
 ppl: perplexity and bits per byte by context length, on the held-out part of the run's corpus or on
 any text file or folder. final_block: perplexity of the last tokens of documents by the length of
 the context before them, as published; position: loss by position; recurrence: loss on tokens that
-complete an n-gram seen before (docs/evaluation.md). recall: accuracy by the distance to the key,
-for runs on recall data. A method with a memory is measured with its fast weights on and off
-(eta = 0). needle: accuracy of values of the prompt that are queried after 16 to 512 decoded tokens,
-with the memory kept on while decoding and, as in the published code, off. Every task is a file in
-ttcd_jax/eval/tasks with its options: --batch_size=N for all, --max_rows=N for ppl and recall. All
-devices are used; of several processes the first prints and writes.
+complete an n-gram seen before. ruler: the 13 tasks of RULER. harness: tasks of
+lm-evaluation-harness, such as --tasks=hellaswag,mmlu with --data=FOLDER. recall: accuracy by the
+distance to the key, for runs on recall data. needle: accuracy of values of the prompt that are
+queried after 16 to 512 decoded tokens, with the memory kept on while decoding and, as in the
+published code, off. In the others a method with a memory is measured with its fast weights on and
+off (eta = 0). Every task is a file in ttcd_jax/eval/tasks with its options, --batch_size=N for all;
+docs/evaluation.md describes them.
+
+--param changes what depends on no parameter: the window, YaRN. Results go to eval/TASK in the run,
+those under --param or --label to a folder of their own next to it; an interrupted evaluation goes
+on. All devices are used; of several processes the first prints and writes.
 """
 
 from absl import flags
@@ -28,6 +34,7 @@ flags.DEFINE_string("task", None, "The task; its options follow.", required=True
 flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
 flags.DEFINE_list("mesh", [], "Devices along mesh axes, as data=2,seq=2; fsdp takes the rest.")
 flags.DEFINE_string("label", None, "Name of this run in tables and pictures; default: its method.")
+flags.DEFINE_multi_string("param", [], "A change of the model, Class.field=VALUE; may be repeated.")
 
 
 def main(argv: list[str]) -> None:
@@ -38,6 +45,7 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.eval.task import Subject
     from ttcd_jax.eval.tasks import find_task
     from ttcd_jax.run.directory import RunDirectory, load_run
+    from ttcd_jax.run.model_changes import describe
     from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
     from ttcd_jax.train.watchdog import Watchdog
     from ttcd_jax.units import printable
@@ -47,8 +55,9 @@ def main(argv: list[str]) -> None:
     mesh_config = cli.parse_options(MeshConfig, "--mesh", FLAGS.mesh)
     processes.connect()
     with Watchdog(jax.process_count()), jax.set_mesh(build_mesh(mesh_config)):
-        run = load_run(FLAGS.run_dir, FLAGS.step)
-        subject = Subject(run.model, run.tokenizer, data, FLAGS.run_dir, FLAGS.label)
+        run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
+        changes = describe(FLAGS.param)
+        subject = Subject(run.model, run.tokenizer, data, FLAGS.run_dir, FLAGS.label, changes)
         result = evaluate(task, subject, run.step)
         if jax.process_index() == 0:
             folder = write_results(result)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 FLAGS = flags.FLAGS
 flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
 flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
+flags.DEFINE_multi_string("param", [], "A change of the model, Class.field=VALUE; may be repeated.")
 flags.DEFINE_multi_string("prompt_file", [], "A prompt, - for standard input; may be repeated.")
 flags.DEFINE_bool("interactive", False, "Ask for prompts, a line each.")
 flags.DEFINE_integer("max_new_tokens", None, "Tokens to generate; 0 reads only.")
@@ -130,13 +131,14 @@ class _Session:
         from ttcd_jax.train.compilation import keep_programs
 
         keep_programs(None)
-        run = load_run(FLAGS.run_dir, FLAGS.step)
+        run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
         if run.tokenizer is None:
             raise UserError(f"{FLAGS.run_dir} has no tokenizer: its data is not text")
         self._tokenizer = run.tokenizer
         self._model = inference_model(run.model)
         self._state = self._start()
         self.facts = {"run_dir": str(Path(FLAGS.run_dir).absolute()), "step": run.step}
+        self.facts |= {"changes": FLAGS.param} if FLAGS.param else {}
 
     def _start(self) -> "InferenceState | None":
         from ttcd_jax.inference.saved_state import load_state

@@ -1,11 +1,19 @@
-"""A tiny run: its flags, the losses it reports, and how tests wait for it."""
+"""A tiny run: its flags, the losses it reports, and how tests wait for it; a saved tiny model."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
 
+from flax import nnx
+
+from ttcd_jax.data.tokenizer import TokenizerConfig
+from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.run.directory import IMPORTED, RunDirectory
 from ttcd_jax.run.reporting import read_metrics
+from ttcd_jax.train.checkpoint import Checkpoints
 
 BINDINGS = (
     *("RunConfig.batch_size=2", "RunConfig.log_every=1", "RunConfig.checkpoint_every=4"),
@@ -46,3 +54,14 @@ def wait_until(is_true: Callable[[], object], *processes: Popen) -> None:
 
 def wait_for_step(run_dir: Path, step: int, *processes: Popen) -> None:
     wait_until(lambda: any(done >= step for done, *_ in losses(run_dir)), *processes)
+
+
+def save_text_model(run_dir: Path, model: TransformerConfig) -> None:
+    """A run directory of a model of bytes with random parameters at step 7, as if imported."""
+    directory = RunDirectory(run_dir)
+    directory.path.mkdir(parents=True)
+    params = nnx.to_pure_dict(nnx.state(Transformer(model, rngs=nnx.Rngs(0)), nnx.Param))
+    with contextlib.closing(Checkpoints(directory.checkpoints, model=model)) as checkpoints:
+        checkpoints.save(7, {"params": params})
+    data = {"type": IMPORTED, "seq_len": 32, "tokenizer": TokenizerConfig().to_dict()}
+    directory.write_import({"model": model.to_dict(), "data": data}, {})

@@ -2,8 +2,9 @@
 
 import contextlib
 import csv
+import hashlib
 import io
-import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,19 +26,25 @@ _UNFINISHED = ".unfinished"  # in the folder of results: the journal of answers
 def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
     """The records of every variant of a model, with their task, run and step. Answers are kept in
     the folder of results until `write_results`, so that the same evaluation goes on after an
-    interruption."""
-    rows, folder = task.rows(subject), _folder(subject.run_dir, task.name)
+    interruption. Raises `UserError` where the results would replace another model's."""
+    result = {
+        "task": task.name,
+        "folder": _folder(task.name, subject.label or subject.changes),
+        "label": subject.name,
+        "changes": subject.changes,
+        "options": task.to_dict(),
+        "run_dir": str(Path(subject.run_dir).absolute()),
+        "step": step,
+    }
+    folder = _path(result)
+    _check_model(folder / "results.json", result)
+    rows = task.rows(subject)
     if jax.process_index() == 0:
         for name, content in task.files(rows).items():
             write_whole(folder / name, content)
     journal = Journal(folder / _UNFINISHED, [task.name, task.to_dict()])
     series = task.series(subject._replace(journal=journal), rows)
-    return {
-        "task": task.name,
-        "label": subject.name,
-        "options": task.to_dict(),
-        "run_dir": str(Path(subject.run_dir).absolute()),
-        "step": step,
+    return result | {
         "rows": len(rows if isinstance(rows, list) else jax.tree.leaves(rows)[0]),
         "facts": task.facts(rows),
         "chance": task.chance(subject),
@@ -46,11 +53,36 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
     }
 
 
+def _check_model(path: Path, result: dict[str, Any]) -> None:
+    """Raises `UserError` where `path` has results of a model under another label or changes."""
+    with contextlib.suppress(DataError):  # damaged ones are replaced
+        old = read_json(path) if path.exists() else {}
+        for name in ("label", "changes"):
+            if old.get(name, result[name]) != result[name]:
+                raise UserError(
+                    f"{path} is of {name} {old[name]!r}, not {result[name]!r}: choose another "
+                    "--label"
+                )
+
+
+def _folder(task: str, text: str) -> str:
+    """The name of a folder of results: `<task>`, or `<task>.<text>` of a model with a label or
+    changes. A text without any usable character, or a long one, is known by its digest."""
+    short = re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")
+    if text and not 0 < len(short) <= 100:
+        short = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{task}.{short}" if text else task
+
+
+def _path(result: dict[str, Any]) -> Path:
+    return Path(result["run_dir"]) / "eval" / result["folder"]
+
+
 def write_results(result: dict[str, Any]) -> Path:
     """Writes `results.json` (everything), `results.csv` (all series in one table) and the pictures
     of the task into the run directory; returns their folder."""
     task, series = TASKS[result["task"]], result["series"]
-    folder = _folder(result["run_dir"], task.name)
+    folder = _path(result)
     table = io.StringIO()
     rows = [{"series": label} | record for label, records in series.items() for record in records]
     fields = dict.fromkeys(name for row in rows for name in row)
@@ -90,12 +122,9 @@ def _files(run_dir: Path) -> list[Path]:
 
 
 def _label(results: Sequence[dict[str, Any]], run_dir: Path) -> str:
-    """The label of a run: the shortest of its results, without their changes of the model."""
-    return min((result["label"] for result in results), key=len, default=run_dir.name)
-
-
-def _folder(run_dir: str | os.PathLike[str], task: str) -> Path:
-    return Path(run_dir) / "eval" / task
+    """The label of a run: the shortest of its results, of the unchanged model if there are any."""
+    by_length = sorted(results, key=lambda x: (bool(x.get("changes")), len(x["label"])))
+    return by_length[0]["label"] if results else run_dir.name
 
 
 @contextlib.contextmanager

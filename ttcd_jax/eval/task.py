@@ -36,13 +36,15 @@ class Subject(NamedTuple):
     tokenizer: Tokenizer | None  # None for synthetic data
     data: dict[str, Any]  # the run's data configuration, as in `config.json`
     run_dir: str | os.PathLike[str]
-    label: str | None = None  # of the model in tables and pictures; None: its method's
+    label: str | None = None  # of the model in tables and pictures; None: its method's and changes
+    changes: str = ""  # of the trained model's configuration, in words
     journal: Journal | None = None  # of answers, with lines of progress; None: neither
 
     @property
     def name(self) -> str:
         """The label of the model in tables and pictures."""
-        return self.label or method_named(self.model.config.method).label
+        method = method_named(self.model.config.method).label
+        return self.label or (f"{method}, {self.changes}" if self.changes else method)
 
     def variants(self) -> dict[str, Transformer]:
         """The model with its fast weights on and off (eta = 0), if they have a rate eta."""

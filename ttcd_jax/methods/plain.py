@@ -34,5 +34,5 @@ def _read(source: Source) -> dict[str, Any]:
 _REFERENCE = Reference(
     ("transformer",), ATTENTION_KEYS, ATTENTION_FIXED | {"rope_scaling": None}, _read
 )
-FULL = register(Method("full", "full attention", _full, "none", reference=_REFERENCE))
-SWA = register(Method("swa", "SWA", _swa, "none", reference=_REFERENCE))
+FULL = register(Method("full", "full attention", _full, "none", reference=_REFERENCE, twin="swa"))
+SWA = register(Method("swa", "SWA", _swa, "none", reference=_REFERENCE, twin="full"))

@@ -149,7 +149,7 @@ class Method:
     `block(config, settings)` is the block of a layer with the method's memory; it raises
     `UserError` for a model that the method cannot be. Layers without it have attention and SwiGLU.
     `layers`: "fast" for those in `TransformerConfig.fast_layers`, "all", or "none" for a method
-    without memory.
+    without memory. `twin`: the method of a model whose window was removed, or that was given one.
     """
 
     name: str
@@ -158,6 +158,7 @@ class Method:
     layers: Literal["fast", "all", "none"] = "fast"
     settings: type[Settings] | None = None
     reference: Reference | None = None
+    twin: str | None = None  # None: the same method
 
 
 METHODS: dict[str, Method] = {}

@@ -32,6 +32,7 @@ from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.config import LAYOUT, accepted_changes
+from ttcd_jax.run.model_changes import changed_model
 from ttcd_jax.train.checkpoint import Checkpoints, complete_steps
 from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, with_params
 
@@ -198,18 +199,21 @@ class LoadedParams(NamedTuple):
     step: int
 
 
-def load_params(run_dir: str | os.PathLike[str], step: int | None = None) -> LoadedParams:
+def load_params(
+    run_dir: str | os.PathLike[str], step: int | None = None, changes: Sequence[str] = ()
+) -> LoadedParams:
     """The parameters of a run, on the mesh in use (`jax.set_mesh`) if there is one, else on the
     first device. The arguments and errors are those of `load_run`."""
     directory = RunDirectory(run_dir)
     config = model_config(directory)
+    changed = changed_model(config, changes)
     params = abstract_params(config)
     mesh = jax.sharding.get_mesh()
     if not mesh.empty:
         params = placed_as(params, params_shardings(config, mesh))
     with open_checkpoints(directory, config) as checkpoints:
         step, state = checkpoints.restore({"params": params}, step)
-    return LoadedParams(state["params"], config, step)
+    return LoadedParams(state["params"], changed, step)
 
 
 def open_checkpoints(
@@ -234,17 +238,21 @@ class LoadedRun(NamedTuple):
     tokenizer: Tokenizer | None
 
 
-def load_run(run_dir: str | os.PathLike[str], step: int | None = None) -> LoadedRun:
-    """The model of a run directory at its newest intact checkpoint, or at `step`.
+def load_run(
+    run_dir: str | os.PathLike[str], step: int | None = None, changes: Sequence[str] = ()
+) -> LoadedRun:
+    """The model of a run directory at its newest intact checkpoint, or at `step`, with the
+    `changes` of its configuration that `ttcd_jax.run.model_changes` allows.
 
         run = load_run("runs/quickstart/text")
         logits = run.model(tokens)                       # [B, T, V]
+        run = load_run("runs/quickstart/text", changes=["TransformerConfig.window=None"])
 
     Reads only `config.json` and the checkpoint's parameters. Raises `UserError` for a folder that
-    is no run directory and for a configuration that this version does not know, `CheckpointError`
-    for a checkpoint that is missing, damaged or of another model.
+    is no run directory, a configuration that this version does not know and a refused change,
+    `CheckpointError` for a checkpoint that is missing, damaged or of another model.
     """
-    params, config, step = load_params(run_dir, step)
+    params, config, step = load_params(run_dir, step, changes)
     model, tokenizer = with_params(config, params), run_tokenizer(RunDirectory(run_dir))
     return LoadedRun(model, config, step, tokenizer)
 

@@ -1,0 +1,34 @@
+"""lm-evaluation-harness' own command, `lm_eval`, with runs as models.
+
+    ttcd_lm_eval --model ttcd_jax --model_args run_dir=DIR,step=N,batch_size=16 --tasks hellaswag
+
+`python -m experiments.harness` is the same. The harness looks for models in its own registry only,
+so its command `lm_eval` has to be started here. All flags are the harness'.
+"""
+
+import sys
+
+from ttcd_jax.errors import UserError
+
+
+def main() -> None:
+    try:
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import model_registry
+    except ImportError as error:
+        sys.exit(f"error: {error}: install ttcd_jax[harness]")
+    import jax
+
+    from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
+
+    model_registry.register("ttcd_jax", target="ttcd_jax.run.harness:RunLM")
+    try:
+        with jax.set_mesh(build_mesh(MeshConfig())):
+            cli_evaluate()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""lm-evaluation-harness on a run: likelihoods, prompts, groups, texts, its command, mistakes."""
+
+import json
+import sys
+
+import commands
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+from small_models import byte_model
+from tiny_run import save_text_model
+
+from experiments import harness
+from ttcd_jax.data.tokenizer import ByteTokenizer
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.eval.harness import ScorerLM, load_tasks, measure
+from ttcd_jax.eval.scorer import Scorer
+from ttcd_jax.eval.task import Subject
+from ttcd_jax.eval.tasks import find_task
+from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.run.directory import load_run
+from ttcd_jax.run.harness import RunLM
+
+BOS, LONGEST = ByteTokenizer.bos_id, 384
+MODEL = byte_model(
+    init_std=0.5, has_tied_head=False, memory=MemoryConfig(chunk_size=4, output="teacher_raw")
+)
+QUESTIONS = [
+    {"question": "Which planet is red?", "choices": ["Mars", "Venus", "Jupiter"], "gold": 0},
+    {"question": "What freezes?", "choices": ["steam", "water, at zero degrees"], "gold": 1},
+    {"question": "Wo ist die Tür?", "choices": ["hier", "da", "dort", "nirgends"], "gold": 2},
+    {"question": "What does a hen lay?", "choices": ["eggs", "stones"], "gold": 0},
+]
+YAML = """
+task: four_questions
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "Question: {{question}} "
+doc_to_choice: choices
+doc_to_target: gold
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
+"""
+MMLU = "{question}\nA. {0}\nB. {1}\nC. {2}\nD. {3}\nAnswer:"
+
+
+def _write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _subject(name, count):
+    """`count` questions, whose answers are 0, 1, ..."""
+    options = ["one", "two", "three", "four"]
+    return [
+        {"subject": name, "question": f" {name} {i}? ", "choices": options, "answer": i % 4}
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run, a task of its own kind, and the data sets of the harness' tasks."""
+    folder = tmp_path_factory.mktemp("harness")
+    save_text_model(folder / "run", MODEL)
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "four.yaml").write_text(YAML.replace("FILE", str(folder / "four.jsonl")))
+    _write(folder / "four.jsonl", QUESTIONS)
+    _write(folder / "arc_easy.jsonl", QUESTIONS[:2])
+    hub = {"text": ["ice", "fire"], "label": ["1", "2"]}
+    _write(
+        folder / "arc_challenge_test.jsonl",
+        [{"id": "x", "question": "Cold?", "choices": hub, "answerKey": "1"}],
+    )
+    _write(folder / "arc_challenge_train.jsonl", QUESTIONS[2:])
+    story = {"activity_label": "Cooking", "ctx_a": "A man cooks.", "ctx_b": "he [title] then"}
+    endings = ["eats [substeps] it.", "flies  away."]
+    _write(folder / "hellaswag.jsonl", [story | {"endings": endings, "label": "1", "ind": 4}])
+    sizes = {"astronomy": 3, "virology": 1, "anatomy": 2}
+    _write(folder / "mmlu_test.jsonl", [x for n, size in sizes.items() for x in _subject(n, size)])
+    _write(folder / "mmlu_dev.jsonl", [x for name in sizes for x in _subject(name, 5)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scorer(folder):
+    run = load_run(folder / "run")
+    return Scorer(run.model, run.tokenizer, batch_size=4)
+
+
+def _log_probs(scorer, text):
+    """[T, V] after bos and the bytes of a text."""
+    row = [BOS, *text.encode()]
+    padded = jnp.asarray([row + [0] * (LONGEST - len(row))])
+    logits = np.asarray(scorer.model(padded), np.float64)[0, : len(row)]
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def _likelihood(scorer, context, answer):
+    """(log-likelihood, is greedy) from the logits of the whole text."""
+    logs = _log_probs(scorer, context + answer)
+    ids = np.frombuffer((context + answer).encode(), np.uint8)
+    part = np.arange(len(context.encode()), len(ids))
+    return logs[part, ids[part]].sum(), bool((logs[part].argmax(-1) == ids[part]).all())
+
+
+def _requests(kind, *arguments):
+    return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
+
+
+def test_likelihoods_are_those_of_the_logits(scorer):
+    lm = ScorerLM(scorer)
+    likeliest = chr(int(_log_probs(scorer, "One day")[-1].argmax()))
+    pairs = [("A b c.", " Dé"), ("A b c.", " e"), ("ends in spaces  ", "x"), ("", "no context")]
+    pairs += [("One day", likeliest), ("long " * 40, "words")]
+    found = lm.loglikelihood(_requests("loglikelihood", *pairs))
+    # The harness gives spaces at the end of a context to its continuation.
+    spaced = [(c.rstrip(), c[len(c.rstrip()) :] + a) for c, a in pairs]
+    expected = [_likelihood(scorer, *pair) for pair in spaced]
+    np.testing.assert_allclose([x for x, _ in found], [x for x, _ in expected], rtol=1e-5)
+    assert [x for _, x in found] == [x for _, x in expected]
+    assert found[4][1]
+    tokens = [(np.array([BOS, *c.encode()]), np.array([*a.encode()])) for c, a in pairs[:2]]
+    ours = scorer.loglikelihoods(tokens)
+    np.testing.assert_allclose([x for x, _ in found[:2]], [x for x, _ in ours], rtol=1e-6)
+    texts = [("A whole text. " * 9,), ("short",)]
+    rolling = lm.loglikelihood_rolling(_requests("loglikelihood_rolling", *texts))
+    expected = [_likelihood(scorer, "", text)[0] for (text,) in texts]
+    np.testing.assert_allclose(rolling, expected, rtol=1e-5)
+
+
+def test_a_task_of_the_user_has_the_accuracy_of_its_logits(folder, scorer):
+    expected = {"acc": [], "acc_norm": []}
+    for row in QUESTIONS:
+        context = f"Question: {row['question']}"
+        # The space at the end of the prompt goes to the answer.
+        sums = [_likelihood(scorer, context, f"  {x}")[0] for x in row["choices"]]
+        sizes = [len(choice) for choice in row["choices"]]
+        expected["acc"].append(int(np.argmax(sums)) == row["gold"])
+        expected["acc_norm"].append(int(np.argmax(np.divide(sums, sizes))) == row["gold"])
+    items = load_tasks(["four_questions"], include_path=str(folder / "tasks"))
+    records = measure(items, scorer)
+    assert [x["metric"] for x in records] == ["acc", "acc_norm"]
+    assert [x["value"] for x in records] == [np.mean(hits) for hits in expected.values()]
+    stderr = np.std(expected["acc"], ddof=1) / 2
+    assert records[0]["stderr"] == pytest.approx(stderr)
+    assert records[0]["chance"] == pytest.approx((1 / 3 + 1 / 2 + 1 / 4 + 1 / 2) / 4)
+    assert (records[0]["items"], len(items), items[3]) == (4, 4, ("four_questions", 3))
+    assert measure(items, scorer) == records
+    manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+    results = simple_evaluate(
+        ScorerLM(scorer), tasks=["four_questions"], task_manager=manager, bootstrap_iters=0
+    )
+    assert results["results"]["four_questions"]["acc,none"] == records[0]["value"]
+    (sample, *_) = results["samples"]["four_questions"]
+    found = [value for ((value, _),) in sample["resps"]]
+    by_hand = [
+        _likelihood(scorer, "Question: Which planet is red?", f"  {x}")[0]
+        for x in QUESTIONS[0]["choices"]
+    ]
+    np.testing.assert_allclose(found, by_hand, rtol=1e-5)
+    assert {"torch", "transformers"}.isdisjoint(sys.modules)
+
+
+def _prompts(items, name):
+    return [x.args for x in items.loaded["tasks"][name].instances]
+
+
+def test_the_prompts_are_those_of_the_harness(folder, scorer):
+    names = ["hellaswag", "arc_easy", "arc_challenge", "mmlu_virology"]
+    items = load_tasks(names, data=str(folder), limit=1)
+    assert items == [(name, 0) for name in names]
+    measure(items, scorer)
+    story = "Cooking: A man cooks. He. then"
+    assert _prompts(items, "hellaswag") == [(story, " eats it."), (story, " flies away.")]
+    question = "Question: Which planet is red?\nAnswer:"
+    assert _prompts(items, "arc_easy") == [
+        (question, f" {choice}") for choice in QUESTIONS[0]["choices"]
+    ]
+    assert _prompts(items, "arc_challenge")[1] == ("Question: Cold?\nAnswer:", " fire")
+    topic = "The following are multiple choice questions (with answers) about virology.\n\n"
+    options = dict(zip("0123", ("one", "two", "three", "four"), strict=True))
+    asked = MMLU.replace("{question}", "virology 0?")
+    for number, word in options.items():
+        asked = asked.replace(f"{{{number}}}", word)
+    assert _prompts(items, "mmlu_virology")[2] == (topic + asked, " C")
+    items = load_tasks(["mmlu_virology", "arc_challenge"], data=str(folder), num_fewshot=2)
+    measure(items, scorer)
+    shots = [asked.replace(" 0?", f" {i}?") + f" {'AB'[i]}\n\n" for i in range(2)]
+    assert _prompts(items, "mmlu_virology")[3] == (topic + "".join(shots) + asked, " D")
+    assert "Wo ist die Tür?\nAnswer: dort\n\n" in _prompts(items, "arc_challenge")[0][0]
+
+
+def test_mmlu_is_a_group_of_the_subjects_that_are_there(folder, scorer):
+    items = load_tasks(["mmlu", "arc_easy"], data=str(folder))
+    records = measure(items, scorer)
+    names = [(x["task"], x["depth"], x["items"]) for x in records]
+    assert names == [
+        *[("arc_easy", 0, 2)] * 2,
+        ("mmlu", 0, 6),
+        ("mmlu_stem", 1, 5),
+        ("mmlu_anatomy", 2, 2),
+        ("mmlu_astronomy", 2, 3),
+        ("mmlu_other", 1, 1),
+        ("mmlu_virology", 2, 1),
+    ]
+    value = {x["task"]: x["value"] for x in records}
+    total = 2 * value["mmlu_anatomy"] + 3 * value["mmlu_astronomy"] + value["mmlu_virology"]
+    assert value["mmlu"] == pytest.approx(total / 6)
+    hits = []
+    for row in _subject("astronomy", 3):
+        context = MMLU.format(*row["choices"], question=row["question"].strip())
+        topic = "The following are multiple choice questions (with answers) about astronomy.\n\n"
+        sums = [_likelihood(scorer, topic + context, f" {letter}")[0] for letter in "ABCD"]
+        hits.append(int(np.argmax(sums)) == row["answer"])
+    assert value["mmlu_astronomy"] == np.mean(hits)
+
+
+def test_texts_end_at_stop_strings(scorer):
+    lm = ScorerLM(scorer)
+    settings = {"until": [], "max_gen_toks": 24, "do_sample": False}
+
+    def texts(*changes, prompt="Once"):
+        requests = [(prompt, settings | change) for change in changes]
+        return lm.generate_until(_requests("generate_until", *requests))
+
+    (whole,) = texts({})
+    assert len(whole) > 8
+    stop = whole[5:7]
+    cut, short, same = texts({"until": [stop, "never"]}, {"max_gen_toks": 3}, {"until": [""]})
+    assert cut == whole[: whole.index(stop)]
+    assert whole.startswith(short)
+    assert (len(short), same) == (3, whole)
+    drawn = texts(*[{"do_sample": True, "temperature": 2.0}] * 2)
+    assert drawn[0] != drawn[1]
+    assert drawn == texts(*[{"do_sample": True, "temperature": 2.0}] * 2)
+    with pytest.raises(UserError, match="generate with num_beams: not supported"):
+        texts({"num_beams": 4})
+
+
+def test_a_run_is_evaluated_on_local_files(folder, scorer):
+    place, tasks = f"--run_dir={folder / 'run'}", str(folder / "tasks")
+    base = ("evaluate", place, "--task=harness", f"--data={folder}", f"--include_path={tasks}")
+    output = commands.output(*base, "--tasks=arc_easy,mmlu", "--tasks=four_questions")
+    assert "other tasks (step 7, 12 rows)" in output
+    result = json.loads((folder / "run/eval/harness/results.json").read_text())
+    on = result["series"]["IP-TTCD, fast weights on"]
+    items = load_tasks(["arc_easy", "mmlu", "four_questions"], data=str(folder), include_path=tasks)
+    assert on == measure(items, scorer)
+    assert (folder / "run/eval/harness/harness.png").is_file()
+    lines = [line.split("  ")[0] for line in output.splitlines()[3:8]]
+    assert lines == [
+        *("arc_easy, acc (%)", "arc_easy, acc_norm (%)"),
+        *("four_questions, acc (%)", "four_questions, acc_norm (%)", "mmlu, acc (%)"),
+    ]
+
+
+def test_the_command_of_the_harness_runs_a_run(folder, scorer, monkeypatch, capsys):
+    arguments = f"run_dir={folder / 'run'},step=7,batch_size=4,param=TransformerConfig.window=16"
+    lm = RunLM.create_from_arg_string(arguments, {"batch_size": 1, "device": None})
+    (pair,) = lm.loglikelihood(_requests("loglikelihood", ("A long enough context", " a")))
+    assert pair[0] != _likelihood(scorer, "A long enough context", " a")[0]
+    tasks = ("--tasks", "four_questions", "--include_path", str(folder / "tasks"))
+    model = ("--model", "ttcd_jax", "--model_args", f"run_dir={folder / 'run'},batch_size=4")
+    output = commands.output("harness", *model, *tasks)
+    (record, _) = measure(load_tasks(["four_questions"], include_path=tasks[3]), scorer)
+    (line,) = [line for line in output.splitlines() if "four_questions" in line]
+    assert float(line.split("|")[7]) == record["value"]
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: RunLM("/nowhere"))
+    with pytest.raises(SystemExit, match="2"):
+        harness.main()
+    assert "\nerror: /nowhere is not a run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"names": ["helaswag"]}, "no task 'helaswag'; did you mean 'hellaswag'"),
+        ({"names": ["mmlu_sociology"]}, "no row of it"),
+        ({"names": ["arc_easy"], "data": "/nowhere"}, "--data=/nowhere is no folder"),
+        ({"names": ["arc_easy"], "include_path": "/nowhere"}, "include_path=/nowhere is no folder"),
+        ({"names": ["arc_easy"], "num_fewshot": 1}, "arc_easy: 1 examples would be among"),
+        ({"names": ["hellaswag"], "num_fewshot": 1}, "hellaswag: 1 examples would be among"),
+    ],
+)
+def test_tasks_refused(folder, options, words):
+    with pytest.raises(UserError, match=words):
+        load_tasks(**{"data": str(folder)} | options)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "words"),
+    [
+        ("arc_easy", "{", "line 1 is not JSON"),
+        ("arc_easy", '{"question": "a", "choices": ["x"], "gold": 1}', "no row of arc_easy"),
+        ("arc_easy", '{"question": "a", "choices": ["x"], "gold": -1}', "-1 is none of 1 choices"),
+        ("arc_easy", '{"question": 3, "choices": ["x"], "gold": 0}', "missing or no string"),
+        ("arc_easy", '{"choices": ["x"], "gold": 0}', "KeyError..question"),
+        ("hellaswag", '{"label": "b", "endings": []}', "no row of hellaswag"),
+        ("mmlu", '{"choices": ["", "a", "b"]}', "not four choices"),
+    ],
+)
+def test_damaged_data_is_refused(tmp_path, name, line, words):
+    (tmp_path / f"{name}_test.jsonl").write_text(line)
+    (tmp_path / f"{name}_validation.jsonl").write_text(line)
+    with pytest.raises(DataError, match=words):
+        load_tasks([name], data=str(tmp_path))
+
+
+def test_the_options_of_the_command_are_checked(folder):
+    base = ("evaluate", f"--run_dir={folder / 'run'}", "--task=harness", f"--data={folder}")
+    for option, words in [
+        ("--metadata=x", "--metadata=x is not JSON"),
+        ("--metadata=[1]", "is no JSON object"),
+        ("--limit=0", "limit 0 must be at least 1"),
+        ("--num_fewshot=-1", "num_fewshot -1 must be at least 0"),
+    ]:
+        assert words in commands.refused(*base, option)
+    message = commands.refused(*base[:3], "--tasks=arc_easy")
+    assert "cannot build arc_easy (ConnectionError: Couldn't reach 'allenai/ai2_arc'" in message
+
+
+def test_without_lm_eval_the_remedy_is_named(folder, monkeypatch):
+    monkeypatch.delitem(sys.modules, "ttcd_jax.eval.harness")
+    monkeypatch.delattr("ttcd_jax.eval.harness")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    subject = Subject(byte_model(), ByteTokenizer(), {}, folder / "run")
+    with pytest.raises(UserError, match=r"lm_eval is missing.: install ttcd_jax\[harness\]"):
+        find_task("harness")(data=str(folder)).rows(subject)
+    with pytest.raises(UserError, match="has no tokenizer"):
+        find_task("harness")().rows(subject._replace(tokenizer=None))

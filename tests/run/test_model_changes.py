@@ -1,0 +1,143 @@
+"""A trained model under another window or with YaRN: its logits, its folder, what is refused."""
+
+import json
+
+import commands
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, assert_same
+from small_models import byte_model, config_of
+from tiny_run import save_text_model
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.nn.rope import RopeConfig, YarnConfig
+from ttcd_jax.precision import Precision
+from ttcd_jax.run.directory import load_params, load_run
+from ttcd_jax.run.model_changes import changed_model, describe
+from ttcd_jax.train.state import with_params
+
+# The settings of its memory are defaults: None in config.json.
+MODEL = byte_model(memory=None, init_std=0.5)
+YARN = YarnConfig(factor=8, original_length=16)
+TOKENS = np.random.default_rng(0).integers(0, 256, (2, 24))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    save_text_model(run_dir, MODEL)
+    (run_dir.parent / "book.txt").write_text("It was a dark and stormy night. " * 8)
+    return run_dir
+
+
+def test_the_model_is_the_one_configured_so_with_the_same_parameters(run_dir):
+    params = load_params(run_dir).params
+    before = np.asarray(with_params(MODEL, params)(jnp.asarray(TOKENS)))
+    for changes, expected, num_equal in [
+        (["TransformerConfig.window=None"], MODEL.replace(window=None), 8),
+        (["TransformerConfig.window=16"], MODEL.replace(window=16), 8),
+        (["MemoryConfig.output=student"], MODEL.replace(memory=MemoryConfig(output="student")), 0),
+        (
+            [f"RopeConfig.yarn={YARN}", " TransformerConfig.window = 12 "],
+            MODEL.replace(rope=RopeConfig(yarn=YARN), window=12),
+            1,
+        ),
+    ]:
+        run = load_run(run_dir, changes=changes)
+        logits = np.asarray(run.model(jnp.asarray(TOKENS)))
+        assert_same(logits, np.asarray(with_params(expected, params)(jnp.asarray(TOKENS))))
+        assert_close(logits[:, :num_equal], before[:, :num_equal])
+        assert np.abs(logits - before).max() > 1e-3
+        assert run.config.memory == expected.settings
+
+
+def test_values_are_literals_strings_or_configurations():
+    text = "RopeConfig.yarn={'factor': 8, 'original_length': 16}"
+    changes = [text, "TransformerConfig.attention_implementation=xla"]
+    changed = changed_model(MODEL, changes)
+    assert (changed.rope.yarn, changed.attention_implementation) == (YARN, "xla")
+    assert changed_model(changed, ["YarnConfig.factor=2"]).rope.yarn == YARN.replace(factor=2)
+    assert changed_model(MODEL, ()) is MODEL
+    words = "yarn factor=8 original_length=16, attention_implementation xla"
+    assert describe(changes) == words
+
+
+def test_a_window_or_none_makes_the_other_plain_transformer():
+    full, swa = (config_of(name, precision=Precision()) for name in ("full", "swa"))
+    assert changed_model(full, ["TransformerConfig.window=4"]) == swa
+    assert changed_model(swa, ["TransformerConfig.window=None"]) == full
+    assert changed_model(swa, ["TransformerConfig.window=9"]).method == "swa"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ("window=8", "'window=8' is not Class.field=VALUE"),
+        ("TransfomerConfig.window=9", "did you mean 'TransformerConfig'"),
+        (
+            "YarnConfig.factor=2",
+            "the model consists of TransformerConfig, Precision, RopeConfig, Me",
+        ),
+        ("TransformerConfig.windw=9", "no field 'windw'; did you mean 'window'"),
+        ("TransformerConfig.window=wide", "window must be int"),
+        ("TransformerConfig.window=" + "[" * 5000, "window must be int"),
+        ("TransformerConfig.window=2", "student_window 4 is wider than the teacher's window 2"),
+        ("RopeConfig.yarn={'factor': 8}", "YarnConfig lacks original_length"),
+        ("RopeConfig.yarn=Yarn(factor=8)", "'Yarn' is allowed here"),
+        (
+            "RopeConfig.yarn=YarnConfig(factor=0.5, original_length=4)",
+            "factor 0.5 must be at least",
+        ),
+        ("TransformerConfig.window=9|TransformerConfig.window=9", "window is bound twice"),
+        ("TransformerConfig.dim=16", "dim=16 changes shapes"),
+        (
+            "TransformerConfig.window=9|MemoryConfig.num_taps=9",
+            "^MemoryConfig.num_taps=9 changes sh",
+        ),
+        ("Precision.param=bfloat16", "Precision.param=bfloat16 changes shapes, types"),
+        ("TransformerConfig.window=8", "window=8 changes nothing that this model computes"),
+        ("TransformerConfig.remat=block", "remat=block changes nothing"),
+        (
+            "TransformerConfig.window=9|RopeConfig.yarn=None",
+            "^RopeConfig.yarn=None changes nothing",
+        ),
+        ("TransformerConfig.init_std=1.0", "init_std=1.0 is for parameters that are drawn"),
+    ],
+)
+def test_refused(changes, words):
+    with pytest.raises(UserError, match=words):
+        changed_model(MODEL, changes.split("|"))
+
+
+def test_a_changed_model_has_its_own_results(run_dir, tmp_path):
+    place, book = f"--run_dir={run_dir}", f"--text={run_dir.parent / 'book.txt'}"
+    base = ("evaluate", place, "--task=ppl", "--max_rows=4", book)
+    window = "--param=TransformerConfig.window=16"
+    commands.output(*base)
+    output = commands.output(*base, window)
+    assert "IP-TTCD, window 16, fast weights on" in output
+    commands.output(*base, window, "--label=wide  open")
+    result = json.loads((run_dir / "eval" / "ppl.window-16" / "results.json").read_text())
+    assert (result["changes"], result["label"]) == ("window 16", "IP-TTCD, window 16")
+    whole = json.loads((run_dir / "eval" / "ppl" / "results.json").read_text())
+    assert result["series"] != whole["series"]
+    message = commands.refused(*base, "--label=wide open")
+    assert "ppl.wide-open/results.json is of label 'wide  open', not 'wide open'" in message
+    message = commands.refused(*base, "--label=wide  open")
+    assert "is of changes 'window 16', not ''" in message
+    page = commands.output("report", place, f"--output={tmp_path / 'page'}")
+    for name in ("IP-TTCD, fast weights on", "IP-TTCD, window 16, off", "wide  open, off"):
+        assert name in page
+    assert "changes nothing" in commands.refused(*base, "--param=TransformerConfig.window=8")
+
+
+def test_text_is_generated_by_a_changed_model(run_dir, tmp_path):
+    book = run_dir.parent / "book.txt"
+    base = ("generate", f"--run_dir={run_dir}", f"--prompt_file={book}", "--max_new_tokens=8")
+    for name, arguments in [("own", ()), ("full", ("--param=TransformerConfig.window=None",))]:
+        commands.output(*base, "--temperature=1", *arguments, f"--json={tmp_path / name}")
+    own, full = (json.loads((tmp_path / name).read_text()) for name in ("own", "full"))
+    assert own["texts"] != full["texts"]
+    assert ("changes" in own, full["changes"]) == (False, ["TransformerConfig.window=None"])

@@ -1,0 +1,271 @@
+"""lm-evaluation-harness (Gao et al.): a `Scorer` as its model, its tasks on local files.
+
+Importing this module imports `lm_eval`. A process whose environment has no HF_HUB_OFFLINE and
+HF_DATASETS_OFFLINE has both from then on: a data set that is not here is an error, not a download.
+"""
+
+import logging
+import math
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("DISABLE_MULTIPROC", "1")  # JAX has threads: no forks for standard errors
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import datasets
+import jinja2
+import lm_eval.tasks
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+from lm_eval.evaluator import evaluate
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from ttcd_jax.config import closest
+from ttcd_jax.errors import DataError, UserError, listed
+from ttcd_jax.eval.harness_data import LocalData
+from ttcd_jax.eval.scorer import Scorer
+from ttcd_jax.inference.generate import Request
+from ttcd_jax.inference.sampling import SamplingConfig
+
+_RESAMPLES = 1000  # for the standard error of what is no mean
+# What the Python and the templates of somebody's task end in, without its data or with others.
+_IN_TASKS = (
+    *(OSError, ImportError, ValueError, TypeError, LookupError, AttributeError, AssertionError),
+    jinja2.TemplateError,
+)
+# The harness' own tasks on the data sets that `LocalData` knows; all others are read when a name is
+# none of them, which takes seconds.
+_FOLDERS = [Path(lm_eval.tasks.__file__).with_name(x) for x in ("hellaswag", "arc", "mmlu")]
+
+
+class ScorerLM(TemplateLM):
+    """A `Scorer` as a language model of the harness. A text is read as a document, bos first, and
+    whole: nothing is truncated, however long it is."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        super().__init__()
+        if scorer.tokenizer is None:
+            raise UserError("the harness measures models of text: the run has no tokenizer")
+        self._scorer, self._tokenizer = scorer, scorer.tokenizer
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._tokenizer.bos_id
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """The ids without special tokens; a lone surrogate is read as a question mark."""
+        return self._tokenizer.encode(string.encode(errors="replace")).tolist()
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [
+            (self._row(context), np.asarray(answer, np.int64)) for _, context, answer in requests
+        ]
+        return [(x.log_likelihood, x.is_greedy) for x in self._scorer.loglikelihoods(pairs)]
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The log-likelihood of whole texts, each in one piece."""
+        rows = [self._row(self.tok_encode(request.args[0])) for request in requests]
+        return [-float(x.losses.astype(np.float64).sum()) for x in self._scorer.losses(rows)]
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        rows = [self._request(i, *request.args) for i, request in enumerate(requests)]
+        return self._scorer.generate(rows)
+
+    def _row(self, tokens: list[int]) -> np.ndarray:
+        bos = self._tokenizer.bos_id
+        return np.asarray(tokens if tokens[:1] == [bos] else [bos, *tokens], np.int64)
+
+    def _request(self, index: int, context: str, settings: Mapping[str, Any]) -> Request:
+        values: dict[str, Any] = {**normalize_gen_kwargs({**settings})}
+        names = {"temperature", "top_p", "top_k", "min_p"} & values.keys()
+        known = {"until", "max_gen_toks", "do_sample", *names}
+        if surplus := sorted(values.keys() - known):
+            raise UserError(f"a task wants to generate with {listed(surplus)}: not supported")
+        drawn: dict[str, Any] = {"temperature": 1.0} | {name: values[name] for name in names}
+        return Request(
+            tokens=self.tok_encode(context),
+            sampling=SamplingConfig(seed=index, **drawn)
+            if values["do_sample"]
+            else SamplingConfig(),
+            max_new_tokens=values["max_gen_toks"],
+            stop=tuple(text for text in values["until"] if text),
+        )
+
+
+class Items(list[tuple[str, int]]):
+    """The (task, index) of what is asked, at most `limit` of a task; `loaded` as
+    `TaskManager.load` returns it."""
+
+    def __init__(self, loaded: Any, limit: int | None) -> None:
+        tasks = loaded["tasks"].items()
+        super().__init__((name, i) for name, x in tasks for i in range(len(x.eval_docs))[:limit])
+        self.loaded, self.limit = loaded, limit
+
+
+def load_tasks(
+    names: Sequence[str],
+    *,
+    data: str | None = None,
+    include_path: str | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> Items:
+    """Tasks and groups of the harness by name, with their own prompts. A task takes its rows from
+    the files of the folder `data` where it has them; those of a group that have none there are left
+    out. `include_path`: a folder of YAML files of more tasks. `limit`, `num_fewshot` and `metadata`
+    are those of `lm_eval`. Raises `UserError` for an unknown name and a task that cannot be built,
+    `DataError` for a file.
+    """
+    if include_path is not None and not Path(include_path).is_dir():
+        raise UserError(f"--include_path={include_path} is no folder")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is chosen here
+    datasets.disable_progress_bars()
+    index = (manager := _manager(names, include_path, dict(metadata or {}))).task_index
+    local = None if data is None else LocalData(data)
+    for name in names:
+        if name not in index:
+            raise UserError(f"the harness has no task {name!r}{closest(name, [*index])}")
+        if local is not None and not _localized(index, name, local):
+            raise DataError(f"--data={data} has files of the data set of {name}, and no row of it")
+    random.seed(DEFAULT_RANDOM_SEED)
+    np.random.seed(DEFAULT_OTHER_SEED)  # noqa: NPY002  # where tasks draw
+    try:
+        loaded = manager.load([*names])
+    except _IN_TASKS as error:
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UserError(
+            f"the harness cannot build {', '.join(names)} ({cause}): data are files for hellaswag, "
+            "arc_easy, arc_challenge and mmlu in --data, or in the cache of datasets"
+        ) from error
+    for task in loaded["tasks"].values():
+        _set_fewshot(task, num_fewshot)
+    return Items(loaded, limit)
+
+
+def _manager(
+    names: Sequence[str], include_path: str | None, metadata: dict[str, Any]
+) -> lm_eval.tasks.TaskManager:
+    more: list[str | Path] = [] if include_path is None else [include_path]
+    paths = [*_FOLDERS, *more]
+    manager = lm_eval.tasks.TaskManager(
+        include_path=paths, include_defaults=False, metadata=metadata
+    )
+    if all(name in manager.task_index for name in names):
+        return manager
+    return lm_eval.tasks.TaskManager(include_path=more, metadata=metadata)
+
+
+def _localized(index: dict[str, Any], name: str, data: LocalData) -> bool:
+    """Makes a task, or the members of a group or tag, take local rows; whether any are left."""
+    entry = index.get(name)
+    if entry is None:  # defined inside of its group
+        return True
+    if entry.kind.name not in ("GROUP", "TAG"):
+        local = data.fields(entry.cfg or {})
+        if local and entry.yaml_path is not None:
+            entry.cfg, entry.yaml_path = load_yaml(entry.yaml_path, resolve_func=True) | local, None
+        return local is None or bool(local)
+    members = sorted(entry.tags) if entry.kind.name == "TAG" else entry.cfg["task"]
+    kept = []
+    for member in members:
+        inner = member if isinstance(member, str) else member.get("task", member.get("group"))
+        if not isinstance(inner, str) or _localized(index, inner, data):
+            kept.append(member)
+    if entry.kind.name == "TAG":
+        entry.tags = set(kept)
+    elif len(kept) < len(members):
+        entry.cfg, entry.yaml_path = entry.cfg | {"task": kept}, None
+    return bool(kept)
+
+
+def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
+    """As `lm_eval.simple_evaluate` does. Raises `UserError` where examples would be questions."""
+    own = task.get_config("num_fewshot")
+    shots = own or 0 if own == 0 or num_fewshot is None else num_fewshot
+    task.set_config(key="num_fewshot", value=shots)
+    task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+    examples = task.fewshot_cfg
+    is_apart = task.has_training_docs() or (task.has_validation_docs() and task.has_test_docs())
+    if shots and not (is_apart or examples.split or examples.samples):
+        raise UserError(
+            f"{task.task_name}: {shots} examples would be among the questions, since there are no "
+            "others: add a file <name>_train.jsonl, or take --num_fewshot=0"
+        )
+
+
+def measure(items: Items, scorer: Scorer) -> list[dict[str, Any]]:
+    """A record for every metric of every task and group, members after their group, `depth` groups
+    down. `chance` is the accuracy that guessing reaches, None where there are no choices."""
+    loaded = items.loaded
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+    options: Any = {"limit": items.limit, "bootstrap_iters": _RESAMPLES, "log_samples": False}
+    try:
+        results: Any = evaluate(ScorerLM(scorer), loaded, **options)
+    except jinja2.TemplateError as error:
+        raise DataError(f"a row does not fit the prompt of its task ({error})") from error
+    members = results["group_subtasks"]
+    inner = {name for names in members.values() for name in names}
+    roots = [name for name in (*loaded["tasks"], *members) if name not in inner]
+    return [record for name in roots for record in _records(name, 0, loaded, results)]
+
+
+def _records(name: str, depth: int, loaded: Any, results: Any) -> Iterator[dict[str, Any]]:
+    """Those of a task, or of a group and its members."""
+    values, group = results["results"][name], loaded["groups"].get(name)
+    tasks = [loaded["tasks"][name]] if group is None else group.get_all_tasks()
+    # The reciprocal number of choices of every item.
+    chances = [
+        1 / count
+        for task in tasks
+        if task.OUTPUT_TYPE == "multiple_choice"
+        for count in Counter(instance.doc_id for instance in task.instances).values()
+    ]
+    for key, value in values.items():
+        metric, comma, kind = key.partition(",")
+        # The harness' RULER has -1 where there is no item of a length.
+        is_absent = _number(value) is None or (metric.isdigit() and value == -1)
+        if comma and not metric.endswith("_stderr") and not is_absent:
+            is_choice = chances and metric in ("acc", "acc_norm")
+            yield {
+                "task": name,
+                "metric": metric if kind == "none" else f"{metric} ({kind})",
+                "value": _number(value),
+                "stderr": _number(values.get(f"{metric}_stderr,{kind}")),
+                "chance": sum(chances) / len(chances) if is_choice else None,
+                "items": sum(results["n-samples"][task.task_name]["effective"] for task in tasks),
+                "examples": max(task.get_config("num_fewshot") for task in tasks),
+                "depth": depth,
+            }
+    for member in () if group is None else group.child_names:
+        yield from _records(member, depth + 1, loaded, results)
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if is_number else None
