@@ -1,0 +1,78 @@
+"""Context distillation, measured: the gap between student and teacher, and what a memory leaves of
+it.
+
+A layer with a teacher writes what the student's features z_S miss of the teacher's z_T. With the
+base weight W_base and the running weight W_i of a token's chunk,
+
+    y_T = z_T W_base,  y_S = z_S W_base (memory off),  y = z_S W_i (memory on)
+    gap = |y_T - y_S| / |y_T|,  gap on = |y_T - y| / |y_T|
+    L_CD = mean over tokens of |y_T - y_S|^2 / 2,  on: |y_T - y|^2 / 2
+
+z_T and z_S are the features that the layer's error compares (`InPlaceMLP.views`), after their
+convolutions and before keys are normalized, whatever the layer itself reads. Gate, P, normalization
+and eta are in W_i. The target is that of the base weight, with the memory on and off: Proposition 1
+is about y_T . (y - y_S) > 0. The published layer adds z_T W_i to the residual stream; its change by
+the memory is measured as well, in units of |y_T|.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ttcd_jax.memory.chunks import memory_mask
+
+
+class Distillation(NamedTuple):
+    """Of every token: lengths of vectors [D], at least float32, and whether it reads a memory that
+    a token of its document has written. Arrays [B, T], of a model [Y, B, T] with Y the layers that
+    have a teacher."""
+
+    teacher: Float[Array, "..."]  # |y_T|
+    off: Float[Array, "..."]  # |y_T - y_S|
+    on: Float[Array, "..."]  # |y_T - y|
+    change: Float[Array, "..."]  # |z_out (W_i - W_base)|, z_out the features that the layer reads
+    reads: Bool[Array, "..."]
+
+
+def length_of(x: Float[Array, "... D"]) -> Float[Array, "..."]:
+    """|x|, in float32 or wider."""
+    return jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=-1)
+
+
+def tokens_that_read(
+    segments: Int[Array, "B C L"] | None, shape: tuple[int, int, int]
+) -> Bool[Array, "B C L"]:
+    """Whether an earlier chunk holds a token of the same document, in rows of `shape` [B, C, L]."""
+    _, num_chunks, size = shape
+    is_later = (jnp.arange(num_chunks) > 0)[None, :, None]
+    same = memory_mask(segments, num_chunks * size, size).reads
+    return jnp.broadcast_to(is_later if same is None else is_later & same, shape)
+
+
+def summary(
+    found: Distillation, counted: Bool[Array, "B T"] | None = None
+) -> dict[str, Float[Array, " Y"]]:
+    """Measures of every layer over the tokens `counted` (None: all).
+
+    `gap`, `gap_on`, `change`: means relative to |y_T|, over tokens where it is not zero. `closer`:
+    the share of the tokens with something to read that the memory moves closer to the teacher.
+    `loss`, `loss_on`: L_CD. NaN where no token is left.
+    """
+    counts = jnp.ones(found.teacher.shape[1:], bool) if counted is None else counted
+    counts = jnp.broadcast_to(counts, found.teacher.shape)
+    has_teacher = counts & (found.teacher > 0)
+    relative = 1 / jnp.where(has_teacher, found.teacher, 1)
+
+    def mean(x: jax.Array, where: jax.Array) -> jax.Array:
+        return jnp.mean(x, axis=(1, 2), where=where)
+
+    return {
+        "gap": mean(found.off * relative, has_teacher),
+        "gap_on": mean(found.on * relative, has_teacher),
+        "closer": mean((found.on < found.off).astype(found.on.dtype), counts & found.reads),
+        "change": mean(found.change * relative, has_teacher),
+        "loss": mean(found.off**2 / 2, counts),
+        "loss_on": mean(found.on**2 / 2, counts),
+    }
