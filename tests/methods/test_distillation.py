@@ -114,7 +114,7 @@ def test_distances_are_those_of_the_definition(name, float64):
     ids, w = np.asarray(TWO_ROWS), _parameters(module)
     # Convolutions know no documents where memories leak.
     known = ids if module.settings.resets_at_document else np.zeros_like(ids)
-    rows = [_row(w, module.settings, *map(np.asarray, one)) for one in zip(x, t, known)]
+    rows = [_row(w, module.settings, np.asarray(x[i]), np.asarray(t[i]), known[i]) for i in (0, 1)]
     expected = Distillation(*np.stack(rows, axis=1))
     y, found = _measured(module, x, t, ids)
     assert_close(found._replace(reads=found.reads.astype(float)), expected)

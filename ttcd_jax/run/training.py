@@ -146,9 +146,7 @@ def _train(
             write(step, metrics)
             scores.update(best_scores(config, [{"step": step, **metrics}]))
 
-        step, state = _compiled(config, checkpoints, mesh, state)
-        step = _with_distillation(step, config, mesh, start)
-        say_started()
+        step, state = _compiled(config, checkpoints, mesh, start, state)
         with (
             reporter(config, directory.path, start, trackers, watchdog) as (callbacks, write),
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
@@ -231,9 +229,10 @@ def _resumed(
 
 
 def _compiled(
-    config: RunConfig, checkpoints: Checkpoints, mesh: Mesh, state: TrainState | None
+    config: RunConfig, checkpoints: Checkpoints, mesh: Mesh, start: int, state: TrainState | None
 ) -> tuple[TrainStep, TrainState]:
-    """(the compiled step, `state`); without a state the first is drawn meanwhile."""
+    """(the compiled step, `state` after step `start`); without a state the first is drawn
+    meanwhile."""
     with phase("tracing"):
         shapes = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
         lowered = build.build_step(config, mesh).lower(*shapes)
@@ -242,6 +241,8 @@ def _compiled(
         state = state or _first_state(config, checkpoints, mesh)
         with phase("compiling"):
             step = program.result()
+    step = _with_distillation(step, config, mesh, start)
+    say_started()
     return step, state
 
 
