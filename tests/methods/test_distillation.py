@@ -80,7 +80,7 @@ def _row(w, settings, x, t, ids):
     error = error @ w.get("proj", np.eye(D))
     is_unit = not is_ideal and settings.normalizes_keys
     keys = z_s / np.linalg.norm(z_s, axis=1, keepdims=True) if is_unit else z_s
-    found = np.zeros((5, len(x)))
+    found = np.zeros((6, len(x)))
     documents = ids if settings.resets_at_document else np.zeros_like(ids)
     for document in np.unique(documents):
         weight, is_written = w["down"].copy(), False
@@ -91,8 +91,11 @@ def _row(w, settings, x, t, ids):
             target = z_t[here] @ w["down"]
             rows = target, target - z_s[here] @ w["down"], target - z_s[here] @ weight
             rows += (z_out[here] @ (weight - w["down"]),)
-            found[:4, here] = [np.linalg.norm(row, axis=1) for row in rows]
-            found[4, here] = is_written
+            lengths = [np.linalg.norm(row, axis=1) for row in rows]
+            move = z_s[here] @ (weight - w["down"])
+            angle = np.einsum("td,td->t", move, rows[1])
+            angle /= np.linalg.norm(move, axis=1) * lengths[1] if is_written else 1
+            found[:, here] = [*lengths, np.full(len(here), is_written), angle]
             if is_ideal:
                 step = z_s[here].T @ ((z_t[here] - z_s[here]) @ weight) / len(here)
             else:
@@ -117,8 +120,8 @@ def test_distances_are_those_of_the_definition(name, float64):
     rows = [_row(w, module.settings, np.asarray(x[i]), np.asarray(t[i]), known[i]) for i in (0, 1)]
     expected = Distillation(*np.stack(rows, axis=1))
     y, found = _measured(module, x, t, ids)
-    assert_close(found._replace(reads=found.reads.astype(float)), expected)
-    assert 0 < found.reads.mean() < 1
+    assert_close(found._replace(is_moved=found.is_moved.astype(float)), expected)
+    assert 0 < found.is_moved.mean() < 1
     assert_close(y, jax.jit(module.remember)(x, t, jnp.asarray(ids))[0])
 
 
@@ -136,7 +139,7 @@ def test_equal_views_have_no_gap_and_write_nothing(float64):
     _, found = _measured(_ideal(), x, x, TWO_ROWS)
     assert not found.off.any()
     assert found.on.max() < 1e-14
-    assert summary(jax.tree.map(lambda x: x[None], found))["closer"] < 0.5
+    assert not found.is_moved.any()
 
 
 def test_a_summary_is_over_the_counted_tokens():
@@ -145,12 +148,14 @@ def test_a_summary_is_over_the_counted_tokens():
         off=jnp.array([[[1.0, 1.0, 1.0, 9.0]]]),
         on=jnp.array([[[1.0, 0.5, 2.0, 0.0]]]),
         change=jnp.array([[[0.0, 2.0, 5.0, 9.0]]]),
-        reads=jnp.array([[[False, True, True, True]]]),
+        is_moved=jnp.array([[[False, True, True, True]]]),
+        cosine=jnp.array([[[1.0, 0.5, -1.0, 1.0]]]),
     )
     measures = summary(found, jnp.array([[True, True, True, False]]))
     assert jax.tree.map(lambda x: round(float(x[0]), 6), measures) == {
         "gap": (0.5 + 0.25) / 2,
         "gap_on": (0.5 + 0.125) / 2,
+        "cosine": -0.25,
         "closer": 0.5,
         "change": 0.25,
         "loss": 0.5,

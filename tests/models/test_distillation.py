@@ -26,7 +26,7 @@ def _found(model):
 
 
 def _numbers(found):
-    return found._replace(reads=found.reads.astype(float))
+    return found._replace(is_moved=found.is_moved.astype(float))
 
 
 @pytest.mark.parametrize(

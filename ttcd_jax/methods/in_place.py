@@ -13,7 +13,7 @@ from ttcd_jax.axes import param
 from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
-from ttcd_jax.memory.distillation import Distillation, length_of, tokens_that_read
+from ttcd_jax.memory.distillation import Distillation, distances
 from ttcd_jax.memory.pieces import OpenChunk, inside_open_chunk, over_piece, start_pieces
 from ttcd_jax.memory.prefix import Form, PrefixOptions
 from ttcd_jax.memory.protocol import ChunkedMemory
@@ -170,13 +170,7 @@ class InPlaceMLP(SwiGLU):
         teacher, student, plain = (
             weight_product(z, self.w_base()) for z in (z_teacher, z_student, reads)
         )
-        found = Distillation(
-            teacher=length_of(teacher),
-            off=length_of(teacher - student),
-            on=length_of(teacher - remembered),
-            change=length_of(y - plain),
-            reads=tokens_that_read(segments, y.shape[:3]),
-        )
+        found = distances(teacher, student, remembered, y - plain, segments)
         return from_chunks(y, length), jax.tree.map(lambda x: from_chunks(x, length), found)
 
     def _stats(self, size: Float[Array, " B"], beta: Float[Array, "B T"] | None) -> MemoryStats:
