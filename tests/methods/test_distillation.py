@@ -80,7 +80,7 @@ def _row(w, settings, x, t, ids):
     error = error @ w.get("proj", np.eye(D))
     is_unit = not is_ideal and settings.normalizes_keys
     keys = z_s / np.linalg.norm(z_s, axis=1, keepdims=True) if is_unit else z_s
-    found = np.zeros((6, len(x)))
+    found = np.zeros((7, len(x)))
     documents = ids if settings.resets_at_document else np.zeros_like(ids)
     for document in np.unique(documents):
         weight, is_written = w["down"].copy(), False
@@ -90,7 +90,7 @@ def _row(w, settings, x, t, ids):
                 continue
             target = z_t[here] @ w["down"]
             rows = target, target - z_s[here] @ w["down"], target - z_s[here] @ weight
-            rows += (z_out[here] @ (weight - w["down"]),)
+            rows += (z_t[here] - z_s[here]) @ weight, z_out[here] @ (weight - w["down"])
             lengths = [np.linalg.norm(row, axis=1) for row in rows]
             move = z_s[here] @ (weight - w["down"])
             angle = np.einsum("td,td->t", move, rows[1])
@@ -147,6 +147,7 @@ def test_a_summary_is_over_the_counted_tokens():
         teacher=jnp.array([[[2.0, 4.0, 0.0, 1.0]]]),
         off=jnp.array([[[1.0, 1.0, 1.0, 9.0]]]),
         on=jnp.array([[[1.0, 0.5, 2.0, 0.0]]]),
+        both=jnp.array([[[0.0, 0.0, 7.0, 9.0]]]),
         change=jnp.array([[[0.0, 2.0, 5.0, 9.0]]]),
         is_moved=jnp.array([[[False, True, True, True]]]),
         cosine=jnp.array([[[1.0, 0.5, -1.0, 1.0]]]),
@@ -155,6 +156,7 @@ def test_a_summary_is_over_the_counted_tokens():
     assert jax.tree.map(lambda x: round(float(x[0]), 6), measures) == {
         "gap": (0.5 + 0.25) / 2,
         "gap_on": (0.5 + 0.125) / 2,
+        "gap_both": 0.0,
         "cosine": -0.25,
         "closer": 0.5,
         "change": 0.25,

@@ -67,11 +67,11 @@ def test_only_methods_with_a_teacher_have_distances():
 
 
 def test_a_forward_that_is_not_measured_computes_nothing_for_it(float64):
-    """Measured, a layer has six more products: three with W_base, and delta_w and two of the read
-    of the student's features."""
+    """Measured, a layer has nine more products: three with W_base, and delta_w and two of the read,
+    for two kinds of features."""
     model = _model(scans_layers=False)
 
     def products(run):
         return sum(eqn.primitive.name == "dot_general" for eqn in traced(run, TOKENS))
 
-    assert products(lambda x: model.distillation(x)) - products(lambda x: model.forward(x)) == 2 * 6
+    assert products(lambda x: model.distillation(x)) - products(lambda x: model.forward(x)) == 2 * 9

@@ -29,7 +29,7 @@ CONFIG = RunConfig(
     batch_size=4,
     log_every=2,
 )
-NAMES = ["change", "closer", "cosine", "gap", "gap_on", "loss", "loss_on"]
+NAMES = ["change", "closer", "cosine", "gap", "gap_both", "gap_on", "loss", "loss_on"]
 
 
 def _batches(start):

@@ -166,11 +166,14 @@ class InPlaceMLP(SwiGLU):
         if not measures:
             return from_chunks(y, length), self._stats(size, self.token_rate(tokens))
         z_teacher, z_student = self.views(convolved)
-        remembered, _ = over_rows(memory, z_student, writes, segments, length=length)
+        remembered, both = (
+            over_rows(memory, z, writes, segments, length=length)[0]
+            for z in (z_student, z_teacher - z_student)
+        )
         teacher, student, plain = (
             weight_product(z, self.w_base()) for z in (z_teacher, z_student, reads)
         )
-        found = distances(teacher, student, remembered, y - plain, segments)
+        found = distances(teacher, student, remembered, both, y - plain, segments)
         return from_chunks(y, length), jax.tree.map(lambda x: from_chunks(x, length), found)
 
     def _stats(self, size: Float[Array, " B"], beta: Float[Array, "B T"] | None) -> MemoryStats:
