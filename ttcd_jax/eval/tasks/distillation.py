@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from ttcd_jax.config import Positive
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.report import COLOURS, MARKERS, Picture, save_figure
+from ttcd_jax.eval.report import Picture, plot_lines
 from ttcd_jax.eval.scorer import Scorer, batches
 from ttcd_jax.eval.task import Records, RowTask, Series, Subject, register
 from ttcd_jax.eval.tasks.perplexity import Perplexity, bucket_edges
@@ -96,37 +96,30 @@ class StudentTeacher(RowTask):
 
     @classmethod
     def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
-        path = folder / f"{cls.name}.png"
-        save_figure(path, functools.partial(_draw, series), size=(8, 4.5), dpi=200)
-        sentence = (
-            "Distance of the student's output to the teacher's, in units of the teacher's: solid "
-            "without the memory, dashed with it. Dashed below solid: the memory closes the gap."
-        )
-        return [Picture(Path(path.name), sentence)]
+        """One for every layer."""
+        drawn = []
+        for layer in sorted({record["layer"] for records in series.values() for record in records}):
+            lines = {}
+            for name, records in series.items():
+                own = [record for record in records if record["layer"] == layer]
+                parts = [record for record in own if record["context"] != "all"] or own
+                for field, memory in (("gap", "off"), ("gap_on", "on")):
+                    points = [x["stop"] for x in parts], [x[field] for x in parts]
+                    lines[f"{name}, memory {memory}"] = points
+            path = folder / f"{cls.name}_{layer}.png"
+            title, y_label = f"Layer {layer}: distance to the teacher", "|y_T - y| / |y_T|"
+            plot_lines(path, title=title, x_label=cls.x_label, y_label=y_label, series=lines)
+            sentence = (
+                f"Distance in layer {layer} of the student's output to the teacher's, in units of "
+                "the teacher's, by position: the memory closes the gap where its line is lower."
+            )
+            drawn.append(Picture(Path(path.name), sentence))
+        return drawn
 
     @classmethod
     def comparable(cls, result: dict[str, Any]) -> Any:
-        """Layers and positions may differ."""
-        return None
-
-
-def _draw(series: Series, figure: Any) -> None:
-    axes, index = figure.subplots(), itertools.count()
-    for name, records in series.items():
-        for layer in sorted({record["layer"] for record in records}):
-            parts = [x for x in records if x["layer"] == layer and x["context"] != "all"]
-            parts = parts or [x for x in records if x["layer"] == layer]
-            number = next(index)
-            look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % 7]}
-            for field, style, memory in (("gap", "-", "off"), ("gap_on", "--", "on")):
-                values = [math.nan if x[field] is None else x[field] for x in parts]
-                label = f"{name}, layer {layer}, memory {memory}"
-                stops = [x["stop"] for x in parts]
-                axes.plot(stops, values, style, label=label, markersize=5, **look)
-    axes.set_xscale("log", base=2)
-    axes.set(title=StudentTeacher.title, xlabel=StudentTeacher.x_label)
-    axes.set(ylabel="|y_T - y| / |y_T|", ylim=(0, None))
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+        """The same text in rows of the same length; layers may differ."""
+        return [result["options"][name] for name in ("text", "seq_len")]
 
 
 def distances(model: Transformer, rows: dict[str, np.ndarray], batch_size: int) -> Distillation:
