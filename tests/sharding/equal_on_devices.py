@@ -1,6 +1,7 @@
-"""Methods on meshes of eight fake devices: loss, statistics and every gradient against those
-without a mesh. A script: `python equal_on_devices.py '{"METHOD": ["MESH", ...], ...}'`, a mesh as
-1x2x2x2 (data x fsdp x seq x tensor); prints the largest relative differences as JSON."""
+"""Methods on meshes of eight fake devices: loss, statistics, distances to a teacher and every
+gradient against those without a mesh. A script:
+`python equal_on_devices.py '{"METHOD": ["MESH", ...], ...}'`, a mesh as 1x2x2x2 (data x fsdp x seq
+x tensor); prints the largest relative differences as JSON."""
 
 import functools
 import json
@@ -15,7 +16,7 @@ from flax import nnx
 from small_models import config_of
 
 from ttcd_jax.methods.registry import register
-from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig, layers_with_teacher
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.sharding.batch import Placement
 from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh
@@ -69,7 +70,10 @@ def loss(model_config, params, row):
     model = with_params(model_config, params)
     hidden, stats = model.forward(row["tokens"], row["segment_ids"], row["positions"])
     total = summed_loss(hidden, model.head_weight(), row["targets"], row["loss_mask"], 16)
-    return total, stats
+    found = None
+    if layers_with_teacher(model_config):
+        found = model.distillation(row["tokens"], row["segment_ids"])
+    return total, (stats, found)
 
 
 @functools.cache

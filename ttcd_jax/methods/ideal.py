@@ -6,6 +6,7 @@ chunks that no prefix sum replaces. Proposition 1 is about this layer.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 from jaxtyping import Array, Float
@@ -28,6 +29,7 @@ class IdealMemoryConfig(InPlaceSettings):
 class IdealConfig(InPlaceConfig):
     """An MLP with the ideal memory in its down projection."""
 
+    has_teacher: ClassVar[bool] = True
     mlp: MLPConfig
     memory: IdealMemoryConfig = IdealMemoryConfig()
 
@@ -50,6 +52,9 @@ class IdealMLP(InPlaceMLP, config=IdealConfig):
         self, convolved: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         return convolved[0], convolved
+
+    def views(self, convolved: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return convolved
 
     def memory(self, length: int) -> IdealMemory:
         return IdealMemory(self.w_base(), self.settings.eta, self.config.precision.state_dtype)

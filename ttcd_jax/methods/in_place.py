@@ -13,6 +13,7 @@ from ttcd_jax.axes import param
 from ttcd_jax.config import Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
+from ttcd_jax.memory.distillation import Distillation, distances
 from ttcd_jax.memory.pieces import OpenChunk, inside_open_chunk, over_piece, start_pieces
 from ttcd_jax.memory.prefix import Form, PrefixOptions
 from ttcd_jax.memory.protocol import ChunkedMemory
@@ -21,6 +22,7 @@ from ttcd_jax.methods.registry import Settings
 from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
+from ttcd_jax.nn.product import weight_product
 from ttcd_jax.nn.row import Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.precision import Precision
 
@@ -135,16 +137,20 @@ class InPlaceMLP(SwiGLU):
 
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
-    ) -> tuple[Float[Array, "B T D"], MemoryStats]:
-        return self.remember(x, self.source(x, row, student), row.segment_ids)
+    ) -> tuple[Float[Array, "B T D"], MemoryStats | Distillation]:
+        t = self.source(x, row, student)
+        return self.remember(x, t, row.segment_ids, measures=row.measures)
 
     def remember(
         self,
         x: Float[Array, "B T D"],
         t: Float[Array, "B T D"],
         segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], MemoryStats]:
-        """(y, statistics of the memory at the end of the row), for any t."""
+        *,
+        measures: bool = False,
+    ) -> tuple[Float[Array, "B T D"], MemoryStats | Distillation]:
+        """(y, statistics of the memory at the end of the row), for any t; with `measures` the
+        distances of every token in place of the statistics."""
         settings, length = self.settings, x.shape[1]
         check_parts(length, settings.chunk_size)
         tokens = self.tokens(x, t)
@@ -152,11 +158,23 @@ class InPlaceMLP(SwiGLU):
         if settings.resets_at_document:
             segments = chunk_segments(segment_ids, settings.chunk_size)
         chunks = jax.tree.map(lambda x: to_chunks(x, settings.chunk_size), tokens)
-        reads, writes = self.operands(self.convolved(chunks, segments))
+        convolved = self.convolved(chunks, segments)
+        reads, writes = self.operands(convolved)
         memory = self.memory(reads.shape[1] * settings.chunk_size)
         y, size = over_rows(memory, reads, writes, segments, length=length, reports_size=True)
         assert size is not None
-        return from_chunks(y, length), self._stats(size, self.token_rate(tokens))
+        if not measures:
+            return from_chunks(y, length), self._stats(size, self.token_rate(tokens))
+        z_teacher, z_student = self.views(convolved)
+        remembered, both = (
+            over_rows(memory, z, writes, segments, length=length)[0]
+            for z in (z_student, z_teacher - z_student)
+        )
+        teacher, student, plain = (
+            weight_product(z, self.w_base()) for z in (z_teacher, z_student, reads)
+        )
+        found = distances(teacher, student, remembered, both, y - plain, segments)
+        return from_chunks(y, length), jax.tree.map(lambda x: from_chunks(x, length), found)
 
     def _stats(self, size: Float[Array, " B"], beta: Float[Array, "B T"] | None) -> MemoryStats:
         """`size`: |S|_F, of the sum without eta."""
@@ -248,6 +266,11 @@ class InPlaceMLP(SwiGLU):
     def operands(self, convolved: Any) -> tuple[Float[Array, "B C L F"], Any]:
         """(what is read, what is written)."""
         raise AssertionError(f"{type(self).__name__} defines its own operands")
+
+    def views(self, convolved: Any) -> tuple[Float[Array, "B C L F"], Float[Array, "B C L F"]]:
+        """(features of the teacher, of the student) that the error of the writes compares, in a
+        layer whose configuration `has_teacher`."""
+        raise AssertionError(f"{type(self).__name__} has no teacher")
 
     def memory(self, length: int) -> ChunkedMemory:
         raise AssertionError(f"{type(self).__name__} defines its own memory")

@@ -98,6 +98,7 @@ class IPTTCDConfig(InPlaceConfig):
         "ttt_student_conv.weight": ("student_conv", "conv"),
         "b_proj": ("rate", "same"),
     }
+    has_teacher: ClassVar[bool] = True
 
     mlp: MLPConfig
     memory: MemoryConfig = MemoryConfig()
@@ -118,9 +119,11 @@ class Features(NamedTuple):
 
 
 class ChunkInputs(NamedTuple):
-    """The same after the convolutions: features to read with, keys, z_target - z_student."""
+    """The same after the convolutions: features to read with, z_target, keys, z_target -
+    z_student."""
 
     z_out: jax.Array
+    z_target: jax.Array
     keys: jax.Array
     difference: jax.Array
     beta: jax.Array | None
@@ -176,7 +179,7 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
         outputs = {"teacher": z_target, "teacher_raw": tokens.teacher, "student": keys}
         if settings.normalizes_keys and not normalizes:
             keys = l2_normalize(keys, settings.zero_slope)
-        return ChunkInputs(outputs[settings.output], keys, difference, tokens.beta)
+        return ChunkInputs(outputs[settings.output], z_target, keys, difference, tokens.beta)
 
     def operands(
         self, convolved: ChunkInputs
@@ -191,6 +194,10 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
             zero_slope=settings.zero_slope,
         )
         return convolved.z_out, (convolved.keys, errors)
+
+    def views(self, convolved: ChunkInputs) -> tuple[jax.Array, jax.Array]:
+        # Keys may be normalized: the student's features are what the difference leaves.
+        return convolved.z_target, convolved.z_target - convolved.difference
 
     def memory(self, length: int) -> ChunkedMemory:
         settings, w_base = self.settings, self.w_base()

@@ -100,6 +100,11 @@ def has_in_place_memory(config: TransformerConfig) -> bool:
     return any(block.is_in_place for block in block_configs(config))
 
 
+def layers_with_teacher(config: TransformerConfig) -> list[int]:
+    """The layers whose memory distills a teacher's features into a student's."""
+    return [layer for layer, block in enumerate(block_configs(config)) if block.has_teacher]
+
+
 def switched_off(config: TransformerConfig, length: int) -> TransformerConfig | None:
     """The model of the same parameters whose rows of `length` tokens read nothing from memory; None
     where the memory is the mixer itself, or where there is none."""

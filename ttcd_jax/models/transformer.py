@@ -12,6 +12,7 @@ from ttcd_kernels.dual_window.cotangents import ATTENTION
 
 from ttcd_jax.allocation import keep_freed_memory
 from ttcd_jax.axes import param
+from ttcd_jax.memory.distillation import Distillation
 from ttcd_jax.models.config import Remat, TransformerConfig, block_configs
 from ttcd_jax.nn.block import Block, BlockConfig, MemoryStats
 from ttcd_jax.nn.linear import normal_param
@@ -136,60 +137,70 @@ class Transformer(nnx.Module):
         Tokens of different segments do not see each other, in attention, convolutions or memory.
         Positions (default: 0 .. T-1) matter by their differences only.
         """
+        h, stats = self._blocks(Row.of(tokens, positions, segment_ids), tokens)
+        return self.normed(h), stats
+
+    def distillation(
+        self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    ) -> Distillation:
+        """Of every token the distances to the teacher [layers with a teacher, B, T], measured in a
+        forward pass. The model must have such layers (`models.config.layers_with_teacher`)."""
+        row = Row.of(tokens, None, segment_ids)._replace(measures=True)
+        return self._blocks(row, tokens)[1]
+
+    def _blocks(self, row: Row, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        """(residual stream after all blocks, the reports of the memories in layer order)."""
         dtype = self.config.precision.compute_dtype
         h = lookup(self._gathered(self.embedding).astype(dtype), tokens)
-        row = Row.of(tokens, positions, segment_ids, h)
-        stats = []
+        row, reports = row._replace(embeddings=h), []
         for index, run in enumerate(self.plan):
             unit = getattr(self, f"group_{index}")
-            h, run_stats = self._run(unit, run, h, row)
-            stats.extend(run_stats)
-        joined = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats) if stats else None
-        return self.normed(h), joined
+            h, run_reports = self._run(unit, run, h, row)
+            reports.extend(run_reports)
+        joined = jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports) if reports else None
+        return h, joined
 
     def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The input of the head: the normed residual stream."""
         return rms_norm(h, self._gathered(self.final_norm), self.config.norm_eps)
 
-    def _run(
-        self, unit: _Unit, run: Run, h: jax.Array, row: Row
-    ) -> tuple[jax.Array, list[MemoryStats]]:
-        """(h, statistics of the fast layers in order) after all repeats of a unit."""
+    def _run(self, unit: _Unit, run: Run, h: jax.Array, row: Row) -> tuple[jax.Array, list[Any]]:
+        """(h, reports of the fast layers in order) after all repeats of a unit."""
         graph, params = nnx.split(unit)
         is_scanned = self.config.scans_layers is not False and run.repeats > 1
 
-        def body(h: jax.Array, layer_params: Any) -> tuple[jax.Array, list[MemoryStats]]:
-            stats = []
+        def body(h: jax.Array, layer_params: Any) -> tuple[jax.Array, list[Any]]:
+            reports = []
             for block in nnx.merge(graph, layer_params).blocks():
-                h, block_stats = self._apply(block, h, row, is_scanned)
-                stats.extend([] if block_stats is None else [block_stats])
-            return h, stats
+                h, report = self._apply(block, h, row, is_scanned)
+                reports.extend([] if report is None else [report])
+            return h, reports
 
         if is_scanned:
-            h, stats = jax.lax.scan(body, h, params)
-            rows = [jax.tree.map(lambda x, i=i: x[i], stats) for i in range(run.repeats)]
+            h, reports = jax.lax.scan(body, h, params)
+            rows = [jax.tree.map(lambda x, i=i: x[i], reports) for i in range(run.repeats)]
         else:
             rows = []
             for i in range(run.repeats):
-                h, stats = body(h, jax.tree.map(lambda x, i=i: x[i], params))
-                rows.append(stats)
-        return h, [block_stats for stats in rows for block_stats in stats]
+                h, reports = body(h, jax.tree.map(lambda x, i=i: x[i], params))
+                rows.append(reports)
+        return h, [report for reports in rows for report in reports]
 
     def _apply(
         self, block: Block, h: jax.Array, row: Row, is_scanned: bool
-    ) -> tuple[jax.Array, MemoryStats | None]:
-        """(h, statistics or None) after one block, the unit of remat."""
+    ) -> tuple[jax.Array, Any]:
+        """(h, report or None) after one block, the unit of remat."""
         graph, params = nnx.split(block)
         dtype = self.config.precision.compute_dtype
 
         def whole(weight: nnx.Variable) -> nnx.Variable:
             return weight.replace(gathered(weight, dtype))
 
-        def forward(h: jax.Array, params: Any) -> tuple[jax.Array, MemoryStats | None]:
+        def forward(h: jax.Array, params: Any) -> tuple[jax.Array, Any]:
             h = checkpoint_name(h, _BOUNDARY)
             params = jax.tree.map(whole, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-            h, stats = nnx.merge(graph, params).forward(h, row)
-            return constrain(h, "batch", "length", None), stats
+            h, report = nnx.merge(graph, params).forward(h, row)
+            return constrain(h, "batch", "length", None), report
 
         return _with_remat(forward, self.config.remat or "dots", is_scanned)(h, params)
 

@@ -42,6 +42,8 @@ class SublayerConfig(Config, abc.ABC):
     reference_names: ClassVar[Names] = {}
     # Whether the layer is a plain one plus a memory that rows can bypass.
     is_in_place: ClassVar[bool] = False
+    # Whether the memory distills a teacher's features into a student's.
+    has_teacher: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -97,8 +99,9 @@ class Sublayer(nnx.Module):
 
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
-    ) -> tuple[Any, MemoryStats | None]:
-        """(output or `Views`, statistics of the layer's memory if it reports any)."""
+    ) -> tuple[Any, Any]:
+        """(output or `Views`, what the layer's memory reports: `MemoryStats`, or what the row
+        `measures`; None without a report)."""
         raise AssertionError(f"{type(self).__name__} defines its own forward")
 
     def start(self, batch_size: int, max_length: int | None) -> Any:
@@ -159,6 +162,10 @@ class BlockConfig(Config):
         return any(layer.is_in_place for layer in self.sublayers.values())
 
     @property
+    def has_teacher(self) -> bool:
+        return any(layer.has_teacher for layer in self.sublayers.values())
+
+    @property
     def reference_names(self) -> Names:
         """The names of the block's parameters in the reference implementation's checkpoints."""
         names: Names = {}
@@ -199,10 +206,8 @@ class Block(nnx.Module):
         that stores them."""
         return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]
 
-    def forward(
-        self, h: Float[Array, "B T D"], row: Row
-    ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
-        """(output, statistics of the block's memory at the end of the row; None without one)."""
+    def forward(self, h: Float[Array, "B T D"], row: Row) -> tuple[Float[Array, "B T D"], Any]:
+        """(output, the report of the block's memory over the row; None without one)."""
         stats, student = None, None
         for name in self.config.order:
             x, t = self._normed(name, h, student)

@@ -18,6 +18,7 @@ from ttcd_jax.run.layout import laid_out, num_parts
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.rules import BATCH, spec
 from ttcd_jax.train.bad_steps import no_skips
+from ttcd_jax.train.distillation import Measure, make_distillation
 from ttcd_jax.train.hardware import device_bytes
 from ttcd_jax.train.optimizer import build_optimizer
 from ttcd_jax.train.schedule import learning_rate
@@ -133,6 +134,13 @@ def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
     )
     where = _shardings(config, mesh), replicated(mesh)
     return jax.jit(step, donate_argnums=0, out_shardings=where)
+
+
+def build_distillation(config: RunConfig, mesh: Mesh) -> Measure:
+    """The compiled measure of a batch that `logs_distillation` reports; called as `build_step`."""
+    config = laid_out(config, mesh)
+    measure = make_distillation(config.model, config.accumulation_steps or 1)
+    return jax.jit(measure, out_shardings=replicated(mesh))
 
 
 def _shardings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:

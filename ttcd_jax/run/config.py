@@ -10,7 +10,7 @@ from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError, listed
 from ttcd_jax.eval.task import Task
 from ttcd_jax.eval.tasks.perplexity import Perplexity
-from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.models.config import TransformerConfig, layers_with_teacher
 from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.loss import DEFAULT_ROWS
 from ttcd_jax.train.optimizer import OptimizerConfig
@@ -23,6 +23,7 @@ SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < v
 LAYOUT = (
     *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "evaluations", "trackers"),
     *("max_skipped_steps", "spike_factor", "model.remat", "model.scans_layers"),
+    "logs_distillation",
 )
 # Those that make another run. All others change when the user names them.
 LASTING = ("model", "data", "batch_size", "seed", "start_from", "start_drops", "optimizer.kind")
@@ -42,6 +43,9 @@ class RunConfig(Config):
     `evaluate_every`: steps between the `evaluations`, tasks with their options, on the current
     parameters, None for none.
     `trackers`: those that receive the metrics besides `metrics.jsonl` and TensorBoard.
+    `logs_distillation`: the metrics of logged steps have the gap between student and teacher of
+    every layer with a teacher, and what the memory leaves of it (`memory.distillation`); they cost
+    a forward pass per logged step.
 
     A checkpoint is saved every `checkpoint_every` steps, and `checkpoint_minutes` after the last
     one. The newest `keep_checkpoints` are kept, those of steps divisible by `keep_every`, and the
@@ -74,6 +78,7 @@ class RunConfig(Config):
     start_from: str | None = None
     start_drops: tuple[str, ...] = ()
     trackers: tuple[Literal["wandb"], ...] = ()
+    logs_distillation: bool = False
     mesh: MeshConfig | None = None
 
     @property
@@ -87,6 +92,11 @@ class RunConfig(Config):
             raise UserError(
                 f"RunConfig.evaluations has tasks {', '.join(names)}: their metrics would have the "
                 "same names, keep one of each"
+            )
+        if self.logs_distillation and not layers_with_teacher(self.model):
+            raise UserError(
+                f"RunConfig.logs_distillation: method {self.model.method!r} has no student and "
+                "teacher to compare; leave it out"
             )
         if self.start_drops and self.start_from is None:
             raise UserError(

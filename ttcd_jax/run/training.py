@@ -31,6 +31,7 @@ from ttcd_jax.run.trackers import Tracker, named
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.checkpoint import Checkpoints, Kept
+from ttcd_jax.train.distillation import measured
 from ttcd_jax.train.loop import HostMetrics, MetricCallback, StateCallback, train
 from ttcd_jax.train.profile import profiled
 from ttcd_jax.train.state import TrainState
@@ -145,7 +146,7 @@ def _train(
             write(step, metrics)
             scores.update(best_scores(config, [{"step": step, **metrics}]))
 
-        step, state = _compiled(config, checkpoints, mesh, state)
+        step, state = _compiled(config, checkpoints, mesh, start, state)
         with (
             reporter(config, directory.path, start, trackers, watchdog) as (callbacks, write),
             profiled(step, directory.path / "profile", start=start, window=profile) as step,
@@ -228,9 +229,10 @@ def _resumed(
 
 
 def _compiled(
-    config: RunConfig, checkpoints: Checkpoints, mesh: Mesh, state: TrainState | None
+    config: RunConfig, checkpoints: Checkpoints, mesh: Mesh, start: int, state: TrainState | None
 ) -> tuple[TrainStep, TrainState]:
-    """(the compiled step, `state`); without a state the first is drawn meanwhile."""
+    """(the compiled step, `state` after step `start`); without a state the first is drawn
+    meanwhile."""
     with phase("tracing"):
         shapes = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
         lowered = build.build_step(config, mesh).lower(*shapes)
@@ -239,8 +241,24 @@ def _compiled(
         state = state or _first_state(config, checkpoints, mesh)
         with phase("compiling"):
             step = program.result()
+    step = _with_distillation(step, config, mesh, start)
     say_started()
     return step, state
+
+
+def _with_distillation(step: TrainStep, config: RunConfig, mesh: Mesh, start: int) -> TrainStep:
+    """`step`, which measures what the run logs besides the loss."""
+    if not config.logs_distillation:
+        return step
+    with phase("compiling the measure"):
+        params = build.abstract_state(config, mesh)["params"]
+        measure = build.build_distillation(config, mesh)
+        measure = measure.lower(params, build.abstract_batch(config, mesh)).compile()
+
+    def is_due(done: int) -> bool:
+        return done % config.log_every == 0 or done == config.steps
+
+    return measured(step, measure, start=start, is_due=is_due)
 
 
 def _first_state(config: RunConfig, checkpoints: Checkpoints, mesh: Mesh) -> TrainState:

@@ -95,7 +95,7 @@ def is_finite(metrics: Metrics) -> jax.Array:
     return jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
 
 
-def _in_parts(batch: Batch, count: int) -> Batch:
+def in_parts(batch: Batch, count: int) -> Batch:
     """[B, ...] -> [count, B / count, ...], every `count`-th row in a part, so that a batch sharded
     by rows is not moved."""
 
@@ -120,7 +120,7 @@ def _accumulated(loss_sum: Callable[[Any, Batch], Any], axes: Any, count: int) -
             pull.with_refs(total)(jnp.ones_like(loss))
             return None, (loss, stats)
 
-        _, (losses, stats) = jax.lax.scan(add_part, None, _in_parts(batch, count))
+        _, (losses, stats) = jax.lax.scan(add_part, None, in_parts(batch, count))
         mean_stats = jax.tree.map(lambda x: x.mean(0), stats)
         return (losses.sum(), mean_stats), jax.tree.map(jax.freeze, total)
 

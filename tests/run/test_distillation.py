@@ -1,0 +1,112 @@
+"""The gap between student and teacher among the metrics of a run."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, randomize
+from flax import nnx
+from small_models import config_of
+
+from ttcd_jax import BatchesConfig, OptimizerConfig, RunConfig, train_run
+from ttcd_jax.errors import UserError
+from ttcd_jax.memory.distillation import summary
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.precision import Precision
+from ttcd_jax.run import build
+from ttcd_jax.run.layout import run_mesh
+from ttcd_jax.run.reporting import read_metrics
+from ttcd_jax.train.distillation import make_distillation, measured
+from ttcd_jax.train.state import with_params
+
+CONFIG = RunConfig(
+    model=config_of("ipttcd", num_layers=2, fast_layers=(1,), precision=Precision()),
+    data=BatchesConfig(seq_len=12),
+    optimizer=OptimizerConfig(),
+    steps=5,
+    batch_size=4,
+    log_every=2,
+)
+NAMES = ["change", "closer", "cosine", "gap", "gap_both", "gap_on", "loss", "loss_on"]
+
+
+def _batches(start):
+    for step in itertools.count(start):
+        yield np.random.default_rng(step).integers(0, 8, (4, 13))
+
+
+def _records(run_dir, **changes):
+    train_run(CONFIG.replace(**changes), run_dir, _batches)
+    return read_metrics(run_dir / "metrics.jsonl")
+
+
+def test_a_run_logs_distances_and_its_losses_stay_the_same_to_the_last_bit(tmp_path):
+    plain = _records(tmp_path / "plain")
+    logged = _records(tmp_path / "logged", logs_distillation=True)
+    assert [record["step"] for record in logged] == [2, 4, 5]
+    for record, other in zip(logged, plain, strict=True):
+        found = {name: x for name, x in record.items() if name.startswith("distillation/")}
+        assert [*found] == [f"distillation/layer_1/{name}" for name in NAMES]
+        assert all(x is not None for name, x in found.items() if name != "loss_on")
+        for name in ("loss", "grad_norm", "memory_ratio/0"):
+            assert record[name] == other[name]
+        assert record.keys() - found.keys() == other.keys()
+
+
+def test_a_resumed_run_goes_on_with_or_without_them(tmp_path):
+    _records(tmp_path, steps=3)
+    train_run(CONFIG.replace(logs_distillation=True), tmp_path, _batches, changes=["steps"])
+    found = {
+        x["step"]: "distillation/layer_1/gap" in x for x in read_metrics(tmp_path / "metrics.jsonl")
+    }
+    assert found == {2: False, 3: False, 4: True, 5: True}
+
+
+def test_the_program_of_a_step_does_not_know_of_them():
+    mesh = run_mesh(CONFIG)
+
+    def text(config):
+        with jax.set_mesh(mesh):
+            shapes = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
+            return build.build_step(config, mesh).lower(*shapes).as_text()
+
+    assert text(CONFIG) == text(CONFIG.replace(logs_distillation=True))
+
+
+def test_parts_give_the_measures_of_the_whole_batch_without_its_padding(float64):
+    model = config_of("ipttcd")
+    rng = np.random.default_rng(0)
+    ids = np.repeat([[1, 2, 0]], [5, 6, 3], axis=1).repeat(4, axis=0)
+    ids[2] = 1
+    batch = {"tokens": rng.integers(0, 11, (4, 14)), "segment_ids": ids}
+    params = nnx.to_pure_dict(nnx.state(randomize(Transformer, model), nnx.Param))
+    whole, parts = (jax.jit(make_distillation(model, count))(params, batch) for count in (1, 2))
+    assert_close(parts, whole)
+    found = with_params(model, params).distillation(*map(jnp.asarray, batch.values()))
+    measures = summary(found, jnp.asarray(ids > 0))
+    expected = {f"distillation/layer_0/{name}": x[0] for name, x in measures.items()}
+    assert_close(whole, expected)
+    padded = summary(found)
+    assert abs(padded["gap"][0] - expected["distillation/layer_0/gap"]) > 1e-4
+
+
+def test_they_are_measured_where_they_are_due_on_the_parameters_of_the_loss():
+    seen = []
+    step = measured(
+        lambda state, batch: ({"params": state["params"] + 1}, {"loss": batch}),
+        lambda params, batch: {"gap": params * 10 + batch},
+        start=3,
+        is_due=lambda done: done in (5, 6),
+    )
+    state = {"params": 3}
+    for batch in range(4):
+        state, metrics = step(state, batch)
+        seen.append(metrics)
+    assert seen == [{"loss": 0}, {"loss": 1, "gap": 41}, {"loss": 2, "gap": 52}, {"loss": 3}]
+
+
+def test_a_method_without_a_teacher_is_refused():
+    with pytest.raises(UserError, match="method 'ipttt' has no student and teacher to compare"):
+        CONFIG.replace(model=config_of("ipttt"), logs_distillation=True)

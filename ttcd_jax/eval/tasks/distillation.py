@@ -1,0 +1,149 @@
+"""The gap between student and teacher by position, and what the memory leaves of it."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from ttcd_jax.config import Positive
+from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
+from ttcd_jax.errors import UserError
+from ttcd_jax.eval.report import Picture, plot_lines
+from ttcd_jax.eval.scorer import Scorer, batches
+from ttcd_jax.eval.task import Records, RowTask, Series, Subject, register
+from ttcd_jax.eval.tasks.perplexity import Perplexity, bucket_edges
+from ttcd_jax.memory.distillation import Distillation, summary
+from ttcd_jax.models.config import layers_with_teacher
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.sharding.batch import Placement, replicated
+
+_BUCKET = ("layer", "context", "start", "stop", "tokens")
+_SEED = 1_000_003  # of recall rows: differs from any training seed of a few digits
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudentTeacher(RowTask):
+    """The student's distance to the teacher in every layer that has both, with the memory off and
+    on, and where the memory moves the student (`ttcd_jax.memory.distillation`). Rows are those of
+    task ppl, with its options; for a run on recall data, such rows."""
+
+    name = "distillation"
+    title = "The student's distance to the teacher, by position"
+    key = "layer"
+    x_label = "position (tokens)"
+    value = "gap_on"
+    is_lower_better = True
+
+    max_rows: Positive = 64
+    text: str | None = None
+    seq_len: Positive | None = None
+
+    def source(self, subject: Subject) -> Any:
+        config = subject.model.config
+        if not layers_with_teacher(config):
+            raise UserError(
+                f"{subject.run_dir}: method {config.method!r} has no student and teacher to "
+                "compare: task distillation is for those that learn from a longer window"
+            )
+        if subject.data["type"] == RecallConfig.__name__:
+            data = RecallConfig.from_dict(subject.data)
+            return RecallRows(data, seed=_SEED, num_rows=self.max_rows)
+        return Perplexity(text=self.text, seq_len=self.seq_len).source(subject)
+
+    def series(self, subject: Subject, rows: Any) -> Series:
+        scorer = self.scorer(subject, subject.name, subject.model)
+        return {subject.name: self.measure(scorer, rows, subject)}
+
+    def measure(self, scorer: Scorer, rows: dict[str, np.ndarray], subject: Subject) -> Records:
+        """A record for every bucket of positions and layer; None where nothing can be measured."""
+        found = distances(scorer.model, rows, scorer.batch_size)
+        is_token = rows.get("segment_ids", np.ones_like(rows["tokens"])) > 0
+        length, records = is_token.shape[1], []
+        for start, stop in dict.fromkeys([*itertools.pairwise(bucket_edges(length)), (0, length)]):
+            counted = is_token[:, start:stop]
+            part = jax.tree.map(lambda x, cut=np.s_[..., start:stop]: jnp.asarray(x[cut]), found)
+            measures = summary(part, jnp.asarray(counted))
+            for index, layer in enumerate(layers_with_teacher(scorer.model.config)):
+                context = "all" if stop - start == length else f"{start}-{stop - 1}"
+                bucket = (layer, context, start, stop, int(counted.sum()))
+                values = {name: float(x[index]) for name, x in measures.items()}
+                finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
+                records.append(dict(zip(_BUCKET, bucket, strict=True)) | finite)
+        return records
+
+    @classmethod
+    def table(cls, series: Series) -> Records:
+        """A row per layer, over all positions; a column per measure, and run if there are
+        several."""
+        rows: dict[int, dict[str, Any]] = {}
+        for name, records in series.items():
+            prefix = f"{name}: " if len(series) > 1 else ""
+            for record in records:
+                if record["context"] == "all":
+                    row = rows.setdefault(record["layer"], {cls.key: record["layer"]})
+                    row |= {f"{prefix}{x}": record[x] for x in record if x not in _BUCKET}
+        columns = dict.fromkeys(column for row in rows.values() for column in row)
+        return [dict.fromkeys(columns) | rows[layer] for layer in sorted(rows)]
+
+    @classmethod
+    def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
+        """One for every layer."""
+        drawn = []
+        for layer in sorted({record["layer"] for records in series.values() for record in records}):
+            lines = {}
+            for name, records in series.items():
+                own = [record for record in records if record["layer"] == layer]
+                parts = [record for record in own if record["context"] != "all"] or own
+                for field, memory in (("gap", "off"), ("gap_on", "on")):
+                    points = [x["stop"] for x in parts], [x[field] for x in parts]
+                    lines[f"{name}, memory {memory}"] = points
+            path = folder / f"{cls.name}_{layer}.png"
+            title, y_label = f"Layer {layer}: distance to the teacher", "|y_T - y| / |y_T|"
+            plot_lines(path, title=title, x_label=cls.x_label, y_label=y_label, series=lines)
+            sentence = (
+                f"Distance in layer {layer} of the student's output to the teacher's, in units of "
+                "the teacher's, by position: the memory closes the gap where its line is lower."
+            )
+            drawn.append(Picture(Path(path.name), sentence))
+        return drawn
+
+    @classmethod
+    def comparable(cls, result: dict[str, Any]) -> Any:
+        """The same text in rows of the same length; layers may differ."""
+        return [result["options"][name] for name in ("text", "seq_len")]
+
+
+def distances(model: Transformer, rows: dict[str, np.ndarray], batch_size: int) -> Distillation:
+    """The distances [Y, rows, T] of `rows` (fields of `ttcd_jax.data.packing`), computed in
+    batches, which are sharded over the mesh in use; every process gets all."""
+    graph, params = nnx.split(model)
+    mesh = jax.sharding.get_mesh()
+    length = rows["tokens"].shape[1]
+    placement = None if mesh.empty else Placement(mesh, batch_size=batch_size, length=length)
+    results = []
+    for index, count in batches(len(rows["tokens"]), batch_size):
+        fields = ("tokens", "segment_ids")
+        batch = {name: rows[name][index].astype(np.int32) for name in fields if name in rows}
+        if placement is not None:
+            batch = placement({name: field[list(placement.rows)] for name, field in batch.items()})
+        found = jax.device_get(_measured(graph, mesh, params, batch))
+        results.append(jax.tree.map(lambda x, count=count: x[:, :count], found))
+    return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *results)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _measured(
+    graph: nnx.GraphDef[Transformer], mesh: Mesh, params: nnx.GraphState, batch: dict[str, Any]
+) -> Distillation:
+    """One program for every evaluation of a model, however often its parameters change."""
+    found = nnx.merge(graph, params).distillation(batch["tokens"], batch.get("segment_ids"))
+    return found if mesh.empty else jax.lax.with_sharding_constraint(found, replicated(mesh))

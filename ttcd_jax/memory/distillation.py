@@ -1,0 +1,111 @@
+"""Context distillation, measured: the gap between student and teacher, and what a memory leaves of
+it.
+
+A layer with a teacher writes what the student's features z_S miss of the teacher's z_T. With the
+base weight W_base and the running weight W_i of a token's chunk,
+
+    y_T = z_T W_base,  y_S = z_S W_base (memory off),  y = z_S W_i (memory on)
+    gap = |y_T - y_S| / |y_T|,  gap on = |y_T - y| / |y_T|
+    L_CD = mean over tokens of |y_T - y_S|^2 / 2,  on: |y_T - y|^2 / 2
+    cosine of (y - y_S, y_T - y_S): whether the memory moves y towards the teacher
+    gap both = |z_T W_i - z_S W_i| / |y_T|: what the ideal memory descends, whose teacher moves too
+
+z_T and z_S are the features that the layer's error compares (`InPlaceMLP.views`), after their
+convolutions and before keys are normalized, whatever the layer itself reads. Gate, P, normalization
+and eta are in W_i. The target is the base weight's, with the memory on and off. Proposition 1 is
+about y_T . (y - y_S) > 0. The published layer adds z_T W_i to the residual stream; its change by
+the memory is measured as well, in units of |y_T|.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ttcd_jax.memory.chunks import memory_mask
+
+
+class Distillation(NamedTuple):
+    """Of every token: lengths of vectors [D], and whether and where the memory moves the student.
+    Arrays [B, T] in float32 or wider, of a model [Y, B, T] with Y the layers that have a teacher.
+    """
+
+    teacher: Float[Array, "..."]  # |y_T|
+    off: Float[Array, "..."]  # |y_T - y_S|
+    on: Float[Array, "..."]  # |y_T - y|
+    both: Float[Array, "..."]  # |z_T W_i - z_S W_i|
+    change: Float[Array, "..."]  # |z_out (W_i - W_base)|, z_out the features that the layer reads
+    # Whether a token of its document has written what it reads, and neither |y_T - y_S| nor
+    # |y - y_S| is rounding.
+    is_moved: Bool[Array, "..."]
+    cosine: Float[Array, "..."]  # of y - y_S and y_T - y_S; 0 where it is not moved
+
+
+def distances(
+    y_teacher: Float[Array, "B C L D"],
+    y_student: Float[Array, "B C L D"],
+    y: Float[Array, "B C L D"],
+    both: Float[Array, "B C L D"],
+    change: Float[Array, "B C L D"],
+    segments: Int[Array, "B C L"] | None,
+) -> Distillation:
+    """The measures of rows by chunk, [B, C, L]. `both` is (z_T - z_S) W_i, `change` what the memory
+    adds to the layer's output; without `segments` a row is one document."""
+    wide, eps = jnp.promote_types(y.dtype, jnp.float32), jnp.finfo(y.dtype).eps
+    teacher, student, y = (x.astype(wide) for x in (y_teacher, y_student, y))
+    gap, move = teacher - student, y - student
+    size, off, step = _length(teacher), _length(gap), _length(move)
+    is_moved = (off > eps**0.5 * size) & (step > eps * _length(student))
+    is_moved &= _reads(segments, y.shape[:3])
+    cosine = jnp.sum(gap * move, axis=-1) / jnp.where(is_moved, off * step, 1)
+    return Distillation(
+        teacher=size,
+        off=off,
+        on=_length(teacher - y),
+        both=_length(both.astype(wide)),
+        change=_length(change.astype(wide)),
+        is_moved=is_moved,
+        cosine=jnp.where(is_moved, cosine, 0),
+    )
+
+
+def _length(x: Float[Array, "... D"]) -> Float[Array, "..."]:
+    return jnp.linalg.norm(x, axis=-1)
+
+
+def _reads(segments: Int[Array, "B C L"] | None, shape: tuple[int, ...]) -> Bool[Array, "B C L"]:
+    """Whether an earlier chunk has a token of the same document, in rows of `shape` [B, C, L]."""
+    _, num_chunks, size = shape
+    is_later = (jnp.arange(num_chunks) > 0)[None, :, None]
+    same = memory_mask(segments, num_chunks * size, size).reads
+    return jnp.broadcast_to(is_later if same is None else is_later & same, shape)
+
+
+def summary(
+    found: Distillation, counted: Bool[Array, "B T"] | None = None
+) -> dict[str, Float[Array, " Y"]]:
+    """Measures of every layer over the tokens `counted` (None: all).
+
+    `gap`, `gap_on`, `gap_both`, `change`: means relative to |y_T|, over tokens where it is not
+    zero. `cosine`, and `closer`, the share that comes closer to the teacher: over those that the
+    memory moves. `loss`, `loss_on`: L_CD. NaN where no token is left.
+    """
+    counts = jnp.ones(found.teacher.shape[1:], bool) if counted is None else counted
+    counts = jnp.broadcast_to(counts, found.teacher.shape)
+    has_teacher = counts & (found.teacher > 0)
+    relative = 1 / jnp.where(has_teacher, found.teacher, 1)
+
+    def mean(x: jax.Array, where: jax.Array) -> jax.Array:
+        return jnp.mean(x, axis=(1, 2), where=where)
+
+    return {
+        "gap": mean(found.off * relative, has_teacher),
+        "gap_on": mean(found.on * relative, has_teacher),
+        "gap_both": mean(found.both * relative, has_teacher),
+        "cosine": mean(found.cosine, counts & found.is_moved),
+        "closer": mean((found.on < found.off).astype(found.on.dtype), counts & found.is_moved),
+        "change": mean(found.change * relative, has_teacher),
+        "loss": mean(found.off**2 / 2, counts),
+        "loss_on": mean(found.on**2 / 2, counts),
+    }
