@@ -102,9 +102,7 @@ def _training(runs: Sequence[Run], output: Path) -> list[Section]:
     if not table:
         return []
     path = output / "training.png"
-    title = "Training loss"
-    labels = {"x_label": "step", "y_label": "nats per token"}
-    plot_lines(path, title=title, **labels, series=lines)
+    plot_lines(path, title="Training loss", x_label="step", y_label="nats per token", series=lines)
     sentence = "The loss of the training batches by step; lower is better."
     return [Section("Training and its speed", table, [Picture(Path(path.name), sentence)])]
 

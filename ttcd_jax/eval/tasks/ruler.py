@@ -182,9 +182,14 @@ class Ruler(Task):
                 ]
                 for low in _DEPTHS
             ]
-        axes = {"x_label": cls.x_label, "y_label": "score (%)"}
         title = "RULER: mean score by length"
-        plot_lines(folder / "ruler.png", title=title, **axes, series=lines)
+        plot_lines(
+            folder / "ruler.png",
+            title=title,
+            x_label=cls.x_label,
+            y_label="score (%)",
+            series=lines,
+        )
         pictures = [Picture(Path("ruler.png"), "The mean score of all tasks, by length.")]
         if given.intersection(SINGLE):
             plot_heat_map(
