@@ -40,6 +40,7 @@ class StudentTeacher(RowTask):
     title = "The student's distance to the teacher, by position"
     key = "layer"
     x_label = "position (tokens)"
+    rank = 40
     value = "gap_on"
     is_lower_better = True
 

@@ -25,6 +25,7 @@ class FinalBlock(DocumentTask):
     title = "Perplexity of the final block by length of context"
     key = "context"
     x_label = "tokens of context before the block"
+    rank = 10
     value = "perplexity"
     sentence = "Every point is the perplexity of the same tokens, after more of the same document."
     shaping = ("contexts", "final_block")

@@ -29,6 +29,7 @@ class Harness(Task):
     title = "lm-evaluation-harness: questions with choices, and other tasks"
     key = "task"
     x_label = "task and metric"
+    rank = 48
     value = "value"
 
     tasks: tuple[str, ...] = ("hellaswag", "arc_easy", "arc_challenge", "mmlu")

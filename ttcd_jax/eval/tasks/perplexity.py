@@ -64,6 +64,7 @@ class Perplexity(RowTask):
     title = "Held-out text: bits per byte by context length"
     key = "context"
     x_label = "context length (tokens)"
+    rank = 35
     is_lower_better = True
 
     text: str | None = None

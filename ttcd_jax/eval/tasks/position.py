@@ -61,6 +61,7 @@ class Position(FirstTokens):
     title = "Loss by position"
     key = "positions"
     x_label = "position in the row (tokens)"
+    rank = 30
     sentence = "The mean loss of the tokens at a position, over documents, up to the next point."
 
     def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> Records:

@@ -47,6 +47,7 @@ class Recall(_OnRecallData, RowTask):
     name = "recall"
     title = "Recall accuracy by distance"
     x_label = "distance from the query back to the value (tokens)"
+    rank = 45
 
     def source(self, subject: Subject) -> RecallRows:
         return RecallRows(_recall_config(subject), seed=_SEED, num_rows=self.max_rows)
@@ -65,6 +66,7 @@ class Needle(_OnRecallData):
     name = "needle"
     title = "Needles read back after decoding"
     x_label = "tokens decoded between the value and the query"
+    rank = 46
 
     def rows(self, subject: Subject) -> Needles:
         if jax.process_count() > 1:

@@ -46,6 +46,7 @@ class Recurrence(FirstTokens):
     title = "Loss on tokens that complete an n-gram seen before"
     key = "slice"
     x_label = "distance back to the last occurrence (tokens, below)"
+    rank = 15
     sentence = "Loss on tokens that complete a bigram which the row had before."
     shaping = ("window", "reach")
 
