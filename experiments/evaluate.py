@@ -10,13 +10,13 @@
 ppl: perplexity and bits per byte by context length, on the held-out part of the run's corpus or on
 any text file or folder. final_block: perplexity of the last tokens of documents by the length of
 the context before them, as published; position: loss by position; recurrence: loss on tokens that
-complete an n-gram seen before. ruler: the 13 tasks of RULER. harness: tasks of
-lm-evaluation-harness, such as --tasks=hellaswag,mmlu with --data=FOLDER. recall: accuracy by the
-distance to the key, for runs on recall data. needle: accuracy of values of the prompt that are
-queried after 16 to 512 decoded tokens, with the memory kept on while decoding and, as in the
-published code, off. In the others a method with a memory is measured with its fast weights on and
-off (eta = 0). Every task is a file in ttcd_jax/eval/tasks with its options, --batch_size=N for all;
-docs/evaluation.md describes them.
+complete an n-gram seen before. ruler: the 13 tasks of RULER. babilong: BABILong's qa1 to qa5.
+harness: tasks of lm-evaluation-harness, such as --tasks=hellaswag,mmlu with --data=FOLDER. recall:
+accuracy by the distance to the key, for runs on recall data. needle: accuracy of values of the
+prompt that are queried after 16 to 512 decoded tokens, with the memory kept on while decoding and,
+as in the published code, off. In the others a method with a memory is measured with its fast
+weights on and off (eta = 0). Every task is a file in ttcd_jax/eval/tasks with its options,
+--batch_size=N for all; docs/evaluation.md describes them.
 
 --param changes what depends on no parameter: the window, YaRN. Results go to eval/TASK in the run,
 those under --param or --label to a folder of their own next to it; an interrupted evaluation goes

@@ -131,9 +131,11 @@ def text_records(
     data: dict[str, Any],
     tokenizer: Tokenizer | None,
     text: str | None,
+    option: str = "text",
 ) -> list[TokenRecords]:
     """The text to evaluate a run on: that of `text` (a file or a folder), else the validation split
-    of `data`, its data configuration. Raises `UserError` for a run without text or tokenizer."""
+    of `data`, its data configuration. Raises `UserError` for a run without text or tokenizer, which
+    names the `option` that gives text."""
     if data["type"] == RecallConfig.__name__:
         raise UserError(
             f"{run_dir} was trained on recall data, not on text: measure it by "
@@ -148,5 +150,5 @@ def text_records(
         corpus = CorpusConfig(kind="text", path=text, validation_percent=0)
         return [encode_documents(load_documents(corpus, "train"), tokenizer)]
     if (config := text_data(data)) is None:
-        raise UserError(f"{run_dir} was imported and has no corpus: pass --text=PATH")
+        raise UserError(f"{run_dir} was imported and has no corpus: pass --{option}=PATH")
     return config.open("validation")

@@ -97,12 +97,13 @@ def plot_lines(
     title: str,
     x_label: str,
     y_label: str,
-    series: Mapping[str, tuple[Sequence[float], Sequence[float | None]]],
+    series: Mapping[str, tuple[Sequence[Any], Sequence[float | None]]],
     bands: Mapping[str, Sequence[Sequence[float]]] = MappingProxyType({}),
+    chance: float | None = None,
 ) -> None:
-    """A PNG with a line of (x, y) per series over a logarithmic x axis; ticks at powers of two, as
-    4K for 4096, and nowhere else if all values are; None leaves a gap. `bands`: (low, high) of
-    series."""
+    """A PNG with a line of (x, y) per series over a logarithmic x axis, and a dashed one at
+    `chance`; ticks at powers of two, as 4K for 4096, and nowhere else if all values are; names as x
+    are at equal distances; None leaves a gap. `bands`: (low, high) of series."""
 
     def draw(axes: Any) -> None:
         for look, (name, (x, y)) in zip(looks([*series]), series.items(), strict=True):
@@ -118,6 +119,8 @@ def plot_lines(
             )
             if name in bands:
                 axes.fill_between(x, *bands[name], color=look.colour, alpha=0.15, linewidth=0)
+        if any(isinstance(value, str) for x, _ in series.values() for value in x):
+            return
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: units.count(int(x)))
         axes.minorticks_off()
@@ -125,7 +128,7 @@ def plot_lines(
         if all(tick >= 1 and math.log2(tick).is_integer() for tick in ticks):
             axes.set_xticks(ticks)
 
-    _save_picture(path, draw, title, x_label, y_label)
+    _save_picture(path, draw, title, x_label, y_label, chance)
 
 
 def plot_bars(

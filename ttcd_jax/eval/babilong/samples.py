@@ -1,0 +1,119 @@
+"""Samples of BABILong: the facts of a question, hidden in a text of a given number of tokens."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ttcd_jax.errors import DataError
+from ttcd_jax.eval.babilong.stories import Question
+
+PROMPT_TOKENS = 300  # of a length, for the prompt around the text
+MIN_SENTENCE = 10  # tokens
+
+_TOKENS_PER_LINE = 8
+_WINDOW = 10  # characters per token of background
+_MAX_DRAWS = 1000  # of texts without a sentence, one after the other
+_CACHED = 2**17  # sentences
+
+
+class Sample(NamedTuple):
+    """A question with its text. Fact i precedes the sentence `fact_positions[i]` of the background,
+    or follows the last; `index` is the number of the question among those of its size."""
+
+    index: int
+    facts: tuple[str, ...]
+    question: str
+    target: str
+    references: tuple[str, ...]
+    background: tuple[str, ...]
+    fact_positions: tuple[int, ...]
+    input: str
+
+
+class Background:
+    """The sentences of `texts`, each `encode`d after a blank.
+
+    A draw of `default_rng(seed)` is a text, and the character where it begins; so many characters
+    as `_WINDOW` times the tokens asked for are split by NLTK's untrained Punkt (Kiss and Strunk
+    2006), without the first and the last sentence. Sentences that are not taken are the next ones.
+    """
+
+    def __init__(self, texts: Sequence[str], encode: Callable[[str], Any], seed: int) -> None:
+        from nltk.tokenize.punkt import PunktSentenceTokenizer
+
+        assert texts, "no text"
+        self._texts, self._encode = texts, encode
+        self._rng = np.random.default_rng(seed)
+        self._punkt = PunktSentenceTokenizer()
+        self._sentences: Iterator[str] = iter(())
+
+    def take(self, size: int) -> list[Any]:
+        """The tokens of the next sentences of at least `MIN_SENTENCE` tokens, `size` in all: the
+        last sentence is cut. Raises `DataError` for texts without such sentences."""
+        taken, left, num_draws = [], size, 0
+        while num_draws < _MAX_DRAWS:
+            for sentence in self._sentences:
+                tokens = self._encode(" " + sentence)
+                if len(tokens) >= MIN_SENTENCE:
+                    taken.append(tokens[:left])
+                    left, num_draws = left - len(tokens), 0
+                    if left <= 0:
+                        return taken
+            num_draws += 1
+            self._sentences = self._draw(_WINDOW * size)
+        raise DataError(
+            f"no sentence of {MIN_SENTENCE} tokens or more in {_MAX_DRAWS:,} draws from a "
+            f"background of {len(self._texts)} texts: give longer prose (--background=PATH)"
+        )
+
+    def _draw(self, num_characters: int) -> Iterator[str]:
+        """Sentences are split as they are taken."""
+        text = self._texts[int(self._rng.integers(len(self._texts)))]
+        start = int(self._rng.integers(len(text))) if text else 0
+        text = text[start : start + num_characters]
+        spans = itertools.islice(self._punkt.span_tokenize(text), 1, None)
+        return (text[a:b] for (a, b), _ in itertools.pairwise(spans))
+
+
+def text_size(length: str) -> int:
+    """The tokens of the text of "4k" and so on: thousands without the prompt's; 0 for "0k"."""
+    return max(0, 1000 * int(length.removesuffix("k")) - PROMPT_TOKENS)
+
+
+def of_size(questions: Iterable[Question], size: int) -> list[Question]:
+    """The questions whose story is short enough for `size` tokens: one line per 8 tokens, the
+    question included; all for a size of 0."""
+    return [x for x in questions if not size or len(x.facts) < size // _TOKENS_PER_LINE]
+
+
+def hide(
+    questions: Iterable[tuple[int, Question]],
+    texts: Sequence[str],
+    tokenizer: Any,
+    *,
+    size: int,
+    seed: int,
+) -> Iterator[Sample]:
+    """The samples of numbered questions: the facts and sentences of `texts`, together `size`
+    tokens, or the facts alone for a size of 0. `tokenizer` has `encode` and `decode`, of tokens of
+    any kind. Positions are uniform and may be equal. A question whose facts leave no room for
+    another token has no sample. Two generators of `seed` draw, one of them positions."""
+    encode = functools.lru_cache(_CACHED)(tokenizer.encode)
+    rng = np.random.default_rng(seed)
+    background = Background(texts, encode, seed) if size else None
+    for index, question in questions:
+        facts = [encode(" " + fact) for fact in question.facts]
+        budget = size - sum(map(len, facts))
+        if background and budget <= 0:
+            continue
+        sentences = background.take(budget) if background else []
+        positions = np.sort(rng.integers(len(sentences) + 1, size=len(facts))).tolist()
+        pieces = [*sentences]
+        for position, fact in zip(positions[::-1], facts[::-1], strict=True):
+            pieces.insert(position, fact)
+        tokens = [token for piece in pieces for token in piece]
+        *shown, text = (tokenizer.decode(x).removeprefix(" ") for x in (*sentences, tokens))
+        yield Sample(index, *question, tuple(shown), tuple(positions), text)
