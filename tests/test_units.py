@@ -14,6 +14,7 @@ from ttcd_jax.units import clock, count, size
         (count(2**20), "1M"),
         (count(4096), "4K"),
         (count(512), "512"),
+        (count(1600), "1,600"),
         (clock(75.0), "1:15"),
         (clock(59.6), "1:00"),
         (clock(7384), "2:03:04"),

@@ -13,11 +13,11 @@ def size(num_bytes: float) -> str:
 
 
 def count(tokens: int) -> str:
-    """A number of tokens that is a power of two: 1M, 4K, 512."""
+    """A number of tokens: 1M, 4K, 512, and 1,600 where it is no multiple of 1K."""
     for letter, scale in _SCALES:
-        if tokens >= scale:
+        if tokens >= scale and not tokens % scale:
             return f"{tokens // scale}{letter}"
-    return str(tokens)
+    return f"{tokens:,}"
 
 
 def printable(text: str) -> str:

@@ -47,7 +47,7 @@ def test_the_page_lists_everything(tmp_path, picture):
         '<td class="number">-</td>',
         f'src="data:image/png;base64,{base64.b64encode(CONTENT).decode()}"',
         "<code>ppl</code>",
-        "<h3>Table 1</h3>",
+        "<summary>Published: Table 1</summary>",
         "not measured here",
         '<td class="number">44.88</td>',
         "<code>python -m experiments.evaluate --run_dir=runs/q</code>",

@@ -1,5 +1,6 @@
 """Every task of the registry, in a small form, on the quickstart's models; the page of them all."""
 
+import html
 import json
 
 import commands
@@ -44,7 +45,7 @@ def test_every_task_runs_from_its_command_to_the_page(tmp_path):
         assert not (folder / ".unfinished").exists()
     flags = [f"--run_dir={tmp_path / name}" for name in ("quickstart", "recall")]
     printed = commands.output("report", *flags, f"--output={tmp_path / 'page'}")
-    page = (tmp_path / "page" / "index.html").read_text()
+    page = html.unescape((tmp_path / "page" / "index.html").read_text())
     for task in TASKS.values():
         assert f"\n{task.title}\n" in printed
         assert f">{task.title}</h2>" in page
