@@ -46,7 +46,7 @@ quickstart: .venv ## train and evaluate on text and on recall, make the page (ST
 	  jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
 	@touch $@
 
-# lm-evaluation-harness (40 packages, 150 MB), which the quickstart does not need.
+# lm-evaluation-harness (36 packages, 130 MB), which the quickstart does not need.
 .venv/harness: requirements-harness.txt | .venv
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
