@@ -26,7 +26,7 @@ class CheckpointError(UserError):
 
 
 class NonFiniteError(UserError):
-    """The loss or the gradient is no longer finite; the last good state was kept."""
+    """A loss, gradient or measure is not finite; a run keeps its last good state."""
 
     exit_code = 5
 

@@ -13,7 +13,7 @@ from small_models import config_of
 
 from experiments.cli import parse_options
 from ttcd_jax.config import Positive
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import NonFiniteError, UserError
 from ttcd_jax.eval.results import (
     evaluate,
     merged,
@@ -98,6 +98,13 @@ def test_rows_are_scored_in_batches_and_none_counts_twice(toy, result, tmp_path)
     assert on[1][0] == off[1][0]
     assert on[1][1] != off[1][1]
     assert len(toy(max_rows=2).rows(subject)["tokens"]) == 2
+
+
+def test_measures_that_are_not_finite_are_refused(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(toy, "measure", lambda *_: [{"half": "first", "loss": float("nan")}])
+    with pytest.raises(NonFiniteError, match=r"task halves: loss of mine, .* is nan at step 7"):
+        evaluate(toy(), _subject(tmp_path, "mine"), 7)
+    assert not list(tmp_path.rglob("results.json"))
 
 
 def test_results_are_written_read_and_reported(toy, result, tmp_path):

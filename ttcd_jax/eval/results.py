@@ -4,6 +4,7 @@ import contextlib
 import csv
 import hashlib
 import io
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +13,11 @@ from typing import Any
 
 import jax
 
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError, NonFiniteError, UserError
 from ttcd_jax.eval.journal import Journal
 from ttcd_jax.eval.page import Section
 from ttcd_jax.eval.published import published
-from ttcd_jax.eval.task import Subject, Task
+from ttcd_jax.eval.task import Series, Subject, Task
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.files import read_json, write_json, write_whole
 
@@ -44,6 +45,7 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
             write_whole(folder / name, content)
     journal = Journal(folder / _UNFINISHED, [task.name, task.to_dict()])
     series = task.series(subject._replace(journal=journal), rows)
+    _check_finite(task, series, step)
     return result | {
         "rows": len(rows if isinstance(rows, list) else jax.tree.leaves(rows)[0]),
         "facts": task.facts(rows),
@@ -51,6 +53,18 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
         "table": task.table(series),
         "series": series,
     }
+
+
+def _check_finite(task: Task, series: Series, step: int) -> None:
+    """Raises `NonFiniteError` for measures that JSON has no number for."""
+    for label, records in series.items():
+        for record in records:
+            for name, value in record.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise NonFiniteError(
+                        f"task {task.name}: {name} of {label} is {value} at step {step}, in the "
+                        f"record {record}: the model diverged, evaluate an earlier --step"
+                    )
 
 
 def _check_model(path: Path, result: dict[str, Any]) -> None:
