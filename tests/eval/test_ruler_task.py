@@ -18,7 +18,7 @@ from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.sources import TextConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.eval.results import evaluate, read_all_results, task_sections, write_results
+from ttcd_jax.eval.results import evaluate, merged, read_all_results, task_sections, write_results
 from ttcd_jax.eval.ruler import NIAH, TASKS
 from ttcd_jax.eval.task import Subject
 from ttcd_jax.eval.tasks.ruler import Ruler
@@ -138,12 +138,25 @@ def test_pictures_are_lines_and_heat_maps(tmp_path, monkeypatch):
     series["on"].append(_record("niah_single_2", 8192, 20, 0))
     pictures = Ruler.pictures(tmp_path, series, None)
     assert [picture.path.name for picture in pictures] == ["ruler.png", "depth.png"]
-    assert drawn["lines"]["series"] == {"on": ([4096, 8192], [None, 50])}
+    assert drawn["lines"]["series"] == {"on": ([4096, 8192], [80, 80])}  # of the shared task
+    assert "length (1)" in pictures[0].sentence
     assert drawn["heat"]["x"] == ["4K", "8K"]
     rows = drawn["heat"]["panels"]["on"]
     assert (rows[0], rows[4], rows[9]) == ([80, 50], [None, None], [80, 80])
-    (only,) = Ruler.pictures(tmp_path, {"on": [_record("vt", 4096, 0)]}, None)
+    others = {"on": [_record("vt", 4096, 9)], "off": [_record("fwe", 4096, 8)]}
+    (only,) = Ruler.pictures(tmp_path, others, None)
     assert only.path.name == "ruler.png"
+    assert drawn["lines"]["series"] == {"on": ([4096], [None]), "off": ([4096], [None])}
+
+
+def test_runs_with_other_tasks_share_a_table_but_not_with_other_samples():
+    options = {"samples": 1, "seed": 42}
+    one = {"run_dir": "a", "options": options, "series": {"a": [_record("vt", 4096, 9)]}}
+    two = {"run_dir": "b", "options": options, "series": {"b": [_record("cwe", 8192, 8)]}}
+    table = Ruler.table(merged(Ruler, [one, two])["series"])
+    assert table[0] == {"task": "vt", "a, 4K": 9, "b, 8K": None}
+    with pytest.raises(UserError, match="evaluate both with the same options"):
+        merged(Ruler, [one, two | {"options": options | {"seed": 1}}])
 
 
 def test_a_model_is_evaluated_on_prose_of_its_own(tmp_path):

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -170,10 +170,12 @@ class Ruler(Task):
     def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
         every = [record for records in series.values() for record in records]
         lengths, given = [*_by_length(every)], {record["task"] for record in every}
+        parts = [part for records in series.values() for part in _by_length(records).values()]
+        shared = given.intersection(*({record["task"] for record in part} for part in parts))
         lines, panels = {}, {}
         for label, records in series.items():
-            at = _by_length(records)
-            lines[label] = lengths, [_mean(at.get(length, []), given) for length in lengths]
+            at = _by_length(records) if shared else {}
+            lines[label] = lengths, [_mean(at.get(length, []), shared) for length in lengths]
             single = _by_length([record for record in records if record["task"] in SINGLE])
             panels[label] = [
                 [
@@ -190,7 +192,8 @@ class Ruler(Task):
             y_label="score (%)",
             series=lines,
         )
-        pictures = [Picture(Path("ruler.png"), "The mean score of all tasks, by length.")]
+        line = f"Mean score of the tasks given at every length ({len(shared)}), by length."
+        pictures = [Picture(Path("ruler.png"), line)]
         if given.intersection(SINGLE):
             plot_heat_map(
                 folder / "depth.png",
@@ -204,6 +207,11 @@ class Ruler(Task):
             line = "Score of a single needle, by the share of the text before it and by length."
             pictures.append(Picture(Path("depth.png"), line))
         return pictures
+
+    @classmethod
+    def comparable(cls, result: dict[str, Any]) -> Any:
+        """As many samples of the same seed; tasks and lengths may differ."""
+        return [result["options"][name] for name in ("samples", "seed")]
 
 
 def _by_length(records: Records) -> dict[int, Records]:
