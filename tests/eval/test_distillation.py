@@ -15,6 +15,7 @@ from ttcd_jax.eval.task import Subject
 from ttcd_jax.eval.tasks.distillation import StudentTeacher, distances
 from ttcd_jax.memory.distillation import summary
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
 
 MODEL = byte_model(num_layers=2, fast_layers=(1,))
@@ -114,4 +115,4 @@ def test_a_teacher_of_zero_has_no_gap_to_report(tmp_path, text):
 @pytest.mark.parametrize("method", ["swa", "ipttt"])
 def test_a_method_without_a_teacher_is_refused(method, text, tmp_path):
     with pytest.raises(UserError, match=f"method '{method}' has no student and teacher to compare"):
-        StudentTeacher(text=text).rows(_subject(tmp_path, config_of(method)))
+        StudentTeacher(text=text).rows(_subject(tmp_path, config_of(method, precision=Precision())))

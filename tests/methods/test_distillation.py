@@ -9,7 +9,7 @@ import pytest
 from checks import TWO_ROWS, assert_close, draw, randomize
 from small_models import FLOAT64
 
-from ttcd_jax.memory.distillation import Distillation, summary
+from ttcd_jax.memory.distillation import Distillation, distances, summary
 from ttcd_jax.methods.ideal import IdealConfig, IdealMemoryConfig, IdealMLP
 from ttcd_jax.methods.ipttcd import IPTTCDMLP, IPTTCDConfig, MemoryConfig
 from ttcd_jax.nn.mlp import MLPConfig
@@ -165,3 +165,11 @@ def test_a_summary_is_over_the_counted_tokens():
     }
     nothing = summary(found, jnp.zeros((1, 4), bool))
     assert all(np.isnan(x).all() for x in nothing.values())
+
+
+def test_a_token_with_nothing_to_read_is_not_moved_whatever_rounding_does():
+    y_teacher, y_student, y = draw(1, *[(1, 2, 3, D)] * 3, dtype=jnp.float32)
+    ids = jnp.asarray([[[1, 1, 2], [2, 2, 3]]])
+    args = y_teacher, y_student, y, y, y
+    moved = [distances(*args, segments).is_moved.tolist() for segments in (None, ids)]
+    assert moved == [[[[False] * 3, [True] * 3]], [[[False] * 3, [True, True, False]]]]
