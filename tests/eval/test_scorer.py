@@ -44,8 +44,10 @@ def _ahead():
     return _model("ipttcd", memory=memory)
 
 
+@pytest.mark.parametrize("one_pass", [1, 16, 2048])
 @pytest.mark.parametrize("method", ["ipttcd", "full", "ahead"])
-def test_losses_of_rows_of_any_length_are_those_of_one_pass(method, float64):
+def test_losses_of_rows_of_any_length_are_those_of_one_pass(method, one_pass, float64, monkeypatch):
+    monkeypatch.setattr(module, "ONE_PASS", one_pass)
     model = _ahead() if method == "ahead" else _model(method)
     rows = _rows()
     found = Scorer(model, batch_size=3).losses(rows)
@@ -117,15 +119,15 @@ def _scores(model, folder, rows, most=None, identity="task"):
     """(scores, batches computed), killed before batch `most`."""
     computed = []
     scorer = Scorer(model, batch_size=2, journal=Journal(folder, identity))
-    streamed = scorer._streamed
+    read = scorer._in_one_pass
 
     def noted(tokens, lengths):
         if len(computed) == most:
             raise _Killed
         computed.append(lengths.tolist())
-        return streamed(tokens, lengths)
+        return read(tokens, lengths)
 
-    scorer._streamed = noted
+    scorer._in_one_pass = noted
     try:
         return scorer.losses(rows), computed
     except _Killed:

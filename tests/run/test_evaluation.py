@@ -61,7 +61,9 @@ def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir, caplog):
     assert callback.every == 2
     assert [*written] == [2, 4, 5]
     assert "RunConfig.best_metric 'recall/on/al'" in caplog.messages[0]
-    assert compiled.count("jit(advance)") == 2  # with the memory and without, for all evaluations
+    assert (
+        compiled.count("jit(_forward_scores)") == 2
+    )  # with the memory and without, for all evaluations
 
 
 def test_a_run_evaluates_nothing_unless_asked(run_dir):

@@ -1,11 +1,11 @@
 """A model that scores token rows and writes texts, for every evaluation.
 
 Requests are sorted by length, the longest first, and computed in batches of similar length and few
-shapes. Rows are streamed through `inference.prefill` in pieces, so that a long row takes no more
-memory than a short one. Answers are in the order of the requests.
+shapes. Long rows are streamed through `inference.prefill` in pieces, so that a row of any length
+takes the same memory. Answers are in the order of the requests.
 
-Where inference has no state (rows cut along `seq`, several processes, a model that reads ahead),
-rows are read in one forward pass instead; any split of a row gives the same scores.
+Short rows are read in one forward pass, and all where inference has no state (rows cut along `seq`,
+several processes, a model that reads ahead); any split of a row gives the same scores.
 """
 
 import functools
@@ -27,20 +27,23 @@ from ttcd_jax.eval.journal import Answer, Journal, Progress
 from ttcd_jax.inference.advance import head_weight
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import InferenceModel, inference_model
-from ttcd_jax.inference.prefill import newest_hidden, stream
+from ttcd_jax.inference.prefill import even_size, newest_hidden, stream
 from ttcd_jax.inference.state import (
     InferenceState,
     abstract_state,
     start_state,
     state_axes,
 )
-from ttcd_jax.models.config import memory_chunk
+from ttcd_jax.models.config import TransformerConfig, memory_chunk
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.sharding import rules
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.train.loss import token_scores
 
 _LEAST_CAPACITY = 128
+# Rows of at most so many tokens are read in one forward pass: one program instead of several, and
+# no copy of the parameters.
+ONE_PASS = 2048
 
 
 class Scores(NamedTuple):
@@ -102,9 +105,14 @@ class Scorer:
         def answers(index: list[int], num_rows: int) -> list[Answer]:
             lengths = np.zeros(num_rows, np.int32)
             lengths[: len(index)] = [sizes[i] for i in index]
-            length = int(lengths.max()) if self._is_streamed else longest
+            length, read = longest, self._in_one_pass
+            if self._is_streamed:
+                length = int(lengths.max())
+                if length > ONE_PASS:
+                    read = self._streamed
+                else:
+                    length = min(even_size(self.model.config, max(length, 1), ONE_PASS), longest)
             tokens = _padded([rows[i] for i in index], num_rows, length + 1)
-            read = self._streamed if self._is_streamed else self._in_one_pass
             losses, is_hit = read(tokens, lengths)
             return [(losses[i, :n], is_hit[i, :n]) for i, n in enumerate(lengths[: len(index)])]
 
@@ -229,15 +237,7 @@ class Scorer:
     def _is_streamed(self) -> bool:
         """Whether inference has a state of this model here."""
         is_alone = jax.process_count() == 1 and rules.axis_size("seq") == 1
-        return is_alone and not self._reads_ahead
-
-    @functools.cached_property
-    def _reads_ahead(self) -> bool:
-        try:
-            abstract_state(nnx.eval_shape(lambda: inference_model(self.model)), 1, max_length=1)
-        except UserError:
-            return True
-        return False
+        return is_alone and not _reads_ahead(self.model.config)
 
     @functools.cached_property
     def _checksum(self) -> list[int]:
@@ -293,7 +293,7 @@ class Scorer:
         mesh = jax.sharding.get_mesh()
         is_token = np.arange(tokens.shape[1] - 1) < lengths[:, None]
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-        if self._reads_ahead:
+        if _reads_ahead(self.model.config):
             batch["segment_ids"] = is_token  # padding is another document
         batch = {name: field.astype(np.int32) for name, field in batch.items()}
         if not mesh.empty:
@@ -334,6 +334,17 @@ class Scorer:
             for row, (size, group, member) in enumerate(part):
                 found[group][member] = _likelihood(losses[row, :size], is_hit[row, :size])
         return found
+
+
+@functools.lru_cache
+def _reads_ahead(config: TransformerConfig) -> bool:
+    """Whether a model of `config` has no state, as a token's results depend on later tokens."""
+    try:
+        model = nnx.eval_shape(lambda: inference_model(Transformer(config, rngs=nnx.Rngs(0))))
+        abstract_state(model, 1, max_length=1)
+    except UserError:
+        return True
+    return False
 
 
 def _padded(rows: Sequence[np.ndarray], num_rows: int, length: int) -> np.ndarray:
