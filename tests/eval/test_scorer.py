@@ -1,11 +1,14 @@
 """Scores and likelihoods are those of one forward pass, texts those of `Generation`, in the order
 of the requests; an evaluation that goes on computes only what is missing."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, randomize
+from devices import run_on_devices
 from flax import nnx
 from small_models import SETTINGS, byte_model, config_of
 
@@ -84,6 +87,14 @@ def test_likelihoods_are_those_of_whole_rows_and_contexts_are_read_once(
     if method != "ahead":
         of_continuations = sum(max(len(rest) - 1, 0) for _, rest in requests)
         assert sum(num_read) == sum(map(len, contexts)) + of_continuations
+
+
+def test_a_mesh_changes_neither_losses_nor_likelihoods():
+    meshes = ("2x2x1x2", "1x2x2x2")  # on the second, rows are cut along seq
+    found = run_on_devices(Path(__file__).parent / "scoring_on_devices.py", *meshes)
+    assert found.keys() == {*meshes}
+    for mesh, distances in found.items():
+        assert max(distances.values()) < BOUND, (mesh, distances)
 
 
 def test_texts_are_those_of_generation_in_the_order_of_requests():
