@@ -98,23 +98,58 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(finished, tmp_p
     assert "step=20" in message
 
 
-def test_training_evaluates_as_the_command_does(tmp_path):
-    parameters = [
-        "--param=RunConfig.evaluate_every=16",
-        "--param=RunConfig.evaluations=(@Recall(),)",
-    ]
-    commands.output(*LAUNCH, *parameters, f"--run_dir={tmp_path}")
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [r.pop("step") for r in records] == [*range(1, 17), 16, *range(17, 25), 24]
-    run = load_run(tmp_path)
-    data = RunDirectory(tmp_path).read_config()["data"]
-    expected = evaluate(TASKS["recall"](), Subject(run.model, None, data, tmp_path), run.step)
-    assert records[-1] == {
+EVALUATED = (
+    *LAUNCH,
+    *tiny_run.params("RunConfig.evaluate_every=6", "RunConfig.evaluations=(@Recall(),)"),
+)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """The records of an uninterrupted run that is evaluated during training, and its directory."""
+    run_dir = tmp_path_factory.mktemp("runs") / "evaluated"
+    commands.output(*EVALUATED, f"--run_dir={run_dir}")
+    return read_metrics(run_dir / "metrics.jsonl"), run_dir
+
+
+def test_training_evaluates_as_the_command_does(evaluated):
+    records, run_dir = evaluated
+    scores = [record for record in records if "loss" not in record]
+    assert [record["step"] for record in scores] == [6, 12, 18, 24]
+    run = load_run(run_dir)
+    data = RunDirectory(run_dir).read_config()["data"]
+    expected = evaluate(TASKS["recall"](), Subject(run.model, None, data, run_dir), run.step)
+    assert scores[-1] == {"step": 24} | {
         f"recall/{variant}/{row['distance']}": row["accuracy"]
         for variant, rows in expected["series"].items()
         for row in rows
     }
-    assert len({*records[-1].values()}) > 1
+    assert len({*scores[-1].values()}) > 2
+
+
+def test_evaluation_changes_no_loss(evaluated, finished):
+    losses = [(r["step"], r["loss"], r["grad_norm"]) for r in evaluated[0] if "loss" in r]
+    assert losses == tiny_run.losses(finished[0])
+
+
+def test_a_run_killed_between_an_evaluation_and_a_save_repeats_both(evaluated, tmp_path):
+    def scored_steps():
+        records = read_metrics(tmp_path / "metrics.jsonl")
+        return [record["step"] for record in records if "loss" not in record]
+
+    line = (*EVALUATED, f"--run_dir={tmp_path}")
+    process = commands.start(*line, stdout=subprocess.DEVNULL)
+    tiny_run.wait_until(lambda: 6 in scored_steps(), process)  # saved at 4, next at 8
+    process.kill()
+    process.wait()
+    commands.output(*line)
+    assert scored_steps() == [6, 12, 18, 24]
+    names = {"step", "loss", "grad_norm", *evaluated[0][-1]}
+
+    def repeatable(records):
+        return [{x: record[x] for x in record.keys() & names} for record in records]
+
+    assert repeatable(read_metrics(tmp_path / "metrics.jsonl")) == repeatable(evaluated[0])
 
 
 def test_evaluation_writes_json_csv_and_a_picture(finished):
