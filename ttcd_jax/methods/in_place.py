@@ -139,7 +139,7 @@ class InPlaceMLP(SwiGLU):
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
     ) -> tuple[Float[Array, "B T D"], MemoryStats | Distillation]:
         t = self.source(x, row, student)
-        return self.remember(x, t, row.segment_ids, measures=row.measures)
+        return self.remember(x, t, row.segment_ids, measures=row.measures is True)
 
     def remember(
         self,

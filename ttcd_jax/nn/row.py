@@ -13,8 +13,9 @@ class Row(NamedTuple):
     positions: Int[Array, "B T"]  # only differences inside a document matter
     segment_ids: Int[Array, "B T"] | None = None  # one value per document; None: one document
     embeddings: Float[Array, "B T D"] | None = None  # of the tokens, as the model looked them up
-    # Static: memories with a teacher report `memory.distillation` in place of `MemoryStats`.
-    measures: bool = False
+    # Static, and no leaf by default: memories with a teacher report `memory.distillation` in place
+    # of `MemoryStats`.
+    measures: Literal[True] | None = None
 
     @classmethod
     def of(
