@@ -31,7 +31,8 @@ def measured(mesh_name: str) -> dict[str, np.ndarray]:
         for name, one_pass in (("streamed", 1), ("one pass", 2048)):
             module.ONE_PASS = one_pass
             found[name] = np.concatenate([x.losses for x in scorer.losses(rows)])
-        found["likelihoods"] = np.array([x.log_likelihood for x in scorer.loglikelihoods(pairs)])
+            likelihoods = scorer.loglikelihoods(pairs)
+            found[f"likelihoods, {name}"] = np.array([x.log_likelihood for x in likelihoods])
     return found
 
 

@@ -61,10 +61,12 @@ def test_losses_of_rows_of_any_length_are_those_of_one_pass(method, one_pass, fl
         np.testing.assert_array_equal(scores.is_hit, is_hit)
 
 
+@pytest.mark.parametrize("max_repeated", [70, 71])
 @pytest.mark.parametrize("method", ["ipttcd", "full", "ahead"])
 def test_likelihoods_are_those_of_whole_rows_and_contexts_are_read_once(
-    method, float64, monkeypatch
+    method, max_repeated, float64, monkeypatch
 ):
+    monkeypatch.setattr(module, "MAX_REPEATED", max_repeated)
     model = _ahead() if method == "ahead" else _model(method)
     contexts = _rows((5, 30, 1))
     requests = [(contexts[i % 3], rest) for i, rest in enumerate(_rows((4, 1, 0, 9, 2, 6, 3)))]
@@ -86,7 +88,8 @@ def test_likelihoods_are_those_of_whole_rows_and_contexts_are_read_once(
     assert found[2] == (0.0, True)
     if method != "ahead":
         of_continuations = sum(max(len(rest) - 1, 0) for _, rest in requests)
-        assert sum(num_read) == sum(map(len, contexts)) + of_continuations
+        is_shared = max_repeated < 71  # tokens of contexts that continuations share
+        assert sum(num_read) == is_shared * (sum(map(len, contexts)) + of_continuations)
 
 
 def test_a_mesh_changes_neither_losses_nor_likelihoods():
@@ -109,6 +112,22 @@ def test_texts_are_those_of_generation_in_the_order_of_requests():
     for request, text in zip(requests, found, strict=True):
         events = Generation(scorer.inference, tokenizer, [request])
         assert text == "".join(event.text for event in events)
+
+
+def test_a_task_of_short_questions_has_few_programs(float64, monkeypatch):
+    model, shapes = _model("ipttcd"), set()
+
+    def read(tokens, lengths):
+        shapes.add(tokens.shape)
+        scores = np.zeros((len(tokens), tokens.shape[1] - 1))
+        return module.Scores(scores, scores == 0)
+
+    scorer = Scorer(model)
+    monkeypatch.setattr(scorer, "_in_one_pass", read)
+    lengths = np.random.default_rng(0).integers(2, 300, size=2000)
+    questions = [(row[:1], row[1:]) for row in _rows(lengths)]
+    assert len(scorer.loglikelihoods(questions)) == 2000
+    assert len(shapes) <= 6, shapes
 
 
 def test_mistakes_are_refused():

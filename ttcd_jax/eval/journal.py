@@ -121,35 +121,41 @@ def _of_first_process(data: bytes) -> bytes:
 
 class Progress:
     """The line "NAME: 120 of 500 rows, 3:00 left" on the standard error of the first process: at a
-    terminal overwritten by the next one, in a log every 10 seconds. `sizes`: the work of each batch
-    to compute, in any unit."""
+    terminal overwritten by the next one, in a log every 10 seconds; none if `name` is empty.
+    `work`: of each batch to compute, in any unit."""
 
-    def __init__(self, name: str, num_done: int, num_rows: int, sizes: Iterable[int]) -> None:
+    def __init__(self, name: str, num_done: int, num_rows: int, work: Iterable[int]) -> None:
         self._name, self._done, self._all = name, num_done, num_rows
-        self._left, self._finished = sum(sizes), 0
+        self._work, self._finished, self._part = sum(work), 0, 0
         self._is_live = sys.stderr.isatty()
         self._start = self._shown = time.monotonic()
 
-    def add(self, num_rows: int, size: int) -> None:
-        """Notes a batch of `num_rows` rows, and shows the line if it is time."""
-        self._done, self._left, self._finished = (
-            self._done + num_rows,
-            self._left - size,
-            self._finished + size,
-        )
-        now = time.monotonic()
-        if now - self._shown >= (_LIVE_SECONDS if self._is_live else _LOG_SECONDS):
-            self._shown = now
-            left = (now - self._start) * self._left / max(self._finished, 1)
-            line = f"{self._name}: {self._done} of {self._all} rows, {units.clock(left)} left"
-            self._show(units.printable(line))
+    def read(self, work: int) -> None:
+        """Notes a part of the batch that is computed now."""
+        self._part += work
+        self._update()
+
+    def add(self, num_rows: int, work: int) -> None:
+        """Notes the end of a batch of `num_rows` rows."""
+        self._done, self._finished, self._part = self._done + num_rows, self._finished + work, 0
+        self._update()
 
     def end(self) -> None:
         """Clears the line."""
         if self._is_live:
             self._show("")
 
+    def _update(self) -> None:
+        """Shows the line if it is time."""
+        now, finished = time.monotonic(), self._finished + self._part
+        if now - self._shown < (_LIVE_SECONDS if self._is_live else _LOG_SECONDS):
+            return
+        self._shown = now
+        left = (now - self._start) * max(self._work - finished, 0) / max(finished, 1)
+        line = f"{self._name}: {self._done} of {self._all} rows, {units.clock(left)} left"
+        self._show(units.printable(line))
+
     def _show(self, line: str) -> None:
-        if jax.process_index() == 0:
+        if self._name and jax.process_index() == 0:
             text = f"\r\x1b[K{line}" if self._is_live else f"{line}\n"
             print(text, end="", file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ from ttcd_jax.eval.journal import Answer, Journal, Progress
 from ttcd_jax.inference.advance import head_weight
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import InferenceModel, inference_model
-from ttcd_jax.inference.prefill import even_size, newest_hidden, stream
+from ttcd_jax.inference.prefill import newest_hidden, stream
 from ttcd_jax.inference.state import (
     InferenceState,
     abstract_state,
@@ -44,6 +44,10 @@ _LEAST_CAPACITY = 128
 # Rows of at most so many tokens are read in one forward pass: one program instead of several, and
 # no copy of the parameters.
 ONE_PASS = 2048
+_LEAST_PASS = 64  # shorter rows are padded to it
+# Contexts of short rows are read again for every continuation if these are no more tokens: that is
+# faster than compiling programs that keep a state.
+MAX_REPEATED = 2**19
 
 
 class Scores(NamedTuple):
@@ -88,6 +92,7 @@ class Scorer:
     ) -> None:
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self._name, self._journal = name, journal
+        self._progress = Progress(name, 0, 0, ())
 
     @functools.cached_property
     def inference(self) -> InferenceModel:
@@ -111,7 +116,7 @@ class Scorer:
                 if length > ONE_PASS:
                     read = self._streamed
                 else:
-                    length = min(even_size(self.model.config, max(length, 1), ONE_PASS), longest)
+                    length = min(_pass_size(length), longest)
             tokens = _padded([rows[i] for i in index], num_rows, length + 1)
             losses, is_hit = read(tokens, lengths)
             return [(losses[i, :n], is_hit[i, :n]) for i, n in enumerate(lengths[: len(index)])]
@@ -121,20 +126,23 @@ class Scorer:
 
     def loglikelihoods(self, requests: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Likelihood]:
         """The likelihood of every (context, continuation), tokens [C] and [T]; a context has at
-        least one token, bos for example. Equal contexts are read once."""
+        least one token, bos for example. Equal contexts are read once, except few short ones."""
         pairs = [(np.asarray(context), np.asarray(rest)) for context, rest in requests]
         for tokens in itertools.chain(*pairs):
             check_tokens(tokens, self.model.config.vocab_size)
         if not all(len(context) for context, _ in pairs):
             raise UserError("a context is empty: give it at least one token, bos for example")
-        if not self._is_streamed:
-            scores = self.losses([np.concatenate(pair) for pair in pairs])
-            ends = [slice(len(context) - 1, None) for context, _ in pairs]
-            return [_likelihood(x[end], y[end]) for (x, y), end in zip(scores, ends, strict=True)]
         groups: dict[bytes, list[int]] = {}
         for index, (context, _) in enumerate(pairs):
             groups.setdefault(context.astype(np.int64).tobytes(), []).append(index)
         members = list(groups.values())
+        rows = [np.concatenate(pair) for pair in pairs]
+        repeated = sum(len(pairs[i][0]) for group in members for i in group[1:])
+        is_short = max(map(len, rows), default=0) <= ONE_PASS and repeated <= MAX_REPEATED
+        if is_short or not self._is_streamed:
+            ends = [slice(len(context) - 1, None) for context, _ in pairs]
+            scores = zip(self.losses(rows), ends, strict=True)
+            return [_likelihood(x[end], y[end]) for (x, y), end in scores]
         sizes = [
             len(pairs[group[0]][0]) + sum(len(pairs[i][1]) for i in group) for group in members
         ]
@@ -177,6 +185,7 @@ class Scorer:
             texts = [""] * num_rows
             for event in Generation(self.inference, tokenizer, chosen, state=state):
                 texts[event.row] += event.text
+                self._progress.read(1)
             coded = (json.dumps(text).encode() for text in texts[: len(index)])
             return [(np.frombuffer(text, np.uint8),) for text in coded]
 
@@ -205,17 +214,16 @@ class Scorer:
                 kind, config, self._checksum, content=(array.tobytes() for array in content)
             )
             found = journal.read(key)
-        work = [sum(sizes[i] for i in index) for index in plan]
         left = [batch for batch in range(len(plan)) if batch not in found]
+        work = {batch: sum(sizes[i] for i in plan[batch]) for batch in left}
         num_found = len(sizes) - sum(len(plan[batch]) for batch in left)
-        progress = Progress(self._name, num_found, len(sizes), (work[i] for i in left))
+        progress = self._progress = Progress(self._name, num_found, len(sizes), work.values())
         try:
             for batch in left:
                 found[batch] = answers(plan[batch], num_rows)
                 if journal is not None:
                     journal.add(key, batch, found[batch])
-                if self._name:
-                    progress.add(len(plan[batch]), work[batch])
+                progress.add(len(plan[batch]), work[batch])
         finally:
             if journal is not None:
                 journal.write(key)
@@ -281,6 +289,7 @@ class Scorer:
                 fetch(*last.pop())  # while the device computes the next piece
             last.append((done, counts, part))
             done = done + counts
+            self._progress.read(int(counts.sum()))
         for piece in last:
             fetch(*piece)
         return scores
@@ -315,6 +324,7 @@ class Scorer:
         tokens = _padded(contexts, num_rows, int(lengths.max()))
         for counts, hidden, after in stream(self.inference, state, tokens, lengths):
             last, state = newest_hidden(hidden, counts, last), after
+            self._progress.read(int(counts.sum()))
         found: list[list[Likelihood]] = [[Likelihood(0.0, True)] * len(group) for group in groups]
         rows = [
             (len(rest), g, i) for g, group in enumerate(groups) for i, (_, rest) in enumerate(group)
@@ -345,6 +355,12 @@ def _reads_ahead(config: TransformerConfig) -> bool:
     except UserError:
         return True
     return False
+
+
+def _pass_size(length: int) -> int:
+    """`length` or more: a power of two or 3/4 of it, so that a task has few programs."""
+    power = max(1 << max(length - 1, 0).bit_length(), _LEAST_PASS)
+    return power * 3 // 4 if length <= power * 3 // 4 and power > _LEAST_PASS else power
 
 
 def _padded(rows: Sequence[np.ndarray], num_rows: int, length: int) -> np.ndarray:
