@@ -16,7 +16,7 @@ from ttcd_jax.run.directory import METRICS, RunDirectory, model_config
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.state import num_params
 
-# What a file of other fields, or of none, ends in.
+# Errors of a file of other fields, or of none.
 _DAMAGE = (LookupError, TypeError, ValueError, AttributeError)
 
 

@@ -114,7 +114,8 @@ def test_texts_are_those_of_generation_in_the_order_of_requests():
         assert text == "".join(event.text for event in events)
 
 
-def test_a_task_of_short_questions_has_few_programs(float64, monkeypatch):
+@pytest.mark.parametrize(("count", "num_shapes"), [(200, 1), (2000, 2), (20000, 6)])
+def test_a_task_of_short_questions_has_few_programs(count, num_shapes, float64, monkeypatch):
     model, shapes = _model("ipttcd"), set()
 
     def read(tokens, lengths):
@@ -124,10 +125,10 @@ def test_a_task_of_short_questions_has_few_programs(float64, monkeypatch):
 
     scorer = Scorer(model)
     monkeypatch.setattr(scorer, "_in_one_pass", read)
-    lengths = np.random.default_rng(0).integers(2, 300, size=2000)
+    lengths = np.random.default_rng(0).integers(2, 300, size=count)
     questions = [(row[:1], row[1:]) for row in _rows(lengths)]
-    assert len(scorer.loglikelihoods(questions)) == 2000
-    assert len(shapes) <= 6, shapes
+    assert len(scorer.loglikelihoods(questions)) == count
+    assert len(shapes) == num_shapes, shapes
 
 
 def test_mistakes_are_refused():

@@ -1,4 +1,4 @@
-"""What of a run may change when it is resumed: fields that are named, and the place of its data."""
+"""Changes of a run when it is resumed: fields that are named, and the place of its data."""
 
 import json
 import re

@@ -37,7 +37,7 @@ from ttcd_jax.inference.generate import Request
 from ttcd_jax.inference.sampling import SamplingConfig
 
 _RESAMPLES = 1000  # for the standard error of what is no mean
-# What the Python and the templates of somebody's task end in, without its data or with others.
+# Errors of the Python and the templates of a user's task, without its data or with others.
 _IN_TASKS = (
     *(OSError, ImportError, ValueError, TypeError, LookupError, AttributeError, AssertionError),
     jinja2.TemplateError,

@@ -63,8 +63,8 @@ class LocalData:
         self._splits = functools.cache(self._read)
 
     def fields(self, config: Row) -> Row | None:
-        """What replaces fields of a task's configuration, empty without a row to score; None for a
-        data set without a file here. Raises `DataError` for a row that is none of its data set."""
+        """Replacements for fields of a task's configuration, empty without a row to score; None for
+        a data set without a file here. Raises `DataError` for a row of another data set."""
         path, name = config.get("dataset_path"), config.get("dataset_name")
         source = _SOURCES.get((path, name)) or _SOURCES.get((path, None))
         if source is None or not (splits := self._splits(source)):

@@ -46,8 +46,9 @@ _LEAST_CAPACITY = 128
 ONE_PASS = 2048
 _LEAST_PASS = 64  # shorter rows are padded to it
 # Contexts of short rows are read again for every continuation if these are no more tokens: that is
-# faster than compiling programs that keep a state.
-MAX_REPEATED = 2**19
+# faster than compiling programs that keep a state. Padding is no more than `MAX_PADDING` before
+# a program for shorter rows is compiled.
+MAX_REPEATED, MAX_PADDING = 2**19, 2**17
 
 
 class Scores(NamedTuple):
@@ -70,6 +71,17 @@ def batches(count: int, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:
     for start in range(0, count, batch_size):
         index = np.arange(start, start + batch_size)
         yield np.where(index < count, index, start), min(batch_size, count - start)
+
+
+def placed(batch: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Arrays [B, T] of integers as int32, sharded over the mesh in use if there is one."""
+    batch = {name: field.astype(np.int32) for name, field in batch.items()}
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return batch
+    num_rows, length = batch["tokens"].shape
+    placement = Placement(mesh, batch_size=num_rows, length=length)
+    return placement({name: field[list(placement.rows)] for name, field in batch.items()})
 
 
 class Scorer:
@@ -106,6 +118,7 @@ class Scorer:
             check_tokens(row, self.model.config.vocab_size)
         sizes = [max(len(row) - 1, 0) for row in rows]
         longest = max(sizes, default=0)
+        shapes = _pass_sizes([size for size in sizes if size <= ONE_PASS])
 
         def answers(index: list[int], num_rows: int) -> list[Answer]:
             lengths = np.zeros(num_rows, np.int32)
@@ -116,7 +129,7 @@ class Scorer:
                 if length > ONE_PASS:
                     read = self._streamed
                 else:
-                    length = min(_pass_size(length), longest)
+                    length = min(shape for shape in shapes if shape >= length)
             tokens = _padded([rows[i] for i in index], num_rows, length + 1)
             losses, is_hit = read(tokens, lengths)
             return [(losses[i, :n], is_hit[i, :n]) for i, n in enumerate(lengths[: len(index)])]
@@ -304,11 +317,8 @@ class Scorer:
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
         if _reads_ahead(self.model.config):
             batch["segment_ids"] = is_token  # padding is another document
-        batch = {name: field.astype(np.int32) for name, field in batch.items()}
-        if not mesh.empty:
-            placement = Placement(mesh, batch_size=len(tokens), length=tokens.shape[1] - 1)
-            batch = placement({name: x[list(placement.rows)] for name, x in batch.items()})
-        return Scores(*map(np.array, jax.device_get(_forward_scores(graph, mesh, params, batch))))
+        found = _forward_scores(graph, mesh, params, placed(batch))
+        return Scores(*map(np.array, jax.device_get(found)))
 
     def _continued(
         self, groups: list[list[tuple[np.ndarray, np.ndarray]]], num_rows: int
@@ -357,14 +367,20 @@ def _reads_ahead(config: TransformerConfig) -> bool:
     return False
 
 
-def _pass_size(length: int) -> int:
-    """`length` or more: a power of two or 3/4 of it, so that a task has few programs."""
-    power = max(1 << max(length - 1, 0).bit_length(), _LEAST_PASS)
-    return power * 3 // 4 if length <= power * 3 // 4 and power > _LEAST_PASS else power
+def _pass_sizes(sizes: Sequence[int]) -> list[int]:
+    """The lengths to which rows of `sizes` are padded, few: the longest, and shorter ones, powers
+    of two or 3/4 of them, that spare more than `MAX_PADDING` tokens."""
+    found = [max(sizes, default=0)]
+    for index, size in enumerate(sorted(sizes, reverse=True)):
+        power = 1 << max(size - 1, 0).bit_length()
+        shorter = max(power * 3 // 4 if size <= power * 3 // 4 else power, _LEAST_PASS)
+        if (found[-1] - shorter) * (len(sizes) - index) > MAX_PADDING:
+            found.append(shorter)
+    return found
 
 
 def _padded(rows: Sequence[np.ndarray], num_rows: int, length: int) -> np.ndarray:
-    """The rows as one array [num_rows, length], int32 where they fit."""
+    """The rows as one array [num_rows, length], padded with zeros."""
     tokens = np.zeros((num_rows, length), np.int64)
     for row, ids in enumerate(rows):
         tokens[row, : len(ids)] = ids

@@ -22,7 +22,7 @@ _QUANTILES = {"p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 _LENGTHS = (2048, 4096, 8192, 16384, 32768)
 _MOST_BYTES = 2**31  # of the arrays of a manifest
 _BLANK_TOKENS = 1024  # decoded at once
-# What a file that is no npz, a damaged one, and one with a lie about its size end in.
+# Errors of a file that is no npz, that is damaged, or whose header contradicts its size.
 _DAMAGE = (
     *(zipfile.BadZipFile, zlib.error, EOFError, LookupError, ValueError),
     *(RuntimeError, MemoryError),

@@ -134,16 +134,17 @@ class Task(Config, abc.ABC):
 
     @classmethod
     def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
-        """Draws the pictures of the task into `folder`, the most telling first."""
-        value, label = cls.unit(series)
-        path = folder / f"{cls.name}.png"
+        """Draws the pictures of the task into `folder`, the most telling first: bars of the table
+        unless overridden."""
+        _, label = cls.unit(series)
+        path, table = folder / f"{cls.name}.png", cls.table(series)
         plot_bars(
             path,
             title=cls.title,
             x_label=cls.x_label,
             y_label=label,
-            groups=[record[cls.key] for record in next(iter(series.values()))],
-            series={name: [r[value] for r in records] for name, records in series.items()},
+            groups=[row[cls.key] for row in table],
+            series={name: [row.get(name) for row in table] for name in series},
             chance=chance,
         )
         return [cls.picture(path, label)]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,19 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ttcd_jax.config import Positive
-from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows
+from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.report import Picture, plot_lines
-from ttcd_jax.eval.scorer import Scorer, batches
+from ttcd_jax.eval.scorer import Scorer, batches, placed
 from ttcd_jax.eval.task import Records, RowTask, Series, Subject, register
-from ttcd_jax.eval.tasks.perplexity import Perplexity, bucket_edges
+from ttcd_jax.eval.tasks.perplexity import Perplexity, buckets
+from ttcd_jax.eval.tasks.recall import Recall
 from ttcd_jax.memory.distillation import Distillation, summary
 from ttcd_jax.models.config import layers_with_teacher
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.sharding.batch import Placement, replicated
+from ttcd_jax.sharding.batch import replicated
 
 _BUCKET = ("layer", "context", "start", "stop", "tokens")
-_SEED = 1_000_003  # of recall rows: differs from any training seed of a few digits
 
 
 @register
@@ -56,8 +55,7 @@ class StudentTeacher(RowTask):
                 "compare: task distillation is for those that learn from a longer window"
             )
         if subject.data["type"] == RecallConfig.__name__:
-            data = RecallConfig.from_dict(subject.data)
-            return RecallRows(data, seed=_SEED, num_rows=self.max_rows)
+            return Recall(max_rows=self.max_rows).source(subject)
         return Perplexity(text=self.text, seq_len=self.seq_len).source(subject)
 
     def series(self, subject: Subject, rows: Any) -> Series:
@@ -68,13 +66,12 @@ class StudentTeacher(RowTask):
         """A record for every bucket of positions and layer; None where nothing can be measured."""
         found = distances(scorer.model, rows, scorer.batch_size)
         is_token = rows.get("segment_ids", np.ones_like(rows["tokens"])) > 0
-        length, records = is_token.shape[1], []
-        for start, stop in dict.fromkeys([*itertools.pairwise(bucket_edges(length)), (0, length)]):
+        records = []
+        for context, start, stop in buckets(is_token.shape[1]):
             counted = is_token[:, start:stop]
             part = jax.tree.map(lambda x, cut=np.s_[..., start:stop]: jnp.asarray(x[cut]), found)
             measures = summary(part, jnp.asarray(counted))
             for index, layer in enumerate(layers_with_teacher(scorer.model.config)):
-                context = "all" if stop - start == length else f"{start}-{stop - 1}"
                 bucket = (layer, context, start, stop, int(counted.sum()))
                 values = {name: float(x[index]) for name, x in measures.items()}
                 finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
@@ -127,15 +124,10 @@ def distances(model: Transformer, rows: dict[str, np.ndarray], batch_size: int) 
     """The distances [Y, rows, T] of `rows` (fields of `ttcd_jax.data.packing`), computed in
     batches, which are sharded over the mesh in use; every process gets all."""
     graph, params = nnx.split(model)
-    mesh = jax.sharding.get_mesh()
-    length = rows["tokens"].shape[1]
-    placement = None if mesh.empty else Placement(mesh, batch_size=batch_size, length=length)
-    results = []
+    mesh, results = jax.sharding.get_mesh(), []
     for index, count in batches(len(rows["tokens"]), batch_size):
         fields = ("tokens", "segment_ids")
-        batch = {name: rows[name][index].astype(np.int32) for name in fields if name in rows}
-        if placement is not None:
-            batch = placement({name: field[list(placement.rows)] for name, field in batch.items()})
+        batch = placed({name: rows[name][index] for name in fields if name in rows})
         found = jax.device_get(_measured(graph, mesh, params, batch))
         results.append(jax.tree.map(lambda x, count=count: x[:, :count], found))
     return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *results)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ttcd_jax.config import NonNegative, Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.report import Picture, plot_bars
+from ttcd_jax.eval.report import Picture
 from ttcd_jax.eval.scorer import Scorer
 from ttcd_jax.eval.task import Records, Series, Subject, Task, register
 
@@ -57,7 +57,7 @@ class Harness(Task):
 
     @classmethod
     def table(cls, series: Series) -> Records:
-        """What was asked for, without the members of groups; accuracies of choices in percent."""
+        """The tasks asked for, without the members of groups; accuracies of choices in percent."""
         rows: dict[str, dict[str, Any]] = {}
         for name, records in series.items():
             for record in records:
@@ -68,26 +68,21 @@ class Harness(Task):
         return [*rows.values()]
 
     @classmethod
+    def unit(cls, series: Series) -> tuple[str, str]:
+        return "value", "score" if None in _chances(series) else "accuracy (%)"
+
+    @classmethod
     def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
         """The bars of the table, and the accuracy by guessing where all questions have as many
         choices."""
-        table = cls.table(series)
-        shown = [x for records in series.values() for x in records if x["depth"] == 0]
-        chances = {record["chance"] for record in shown}
-        label, guess = "score", None
-        if None not in chances:
-            label, guess = "accuracy (%)", 100 * chances.pop() if len(chances) == 1 else None
-        path = folder / f"{cls.name}.png"
-        plot_bars(
-            path,
-            title=cls.title,
-            x_label=cls.x_label,
-            y_label=label,
-            groups=[row[cls.key] for row in table],
-            series={name: [row.get(name) for row in table] for name in series},
-            chance=guess,
-        )
-        return [cls.picture(path, label)]
+        chances = _chances(series)
+        guess = 100 * chances.pop() if len(chances) == 1 and None not in chances else None
+        return super().pictures(folder, series, guess)
+
+
+def _chances(series: Series) -> set[Any]:
+    """The accuracies by guessing of what is shown."""
+    return {x["chance"] for records in series.values() for x in records if x["depth"] == 0}
 
 
 def _library() -> ModuleType:

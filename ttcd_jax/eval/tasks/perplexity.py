@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,18 @@ def bucket_edges(length: int) -> list[int]:
     return [0, *itertools.takewhile(lambda edge: edge < length, doubled), length]
 
 
+def buckets(length: int) -> Iterator[tuple[str, int, int]]:
+    """(name, start, stop) of every bucket of positions below `length`, and of "all"."""
+    for start, stop in dict.fromkeys([*itertools.pairwise(bucket_edges(length)), (0, length)]):
+        yield "all" if stop - start == length else f"{start}-{stop - 1}", start, stop
+
+
 def by_position(scores: Scores, rows: dict[str, np.ndarray], tokenizer: Tokenizer) -> Records:
     """One record per bucket of positions, and `all`. `bits_per_byte` divides by the bytes of the
     targets, so that tokenizers are comparable; None if no target has bytes."""
-    length = rows["tokens"].shape[1]
     num_bytes = tokenizer.num_bytes(rows["targets"])
     records = []
-    for start, stop in dict.fromkeys([*itertools.pairwise(bucket_edges(length)), (0, length)]):
+    for context, start, stop in buckets(rows["tokens"].shape[1]):
         part = np.s_[:, start:stop]
         mask = rows["loss_mask"][part]
         if not mask.any():
@@ -43,7 +49,7 @@ def by_position(scores: Scores, rows: dict[str, np.ndarray], tokenizer: Tokenize
         tokens, size = int(mask.sum()), int(num_bytes[part][mask].sum())
         records.append(
             {
-                "context": "all" if stop - start == length else f"{start}-{stop - 1}",
+                "context": context,
                 "start": start,
                 "stop": stop,
                 "tokens": tokens,
