@@ -3,12 +3,13 @@
     B batch          T query positions    S key positions      N query heads     K kv heads
     G = N / K        H head dim           D model dim          F mlp hidden dim  V vocabulary
     C chunks         L positions per chunk (T = C * L)         R conv taps       Y stacked layers
+    Q time scales of a memory
 
 Parameters carry the names of their logical axes as metadata (`axes=(...)`), one per dimension:
 `embed` (D), `mlp` (F), `heads` (N * H), `kv_heads` (K * H), `head_dim` (H), `vocab` (V), `taps`
-(R), `layers` (Y, added when blocks are stacked). Fast weights add `fast_heads` (N), `fast_mlp` (F)
-and `rank` (the inner dimension of low-rank initial weights, or a pair of factors per channel).
-`ttcd_jax.sharding.rules` maps them to mesh axes.
+(R), `layers` (Y, added when blocks are stacked). Fast weights add `fast_heads` (N), `fast_mlp` (F),
+`rank` (the inner dimension of low-rank initial weights, or a pair of factors per channel) and
+`scales` (Q). `ttcd_jax.sharding.rules` maps them to mesh axes.
 """
 
 import jax
@@ -16,7 +17,7 @@ from flax import nnx
 
 LOGICAL_AXES = (
     *("embed", "embed_out", "mlp", "heads", "kv_heads", "head_dim", "vocab", "taps"),
-    *("fast_heads", "fast_mlp", "rank", "layers"),
+    *("fast_heads", "fast_mlp", "rank", "scales", "layers"),
 )
 
 

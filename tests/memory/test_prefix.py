@@ -11,12 +11,13 @@ from ttcd_jax.memory.chunks import chunk_segments, memory_mask
 from ttcd_jax.memory.newton_schulz import newton_schulz
 from ttcd_jax.memory.prefix import (
     PrefixOptions,
+    decayed_sum,
     read_prefix,
-    segmented_sum,
+    times,
 )
 
 FORMS = ("blocked", "associative", "attention")
-B, L, F, D = 2, 3, 6, 5
+B, L, F, D = 2, 3, 6, 4
 
 
 def _operands(num_chunks, batch=B, dtype=None):
@@ -29,22 +30,44 @@ def _options(**changes) -> PrefixOptions:
     return PrefixOptions(**({"eta": 0.3, "block_chunks": 3, "state_dtype": jnp.float64} | changes))
 
 
-def _definition(options, ids, length, z, keys, errors, w_base, initial):
-    """Token by token: p reads what q wrote if q is in an earlier chunk and in p's document.
-    The state belongs to the row's last document, the initial state to its first."""
+def _definition(options, ids, length, z, keys, errors, w_base, initial, log_decay=None):
+    """Token by token: p reads what q wrote if q is in an earlier chunk and in p's document, less
+    what the tokens of the chunks between them forget. The state belongs to the row's last document,
+    the initial state to its first."""
     B, C, L = z.shape[:3]
-    z, keys, errors = (x.reshape(B, C * L, -1) for x in (z, keys, errors))
+    if log_decay is None:
+        log_decay = jnp.zeros((B, C, L, 1))
+    z, keys, errors, log_decay = (x.reshape(B, C * L, -1) for x in (z, keys, errors, log_decay))
     ids = jnp.pad(ids, ((0, 0), (0, C * L - length)), mode="edge")
     position = jnp.arange(C * L)
-    is_earlier = position[None, :] // L < position[:, None] // L
-    visible = is_earlier & (ids[:, :, None] == ids[:, None, :]) & (position < length)
-    fast = jnp.einsum("bpf,bqf,bpq,bqd->bpd", z, keys, visible.astype(z.dtype), errors)
+    chunk, is_token = position // L, position < length
+    visible = (chunk[None, :] < chunk[:, None]) & (ids[:, :, None] == ids[:, None, :]) & is_token
+
+    def left(first, last):
+        """What tokens of chunks strictly between leave of every column."""
+        is_between = (first[:, None] < chunk) & (chunk < last[:, None]) & is_token
+        left = jnp.exp(jnp.einsum("pr,brg->bpg", is_between.astype(z.dtype), log_decay))
+        return jnp.repeat(left, errors.shape[-1] // left.shape[-1], axis=-1)
+
+    start, end = jnp.full(C * L, -1), jnp.full(C * L, C)
+    fast = jnp.stack(
+        [
+            jnp.einsum(
+                "bf,bqf,bq,bqd->bd",
+                *(z[:, p], keys, visible[:, p].astype(z.dtype)),
+                left(chunk, jnp.full(C * L, chunk[p])) * errors,
+            )
+            for p in range(C * L)
+        ],
+        axis=1,
+    )
     # Only the first document reads the initial state.
-    carried = (ids == ids[:, :1])[..., None] * jnp.einsum("bpf,bfd->bpd", z, initial)
-    y = z @ w_base + options.eta * (fast + carried)
-    writes = (ids == ids[:, -1:]) & (position < length)
-    state = jnp.einsum("bq,bqf,bqd->bfd", writes.astype(z.dtype), keys, errors)
-    state = state + (ids[:, 0] == ids[:, -1])[:, None, None] * initial
+    carried = left(start, chunk) * jnp.einsum("bpf,bfd->bpd", z, initial)
+    y = z @ w_base + options.eta * (fast + (ids == ids[:, :1])[..., None] * carried)
+    writes = ((ids == ids[:, -1:]) & is_token).astype(z.dtype)
+    state = jnp.einsum("bq,bqf,bqd->bfd", writes, keys, left(chunk, end) * errors)
+    is_first = (ids[:, 0] == ids[:, -1])[:, None, None]
+    state = state + is_first * left(start, end)[:, :1] * initial
     return y.reshape(B, C, L, -1), state
 
 
@@ -78,17 +101,27 @@ def test_three_forms_equal_the_definition(name, float64):
     mask = memory_mask(chunk_segments(ids, L), length, L)
     options = _options(eta=eta, block_chunks=block_chunks)
     known = jnp.zeros((B, length), int) if ids is None else ids
-    _check_forms(
-        options, FORMS, mask, partial(_definition, options, known, length), -(-length // L)
-    )
+    definition, num_chunks = partial(_definition, options, known, length), -(-length // L)
+    _check_forms(options, FORMS, mask, definition, num_chunks)
+    if length > L:
+        for num_groups in (1, 2):
+            _check_forms(options, FORMS, mask, definition, num_chunks, num_groups=num_groups)
 
 
-def _check_forms(options, forms, mask, definition, num_chunks, tolerance=None) -> None:
+def _check_forms(
+    options, forms, mask, definition, num_chunks, tolerance=None, num_groups=None
+) -> None:
     def form(form):
-        def run(z, keys, errors, w_base, initial):
-            return read_prefix(options._replace(form=form), z, keys, errors, w_base, mask, initial)
+        def run(z, keys, errors, w_base, *rest):
+            changed = options._replace(form=form)
+            return read_prefix(changed, z, keys, errors, w_base, mask, *rest)
 
         return run
+
+    inputs = _operands(num_chunks)
+    if num_groups is not None:
+        (log_decay,) = draw(2, (B, num_chunks, L, num_groups))
+        inputs = (*inputs, -jnp.abs(log_decay) / 3)
 
     @jax.jit
     def compare(operands, cotangents):
@@ -99,7 +132,7 @@ def _check_forms(options, forms, mask, definition, num_chunks, tolerance=None) -
         return results
 
     cotangents = tuple(draw(1, (B, num_chunks, L, D), (B, F, D)))
-    expected, *others = compare(_operands(num_chunks), cotangents)
+    expected, *others = compare(inputs, cotangents)
     for ours in others:
         assert_close(ours, expected, tolerance)
 
@@ -111,18 +144,20 @@ def test_no_initial_state_is_an_empty_one(float64):
     assert_same(run(), run(jnp.zeros_like(initial)))
 
 
-def test_segmented_sum_is_associative(float64):
+def test_decayed_sum_is_associative(float64):
     rng = np.random.default_rng(0)
-    for flags in np.ndindex(2, 2, 2):
-        runs = [
-            (jnp.full((1,), bool(flag)), jnp.asarray(rng.standard_normal((1, 2, 2))))
-            for flag in flags
+    for zeros in np.ndindex(2, 2, 2):
+        a, b, c = runs = [
+            (jnp.asarray(rng.random((1, 2)) * (1 - zero)), jnp.asarray(rng.random((1, 3, 4))))
+            for zero in zeros
         ]
-        a, b, c = runs
-        left = segmented_sum(segmented_sum(a, b), c)
-        right = segmented_sum(a, segmented_sum(b, c))
-        assert_close(left[1], right[1])
-        assert bool(left[0]) == bool(right[0]) == any(flags)
+        left = decayed_sum(decayed_sum(a, b), c)
+        assert_close(left, decayed_sum(a, decayed_sum(b, c)))
+        state = jnp.asarray(rng.random((1, 3, 4)))
+        expected = state
+        for kept, total in runs:
+            expected = times(kept, expected) + total
+        assert_close(times(left[0], state) + left[1], expected)
 
 
 def test_orthogonalised_updates_are_orthogonalised_chunk_by_chunk(float64):
@@ -186,7 +221,7 @@ def test_reading_the_memory_apart_keeps_what_folding_rounds_away():
 @pytest.mark.parametrize(
     ("changes", "has_documents", "message"),
     [
-        ({"folds_state": True}, True, "segment_ids must be None"),
+        ({"folds_state": True}, True, "segment_ids and log_decay must be None"),
         ({"form": "attention", "orthogonalizes": True}, False, "use blocked or associative"),
     ],
 )

@@ -1,11 +1,16 @@
-"""A memory that is a prefix sum: chunk i is read through W_i = W_base + eta * sum_{j<i} delta_w_j.
+"""A memory that is a prefix sum: chunk i is read through W_i = W_base + eta * S_i,
 
-Three forms of one function, equal in values and gradients:
+    S_{i+1} = a_i S_i + delta_w_i,   a_i = 1 as published: S_i = sum_{j<i} delta_w_j
+
+With decays the columns of S are Q groups of D / Q, each with a factor a_i of its own, the product
+of exp(log_decay) of the tokens that write into chunk i: a memory of several time scales. A document
+boundary is a_i = 0. Three forms of one function, equal in values and gradients:
 
     blocked      a scan over blocks of chunks with an associative scan inside each, and a custom
                  VJP that keeps no state
     associative  `jax.lax.associative_scan` over all chunks; every W_i exists at once
-    attention    y_i = z_i W_base + eta * sum_{j<i} (z_i k_j^T) e_j, O(T^2): for short rows
+    attention    y_i = z_i W_base + eta * sum_{j<i} a_{j+1} .. a_{i-1} (z_i k_j^T) e_j, O(T^2): for
+                 short rows
 
 "auto", the default, takes attention where it needs fewer products (`at_length`: below 2,234 tokens
 at 1536 by 4096), else blocked.
@@ -23,14 +28,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from ttcd_jax.memory.chunks import MemoryMask, masked
 from ttcd_jax.memory.delta import chunk_delta
 from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes, ChunkedMemory, Chunks
 from ttcd_jax.nn.product import product
 
-Element = tuple[jax.Array, jax.Array]  # of `segmented_sum`
+Element = tuple[jax.Array, jax.Array]  # of `decayed_sum`
 Form = Literal["auto", "blocked", "associative", "attention"]
 
 
@@ -63,7 +68,8 @@ class PrefixOptions(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class PrefixMemory(ChunkedMemory, AssociativeMemory):
     """W_base and the sum of delta_w, as a memory: its state is the sum [B, F, D] without eta, it is
-    read by features z [B, C, L, F] and written by (keys, errors)."""
+    read by features z [B, C, L, F] and written by (keys, errors, log_decay), the last [B, C, L, Q]
+    or None."""
 
     w_base: Float[Array, "F D"]
     options: PrefixOptions = dataclasses.field(metadata={"static": True})
@@ -73,7 +79,7 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
         if self.options.form == "attention" or self.options.orthogonalizes:
             return Axes()
         features = (*ROWS, None, "mlp")
-        return Axes(("mlp",), features, (features, ROWS), ROWS, ("tensor",))
+        return Axes(("mlp",), features, (features, ROWS, ROWS), ROWS, ("tensor",))
 
     def start(self, batch_size: int) -> Float[Array, "B F D"]:
         return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
@@ -85,40 +91,46 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
     def write(
         self, state: Float[Array, "B F D"], writes: Any, mask: jax.Array | None = None
     ) -> Float[Array, "B F D"]:
-        """S + delta_w of the chunk."""
-        keys, errors = writes
+        """a S + delta_w of the chunk."""
+        keys, errors, log_decay = writes
         errors = masked(errors, mask)
+        if log_decay is not None:
+            state = times(jnp.exp(masked(log_decay, mask).sum(1)), state)
         return state + _delta(self.options, errors[:, None], keys[:, None])[:, 0]
 
     def row(
         self, prepared: Chunks, state: jax.Array | None = None, *, needs_end: bool = True
     ) -> tuple[jax.Array, jax.Array]:
-        keys, errors = prepared.writes
+        keys, errors, log_decay = prepared.writes
         return read_prefix(
-            self.options, prepared.reads, keys, errors, self.w_base, prepared.mask, state
+            self.options, prepared.reads, keys, errors, self.w_base, prepared.mask, state, log_decay
         )
 
-    def summary(self, prepared: Chunks) -> tuple[Bool[Array, " B"], Float[Array, "B F D"]]:
-        """(whether the chunks reset the state before them, the sum of delta_w after their last
-        reset): an element of `segmented_sum`."""
-        (keys, errors), mask = prepared.writes, prepared.mask
+    def summary(self, prepared: Chunks) -> tuple[Float[Array, "B Q"], Float[Array, "B F D"]]:
+        """(what the chunks leave of a state before them, the state after them from zero): an
+        element of `decayed_sum`."""
+        (keys, errors, log_decay), mask = prepared.writes, prepared.mask
         errors = masked(errors, mask.writes)
-        if mask.resets is None:
-            was_reset = jnp.zeros(len(keys), bool)
+        kept = _kept(_of_chunks(log_decay, mask), mask.resets)
+        if kept is None:
+            whole = jnp.ones((len(keys), 1), self.options.state_dtype)
         else:
-            resets = mask.resets
-            was_reset = resets.any(1)
-            later = jax.lax.cumsum(resets.astype(jnp.int32), axis=1, reverse=True) - resets
-            errors = masked(errors, jnp.broadcast_to((later == 0)[..., None], errors.shape[:3]))
-        if self.options.orthogonalizes:
-            return was_reset, _delta(self.options, errors, keys).sum(1)
-        return was_reset, _product(self.options, "BCLF,BCLD->BFD", keys, errors)
+            after = jax.lax.cumprod(kept, axis=1, reverse=True)
+            whole = after[:, 0]
+            later = jnp.concatenate([after[:, 1:], jnp.ones_like(after[:, :1])], axis=1)
+            if not self.options.orthogonalizes:
+                errors = times(later.astype(errors.dtype), errors)
+        if not self.options.orthogonalizes:
+            return whole, _product(self.options, "BCLF,BCLD->BFD", keys, errors)
+        delta = _delta(self.options, errors, keys)
+        return whole, (delta if kept is None else times(later, delta)).sum(1)
 
     def combine(self, first: Any, then: Any) -> Any:
-        return segmented_sum(first, then)
+        return decayed_sum(first, then)
 
     def neutral(self, summary: Any) -> Any:
-        return jax.tree.map(jnp.zeros_like, summary)
+        kept, total = summary
+        return jnp.ones_like(kept), jnp.zeros_like(total)
 
     def state_after(self, summary: Any) -> Float[Array, "B F D"]:
         return summary[1]
@@ -132,26 +144,31 @@ def read_prefix(
     w_base: Float[Array, "F D"],
     mask: MemoryMask,
     initial_state: Float[Array, "B F D"] | None = None,
+    log_decay: Float[Array, "B C L Q"] | None = None,
 ) -> tuple[Float[Array, "B C L D"], Float[Array, "B F D"]]:
     """(y, state after the row): every chunk read through the memory of the chunks before it.
 
-    Differentiable in everything but the mask, through both results. The state is the plain sum of
-    delta_w of the row's last document (without eta), `initial_state` the same sum from earlier
-    rows.
+    Differentiable in everything but the mask, through both results. The state is that of the row's
+    last document (without eta), `initial_state` the same from earlier rows. `log_decay`: the
+    logarithm of what a token that writes leaves of every group of columns, at most 0; None: all.
 
     Raises:
-        ValueError: the attention form with orthogonalized updates, or documents with
+        ValueError: the attention form with orthogonalized updates, or documents or decays with
         `folds_state`.
     """
-    if options.folds_state and mask.reads is not None:
-        raise ValueError("folds_state reproduces code without documents: segment_ids must be None")
+    if options.folds_state and (mask.reads is not None or log_decay is not None):
+        raise ValueError(
+            "folds_state reproduces code without documents and decays: segment_ids and log_decay "
+            "must be None"
+        )
     errors = masked(errors, mask.writes)
     if initial_state is None:
         initial_state = jnp.zeros((z.shape[0], z.shape[-1], w_base.shape[-1]), options.state_dtype)
     form = options.at_length(z.shape[1] * z.shape[2], *w_base.shape).form
+    chunk_decay = _of_chunks(log_decay, mask)
+    operands = _Operands(z, keys, errors, chunk_decay, mask.reads, mask.resets)
     if form == "attention":
-        return _attention_form(options, z, keys, errors, w_base, mask, initial_state)
-    operands = _Operands(z, keys, errors, mask.reads, mask.resets)
+        return _attention_form(options, operands, w_base, initial_state)
     if form == "associative":
         return _read_block(options, w_base, initial_state, operands)
     return _blocked(options, operands, w_base, initial_state)
@@ -163,6 +180,7 @@ class _Operands(NamedTuple):
     z: jax.Array
     keys: jax.Array
     errors: jax.Array
+    log_decay: jax.Array | None  # [B, C, Q]
     reads: jax.Array | None
     resets: jax.Array | None
 
@@ -199,33 +217,51 @@ def _over_blocks(
     return carry, jax.tree.map(lambda x: x[:, :num_chunks], whole)
 
 
-def segmented_sum(left: Element, right: Element) -> Element:
-    """(was reset, sum) of two neighboring runs of chunks: a reset in the right one drops the sum of
-    the left one. Associative."""
-    left_reset, left_sum = left
-    right_reset, right_sum = right
-    kept = jnp.where(right_reset[..., None, None], 0, left_sum)
-    return left_reset | right_reset, kept + right_sum
+def times(factors: Float[Array, "*#rest Q"], x: Float[Array, "*#rest X D"]) -> jax.Array:
+    """x with the columns of every group times the factor of the group."""
+    return x * jnp.repeat(factors, x.shape[-1] // factors.shape[-1], axis=-1)[..., None, :]
 
 
-def _segmented_sums(elements: Element, *, reverse: bool = False) -> Element:
-    """The associative scan of `segmented_sum`. Recomputed in a backward: it has intermediates of
+def decayed_sum(left: Element, right: Element) -> Element:
+    """(factor a [..., Q], state from zero [..., F, D]) of two neighboring runs of chunks: the right
+    one leaves a of the state after the left one. Associative."""
+    left_kept, left_sum = left
+    right_kept, right_sum = right
+    return left_kept * right_kept, times(right_kept, left_sum) + right_sum
+
+
+def _of_chunks(log_decay: jax.Array | None, mask: MemoryMask) -> jax.Array | None:
+    """The sums [B, C, Q] over the tokens that write."""
+    return None if log_decay is None else masked(log_decay, mask.writes).sum(2)
+
+
+def _kept(log_decay: jax.Array | None, resets: jax.Array | None) -> jax.Array | None:
+    """a [B, C, Q] of every chunk, None where all are 1."""
+    if resets is None:
+        return None if log_decay is None else jnp.exp(log_decay)
+    if log_decay is None:
+        return 1.0 - resets[..., None]
+    return jnp.where(resets[..., None], 0, jnp.exp(log_decay))
+
+
+def _decayed_sums(elements: Element, *, reverse: bool = False) -> Element:
+    """The associative scan of `decayed_sum`. Recomputed in a backward: it has intermediates of
     size zero, and Shardy (jax 0.11.2) crashes when one is kept across a sharded region."""
-    scan = functools.partial(jax.lax.associative_scan, segmented_sum, reverse=reverse, axis=1)
+    scan = functools.partial(jax.lax.associative_scan, decayed_sum, reverse=reverse, axis=1)
     return jax.checkpoint(scan, prevent_cse=False)(elements)
 
 
 def _states(
-    delta: jax.Array, resets: jax.Array | None, carry: jax.Array
+    delta: jax.Array, kept: jax.Array | None, carry: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """States before each chunk [B, G, F, D], and the one after the last, from delta_w [B, G,
     F, D]."""
     carry = carry[:, None]
-    if resets is None:
+    if kept is None:
         after = jax.lax.associative_scan(jnp.add, delta, axis=1) + carry
     else:
-        was_reset, total = _segmented_sums((resets, delta))
-        after = total + jnp.where(was_reset[..., None, None], 0, carry)
+        whole, total = _decayed_sums((kept, delta))
+        after = total + times(whole, carry)
     return jnp.concatenate([carry, after[:, :-1]], axis=1), after[:, -1]
 
 
@@ -243,7 +279,8 @@ def _read_block(
     options: PrefixOptions, w_base: jax.Array, carry: jax.Array, block: _Operands
 ) -> tuple[jax.Array, jax.Array]:
     """y [B, G, L, D] of G chunks and the state after them."""
-    before, after = _states(_delta(options, block.errors, block.keys), block.resets, carry)
+    kept = _kept(block.log_decay, block.resets)
+    before, after = _states(_delta(options, block.errors, block.keys), kept, carry)
     return _read(options, w_base, before, block.z, block.reads), after
 
 
@@ -289,50 +326,77 @@ def _blocked_backward(
     """Two scans: forward once more over the states for dz, backward over their cotangents for the
     rest.
 
-    cot(S_i) = eta z_i^T dy_i + [no reset] cot(S_{i+1}) and cot(delta_w_i) = cot(S_{i+1}). Where
-    every token reads, the running sum of z_i^T dy_i is the gradient of W_base as well, without a
-    product of its own.
+    cot(S_i) = eta z_i^T dy_i + a_i cot(S_{i+1}) and cot(delta_w_i) = cot(S_{i+1}). Where every
+    token reads and nothing decays, the running sum of z_i^T dy_i is the gradient of W_base as well,
+    without a product of its own.
+
+    cot(log a_i) is the part of the loss's slope along y that what is written before chunk i has in
+    what is read after it: that of all reads after i less that of all writes from i on, by group of
+    columns. So it takes no state and its cotangent at once.
     """
     operands, w_base, initial_state = saved
     dy, d_state = cotangents
     size = min(options.block_chunks, operands.z.shape[1])
 
-    def features(carry: jax.Array, block: Any) -> tuple[jax.Array, jax.Array]:
+    def features(carry: jax.Array, block: Any) -> tuple[jax.Array, Any]:
         block, dy = block
-        dz, carry = _feature_cotangent(options, w_base, carry, block, dy)
-        return carry, dz
+        dz, carry, slope = _feature_cotangent(options, w_base, carry, block, dy)
+        return carry, (dz, slope)
 
     def writes(carry: Any, block: Any) -> tuple[Any, Any]:
         block, dy = block
-        carry, d_errors, d_keys = _write_cotangent(options, carry, block, dy)
-        return carry, (d_errors, d_keys)
+        carry, *found = _write_cotangent(options, carry, block, dy)
+        return carry, tuple(found)
 
-    _, dz = _over_blocks(features, initial_state, (operands, dy), operands.z, size)
-    start = (d_state.astype(options.state_dtype), jnp.zeros(w_base.shape, options.state_dtype))
-    written = (operands.errors, operands.keys)
-    (d_initial, d_base), (d_errors, d_keys) = _over_blocks(
-        writes, start, (operands, dy), written, size, reverse=True
+    log_decay = operands.log_decay
+    state, (dz, read) = _over_blocks(
+        features, initial_state, (operands, dy), (operands.z, log_decay), size
     )
-    return _Operands(dz, d_keys, d_errors, None, None), d_base.astype(w_base.dtype), d_initial
+    start = (d_state.astype(options.state_dtype), jnp.zeros(w_base.shape, options.state_dtype))
+    results = (operands.errors, operands.keys, log_decay)
+    (d_initial, d_base), (d_errors, d_keys, written) = _over_blocks(
+        writes, start, (operands, dy), results, size, reverse=True
+    )
+    d_decay = None
+    if log_decay is not None:
+        later = functools.partial(jax.lax.cumsum, axis=1, reverse=True)
+        d_decay = later(read) - read - later(written)
+        d_decay += _by_group((d_state * state).sum(1), log_decay)[:, None]
+        if operands.resets is not None:
+            d_decay = jnp.where(operands.resets[..., None], 0, d_decay)
+    d_operands = _Operands(dz, d_keys, d_errors, d_decay, None, None)
+    return d_operands, d_base.astype(w_base.dtype), d_initial
+
+
+def _by_group(x: Float[Array, "*rest D"], like: Float[Array, "*any Q"]) -> Float[Array, "*rest Q"]:
+    """Sums over the columns of every group."""
+    return x.reshape(*x.shape[:-1], like.shape[-1], -1).sum(-1).astype(like.dtype)
 
 
 def _feature_cotangent(
     options: PrefixOptions, w_base: jax.Array, carry: jax.Array, block: _Operands, dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """dz [B, G, L, F] = dy W_base^T + eta dy S^T, and the state after the block."""
-    before, after = _states(_delta(options, block.errors, block.keys), block.resets, carry)
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """dz [B, G, L, F] = dy W_base^T + eta dy S^T, the state after the block, and the slope along
+    what each chunk reads, eta dy (z S), by group of columns."""
+    kept = _kept(block.log_decay, block.resets)
+    before, after = _states(_delta(options, block.errors, block.keys), kept, carry)
     if options.folds_state:
         folded = (w_base.astype(options.state_dtype) + options.eta * before).astype(dy.dtype)
-        return _product(options, "BGLD,BGFD->BGLF", dy, folded).astype(dy.dtype), after
-    fast = _product(options, "BGLD,BGFD->BGLF", dy, before.astype(dy.dtype))
+        return _product(options, "BGLD,BGFD->BGLF", dy, folded).astype(dy.dtype), after, None
+    narrow, slope = before.astype(dy.dtype), None
+    if block.log_decay is not None:
+        read = _product(options, "BGLF,BGFD->BGLD", masked(block.z, block.reads), narrow)
+        slope = _by_group((options.eta * read * dy).sum(2), block.log_decay)
+    fast = _product(options, "BGLD,BGFD->BGLF", dy, narrow)
     dz = _product(options, "BGLD,FD->BGLF", dy, w_base) + options.eta * masked(fast, block.reads)
-    return dz.astype(dy.dtype), after
+    return dz.astype(dy.dtype), after, slope
 
 
 def _write_cotangent(
     options: PrefixOptions, carry: tuple[jax.Array, jax.Array], block: _Operands, dy: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
-    """((cot(S), sum of dW_base) before the block, d_errors, d_keys), from the pair after it."""
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array, jax.Array | None]:
+    """((cot(S), sum of dW_base) before the block, d_errors, d_keys, the slope along what each chunk
+    writes by group of columns), from the pair after it."""
     d_end, d_base = carry
     d_after = d_end[:, None]
     outer = _product(options, "BGLF,BGLD->BGFD", masked(block.z, block.reads), dy)
@@ -341,52 +405,69 @@ def _write_cotangent(
     else:
         d_base = d_base + _product(options, "BGLF,BGLD->FD", block.z, dy)
     outer = options.eta * outer
-    # In reverse order chunk i adds to cot(S_i); a reset at i cuts it off from cot(S_{i+1}).
-    if block.resets is None:
+    # In reverse order chunk i adds to cot(S_i), which keeps a_i of cot(S_{i+1}).
+    kept = _kept(block.log_decay, block.resets)
+    if kept is None:
         d_before = jax.lax.associative_scan(jnp.add, outer, reverse=True, axis=1) + d_after
     else:
-        was_reset, total = _segmented_sums((block.resets, outer), reverse=True)
-        d_before = total + jnp.where(was_reset[..., None, None], 0, d_after)
+        whole, total = _decayed_sums((kept, outer), reverse=True)
+        d_before = total + times(whole, d_after)
     d_delta = jnp.concatenate([d_before[:, 1:], d_after], axis=1)
-    _, pull = jax.vjp(functools.partial(_delta, options), block.errors, block.keys)
+    delta, pull = jax.vjp(functools.partial(_delta, options), block.errors, block.keys)
     d_errors, d_keys = pull(d_delta)
-    return (d_before[:, 0], d_base), d_errors, d_keys
+    slope = None
+    if block.log_decay is not None:
+        slope = _by_group((delta * d_delta).sum(2), block.log_decay)
+    return (d_before[:, 0], d_base), d_errors, d_keys, slope
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
 def _attention_form(
-    options: PrefixOptions,
-    z: jax.Array,
-    keys: jax.Array,
-    errors: jax.Array,
-    w_base: jax.Array,
-    mask: MemoryMask,
-    initial_state: jax.Array,
+    options: PrefixOptions, operands: _Operands, w_base: jax.Array, initial_state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     if options.orthogonalizes:
         raise ValueError(
             "orthogonalised updates have no attention form: use blocked or associative"
         )
+    z, keys, errors, log_decay, reads, resets = operands
     B, C, L, _ = z.shape
     chunk = jnp.arange(C)
     visible = jnp.broadcast_to(chunk[:, None] > chunk[None, :], (B, C, C))
-    reads = jnp.ones((B, C, L), bool) if mask.reads is None else mask.reads
-    resets = jnp.zeros((B, C), bool) if mask.resets is None else mask.resets
+    reads = jnp.ones((B, C, L), bool) if reads is None else reads
+    resets = jnp.zeros((B, C), bool) if resets is None else resets
     # Chunk i still holds what chunk j wrote if no chunk in between, j + 1 .. i - 1, reset the
-    # state.
+    # state; of that it holds the product of their decays.
     count = jnp.cumsum(resets, axis=1)
     before = count - resets
     visible = visible & (before[:, :, None] == count[:, None, :])
     score = _product(options, "BCLF,BJMF->BCLJM", z, keys)
     score = jnp.where((visible[:, :, None, :] & reads[..., None])[..., None], score, 0)
-    fast = _product(options, "BCLJM,BJMD->BCLD", score.astype(z.dtype), errors)
     carried = masked(_product(options, "BCLF,BFD->BCLD", z, initial_state.astype(z.dtype)), reads)
-    fast = fast + jnp.where((before == 0)[..., None, None], carried, 0)
-    y = _product(options, "BCLF,FD->BCLD", z, w_base) + options.eta * fast
+    carried = jnp.where((before == 0)[..., None, None], carried, 0)
     # The row's state holds what was written since the last reset.
     is_kept = jnp.broadcast_to((count == count[:, -1:])[..., None], (B, C, L))
-    state = _product(options, "BCLF,BCLD->BFD", keys, masked(errors, is_kept))
-    state = state + jnp.where((count[:, -1] == 0)[:, None, None], initial_state, 0)
-    return y.astype(z.dtype), state
+    kept = masked(errors, is_kept)
+    carry = jnp.where((count[:, -1] == 0)[:, None, None], initial_state, 0)
+    if log_decay is None:
+        fast = _product(options, "BCLJM,BJMD->BCLD", score.astype(z.dtype), errors)
+    else:
+        after = jnp.cumsum(log_decay, axis=1)
+        between = (after - log_decay)[:, :, None] - after[:, None]
+        weight = jnp.exp(jnp.minimum(between, 0))[:, :, None, :, None]
+        groups = jnp.split(errors, log_decay.shape[-1], axis=-1)
+        fast = jnp.concatenate(
+            [
+                _product(
+                    options, "BCLJM,BJMD->BCLD", (score * weight[..., q]).astype(z.dtype), group
+                )
+                for q, group in enumerate(groups)
+            ],
+            axis=-1,
+        )
+        carried = times(jnp.exp(after - log_decay), carried)
+        kept = times(jnp.exp(after[:, -1:] - after).astype(kept.dtype), kept)
+        carry = times(jnp.exp(after[:, -1]), carry)
+    y = _product(options, "BCLF,FD->BCLD", z, w_base) + options.eta * (fast + carried)
+    return y.astype(z.dtype), _product(options, "BCLF,BCLD->BFD", keys, kept) + carry

@@ -92,7 +92,7 @@ class RenormalizedMemory(ChunkedMemory):
     def write(self, state: Any, writes: Any, mask: Bool[Array, "#B L"] | None = None) -> Any:
         """The state after the chunk, and after the group if it ends there."""
         group_start, total, count = state
-        keys, errors = writes
+        keys, errors, *_ = writes
         delta = chunk_delta(
             masked(errors, mask)[:, None],
             keys[:, None],

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import Positive
+from ttcd_jax.config import Positive, PositiveFloat
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
 from ttcd_jax.memory.distillation import Distillation, distances
@@ -22,7 +22,7 @@ from ttcd_jax.methods.registry import Settings
 from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
-from ttcd_jax.nn.product import weight_product
+from ttcd_jax.nn.product import product, weight_product
 from ttcd_jax.nn.row import Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.precision import Precision
 
@@ -55,9 +55,21 @@ class PrefixSettings(InPlaceSettings):
     folds_state: bool = False  # published read: round W_base + eta S, then one product
     form: Form = "auto"
     block_chunks: Positive = 4
+    # Not published: the columns of the memory in as many groups, each with a half-life in tokens;
+    # () forgets nothing. Half-lives are constants, learned from there, or learned and multiplied
+    # by a gate on every token, softplus(x w) / ln 2 with w from zero.
+    half_lives: tuple[PositiveFloat, ...] = ()
+    decay: Literal["constant", "learned", "gated"] = "constant"
 
     def validate(self) -> None:
         super().validate()
+        if self.decay != "constant" and not self.half_lives:
+            raise UserError(
+                f"decay={self.decay!r} without half_lives has nothing to start from: set "
+                "half_lives=(1024.0,), for example"
+            )
+        if self.half_lives and self.folds_state:
+            raise UserError("folds_state reproduces code that forgets nothing: set half_lives=()")
         if self.folds_state and self.resets_at_document:
             raise UserError(
                 "folds_state reproduces code without documents: set resets_at_document=False"
@@ -275,6 +287,20 @@ class InPlaceMLP(SwiGLU):
     def memory(self, length: int) -> ChunkedMemory:
         raise AssertionError(f"{type(self).__name__} defines its own memory")
 
+    def log_decay(self, x: Float[Array, "B T D"]) -> Float[Array, "B T Q"] | None:
+        """The logarithm of what every token leaves of the memory's groups of columns."""
+        settings, dtype = self.settings, self.config.precision.state_dtype
+        assert isinstance(settings, PrefixSettings)
+        if not settings.half_lives:
+            return None
+        rate = jnp.log(2.0) / jnp.asarray(settings.half_lives, dtype)
+        if settings.decay != "constant":
+            rate = rate * jnp.exp(self.decay[...].astype(dtype))
+        if settings.decay == "gated":
+            gate = product("BTD,DQ->BTQ", x, self.decay_gate[...].astype(x.dtype), dtype)
+            rate = rate * jax.nn.softplus(gate) / jnp.log(2.0)
+        return jnp.broadcast_to(-rate, (*x.shape[:2], len(settings.half_lives)))
+
     def token_rate(self, tokens: Any) -> Float[Array, "B T"] | None:
         """The token rate, for statistics."""
         return None
@@ -296,6 +322,16 @@ class InPlaceMLP(SwiGLU):
                 return param(jnp.zeros((D, D), dtype), axes)
             case "normal":
                 return normal_param(rngs, (D, D), axes, std, dtype)
+
+    def _init_decay(self, settings: PrefixSettings) -> None:
+        """The logarithm of the rate over that of the half-lives, and the weights of its gate."""
+        D, Q, dtype = self.config.dim, len(settings.half_lives), self.config.precision.param_dtype
+        if Q and D % Q:
+            raise UserError(f"{Q} half_lives do not divide the {D} columns of the memory")
+        if settings.decay != "constant":
+            self.decay = param(jnp.zeros(Q, dtype), ("scales",))
+        if settings.decay == "gated":
+            self.decay_gate = param(jnp.zeros((D, Q), dtype), ("embed", "scales"))
 
     def _init_conv(
         self,

@@ -11,7 +11,7 @@ what a chunk writes; a symmetric activation convolution would not be.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 from flax import nnx
@@ -66,6 +66,15 @@ class IPTTTConfig(InPlaceConfig):
         return (3 + 2) * self.mlp.unit_flops(length) + self.memory.has_proj * proj
 
 
+class Stored(NamedTuple):
+    """Features and targets of tokens, [B, T, ...] or [B, C, L, ...]; the logarithms of their
+    decays."""
+
+    h: jax.Array
+    v: jax.Array
+    log_decay: jax.Array | None
+
+
 class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
     """(x, targets) [B, T, D] -> y [B, T, D], any T. Parameters of SwiGLU plus P and the
     convolutions; gradient flows into the targets."""
@@ -84,6 +93,7 @@ class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
             self.activation_conv = self._init_conv(settings, settings.conv_init, rngs, "mlp")
         if settings.has_target_conv or settings.has_activation_conv:
             self.look_back = settings.num_taps - 1
+        self._init_decay(settings)
 
     def source(
         self, x: Float[Array, "B T D"], row: Row | Piece, student: Float[Array, "B T D"] | None
@@ -96,29 +106,23 @@ class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
             raise ValueError("this block stores token embeddings: pass embeddings=[B, T, D]")
         return row.embeddings
 
-    def tokens(
-        self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]
-    ) -> tuple[Float[Array, "B T F"], Float[Array, "B T D"]]:
+    def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Stored:
         h = self.features(x)
-        return h, t.astype(h.dtype)
+        return Stored(h, t.astype(h.dtype), self.log_decay(x))
 
-    def convolved(
-        self, tokens: tuple[jax.Array, jax.Array], segments: Int[Array, "B C L"] | None
-    ) -> tuple[Float[Array, "B C L F"], Float[Array, "B C L D"]]:
-        (h, v), causal = tokens, self.settings.is_conv_causal
+    def convolved(self, tokens: Stored, segments: Int[Array, "B C L"] | None) -> Stored:
+        (h, v, log_decay), causal = tokens, self.settings.is_conv_causal
         if self.settings.has_activation_conv:
             h = short_conv(h, self.activation_conv[...], is_causal=causal, segment_ids=segments)
         if self.settings.has_target_conv:
             v = short_conv(v, self.target_conv[...], is_causal=causal, segment_ids=segments)
-        return h, v
+        return Stored(h, v, log_decay)
 
-    def operands(
-        self, convolved: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        h, v = convolved
+    def operands(self, convolved: Stored) -> tuple[jax.Array, Stored]:
+        h, v, log_decay = convolved
         if self.settings.has_proj:
             v = weight_product(v, self.proj[...].astype(v.dtype))
-        return h, (h, v)
+        return h, Stored(h, v, log_decay)
 
     def memory(self, length: int) -> PrefixMemory:
         w_base, options = self.w_base(), self.settings.options(self.config.precision)

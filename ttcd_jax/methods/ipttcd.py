@@ -4,6 +4,7 @@
     e = sigmoid(t . b) * ((z_target - z_student) W_base) P,  k = z_student / |z_student|
     W_i = W_base + eta * sum over earlier chunks of k^T e,   y = z_out W_i
 
+With `half_lives` the sum forgets: `ttcd_jax.memory.prefix`.
 x is the teacher's normed hidden state, t the student's; W_base is the down projection [F, D].
 """
 
@@ -80,6 +81,11 @@ class MemoryConfig(PrefixSettings):
                 "renorm_chunks is a loop of its own: it knows neither another form than 'blocked' "
                 "nor folds_state"
             )
+        if self.renorm_chunks is not None and self.half_lives:
+            raise UserError(
+                "renorm_chunks holds the size of the memory, half_lives let it decay: set one of "
+                "them"
+            )
         if self.output == "teacher_raw" and not self.has_teacher_conv:
             raise UserError(
                 "output 'teacher_raw' names features before a convolution that is off; "
@@ -116,6 +122,7 @@ class Features(NamedTuple):
     teacher: jax.Array
     student: jax.Array
     beta: jax.Array | None
+    log_decay: jax.Array | None
 
 
 class ChunkInputs(NamedTuple):
@@ -127,6 +134,7 @@ class ChunkInputs(NamedTuple):
     keys: jax.Array
     difference: jax.Array
     beta: jax.Array | None
+    log_decay: jax.Array | None
 
 
 class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
@@ -147,6 +155,7 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
             self.teacher_conv = self._init_conv(settings, settings.teacher_conv_init, rngs, "mlp")
         if settings.has_student_conv:
             self.student_conv = self._init_conv(settings, settings.student_conv_init, rngs, "mlp")
+        self._init_decay(settings)
         if settings.has_teacher_conv or settings.has_student_conv:
             self.look_back, self.look_ahead = settings.num_taps - 1, settings.look_ahead
 
@@ -154,7 +163,7 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
         beta = None
         if self.settings.has_token_rate:
             beta = jax.nn.sigmoid(jnp.einsum("BTD,D->BT", t, self.rate[...].astype(t.dtype)))
-        return Features(self.features(x), self.features(t), beta)
+        return Features(self.features(x), self.features(t), beta, self.log_decay(x))
 
     def convolved(self, tokens: Features, segments: Int[Array, "B C L"] | None) -> ChunkInputs:
         settings = self.settings
@@ -179,11 +188,10 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
         outputs = {"teacher": z_target, "teacher_raw": tokens.teacher, "student": keys}
         if settings.normalizes_keys and not normalizes:
             keys = l2_normalize(keys, settings.zero_slope)
-        return ChunkInputs(outputs[settings.output], z_target, keys, difference, tokens.beta)
+        z_out = outputs[settings.output]
+        return ChunkInputs(z_out, z_target, keys, difference, tokens.beta, tokens.log_decay)
 
-    def operands(
-        self, convolved: ChunkInputs
-    ) -> tuple[Float[Array, "B C L F"], tuple[Float[Array, "B C L F"], Float[Array, "B C L D"]]]:
+    def operands(self, convolved: ChunkInputs) -> tuple[Float[Array, "B C L F"], Any]:
         settings, dtype = self.settings, convolved.z_out.dtype
         errors = chunk_errors(
             convolved.difference,
@@ -193,7 +201,7 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
             normalizes=settings.normalizes_errors,
             zero_slope=settings.zero_slope,
         )
-        return convolved.z_out, (convolved.keys, errors)
+        return convolved.z_out, (convolved.keys, errors, convolved.log_decay)
 
     def views(self, convolved: ChunkInputs) -> tuple[jax.Array, jax.Array]:
         # Keys may be normalized: the student's features are what the difference leaves.

@@ -36,6 +36,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "fast_heads": (),
     "fast_mlp": (),
     "rank": (),
+    "scales": (),
     "layers": (),
     # Activation axes. The model dimension of an activation is always whole: None.
     "batch": BATCH,
