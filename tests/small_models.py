@@ -19,7 +19,11 @@ FLOAT64 = Precision(param="float64", compute="float64", state="float64")
 SETTINGS = {
     "ipttcd": MemoryConfig(chunk_size=CHUNK, num_taps=3, form="blocked"),
     "ipttcd_ideal": IdealMemoryConfig(chunk_size=CHUNK),
-    "ipttt": TargetMemoryConfig(chunk_size=CHUNK, num_taps=3, form="blocked", target="embedding"),
+    # One that forgets, for all that methods share.
+    "ipttt": TargetMemoryConfig(
+        **{"chunk_size": CHUNK, "num_taps": 3, "form": "blocked", "target": "embedding"},
+        **{"half_lives": (3.0, 50.0), "decay": "gated"},
+    ),
     "lact": LaCTMemoryConfig(chunk_size=CHUNK, num_fast_heads=2, low_rank=3),
 }
 SETTINGS["toy"] = ToySettings(chunk_size=CHUNK)

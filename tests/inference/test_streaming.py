@@ -103,6 +103,7 @@ def test_every_split_around_the_edges_of_chunk_and_window():
         {"has_teacher_conv": False, "has_student_conv": False, "has_token_rate": False},
         {"folds_state": True, "resets_at_document": False},
         {"output": "student", "normalizes_errors": True, "has_proj": False},
+        {"half_lives": (5.0, 80.0), "decay": "gated"},
     ],
     ids=lambda changes: "-".join(changes),
 )

@@ -359,13 +359,28 @@ def _blocked_backward(
     )
     d_decay = None
     if log_decay is not None:
-        later = functools.partial(jax.lax.cumsum, axis=1, reverse=True)
-        d_decay = later(read) - read - later(written)
-        d_decay += _by_group((d_state * state).sum(1), log_decay)[:, None]
-        if operands.resets is not None:
-            d_decay = jnp.where(operands.resets[..., None], 0, d_decay)
+        end = _by_group((d_state * state).sum(1), log_decay)[:, None]
+        d_decay = _decay_cotangent(jnp.concatenate([read, end], axis=1), written, operands.resets)
     d_operands = _Operands(dz, d_keys, d_errors, d_decay, None, None)
     return d_operands, d_base.astype(w_base.dtype), d_initial
+
+
+def _decay_cotangent(
+    read: Float[Array, "B C1 Q"], written: Float[Array, "B C Q"], resets: jax.Array | None
+) -> Float[Array, "B C Q"]:
+    """cot(log a), from the slopes along what every chunk reads and what the state after the row
+    holds, and those along what every chunk writes; summed up to the next reset only, so that
+    rounding reaches no other document."""
+    if resets is None:
+        total = functools.partial(jax.lax.cumsum, axis=1, reverse=True)
+        return total(read)[:, 1:] - total(written)
+
+    def until_reset(x: jax.Array, goes_on: jax.Array) -> jax.Array:
+        return _decayed_sums((goes_on, x[:, :, None]), reverse=True)[1][:, :, 0]
+
+    goes_on = jnp.pad(1.0 - resets, ((0, 0), (0, 1)), constant_values=1)[..., None]
+    found = until_reset(read, goes_on)[:, 1:] - until_reset(written, goes_on[:, 1:])
+    return jnp.where(resets[..., None], 0, found)
 
 
 def _by_group(x: Float[Array, "*rest D"], like: Float[Array, "*any Q"]) -> Float[Array, "*rest Q"]:

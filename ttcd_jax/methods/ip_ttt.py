@@ -118,11 +118,11 @@ class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
             v = short_conv(v, self.target_conv[...], is_causal=causal, segment_ids=segments)
         return Stored(h, v, log_decay)
 
-    def operands(self, convolved: Stored) -> tuple[jax.Array, Stored]:
+    def operands(self, convolved: Stored) -> tuple[jax.Array, Any]:
         h, v, log_decay = convolved
         if self.settings.has_proj:
             v = weight_product(v, self.proj[...].astype(v.dtype))
-        return h, Stored(h, v, log_decay)
+        return h, (h, v, log_decay)
 
     def memory(self, length: int) -> PrefixMemory:
         w_base, options = self.w_base(), self.settings.options(self.config.precision)
