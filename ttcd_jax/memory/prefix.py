@@ -115,9 +115,7 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
         if kept is None:
             whole = jnp.ones((len(keys), 1), self.options.state_dtype)
         else:
-            after = jax.lax.cumprod(kept, axis=1, reverse=True)
-            whole = after[:, 0]
-            later = jnp.concatenate([after[:, 1:], jnp.ones_like(after[:, :1])], axis=1)
+            whole, later = jax.checkpoint(_products, prevent_cse=False)(kept)
             if not self.options.orthogonalizes:
                 errors = times(later.astype(errors.dtype), errors)
         if not self.options.orthogonalizes:
@@ -244,9 +242,16 @@ def _kept(log_decay: jax.Array | None, resets: jax.Array | None) -> jax.Array | 
     return jnp.where(resets[..., None], 0, jnp.exp(log_decay))
 
 
+def _products(kept: Float[Array, "B C Q"]) -> tuple[jax.Array, jax.Array]:
+    """The products over all chunks, and over those after each chunk."""
+    after = jax.lax.associative_scan(jnp.multiply, kept, axis=1, reverse=True)
+    return after[:, 0], jnp.concatenate([after[:, 1:], jnp.ones_like(after[:, :1])], axis=1)
+
+
 def _decayed_sums(elements: Element, *, reverse: bool = False) -> Element:
-    """The associative scan of `decayed_sum`. Recomputed in a backward: it has intermediates of
-    size zero, and Shardy (jax 0.11.2) crashes when one is kept across a sharded region."""
+    """The associative scan of `decayed_sum`. Recomputed in a backward, as `_products` is: it has
+    intermediates of size zero, and Shardy (jax 0.11.2) crashes when one is kept across a sharded
+    region."""
     scan = functools.partial(jax.lax.associative_scan, decayed_sum, reverse=reverse, axis=1)
     return jax.checkpoint(scan, prevent_cse=False)(elements)
 
