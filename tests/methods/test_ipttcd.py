@@ -199,7 +199,7 @@ def test_a_student_convolution_at_zero_does_not_rule_the_gradient():
     assert size(zero_slope=1e6) > 1e4
 
 
-CONV_INITS = ("zeros", "identity", "normal")
+CONV_INITS = ("zeros", "identity", "previous", "normal")
 
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "symmetric"])
@@ -220,9 +220,50 @@ def test_convolutions_start_as_asked(is_causal):
                 assert 0.2 < float(jnp.std(taps)) < 0.9
                 continue
             expected = np.zeros((3, F))
-            if init == "identity":
-                expected[2 if is_causal else 1] = 1
+            if init != "zeros":
+                expected[(2 if is_causal else 1) - (init == "previous")] = 1
             assert_same(taps, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"student_conv_init": "previous", "num_taps": 1}, "num_taps=1 has no tap"),
+        ({"half_lives": (8.0,) * 4}, f"4 half_lives do not divide the {D} columns"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        _fresh(Precision(), **changes)
+
+
+def test_a_half_life_is_the_number_of_tokens_after_which_half_is_left(float64):
+    """Documents apart: the state after one chunk, read after more tokens that write nothing."""
+    half_life, gap = 6.0, 3 * L
+    module, plain = (_module(half_lives=lives) for lives in ((half_life,), ()))
+    x, t = draw(1, (1, gap + 2 * L, D), (1, gap + 2 * L, D))
+    # Equal inputs of teacher and student and one convolution of both: no error, nothing is written.
+    for m in (module, plain):
+        m.student_conv[...] = m.teacher_conv[...]
+    t = x.at[:, :L].set(t[:, :L])
+
+    def fast(m):
+        y = _call(m, x, t)[:, -L:]
+        frozen = IPTTCDMLP(_config(eta=0.0), rngs=nnx.Rngs(0))
+        nnx.update(frozen, nnx.state(m))
+        return y - _call(frozen, x, t)[:, -L:]
+
+    assert_close(fast(module), fast(plain) * 0.5 ** (gap / half_life))
+
+
+def test_gated_half_lives_start_as_constant_ones():
+    x, t = draw(1, (2, 5 * L, D), (2, 5 * L, D))
+    kinds = ("constant", "learned", "gated")
+    first, *others = (
+        _call(_fresh(Precision(), half_lives=(5.0, 70.0), decay=kind), x, t) for kind in kinds
+    )
+    for other in others:
+        assert_same(other, first)
 
 
 def test_projection_starts_as_asked():
@@ -299,6 +340,13 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32(name):
         (
             {"form": "attention", "orthogonalizes_updates": True},
             "form 'attention' does not know orthogonalizes_updates",
+        ),
+        ({"half_lives": (0.0,)}, "half_lives"),
+        ({"half_lives": (64.0,), "renorm_chunks": 4}, "set one of them"),
+        ({"decay": "gated"}, "set half_lives="),
+        (
+            {"half_lives": (64.0,), "folds_state": True, "resets_at_document": False},
+            "set half_lives=",
         ),
     ],
 )

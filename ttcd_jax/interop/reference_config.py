@@ -122,6 +122,8 @@ def reference_config(config: TransformerConfig) -> dict[str, Any]:
         holder = {"": config, "rope": config.rope, "memory": config.settings}[group]
         value: Any = getattr(holder, name)
         if key.choices is not None:
-            value = next(theirs for theirs, ours in key.choices.items() if ours == value)
+            # An initialisation that the reference lacks changes no output.
+            names = (theirs for theirs, ours in key.choices.items() if ours == value)
+            value = next(names, key.default)
         source[key.name] = list(value) if isinstance(value, tuple) else value
     return source | dict(reference.fixed) | reference.write(config, config.settings)

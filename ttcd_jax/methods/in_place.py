@@ -26,7 +26,7 @@ from ttcd_jax.nn.product import product, weight_product
 from ttcd_jax.nn.row import Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.precision import Precision
 
-ConvInit = Literal["zeros", "identity", "normal"]
+ConvInit = Literal["zeros", "identity", "previous", "normal"]
 ProjInit = Literal["identity", "gaussian_diagonal", "zeros", "normal"]
 
 
@@ -341,13 +341,17 @@ class InPlaceMLP(SwiGLU):
         axis: Literal["embed", "mlp"],
     ) -> nnx.Param:
         """Taps [R, channels] for the D or F channels; the identity passes the current token
-        through."""
+        through, "previous" the one before it."""
         channels = {"embed": self.config.dim, "mlp": self.config.hidden_dim}[axis]
         shape, dtype = (settings.num_taps, channels), self.config.precision.param_dtype
+        if init == "previous" and settings.num_taps == 1:
+            raise UserError("a convolution of num_taps=1 has no tap for the token before: use 2")
         if init == "normal":
             taps = self.config.init_std * jax.random.normal(rngs.params(), shape, dtype)
         elif init == "identity":
             taps = identity_taps(settings, channels, dtype)
+        elif init == "previous":
+            taps = jnp.roll(identity_taps(settings, channels, dtype), -1, axis=0)
         else:
             taps = jnp.zeros(shape, dtype)
         return param(taps, ("taps", axis), is_operand=False)
