@@ -26,19 +26,30 @@ type Curves = dict[str, tuple[list[Any], Means]]  # by label: the buckets, and t
 def means_of(series: Series, bucket: Callable[[dict[str, Any]], Any]) -> tuple[Curves, Curves]:
     """Nats per token of the records of every series by `bucket` (None: left out), and by run those
     of its variant with the memory on minus off, in pairs."""
-    sums = {label: _sums(records, bucket) for label, records in series.items()}
-    pairs = {}
-    for label, (names, nll, tokens) in sums.items():
+    means, pairs = {}, {}
+    for label, records in series.items():
+        names, nll, tokens = _sums(records, bucket)
+        means[label] = names, bootstrap(nll, tokens)
         run = label.removesuffix(f", {MEMORY_ON}")
-        if run != label and (off := sums.get(f"{run}, {MEMORY_OFF}")):
-            if names != off[0] or not np.array_equal(tokens, off[2]):
-                raise ValueError(f"the variants of {run} are of other tokens")
-            pairs[run] = names, nll - off[1], tokens
-    means, differences = (
-        {label: (names, bootstrap(nll, tokens)) for label, (names, nll, tokens) in found.items()}
-        for found in (sums, pairs)
+        if run != label and (off := series.get(f"{run}, {MEMORY_OFF}")):
+            pairs[run] = differences(records, off, bucket)
+    return means, pairs
+
+
+def differences(
+    records: Records, base: Records, bucket: Callable[[dict[str, Any]], Any]
+) -> tuple[list[Any], Means]:
+    """The buckets, and nats per token of `records` less those of `base`, in pairs. Raises
+    `UserError` for records of other tokens or buckets."""
+    (names, nll, tokens), (base_names, base_nll, base_tokens) = (
+        _sums(x, bucket) for x in (records, base)
     )
-    return means, differences
+    if names != base_names or not np.array_equal(tokens, base_tokens):
+        raise UserError(
+            "two models were evaluated on other tokens or in other buckets: evaluate both with the "
+            "same options (of recurrence, window and reach too)"
+        )
+    return names, bootstrap(nll - base_nll, tokens)
 
 
 def _sums(
@@ -140,16 +151,18 @@ class DocumentTask(Task):
         means, pairs = means_of(series, cls.place)
         path = Path(f"{cls.name}.png")
         shown = {label: (places, cls.shown(x)) for label, (places, x) in means.items()}
-        _draw(folder / path, cls.title, cls.x_label, cls.value, shown)
+        draw_curves(folder / path, cls.title, cls.x_label, cls.value, shown)
         pictures = [Picture(path, f"{cls.sentence} {_BAND}")]
         if pairs:
             path = Path(f"{cls.name}_difference.png")
-            _draw(folder / path, f"{cls.title}: on - off", cls.x_label, "nats per token", pairs)
+            draw_curves(
+                folder / path, f"{cls.title}: on - off", cls.x_label, "nats per token", pairs
+            )
             pictures.append(Picture(path, f"{_DIFFERENCE} {_BAND}"))
         return pictures
 
 
-def _draw(path: Path, title: str, x_label: str, y_label: str, curves: Curves) -> None:
+def draw_curves(path: Path, title: str, x_label: str, y_label: str, curves: Curves) -> None:
     """A picture of means by `DocumentTask.place`, with their intervals."""
     lines = {label: (x, means.mean.tolist()) for label, (x, means) in curves.items()}
     bands = {

@@ -30,7 +30,7 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
     interruption. Raises `UserError` where the results would replace another model's."""
     result = {
         "task": task.name,
-        "folder": _folder(task.name, subject.label or subject.changes),
+        "folder": folder_name(task.name, subject.label or subject.changes),
         "label": subject.name,
         "changes": subject.changes,
         "options": task.to_dict(),
@@ -79,7 +79,7 @@ def _check_model(path: Path, result: dict[str, Any]) -> None:
                 )
 
 
-def _folder(task: str, text: str) -> str:
+def folder_name(task: str, text: str) -> str:
     """The name of a folder of results: `<task>`, or `<task>.<text>` of a model with a label or
     changes. A text without any usable character, or a long one, is known by its digest."""
     short = re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")

@@ -1,0 +1,47 @@
+"""Trains several recipes with several seeds, evaluates all of them on the same texts, compares.
+
+    python -m experiments.study --gin=study/language.gin [--param="BOOKS='FOLDER'" ...]
+                                [--run_dir=DIR] [--only=NAME ...]
+
+--param binds fields of the study and of its evaluations (StudyConfig.seeds=(3,)), any other one
+those of all recipes. Every run has a folder DIR/NAME-SEED; the same command continues after an
+interruption and computes what is missing. At the end it prints the tables and writes
+DIR/index.html. Intervals are those of resampled documents, over the mean of the seeds; a table
+shows every seed.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from experiments import cli
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("gin", None, "A study in experiments/configs/, or a path.", required=True)
+flags.DEFINE_multi_string("param", [], "A binding of the study or of all its recipes.")
+flags.DEFINE_string("run_dir", None, "Default: runs/study-<name of the gin file>.")
+flags.DEFINE_multi_string("only", [], "Train and evaluate only this recipe; repeat for more.")
+
+
+def main(argv: list[str]) -> None:
+    from experiments.gin_loading import load_config, reachable_classes
+    from experiments.study.config import StudyConfig
+    from experiments.study.page import write_study
+    from experiments.study.runs import compute, held_out_texts
+    from ttcd_jax.run.directory import RunDirectory
+
+    classes = reachable_classes(StudyConfig)
+    own = [text for text in FLAGS.param if text.partition(".")[0].strip() in classes]
+    params = [text for text in FLAGS.param if text not in own]
+    config = load_config(StudyConfig, FLAGS.gin, own, config_dir=cli.CONFIG_DIR)
+    chosen = config.chosen(FLAGS.only)
+    path = Path(FLAGS.run_dir or f"runs/study-{Path(FLAGS.gin).stem}")
+    with RunDirectory(path).lock(waits=False):
+        texts = held_out_texts(config, params, path)
+        for name, seed in chosen:
+            compute(config, name, seed, params, texts, path)
+        write_study(config, texts, path)
+
+
+if __name__ == "__main__":
+    cli.run(main)

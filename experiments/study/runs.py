@@ -1,0 +1,105 @@
+"""The runs of a study: their training, in a process each, and their evaluations."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from experiments import cli
+from experiments.gin_loading import load_config
+from experiments.study.config import StudyConfig
+from ttcd_jax.data.corpus import load_documents
+from ttcd_jax.data.sources import MixtureConfig, TextConfig
+from ttcd_jax.errors import UserError
+from ttcd_jax.eval.results import evaluate, folder_name, write_results
+from ttcd_jax.eval.task import Subject, Task
+from ttcd_jax.files import read_json, write_whole
+from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.directory import RunDirectory, load_run
+
+
+def run_dir(path: Path, name: str, seed: int) -> Path:
+    return path / f"{name}-{seed}"
+
+
+def results_file(folder: Path, task: Task, name: str, text: str) -> Path:
+    """The results of a task on a text in a run directory."""
+    return folder / "eval" / folder_name(task.name, f"{name}, {text}") / "results.json"
+
+
+def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> dict[str, Path]:
+    """Writes the pieces of the held-out text of every corpus into a folder; the folders by name.
+
+    Raises `UserError` for recipes on other data, or none, or whose held-out text is too short.
+    """
+    data = None
+    for file in config.files().values():
+        run = load_config(RunConfig, file, params, config_dir=cli.CONFIG_DIR)
+        if data is not None and run.data != data:
+            raise UserError(f"the recipes of a study have one data configuration, {file} another")
+        data = run.data
+    parts = data.parts if isinstance(data, MixtureConfig) else (data,)
+    texts = {}
+    for part in parts:
+        if not isinstance(part, TextConfig):
+            raise UserError(f"a study is evaluated on text, not on {type(part).__name__}")
+        name = "stdlib" if part.corpus.path is None else Path(part.corpus.path).name
+        size, pieces = config.piece_bytes, []
+        for document in load_documents(part.corpus, "validation"):
+            starts = range(0, len(document.text) - size + 1, size)
+            pieces += [document.text[start : start + size] for start in starts]
+        if not pieces:
+            raise UserError(
+                f"no held-out document of {name} has {size} bytes: lower StudyConfig.piece_bytes"
+            )
+        count = min(config.max_pieces, len(pieces))
+        folder = path / "texts" / name
+        for number, index in enumerate(np.linspace(0, len(pieces) - 1, count).astype(int)):
+            text = pieces[index].decode(errors="ignore")  # a cut may be inside a character
+            write_whole(folder / f"{number:03}.txt", text)
+        texts[name] = folder
+    return texts
+
+
+def compute(
+    config: StudyConfig,
+    name: str,
+    seed: int,
+    params: Sequence[str],
+    texts: dict[str, Path],
+    path: Path,
+) -> None:
+    """Trains and evaluates what is missing of a run. Raises `UserError` where training failed."""
+    folder = run_dir(path, name, seed)
+    missing = [
+        (task, text)
+        for task, text in itertools.product(config.evaluations, texts)
+        if not _is_done(task, results_file(folder, task, name, text), texts[text])
+    ]
+    if not missing:
+        return
+    logging.info("study: %s, seed %d", name, seed)
+    command = [sys.executable, "-m", "experiments.launch", f"--gin={config.files()[name]}"]
+    command += [f"--param={text}" for text in (*params, f"RunConfig.seed={seed}")]
+    status = subprocess.run([*command, f"--run_dir={folder}"], check=False).returncode
+    if status:
+        raise UserError(f"{folder.name} stopped with status {status}: {' '.join(command)}")
+    run, data = load_run(folder), RunDirectory(folder).read_part("data")
+    for task, text in missing:
+        subject = Subject(run.model, run.tokenizer, data, folder, f"{name}, {text}")
+        write_results(evaluate(_on(task, texts[text]), subject, run.step))
+
+
+def _on(task: Task, text: Path) -> Task:
+    return task.replace(text=str(text))
+
+
+def _is_done(task: Task, file: Path, text: Path) -> bool:
+    """Whether these results are of the same options."""
+    options: Any = read_json(file)["options"] if file.exists() else None
+    return options == _on(task, text).to_dict()
