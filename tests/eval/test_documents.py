@@ -197,5 +197,5 @@ def test_differences_of_variants_are_paired_by_document():
     _, (mean, low, high) = pairs["run"]
     assert mean[0] == pytest.approx(-gains.mean())
     assert high[0] - low[0] < 0.01 < 0.5 < np.ptp(means["other"][1][1:])
-    with pytest.raises(ValueError, match="of other tokens"):
+    with pytest.raises(ValueError, match="on other tokens"):
         means_of(series | {"run, off (eta = 0)": off[1:]}, lambda record: "all")
