@@ -1,6 +1,7 @@
 """The page lists everything, escapes it, and needs no other file."""
 
 import base64
+import re
 import sys
 from pathlib import Path
 
@@ -55,6 +56,20 @@ def test_the_page_lists_everything(tmp_path, picture):
         assert expected in page
     assert page.count("<img") == 1
     assert "<h2" not in _page(tmp_path / "empty.html")
+
+
+def test_columns_of_a_run_are_below_its_name(tmp_path):
+    table = [{"task": "vt", "A, on": 1.0, "A, off": 2.0, "A, b, on": 3.0, "note": "x"}]
+    colours = {"A": "#0072B2", "A, b": "#D55E00"}
+    sections = [Section("RULER", table, [])]
+    page = _page(tmp_path / "report.html", colours=colours, sections=sections)
+    runs = re.findall(r'<th colspan="(\d)" scope="colgroup" class="run">.*?</span>(.*?)</th>', page)
+    assert runs == [("2", "A"), ("1", "A, b")]
+    names = re.findall(r'<th scope="col"[^>]*>(.*?)</th>', page)
+    assert names == ["task", "on", "off", "on", "note"]
+    table = [{"task": "vt", "A": 1.0, "A, b": 3.0}]
+    sections = [Section("RULER", table, [])]
+    assert "<th colspan" not in _page(tmp_path / "plain.html", colours=colours, sections=sections)
 
 
 def test_the_page_refers_to_no_other_file(tmp_path, picture):

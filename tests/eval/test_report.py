@@ -2,6 +2,7 @@
 
 import struct
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,13 @@ def test_lines_are_drawn(tmp_path):
     _lines(path)
     assert _png_size(path) == (1600, 900)
     assert [file.name for file in path.parent.iterdir()] == ["loss.png"]
+
+
+def test_lines_without_a_point_give_no_warning(tmp_path):
+    for points in (([], []), ([1024, 4096], [None, None]), ([0], [1.0])):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _lines(tmp_path / "loss.png", series={"SWA": points})
 
 
 def test_bars_are_drawn_with_missing_values(tmp_path):

@@ -63,6 +63,24 @@ def main(argv):
 
 cli.run(main, arguments=None)
 """
+# `experiments.launch`, whose terminal hangs up after its fifth report.
+HUNG_UP = """
+import os, runpy, signal
+
+from ttcd_jax.run.reporting import MetricFiles
+
+write = MetricFiles.write
+
+def report(self, step, metrics):
+    is_new = write(self, step, metrics)
+    if step == 5:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+    return is_new
+
+MetricFiles.write = report
+runpy.run_module("experiments.launch", run_name="__main__", alter_sys=True)
+"""
 LAST = "; last good checkpoint: step 4; the same command goes on\n"
 LAUNCH = ("launch", *tiny_run.flags("recall.gin", *tiny_run.RECALL))
 
@@ -293,18 +311,18 @@ def test_vanished_checkpoints_are_refused(finished_copy, is_folder_left):
 
 
 def test_a_terminal_that_is_gone_saves_the_run(finished, tmp_path):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = commands.start(*LAUNCH, f"--run_dir={tmp_path}", **pipes)
-    process.stdout.close()
-    tiny_run.wait_for_step(tmp_path, 5, process)
-    for _ in range(2):
-        process.send_signal(signal.SIGHUP)
-    errors = process.stderr.read()
-    assert process.wait(60) == 75, errors
-    assert "standard output cannot be written" in errors
-    assert errors.count("\n") == 1
-    assert "resumed at step" in _run(tmp_path).stdout
-    assert tiny_run.losses(tmp_path) == tiny_run.losses(finished)
+    program, run_dir = tmp_path / "hung_up.py", tmp_path / "run"
+    program.write_text(HUNG_UP)
+    reader, terminal = os.pipe()
+    os.close(reader)
+    result = commands.run(program, *LAUNCH[1:], f"--run_dir={run_dir}", stdout=terminal)
+    os.close(terminal)
+    assert result.returncode == 75, result.stderr
+    assert "standard output cannot be written" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert 5 <= tiny_run.losses(run_dir)[-1][0] < 24
+    assert "resumed at step" in _run(run_dir).stdout
+    assert tiny_run.losses(run_dir) == tiny_run.losses(finished)
 
 
 def test_output_on_a_full_disk_does_not_end_a_run(finished, tmp_path):

@@ -32,6 +32,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from ttcd_jax.config import closest
 from ttcd_jax.errors import DataError, UserError, listed
 from ttcd_jax.eval.harness_data import LocalData
+from ttcd_jax.eval.harness_ruler import Encode, importable
 from ttcd_jax.eval.scorer import Scorer
 from ttcd_jax.inference.generate import Request
 from ttcd_jax.inference.sampling import SamplingConfig
@@ -44,7 +45,8 @@ _IN_TASKS = (
 )
 # The harness' own tasks on the data sets that `LocalData` knows; all others are read when a name is
 # none of them, which takes seconds.
-_FOLDERS = [Path(lm_eval.tasks.__file__).with_name(x) for x in ("hellaswag", "arc", "mmlu")]
+_OWN = ("hellaswag", "arc", "mmlu", "ruler", "babilong")
+_FOLDERS = [Path(lm_eval.tasks.__file__).with_name(x) for x in _OWN]
 
 
 class ScorerLM(TemplateLM):
@@ -134,33 +136,36 @@ def load_tasks(
     limit: int | None = None,
     num_fewshot: int | None = None,
     metadata: Mapping[str, Any] | None = None,
+    encode: Encode | None = None,
 ) -> Items:
     """Tasks and groups of the harness by name, with their own prompts. A task takes its rows from
     the files of the folder `data` where it has them; those of a group that have none there are left
-    out. `include_path`: a folder of YAML files of more tasks. `limit`, `num_fewshot` and `metadata`
-    are those of `lm_eval`. Raises `UserError` for an unknown name and a task that cannot be built,
-    `DataError` for a file.
+    out, with a warning. `include_path`: a folder of YAML files of more tasks. `limit`,
+    `num_fewshot` and `metadata` are those of `lm_eval`. RULER counts lengths in tokens of `encode`.
+    Raises `UserError` for an unknown name and a task that cannot be built, `DataError` for a file.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"--include_path={include_path} is no folder")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is chosen here
     datasets.disable_progress_bars()
     index = (manager := _manager(names, include_path, dict(metadata or {}))).task_index
-    local = None if data is None else LocalData(data)
-    for name in names:
-        if name not in index:
-            raise UserError(f"the harness has no task {name!r}{closest(name, [*index])}")
-        if local is not None and not _localized(index, name, local):
-            raise DataError(f"--data={data} has files of the data set of {name}, and no row of it")
+    local = LocalData(data, encode, (metadata or {}).get("max_seq_lengths"))
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)  # noqa: NPY002  # where tasks draw
     try:
+        for name in names:
+            if name not in index:
+                raise UserError(f"the harness has no task {name!r}{closest(name, [*index])}")
+            _localize(index, name, local)
         loaded = manager.load([*names])
+    except UserError:
+        raise
     except _IN_TASKS as error:
         cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(
-            f"the harness cannot build {', '.join(names)} ({cause}): data are files for hellaswag, "
-            "arc_easy, arc_challenge and mmlu in --data, or in the cache of datasets"
+            f"the harness cannot build {', '.join(names)} ({cause}): pass --data=FOLDER "
+            "with hellaswag.jsonl, arc_easy.jsonl, arc_challenge.jsonl, or mmlu_test.jsonl and "
+            "mmlu_dev.jsonl; others are read from the cache of datasets"
         ) from error
     for task in loaded["tasks"].values():
         _set_fewshot(task, num_fewshot)
@@ -180,27 +185,37 @@ def _manager(
     return lm_eval.tasks.TaskManager(include_path=more, metadata=metadata)
 
 
-def _localized(index: dict[str, Any], name: str, data: LocalData) -> bool:
-    """Makes a task, or the members of a group or tag, take local rows; whether any are left."""
-    entry = index.get(name)
-    if entry is None:  # defined inside of its group
-        return True
+def _localize(index: dict[str, Any], name: str, data: LocalData) -> None:
+    """Makes a task, or the members of a group or tag, take local rows; members that have none are
+    left out. Raises `UserError` where none is left, `DataError` for a damaged file."""
+    if (entry := index.get(name)) is None:  # defined inside of its group
+        return
     if entry.kind.name not in ("GROUP", "TAG"):
         local = data.fields(entry.cfg or {})
         if local and entry.yaml_path is not None:
-            entry.cfg, entry.yaml_path = load_yaml(entry.yaml_path, resolve_func=True) | local, None
-        return local is None or bool(local)
-    members = sorted(entry.tags) if entry.kind.name == "TAG" else entry.cfg["task"]
-    kept = []
+            with importable():
+                config = load_yaml(entry.yaml_path, resolve_func=True)
+            entry.cfg, entry.yaml_path = config | local, None
+        return
+    members, kept, reason = sorted(entry.tags) or entry.cfg["task"], [], None
     for member in members:
         inner = member if isinstance(member, str) else member.get("task", member.get("group"))
-        if not isinstance(inner, str) or _localized(index, inner, data):
+        try:
+            if isinstance(inner, str):
+                _localize(index, inner, data)
             kept.append(member)
-    if entry.kind.name == "TAG":
-        entry.tags = set(kept)
-    elif len(kept) < len(members):
-        entry.cfg, entry.yaml_path = entry.cfg | {"task": kept}, None
-    return bool(kept)
+        except DataError:
+            raise
+        except UserError as error:
+            reason = reason or error
+    if reason is not None:
+        if not kept:
+            raise reason
+        logging.warning("%s: %d of %d members (%s)", name, len(kept), len(members), reason)
+        if entry.kind.name == "TAG":
+            entry.tags = set(kept)
+        else:
+            entry.cfg, entry.yaml_path = entry.cfg | {"task": kept}, None
 
 
 def _set_fewshot(task: Any, num_fewshot: int | None) -> None:

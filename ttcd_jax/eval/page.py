@@ -4,6 +4,7 @@ jinja2 is optional: without it `write_page` raises `UserError`.
 """
 
 import base64
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -55,15 +56,34 @@ def write_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(cells=cells, image=lambda file: _image(path.parent / file))
+    colours = dict(colours or {})
+    environment.globals.update(
+        cells=cells,
+        colours=colours,
+        grouped=lambda header: _grouped([name for name, _ in header], [*colours]),
+        image=lambda file: _image(path.parent / file),
+    )
     page = environment.get_template("page.html").render(
         title=title,
         runs=runs,
-        colours=colours or {},
         sections=sections,
         next_steps=next_steps,
     )
     write_whole(path, page)
+
+
+def _grouped(names: Sequence[str], runs: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """(run or nothing, its columns without its name): adjacent columns that are named by a run and
+    a comma; empty where no run has two of them."""
+    owners = [
+        max((x for x in runs if name.startswith(f"{x}, ")), key=len, default="") for name in names
+    ]
+    columns = zip(owners, names, strict=True)
+    groups = [
+        (run, [name.removeprefix(f"{run}, ") for _, name in members])
+        for run, members in itertools.groupby(columns, key=lambda column: column[0])
+    ]
+    return groups if any(run and len(members) > 1 for run, members in groups) else []
 
 
 def _image(path: Path) -> str:

@@ -121,10 +121,13 @@ def plot_lines(
                 axes.fill_between(x, *bands[name], color=look.colour, alpha=0.15, linewidth=0)
         if any(isinstance(value, str) for x, _ in series.values() for value in x):
             return
+        shown = (zip(x, y, strict=True) for x, y in series.values())
+        ticks = sorted({place for points in shown for place, y in points if y is not None})
+        if not ticks or ticks[-1] <= 0:
+            return  # no point that a logarithmic axis can show
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: units.count(int(x)))
         axes.minorticks_off()
-        ticks = sorted({value for x, _ in series.values() for value in x})
         if all(tick >= 1 and math.log2(tick).is_integer() for tick in ticks):
             axes.set_xticks(ticks)
 
