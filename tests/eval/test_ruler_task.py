@@ -25,7 +25,19 @@ from ttcd_jax.eval.tasks.ruler import Ruler
 from ttcd_jax.models.transformer import Transformer
 
 DATA = Path(__file__).parent / "data/ruler"
-TOKENIZER = ByteTokenizer()
+
+
+class Fours:
+    """A token is four characters."""
+
+    @staticmethod
+    def encode(text):
+        return [text[i : i + 4] for i in range(0, len(text), 4)]
+
+    decode = staticmethod("".join)
+
+
+TOKENIZER = Fours()
 FILES = {"essay": str(DATA / "essay.txt"), "squad": str(DATA / "squad.json")}
 
 
@@ -165,15 +177,15 @@ def test_a_model_is_evaluated_on_prose_of_its_own(tmp_path):
     data = TextConfig(
         corpus=CorpusConfig(kind="text", path=str(text)), tokenizer=TokenizerConfig(), seq_len=40
     )
-    options = ["--tasks=niah_single_2,fwe", "--lengths=512", "--samples=2", "--batch_size=2"]
+    options = ["--tasks=niah_single_2,fwe", "--lengths=3400", "--samples=2", "--batch_size=2"]
     task = parse_options(Ruler, "task ruler", options)
-    subject = _subject(tmp_path / "run", data.to_dict())
+    subject = _subject(tmp_path / "run", data.to_dict(), ByteTokenizer())
     result = evaluate(task, subject, 3)
     assert result["rows"] == 4
     cases = task.rows(subject)
     assert all("of a text. And another." in x.sample.input for x in cases if x.task != "fwe")
     for records in result["series"].values():
-        assert [record["length"] for record in records] == [512] * 4
+        assert [record["length"] for record in records] == [3400] * 4
         assert {type(record["prediction"]) for record in records} == {str}
     folder = write_results(result)
     assert (folder / "depth.png").read_bytes().startswith(b"\x89PNG")

@@ -1,15 +1,14 @@
 """RULER (Hsieh et al. 2024): the 13 tasks at any length, for any tokenizer.
 
 `make_samples` repeats the draws of NVIDIA's generator in their order, so that a seed, a length and
-a tokenizer give its samples, character by character. Only where that generator never ends, because
-its smallest text is too long, do texts shrink further, or does the task end in an error.
+a tokenizer give its samples, character by character. Where that generator never ends, because its
+smallest text is too long, the task ends in an error.
 """
 
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ttcd_jax.errors import UserError
 from ttcd_jax.eval.ruler.documents import Sources, answer_questions
 from ttcd_jax.eval.ruler.niah import Needles, find_needles
 from ttcd_jax.eval.ruler.samples import Sample
@@ -64,17 +63,12 @@ def make_samples(
     """The samples of `task` with at most `length` tokens: prompt and answer, by `count`, which maps
     a text to its number of tokens.
 
-    Raises `UserError` when the smallest text is longer, or the source of the task is not given,
-    `DataError` for a damaged source.
+    Raises `UserError` when the smallest text is longer, the source of the task is not given, or cwe
+    takes more words than wonderwords has; `DataError` for a damaged source.
     """
     ruler, samples = TASKS[task], []
-    cell = Cell(length, ruler.num_new, seed, count)
+    cell = Cell(task, length, ruler.num_new, seed, count)
     for index, (prompt, size) in enumerate(ruler.draw(cell, sources, num_samples)):
-        if size > length:
-            raise UserError(
-                f"{task} takes {size} tokens at its smallest and has {length}: ask for longer "
-                "contexts, or leave it out"
-            )
         start = prompt.text.rfind(ruler.prefix)
         text, prefix = prompt.text[:start], prompt.text[start:]
         place, position = index, None

@@ -154,12 +154,14 @@ def answer_questions(source: str, cell: Cell, sources: Sources, num_samples: int
         yield cell.fitted(functools.partial(make, question), size, _STEP)
 
 
-def _prompt(cell: Cell, documents: list[str], question: Question, size: int) -> Prompt:
+def _prompt(cell: Cell, documents: list[str], question: Question, size: int) -> Prompt | None:
     """`size`: documents, the question's among them; more than the file has begin it again."""
     own, related = question.own, question.related
-    num_more = max(size - len(own), 0)
+    num_more = size - len(own)
     if size >= len(documents):
         chosen = [index % len(documents) for index in range(size)]
+    elif num_more < 0:
+        return None
     elif num_more > len(related):
         known = {*own, *related}
         others = [index for index in range(len(documents)) if index not in known]

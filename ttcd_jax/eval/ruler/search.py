@@ -5,13 +5,16 @@ Every text that is tried draws random numbers, so the search is a part of what a
 
 import copy
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Self
 
 import numpy as np
 
-_FEWEST, _MOST = 20, 2000  # draws of a text of the smallest published size
+from ttcd_jax.errors import UserError
+
+_FEW, _MOST = 100, 10_000  # draws of the smallest texts
 
 
 class Prompt(NamedTuple):
@@ -27,16 +30,18 @@ Drawn = Iterator[tuple[Prompt, int]]  # the samples of a task, with their number
 class Cell:
     """One task at one length, and the state of its two random generators."""
 
-    def __init__(self, length: int, num_new: int, seed: int, count: Callable[[str], int]) -> None:
-        self.length, self.num_new, self.count = length, num_new, count
+    def __init__(
+        self, name: str, length: int, num_new: int, seed: int, count: Callable[[str], int]
+    ) -> None:
+        self.name, self.length, self.num_new, self.count = name, length, num_new, count
         self.random, self.legacy = random.Random(seed), np.random.RandomState(seed)
         self._seed = seed
         self.is_short = length < 4096  # tasks have a short form
 
-    def part(self, length: int) -> Self:
-        """A part of the prompt, without an answer, that draws from the same generators."""
+    def example(self, length: int) -> Self:
+        """The cell of an example, without an answer, that draws from the same generators."""
         part = copy.copy(self)
-        part.length, part.num_new = length, 0
+        part.name, part.length, part.num_new = f"the example of {self.name}", length, 0
         return part
 
     def shuffle(self, items: list[str]) -> None:
@@ -44,12 +49,12 @@ class Cell:
         random.Random(self._seed).shuffle(items)
 
     def names(self, letters: str, size: int, count: int) -> list[str]:
-        """Different random names of `size` letters, `count` of them."""
+        """Random names of `size` letters, drawn until `count` of them differ."""
         draw = functools.partial(self.random.choices, letters, k=size)
         names = ["".join(draw()) for _ in range(count)]
         while len(set(names)) < count:
             names.append("".join(draw()))
-        return list(dict.fromkeys(names))
+        return names
 
     def largest(
         self,
@@ -61,45 +66,46 @@ class Cell:
         most: Callable[[float], int] | None = None,
     ) -> int:
         """The largest size whose text and `extra` tokens fit, by bisection from `step` (if none
-        fits) up to `most` of the tokens per unit of a text of size `probe`. A size that `make` has
-        no text for is too large."""
+        fits) up to `most` of the tokens per unit of a text of size `probe`."""
 
         def tokens(size: int) -> float:
-            prompt = make(size)
-            return float("inf") if prompt is None else self.count(prompt.text)
+            return self._num_tokens(make(size))
 
-        per_unit = tokens(probe or step) / (probe or step)
+        probe = probe or step
+        per_unit = (tokens(probe) - self.num_new) / probe
         high = int((self.length / per_unit) * 3) if most is None else most(per_unit)
         low, high, best = step, max(high, 2 * step), step
         while low <= high:
             middle = (low + high) // 2
-            if tokens(middle) + extra + self.num_new <= self.length:
+            if tokens(middle) + extra <= self.length:
                 best, low = middle, middle + 1
             else:
                 high = middle - 1
         return best
 
     def fitted(
-        self, make: Callable[[int], Prompt | None], size: int, step: int, *, least: int = 1
+        self, make: Callable[[int], Prompt | None], size: int, step: int, least: int | None = None
     ) -> tuple[Prompt, int]:
-        """A prompt of at most `size`, `step` smaller until it fits, and its tokens with those of an
-        answer. The published generator draws the smallest again until it fits, if ever; here it is
-        halved once that is unlikely, down to `least`, which is returned even if it is too long."""
-        drawn: list[int] = []  # tokens of the smallest texts so far
-        while True:
-            prompt = make(size)
-            assert prompt is not None, f"the search found no text of size {size}"
-            num_tokens = self.count(prompt.text) + self.num_new
-            if num_tokens <= self.length:
-                return prompt, num_tokens
-            if size > step:
+        """A prompt of at most `size` and its tokens with those of an answer: `step` smaller until
+        it fits or has at most `least` (default: `step`), then drawn again. The published generator
+        draws for ever; here `UserError` is raised after 100 draws far too long, or 10,000."""
+        drawn: list[float] = []  # tokens of the smallest texts
+        while len(drawn) < _MOST:
+            num_tokens = self._num_tokens(prompt := make(size))
+            if prompt is not None and num_tokens <= self.length:
+                return prompt, int(num_tokens)
+            if size > (step if least is None else least):
                 size -= step
                 continue
             drawn.append(num_tokens)
-            spread = max(drawn) - min(drawn)
-            if len(drawn) < _FEWEST or (min(drawn) - spread <= self.length and len(drawn) < _MOST):
-                continue
-            if size <= least:
-                return prompt, num_tokens
-            size = step = max(size // 2, least)
-            drawn = []
+            if len(drawn) == _FEW and 4 * min(drawn) - 3 * max(drawn) > self.length:
+                break
+        shortest = f"{min(drawn)} tokens" if min(drawn) < math.inf else "more tokens"
+        raise UserError(
+            f"{self.name} takes {shortest} at its smallest and has {self.length}: ask for longer "
+            "contexts or a tokenizer of longer tokens, or leave it out"
+        )
+
+    def _num_tokens(self, prompt: Prompt | None) -> float:
+        """The tokens of a prompt and an answer; None, a text that cannot be made, never fits."""
+        return math.inf if prompt is None else self.count(prompt.text) + self.num_new

@@ -28,16 +28,17 @@ def track_variables(cell: Cell, sources: Sources, num_samples: int) -> Drawn:
 
 
 def _example(cell: Cell) -> str:
-    """A shorter text with its answers, at most 500 tokens if it can be."""
-    part = cell.part(_EXAMPLE_LENGTH)
-    make = functools.partial(_prompt, part, is_example=True)
-    found, _ = part.fitted(make, part.largest(make, 5), 5)
+    """A shorter text with its answers, at most 500 tokens."""
+    cell = cell.example(_EXAMPLE_LENGTH)
+    make = functools.partial(_prompt, cell, is_example=True)
+    found, _ = cell.fitted(make, cell.largest(make, 5), 5)
     return f"{found.text} {' '.join(found.answers)}\n"
 
 
-def _after_example(cell: Cell, example: str, size: int) -> Prompt:
+def _after_example(cell: Cell, example: str, size: int) -> Prompt | None:
     """A prompt after the example, whose names and value are drawn anew."""
-    prompt = _prompt(cell, size)
+    if (prompt := _prompt(cell, size)) is None:
+        return None
     for name in example.split()[-_NUM_VARIABLES:]:
         (other,) = cell.names(string.ascii_uppercase, len(name), 1)
         example = example.replace(name, other)
@@ -45,14 +46,19 @@ def _after_example(cell: Cell, example: str, size: int) -> Prompt:
     return Prompt(f"{example}\n{prompt.text}", prompt.answers)
 
 
-def _prompt(cell: Cell, size: int, *, is_example: bool = False) -> Prompt:
-    """`size`: lines of noise, at least one for each assignment."""
+def _prompt(cell: Cell, size: int, *, is_example: bool = False) -> Prompt | None:
+    """`size`: lines of noise, at least one for each assignment; None for fewer, and for two names
+    that are equal."""
     names = cell.names(string.ascii_uppercase, 3 if is_example else 5, _NUM_VARIABLES)
     value = _EXAMPLE_VALUE if is_example else _value(cell)
+    if len(names) > _NUM_VARIABLES and not is_example:
+        _value(cell)  # of the second chain that the published generator begins, and fails
+    if len(names) > _NUM_VARIABLES or size < _NUM_VARIABLES:
+        return None
     chain = [f"VAR {names[0]} = {value}"]
     chain += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names)]
-    lines = [NOISE] * max(size, _NUM_VARIABLES)
-    places = sorted(cell.random.sample(range(len(lines)), _NUM_VARIABLES))
+    lines = [NOISE] * size
+    places = sorted(cell.random.sample(range(size), _NUM_VARIABLES))
     for shift, (place, statement) in enumerate(zip(places, chain, strict=True)):
         lines.insert(place + shift, statement)
     context = "\n".join(lines).replace(". \n", ".\n")

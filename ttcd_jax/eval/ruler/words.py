@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from ttcd_jax.errors import UserError
 from ttcd_jax.eval.ruler.documents import Sources
 from ttcd_jax.eval.ruler.search import Cell, Drawn, Prompt
 
@@ -23,6 +24,7 @@ _CODED = (
     "text? Answer: According to the coded text above, the three most frequently appeared words are:"
 )
 _NUM_COMMON = 10
+_TOKENS_PER_WORD = 50  # of the vocabulary
 _ZETA_2 = math.pi**2 / 6
 
 
@@ -34,23 +36,27 @@ def words_of(kind: Literal["adjective", "noun", "verb"]) -> list[str]:
 
 
 def find_common_words(cell: Cell, sources: Sources, num_samples: int) -> Drawn:
-    """The published generator takes more words than wonderwords has from a list that is not
-    public; here no text has more."""
+    """Raises `UserError` for texts of more words than wonderwords has: the published generator
+    takes them from a list that is not public."""
     words = sorted({*words_of("noun"), *words_of("adjective"), *words_of("verb")})
     cell.shuffle(words)
     make = functools.partial(_list_prompt, cell, words)
     size = cell.largest(make, 10, probe=4096, most=lambda x: int(cell.length // x) * 2)
     for _ in range(num_samples):
-        yield cell.fitted(make, size, 10, least=_NUM_COMMON)
+        yield cell.fitted(make, size, 10)
 
 
-def _list_prompt(cell: Cell, words: list[str], size: int) -> Prompt | None:
-    """One example and a list of `size` different words; None: there are not as many."""
+def _list_prompt(cell: Cell, words: list[str], size: int) -> Prompt:
+    """One example and a list of `size` different words."""
+    if size > len(words):
+        raise UserError(
+            f"{cell.name} of {cell.length} tokens tries lists of {size} words and wonderwords has "
+            f"{len(words)}: ask for shorter contexts, pass --data of the published scripts, or "
+            "leave it out"
+        )
     example = (20, 3, 1) if cell.is_short else (40, 10, 3)
     context, common = _numbered(cell, words, *example)
     head = f"{_LIST.format(context=context)} {_enumerated(common)}\n"
-    if size > len(words):
-        return None
     context, common = _numbered(cell, words, size, *((6, 1) if cell.is_short else (30, 3)))
     return Prompt(head + _LIST.format(context=context), common)
 
@@ -72,19 +78,24 @@ def _enumerated(items: list[str]) -> str:
 
 def find_coded_words(cell: Cell, sources: Sources, num_samples: int) -> Drawn:
     room = cell.length - cell.num_new
-    step, size = max(room // 32, 1), room // 6
+    if room < 2 * _TOKENS_PER_WORD:
+        raise UserError(
+            f"{cell.name} takes {2 * _TOKENS_PER_WORD + cell.num_new} tokens or more and has "
+            f"{cell.length}: ask for longer contexts, or leave it out"
+        )
+    step, size = room // 32, room // 6
     vocabulary = _vocabulary(cell, room)
     while cell.count(_coded_prompt(cell, vocabulary, size).text) < room:
         size += step
     size -= step
     for _ in range(num_samples):
         vocabulary = _vocabulary(cell, room)
-        yield cell.fitted(lambda n, words=vocabulary: _coded_prompt(cell, words, n), size, step)
+        yield cell.fitted(functools.partial(_coded_prompt, cell, vocabulary), size, step, least=0)
 
 
 def _vocabulary(cell: Cell, room: int) -> list[str]:
     """Random words of six letters by rank; the most frequent is the noise."""
-    words = sorted(cell.names(string.ascii_lowercase, 6, max(room // 50, 4)))
+    words = sorted({*cell.names(string.ascii_lowercase, 6, room // _TOKENS_PER_WORD)})
     cell.shuffle(words)
     return ["...", *words[1:]]
 
