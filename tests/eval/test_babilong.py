@@ -122,11 +122,17 @@ def test_facts_and_sentences_fill_the_text():
     """Whatever the tokenizer: the text has `size` tokens, the facts are in it in order, each before
     its sentence, and sentences are short only where they are cut."""
     questions = _questions("qa2", 20)
-    for tokenizer, size in ((Words, 300), (ByteTokenizer(), text_size("2k"))):
+    for tokenizer, size in ((Words, 300), (ByteTokenizer(), text_size("1k"))):
         fitting = of_size(questions, size)
         assert fitting == [x for x in questions if len(x.facts) + 1 <= size // 8]
         samples = list(hide(enumerate(fitting), [PROSE], tokenizer, size=size, seed=3))
-        assert 20 < len(samples) <= len(fitting)
+        assert [x.index for x in samples] == [*range(len(fitting))]
+        long, samples = ([x for x in samples if any(x.background) is y] for y in (False, True))
+        assert len(samples) > 20
+        assert bool(long) is (tokenizer is not Words)  # facts of 25 bytes and more
+        for sample in long:
+            assert (sample.background, sample.input) == (("",), " ".join(sample.facts))
+            assert {*sample.fact_positions} <= {0, 1}
         for sample in samples:
             assert sample[1:5] == fitting[sample.index]
             pieces = [*sample.background]
@@ -160,7 +166,10 @@ def test_a_long_text_takes_milliseconds():
 
 
 def test_a_background_without_sentences_is_refused():
-    with pytest.raises(DataError, match=r"no sentence of 10 tokens or more in 1,000 draws from a"):
+    with pytest.raises(
+        DataError,
+        match=r"no sentence of 10 .* in 50,000 draws from a background of 2 texts for 20 tokens",
+    ):
         Background(["", "Short. Too short. Far too short."], str.split, 0).take(20)
 
 

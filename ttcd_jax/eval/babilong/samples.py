@@ -15,7 +15,7 @@ MIN_SENTENCE = 10  # tokens
 
 _TOKENS_PER_LINE = 8
 _WINDOW = 10  # characters per token of background
-_MAX_DRAWS = 1000  # of texts without a sentence, one after the other
+_MAX_DRAWS = 1000  # of texts without a sentence, one after the other; more of short ones
 _CACHED = 2**17  # sentences
 
 
@@ -52,28 +52,30 @@ class Background:
 
     def take(self, size: int) -> list[Any]:
         """The tokens of the next sentences of at least `MIN_SENTENCE` tokens, `size` in all: the
-        last sentence is cut. Raises `DataError` for texts without such sentences."""
+        last sentence is cut, to nothing for a size below 1. Raises `DataError` for texts without
+        such sentences."""
         taken, left, num_draws = [], size, 0
-        while num_draws < _MAX_DRAWS:
+        most = max(_MAX_DRAWS, 10**6 // max(abs(size), 5))
+        while num_draws < most:
             for sentence in self._sentences:
                 tokens = self._encode(" " + sentence)
                 if len(tokens) >= MIN_SENTENCE:
-                    taken.append(tokens[:left])
+                    taken.append(tokens[: max(left, 0)])
                     left, num_draws = left - len(tokens), 0
                     if left <= 0:
                         return taken
             num_draws += 1
             self._sentences = self._draw(_WINDOW * size)
         raise DataError(
-            f"no sentence of {MIN_SENTENCE} tokens or more in {_MAX_DRAWS:,} draws from a "
-            f"background of {len(self._texts)} texts: give longer prose (--background=PATH)"
+            f"no sentence of {MIN_SENTENCE} tokens or more in {most:,} draws from a background of "
+            f"{len(self._texts)} texts for {size} tokens: give longer prose (--background=PATH)"
         )
 
     def _draw(self, num_characters: int) -> Iterator[str]:
         """Sentences are split as they are taken."""
         text = self._texts[int(self._rng.integers(len(self._texts)))]
         start = int(self._rng.integers(len(text))) if text else 0
-        text = text[start : start + num_characters]
+        text = text[start:][:num_characters]  # without its end for a negative number, as published
         spans = itertools.islice(self._punkt.span_tokenize(text), 1, None)
         return (text[a:b] for (a, b), _ in itertools.pairwise(spans))
 
@@ -99,17 +101,14 @@ def hide(
 ) -> Iterator[Sample]:
     """The samples of numbered questions: the facts and sentences of `texts`, together `size`
     tokens, or the facts alone for a size of 0. `tokenizer` has `encode` and `decode`, of tokens of
-    any kind. Positions are uniform and may be equal. A question whose facts leave no room for
-    another token has no sample. Two generators of `seed` draw, one of them positions."""
+    any kind. Positions are uniform and may be equal. Facts of `size` tokens or more are all of the
+    text, with one empty sentence. Two generators of `seed` draw, one of them positions."""
     encode = functools.lru_cache(_CACHED)(tokenizer.encode)
     rng = np.random.default_rng(seed)
     background = Background(texts, encode, seed) if size else None
     for index, question in questions:
         facts = [encode(" " + fact) for fact in question.facts]
-        budget = size - sum(map(len, facts))
-        if background and budget <= 0:
-            continue
-        sentences = background.take(budget) if background else []
+        sentences = background.take(size - sum(map(len, facts))) if background else []
         positions = np.sort(rng.integers(len(sentences) + 1, size=len(facts))).tolist()
         pieces = [*sentences]
         for position, fact in zip(positions[::-1], facts[::-1], strict=True):

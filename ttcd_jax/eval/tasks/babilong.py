@@ -74,7 +74,8 @@ class BabiLong(Task):
             size = text_size(length)
             numbered = enumerate(of_size(questions[task], size))
             found = hide(numbered, texts, tokenizer, size=size, seed=self.seed)
-            chosen = [*itertools.islice(found, self.samples)]
+            fitting = (x for x in found if not size or any(x.background))
+            chosen = [*itertools.islice(fitting, self.samples)]
             if len(chosen) < self.samples:
                 raise UserError(
                     f"{task} has {len(chosen)} questions whose facts fit into {length} tokens, not "
