@@ -100,15 +100,28 @@ def test_a_mesh_changes_neither_losses_nor_likelihoods():
         assert max(distances.values()) < BOUND, (mesh, distances)
 
 
-def test_texts_are_those_of_generation_in_the_order_of_requests():
+def test_texts_are_those_of_generation_in_the_order_of_requests(monkeypatch):
+    """Batches are of requests with as many new tokens, then of prompts as long."""
     model, tokenizer = randomize(Transformer, byte_model()), ByteTokenizer()
     prompts = ("a", "a long prompt of a text", "and another", "b", "the last")
     requests = [
-        Request(tokens=tokenizer.encode(text), max_new_tokens=5 + i, stop_tokens=())
+        Request(tokens=tokenizer.encode(text), max_new_tokens=5 + i % 2, stop_tokens=())
         for i, text in enumerate(prompts)
     ]
+    batches, num_read = [], []
+
+    def generation(model, tokenizer, requests, **options):
+        sizes = [(x.max_new_tokens, len(x.tokens)) for x in requests if x.max_new_tokens]
+        batches.append(sizes)
+        return Generation(model, tokenizer, requests, **options)
+
+    monkeypatch.setattr(module, "Generation", generation)
+    monkeypatch.setattr(module.Progress, "read", lambda self, work: num_read.append(work))
     scorer = Scorer(model, tokenizer, batch_size=2)
     found = scorer.generate(requests)
+    assert batches == [[(6, 23), (6, 1)], [(5, 11), (5, 8)], [(5, 1)]]
+    whole = sum(len(x.tokens) + 1 + x.max_new_tokens for x in requests)
+    assert whole <= sum(num_read) <= whole + 2  # and the padding of the last batch
     for request, text in zip(requests, found, strict=True):
         events = Generation(scorer.inference, tokenizer, [request])
         assert text == "".join(event.text for event in events)

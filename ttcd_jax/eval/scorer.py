@@ -28,12 +28,7 @@ from ttcd_jax.inference.advance import head_weight
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.inference.prefill import newest_hidden, stream
-from ttcd_jax.inference.state import (
-    InferenceState,
-    abstract_state,
-    start_state,
-    state_axes,
-)
+from ttcd_jax.inference.state import InferenceState, abstract_state, start_state, state_axes
 from ttcd_jax.models.config import TransformerConfig, memory_chunk
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.sharding import rules
@@ -162,13 +157,8 @@ class Scorer:
 
         def answers(index: list[int], num_rows: int) -> list[Answer]:
             chosen = [[pairs[i] for i in members[group]] for group in index]
-            return [
-                (
-                    np.array([x.log_likelihood for x in group]),
-                    np.array([x.is_greedy for x in group]),
-                )
-                for group in self._continued(chosen, num_rows)
-            ]
+            found = self._continued(chosen, num_rows)
+            return [tuple(map(np.array, zip(*group, strict=True))) for group in found]
 
         content = (array.astype(np.int64) for pair in pairs for array in pair)
         found = self._answers("loglikelihoods", sizes, content, answers)
@@ -196,17 +186,21 @@ class Scorer:
             chosen = [requests[i] for i in index] + [padding] * (num_rows - len(index))
             state = self._state(num_rows, max(sizes[i] for i in index))
             texts = [""] * num_rows
-            for event in Generation(self.inference, tokenizer, chosen, state=state):
+            generation = Generation(self.inference, tokenizer, chosen, state=state)
+            for before, now in itertools.pairwise(itertools.chain([0], generation.read())):
+                self._progress.read(now - before)
+            for event in generation:
                 texts[event.row] += event.text
                 self._progress.read(1)
             coded = (json.dumps(text).encode() for text in texts[: len(index)])
             return [(np.frombuffer(text, np.uint8),) for text in coded]
 
-        content = (
-            np.frombuffer(repr((np.asarray(x.tokens).tolist(), *_settings(x))).encode(), np.uint8)
-            for x in requests
+        parts = (
+            (np.asarray(x.tokens).tolist(), x.sampling, x.stop, x.stop_tokens) for x in requests
         )
-        found = self._answers("generate", sizes, content, answers)
+        content = (np.frombuffer(repr(part).encode(), np.uint8) for part in parts)
+        limits = [request.max_new_tokens for request in requests]
+        found = self._answers("generate", sizes, content, answers, limits)
         return [json.loads(text.tobytes()) for (text,) in found]
 
     def _answers(
@@ -215,16 +209,22 @@ class Scorer:
         sizes: Sequence[int],
         content: Iterator[np.ndarray],
         answers: Callable[[list[int], int], list[Answer]],
+        limits: Sequence[int] = (),
     ) -> list[Answer]:
-        """`answers(indices, rows of the batch)` of all requests, in batches of similar size."""
-        order = np.argsort([-size for size in sizes], kind="stable").tolist()
+        """`answers(indices, rows of the batch)` of all requests, in batches of similar size, and
+        first of similar `limits`, the steps that a batch takes after it is read."""
+        longest = [(limits[i] if limits else 0, size) for i, size in enumerate(sizes)]
+        order = sorted(range(len(sizes)), key=longest.__getitem__, reverse=True)
         plan = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
         num_rows, journal = self._num_rows(len(sizes)), self._journal
         key, found = "", {}
         if journal is not None:
             config = self.model.config.to_dict()
             key = journal.key(
-                kind, config, self._checksum, content=(array.tobytes() for array in content)
+                [kind, plan, longest],
+                config,
+                self._checksum,
+                content=(array.tobytes() for array in content),
             )
             found = journal.read(key)
         left = [batch for batch in range(len(plan)) if batch not in found]
@@ -241,11 +241,9 @@ class Scorer:
             if journal is not None:
                 journal.write(key)
             progress.end()
-        results: list[Answer] = [()] * len(sizes)
-        for batch, index in enumerate(plan):
-            for i, answer in zip(index, found[batch], strict=True):
-                results[i] = answer
-        return results
+        pairs = (zip(index, found[batch], strict=True) for batch, index in enumerate(plan))
+        results = dict(itertools.chain.from_iterable(pairs))
+        return [results[i] for i in range(len(sizes))]
 
     def _num_rows(self, count: int) -> int:
         """Rows of every batch of `count` requests: `batch_size`, or fewer in powers of two."""
@@ -284,11 +282,8 @@ class Scorer:
         """The scores [B, T] of targets [B, T]; `state` is donated."""
         is_double = jax.config.read("jax_enable_x64")
         losses = np.zeros(tokens.shape, np.float64 if is_double else np.float32)
-        scores, done, last = (
-            Scores(losses, np.zeros(tokens.shape, bool)),
-            np.zeros_like(lengths),
-            [],
-        )
+        scores = Scores(losses, np.zeros(tokens.shape, bool))
+        done, last = np.zeros_like(lengths), []
 
         def fetch(start: np.ndarray, counts: np.ndarray, part: tuple[jax.Array, ...]) -> None:
             row, offset = np.nonzero(np.arange(part[0].shape[1]) < counts[:, None])
@@ -389,10 +384,6 @@ def _padded(rows: Sequence[np.ndarray], num_rows: int, length: int) -> np.ndarra
 
 def _likelihood(losses: np.ndarray, is_hit: np.ndarray) -> Likelihood:
     return Likelihood(-float(losses.sum(dtype=np.float64)), bool(is_hit.all()))
-
-
-def _settings(request: Request) -> tuple[Any, ...]:
-    return request.sampling, request.max_new_tokens, request.stop, request.stop_tokens
 
 
 @jax.jit

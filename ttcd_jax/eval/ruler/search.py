@@ -67,17 +67,13 @@ class Cell:
     ) -> int:
         """The largest size whose text and `extra` tokens fit, by bisection from `step` (if none
         fits) up to `most` of the tokens per unit of a text of size `probe`."""
-
-        def tokens(size: int) -> float:
-            return self._num_tokens(make(size))
-
         probe = probe or step
-        per_unit = (tokens(probe) - self.num_new) / probe
+        per_unit = (self._num_tokens(make(probe)) - self.num_new) / probe
         high = int((self.length / per_unit) * 3) if most is None else most(per_unit)
         low, high, best = step, max(high, 2 * step), step
         while low <= high:
             middle = (low + high) // 2
-            if tokens(middle) + extra <= self.length:
+            if self._num_tokens(make(middle)) + extra <= self.length:
                 best, low = middle, middle + 1
             else:
                 high = middle - 1

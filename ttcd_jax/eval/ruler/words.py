@@ -51,8 +51,7 @@ def _list_prompt(cell: Cell, words: list[str], size: int) -> Prompt:
     if size > len(words):
         raise UserError(
             f"{cell.name} of {cell.length} tokens tries lists of {size} words and wonderwords has "
-            f"{len(words)}: ask for shorter contexts, pass --data of the published scripts, or "
-            "leave it out"
+            f"{len(words)}: ask for shorter contexts, or pass --data of the published scripts"
         )
     example = (20, 3, 1) if cell.is_short else (40, 10, 3)
     context, common = _numbered(cell, words, *example)
@@ -78,11 +77,9 @@ def _enumerated(items: list[str]) -> str:
 
 def find_coded_words(cell: Cell, sources: Sources, num_samples: int) -> Drawn:
     room = cell.length - cell.num_new
-    if room < 2 * _TOKENS_PER_WORD:
-        raise UserError(
-            f"{cell.name} takes {2 * _TOKENS_PER_WORD + cell.num_new} tokens or more and has "
-            f"{cell.length}: ask for longer contexts, or leave it out"
-        )
+    if room < (least := 2 * _TOKENS_PER_WORD):
+        takes = f"{cell.name} takes {least + cell.num_new} tokens or more and has {cell.length}"
+        raise UserError(f"{takes}: ask for longer contexts, or leave it out")
     step, size = room // 32, room // 6
     vocabulary = _vocabulary(cell, room)
     while cell.count(_coded_prompt(cell, vocabulary, size).text) < room:

@@ -122,10 +122,9 @@ class BabiLong(Task):
         for name, records in series.items():
             label = f"{name}, " if len(series) > 1 else ""
             rows = _accuracies(records).items()
-            table += [
-                {cls.key: label + task} | cells | {"average": fmean(cells.values())}
-                for task, cells in rows
-            ]
+            for task, cells in rows:
+                average = {"average": fmean(cells.values())}
+                table.append({cls.key: label + task} | cells | average)
         return table
 
     @classmethod

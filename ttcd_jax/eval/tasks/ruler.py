@@ -184,14 +184,8 @@ class Ruler(Task):
                 ]
                 for low in _DEPTHS
             ]
-        title = "RULER: mean score by length"
-        plot_lines(
-            folder / "ruler.png",
-            title=title,
-            x_label=cls.x_label,
-            y_label="score (%)",
-            series=lines,
-        )
+        path, title = folder / "ruler.png", "RULER: mean score by length"
+        plot_lines(path, title=title, x_label=cls.x_label, y_label="score (%)", series=lines)
         line = f"Mean score of the tasks given at every length ({len(shared)}), by length."
         pictures = [Picture(Path("ruler.png"), line)]
         if given.intersection(SINGLE):
