@@ -117,7 +117,7 @@ def test_what_the_published_generator_has_no_sample_for_is_refused(sources):
     shorter = "ask for longer contexts or a tokenizer of longer tokens, or leave it out"
     for task, length, count, message in [
         ("niah_single_1", 150, _words, rf"niah_single_1 takes \d+ tokens .* has 150: {shorter}"),
-        ("vt", 4096, _bytes, rf"the example of vt takes \d+ tokens .* has 500: {shorter}"),
+        ("vt", 700, _bytes, rf"vt takes \d+ tokens at its smallest and has 700: {shorter}"),
         ("qa_2", 150, _words, rf"qa_2 takes \d+ tokens at its smallest and has 150: {shorter}"),
         ("fwe", 140, _words, "fwe takes 150 tokens or more and has 140"),
         ("cwe", 80_000, _words, r"tries lists of \d+ words and wonderwords has 8\d+: .* --data of"),

@@ -80,11 +80,18 @@ class Cell:
         return best
 
     def fitted(
-        self, make: Callable[[int], Prompt | None], size: int, step: int, least: int | None = None
+        self,
+        make: Callable[[int], Prompt | None],
+        size: int,
+        step: int,
+        least: int | None = None,
+        *,
+        may_exceed: bool = False,
     ) -> tuple[Prompt, int]:
         """A prompt of at most `size` and its tokens with those of an answer: `step` smaller until
         it fits or has at most `least` (default: `step`), then drawn again. The published generator
-        draws for ever; here `UserError` is raised after 100 draws far too long, or 10,000."""
+        draws for ever; here, after 100 draws far too long, or 10,000, the last one is taken if it
+        `may_exceed` the length, else `UserError` is raised."""
         drawn: list[float] = []  # tokens of the smallest texts
         while len(drawn) < _MOST:
             num_tokens = self._num_tokens(prompt := make(size))
@@ -96,6 +103,8 @@ class Cell:
             drawn.append(num_tokens)
             if len(drawn) == _FEW and 4 * min(drawn) - 3 * max(drawn) > self.length:
                 break
+        if may_exceed and prompt is not None:
+            return prompt, int(num_tokens)
         shortest = f"{min(drawn)} tokens" if min(drawn) < math.inf else "more tokens"
         raise UserError(
             f"{self.name} takes {shortest} at its smallest and has {self.length}: ask for longer "

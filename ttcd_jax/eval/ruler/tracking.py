@@ -28,10 +28,10 @@ def track_variables(cell: Cell, sources: Sources, num_samples: int) -> Drawn:
 
 
 def _example(cell: Cell) -> str:
-    """A shorter text with its answers, at most 500 tokens."""
+    """A shorter text with its answers, at most 500 tokens if the tokenizer allows it."""
     cell = cell.example(_EXAMPLE_LENGTH)
     make = functools.partial(_prompt, cell, is_example=True)
-    found, _ = cell.fitted(make, cell.largest(make, 5), 5)
+    found, _ = cell.fitted(make, cell.largest(make, 5), 5, may_exceed=True)
     return f"{found.text} {' '.join(found.answers)}\n"
 
 
