@@ -2,7 +2,13 @@ import time
 
 import numpy as np
 
-from ttcd_jax.run.reporting import MetricFiles, Progress, flat_metrics, read_metrics
+from ttcd_jax.run.reporting import (
+    MetricFiles,
+    Progress,
+    _warn_of_memory,
+    flat_metrics,
+    read_metrics,
+)
 
 
 def test_arrays_of_fast_layers_become_scalars():
@@ -36,3 +42,14 @@ def test_a_log_gets_one_line_per_report(capsys, monkeypatch):
         "step  1/20  loss 1.5000  1,234 tokens/s  15:50 left  |eta S|/|W| 0.250",
         "step  5/20  loss 1.0000  1,000 tokens/s  3:00 left  MFU 50.0%",
     ]
+
+
+def test_a_loud_memory_and_a_shut_gate_are_warned_of_once(caplog):
+    warned = set()
+    quiet = {"memory_ratio/0": 1.9, "gate_mean/0": 0.02, "loss": 9.0}
+    loud = {"memory_ratio/0": 3.5, "memory_ratio/1": 0.1, "gate_mean/0": 0.004}
+    for step, record in enumerate((quiet, loud, loud), start=1):
+        _warn_of_memory(step, record, warned)
+    ratio, gate = (record.getMessage() for record in caplog.records)
+    assert ratio.startswith("step 2: memory_ratio/0 is 3.5, the memory outgrows its weight: lower")
+    assert gate.startswith("step 2: gate_mean/0 is 0.004, the gate of the memory shuts")

@@ -49,7 +49,7 @@ def reporter(
     tokens_per_step = config.batch_size * config.data.seq_len
     flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
     sheet = data_sheet(jax.devices()[0].device_kind)
-    waited = 0.0
+    waited, warned = 0.0, set()
 
     def write(step: int, record: dict[str, Any]) -> None:
         is_new = files.write(step, record)
@@ -73,6 +73,7 @@ def reporter(
             logging.warning(text, step, reason, *rows, *counts)
         write(step, record)
         progress.show(step, record)
+        _warn_of_memory(step, record, warned)
 
     try:
         yield [MetricCallback(config.log_every, log)], write
@@ -80,6 +81,21 @@ def reporter(
         with watchdog.paused():
             for tracker in others:
                 tracker.close()
+
+
+_LOUD, _SHUT = 2.0, 0.01  # memory ratios above, gates below are warned of
+
+
+def _warn_of_memory(step: int, record: dict[str, Any], warned: set[str]) -> None:
+    """Warns of a memory that outgrows its weight, and of a gate that shuts, once for each."""
+    for name, value in record.items():
+        is_loud = name.startswith("memory_ratio") and value > _LOUD
+        if name in warned or not (is_loud or (name.startswith("gate_mean") and value < _SHUT)):
+            continue
+        warned.add(name)
+        finding = "the memory outgrows its weight" if is_loud else "the gate of the memory shuts"
+        remedy = "lower eta of the memory's settings, or set their half_lives"
+        logging.warning("step %d: %s is %.3g, %s: %s", step, name, value, finding, remedy)
 
 
 def batch_rows(config: RunConfig, step: int) -> tuple[int, int]:
