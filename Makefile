@@ -25,14 +25,16 @@ help: ## this list
 
 quickstart: .venv ## train and evaluate on text and on recall, make the page (STEPS=20: short)
 	$(LAUNCH) --gin=quickstart.gin --run_dir=$(RUNS)/text
-	$(EVALUATE) --run_dir=$(RUNS)/text --task=ppl
+	$(EVALUATE) --run_dir=$(RUNS)/text --task=ppl --seq_len=4096
+	$(LAUNCH) --gin=quickstart.gin --param="include 'method/swa.gin'" --run_dir=$(RUNS)/text_swa
+	$(EVALUATE) --run_dir=$(RUNS)/text_swa --task=ppl --seq_len=4096
 	$(LAUNCH) --gin=recall.gin --run_dir=$(RUNS)/recall
 	$(EVALUATE) --run_dir=$(RUNS)/recall --task=recall
 	$(EVALUATE) --run_dir=$(RUNS)/recall --task=needle
 	$(LAUNCH) --gin=recall_swa.gin --run_dir=$(RUNS)/recall_swa
 	$(EVALUATE) --run_dir=$(RUNS)/recall_swa --task=recall
 	@$(PYTHON) -m experiments.report --output=$(RUNS) --run_dir=$(RUNS)/text \
-	  --run_dir=$(RUNS)/recall_swa --run_dir=$(RUNS)/recall \
+	  --run_dir=$(RUNS)/text_swa --run_dir=$(RUNS)/recall_swa --run_dir=$(RUNS)/recall \
 	  --next='the page: open $(RUNS)/index.html' \
 	  --next='your own text: .venv/bin/python -m experiments.launch --gin=text.gin --param="TEXT='"'FOLDER'"'"' \
 	  --next='the same at another length: $(EVALUATE) --run_dir=$(RUNS)/text --task=ppl --seq_len=2048' \
