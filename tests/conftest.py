@@ -22,7 +22,7 @@ from jaxtyping import install_import_hook
 install_import_hook(
     [
         *("ttcd_jax.memory", "ttcd_jax.methods", "ttcd_jax.models", "ttcd_jax.nn"),
-        *(f"ttcd_kernels.{op}.api" for op in ("dual_window", "decode", "short_conv")),
+        *("ttcd_kernels.dual_window.api", "ttcd_kernels.decode.api", "ttcd_kernels.short_conv"),
     ],
     "checks.typechecked",
 )

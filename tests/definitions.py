@@ -7,7 +7,6 @@ implementations.
 import jax
 import jax.numpy as jnp
 from ttcd_kernels.normalize import NORM_EPS
-from ttcd_kernels.short_conv.operands import Facts, Operands
 from ttcd_kernels.windows import Windows
 
 
@@ -78,13 +77,15 @@ def short_conv(x, taps, segment_ids, is_causal: bool):
     return y.astype(x.dtype)
 
 
-def short_conv_residual(x: Operands, facts: Facts):
+def short_conv_residual(
+    z_teacher, z_student, teacher_taps, student_taps, *, segment_ids, is_causal, normalizes_keys
+):
     """(difference, target, key) in z's dtype. Gradients by autodiff, so right only where no student
     vector is zero: `zero_slope` applies there, and is not used here."""
-    target = short_conv(x.z_teacher, x.teacher_taps, x.segment_ids, facts.is_causal)
-    student = short_conv(x.z_student, x.student_taps, x.segment_ids, facts.is_causal)
+    target = short_conv(z_teacher, teacher_taps, segment_ids, is_causal)
+    student = short_conv(z_student, student_taps, segment_ids, is_causal)
     key = student
-    if facts.normalizes_keys:
+    if normalizes_keys:
         wide = student.astype(jnp.promote_types(student.dtype, jnp.float32))
         norm = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
         key = (wide / jnp.maximum(norm, NORM_EPS)).astype(student.dtype)

@@ -1,9 +1,9 @@
 """Kernels of ttcd_jax, a leaf library on jax and numpy that imports no layer and no model.
 
-A folder per op: `api` (the call and its contract), `xla`, `triton_call` and `triton_kernels`
-(implementations), `tuning`, `bench` (shapes, programs and peers). Shared: `dispatch`, `launch`,
-`partitioning`, `windows`, `normalize`. Tools: `measure`, `table`, `parity`, `bench`, `tune`,
-`aot`.
+A folder per attention: `api` (the call and its contract), `xla`, `triton_call` and
+`triton_kernels` (implementations), `tuning`, `bench` (shapes, programs and peers). The convolutions
+are one file, `short_conv`. Shared: `dispatch`, `launch`, `partitioning`, `windows`, `normalize`.
+Tools: `measure`, `table`, `parity`, `bench`, `tune`, `aot`.
 """
 
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
@@ -12,7 +12,7 @@ from ttcd_kernels.dual_window.api import (
     dual_window_attention_with_lse,
     window_attention,
 )
-from ttcd_kernels.short_conv.api import short_conv_residual
+from ttcd_kernels.short_conv import short_conv_residual
 
 __all__ = [
     "decode_attention",

@@ -21,10 +21,9 @@ from ttcd_kernels.decode import bench as decode
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.measure import MIB, MILLISECOND, TERA, Row, over
 from ttcd_kernels.parity import BASELINE
-from ttcd_kernels.short_conv import bench as short_conv
 from ttcd_kernels.table import format_table
 
-OPS: dict[str, Any] = {"dual_window": dual_window, "decode": decode, "short_conv": short_conv}
+OPS: dict[str, Any] = {"dual_window": dual_window, "decode": decode}
 SETS = ("tiny", "cpu", "paper")
 
 

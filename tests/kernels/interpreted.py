@@ -3,8 +3,7 @@
 errors each, by result.
 
 Every case is compared with the definition in float64 on the same (rounded) operands, under vmap
-with the definition under vmap. A student vector of zero is compared with `xla`, whose gradient
-knows `zero_slope`.
+with the definition under vmap.
 """
 
 import json
@@ -25,16 +24,11 @@ from ttcd_kernels import (
     decode_attention_with_lse,
     dual_window_attention_with_lse,
     launch,
-    short_conv_residual,
 )
 from ttcd_kernels.decode import triton_call as decode_call
 from ttcd_kernels.decode import tuning as decode_tuning
 from ttcd_kernels.dual_window import triton_call as dual_window_call
 from ttcd_kernels.dual_window import tuning as dual_window_tuning
-from ttcd_kernels.short_conv import triton_call as short_conv_call
-from ttcd_kernels.short_conv import tuning as short_conv_tuning
-from ttcd_kernels.short_conv import xla as short_conv_xla
-from ttcd_kernels.short_conv.operands import Facts, Operands
 from ttcd_kernels.windows import Windows
 
 ATTENTION = ("teacher", "student", "teacher_lse", "student_lse")
@@ -100,37 +94,6 @@ def decode(case):
     return Problem(call, definition, inputs, [], dtypes, ATTENTION)
 
 
-def short_conv(case):
-    rng = np.random.default_rng(0)
-    B, C, L, F, R = (case[name] for name in "BCLFR")
-    z, taps = (B, C, L, F), (R, F)
-    inputs, cotangents = _normal(rng, z, z, taps, taps), _normal(rng, z, z, z)
-    if case.get("has_zero_row"):
-        inputs[1][0, 0, : R + 1] = 0  # the student's vector is zero where all taps read zeros
-    ids = None
-    if case.get("segments"):  # segments may come back: only taps in between read zero
-        ids = jnp.asarray(rng.integers(0, case["segments"], (B, C, L)), jnp.int32)
-    facts = Facts(case["is_causal"], case["normalizes_keys"], case.get("zero_slope", 1.0))
-    tiles = (short_conv_tuning.Tile(*case[name], num_warps=4) for name in ("forward", "backward"))
-    tuning = short_conv_tuning.Tuning(*tiles)
-    oracle = short_conv_xla if case.get("has_zero_row") else definitions
-
-    def call(*arrays):
-        return short_conv_call.short_conv_residual(Operands(*arrays, ids), facts, tuning)
-
-    def definition(*arrays):
-        return oracle.short_conv_residual(Operands(*arrays, ids), facts)
-
-    if case.get("is_public"):
-        options = facts._asdict() | {"segment_ids": ids, "implementation": "triton"}
-        call = partial(short_conv_residual, **options)
-    dtype = case.get("dtype", "float32")
-    dtypes = [dtype] * 2 + [case.get("taps_dtype", "float32")] * 2 + [dtype] * 3
-    names = "difference", "target", "key"
-    names += "dz_teacher", "dz_student", "d_teacher_taps", "d_student_taps"
-    return Problem(call, definition, inputs, cotangents, dtypes, names)
-
-
 def _run(function, inputs, cotangents):
     """(*results, *gradients of the inputs) with these cotangents, of which decode has none."""
     if not cotangents:
@@ -174,7 +137,7 @@ def _error(found, expected) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-OPS = {"dual_window": dual_window, "decode": decode, "short_conv": short_conv}
+OPS = {"dual_window": dual_window, "decode": decode}
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)

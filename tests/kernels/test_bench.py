@@ -4,6 +4,7 @@ import json
 
 import pytest
 from ttcd_kernels import aot, bench, measure, parity
+from ttcd_kernels.decode import bench as decode
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.dual_window.bench import SHAPES, Case
 from ttcd_kernels.table import format_table
@@ -93,20 +94,16 @@ def test_wrong_arguments_are_refused(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("op", ["decode", "short_conv"])
-def test_all_that_is_measured_agrees(op):
-    for case in bench.OPS[op].SHAPES["tiny"]:
-        rows = parity.compare(bench.OPS[op], case)
-        peers = {"jax.nn twice"} if op == "decode" else set()
-        assert {row["implementation"] for row in rows} >= {"xla", *peers}
+def test_all_that_is_measured_agrees():
+    for case in decode.SHAPES["tiny"]:
+        rows = parity.compare(decode, case)
+        assert {row["implementation"] for row in rows} >= {"xla", "jax.nn twice"}
         assert all(row["max rel. error"] < 1e-5 for row in rows)
 
 
 def test_machine_code_is_reported_by_case(monkeypatch, capsys):
-    plain = bench.OPS["short_conv"].SHAPES["aot"][:1]
-    monkeypatch.setitem(bench.OPS["short_conv"].SHAPES, "aot", plain)
-    aot.main(["--op", "short_conv", "--capability", "80"])
-    header, _, forward, backward = capsys.readouterr().out.splitlines()
+    monkeypatch.setitem(decode.SHAPES, "aot", decode.SHAPES["aot"][:1])
+    aot.main(["--op", "decode", "--capability", "80"])
+    header, _, kernel = capsys.readouterr().out.splitlines()
     assert header.split() == ["variant", *aot.Compiled._fields]
-    assert forward.split()[:2] == ["F4096", "short_conv_residual_forward"]
-    assert backward.split()[:2] == ["F4096", "short_conv_residual_backward"]
+    assert kernel.split()[:2] == ["D32", "decode_attention"]

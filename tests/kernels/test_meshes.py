@@ -20,18 +20,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch
 from ttcd_kernels.decode import triton_call as decode_call
 from ttcd_kernels.dual_window import mosaic_call, triton_call
-from ttcd_kernels.short_conv import triton_call as short_conv_call
-from ttcd_kernels.short_conv.operands import Facts, Operands
 from ttcd_kernels.windows import Windows
 
 WINDOWS = Windows(16, 8, 0.2)
 BATCH, HEADS = ("data",), ("data", None, "tensor")
-# Axis of the mesh (data 2, tensor 2) that splits b, c and f; are keys normalised.
-LAYOUTS = {
-    "batch and chunks": (("data", "tensor", None), True),
-    "batch and features, plain keys": (("data", None, "tensor"), False),
-    "batch and features, unit keys": (("data", None, "tensor"), True),
-}
 
 
 def _measured(mesh, function, specs, operands, definition=None):
@@ -114,54 +106,6 @@ def _decode(mesh):
     return found | {"launched": launched[-1]}
 
 
-def _short_conv_forward(shape, z_teacher, z_student, teacher_taps, student_taps, ids):
-    def one_row(z_teacher, z_student, teacher_taps, student_taps, ids):
-        x = Operands(z_teacher[None], z_student[None], teacher_taps, student_taps, ids[None])
-        found = definitions.short_conv_residual(x, shape.facts)
-        norm = jnp.linalg.norm(found[1] - found[0], axis=-1)
-        return tuple(x[0] for x in (*found, *([norm] if shape.facts.normalizes_keys else [])))
-
-    return jax.vmap(one_row)(z_teacher, z_student, teacher_taps, student_taps, ids)
-
-
-def _short_conv_backward(shape, z_teacher, z_student, taps, _, ids, key, slope, along, *cotangents):
-    """Any function of arrays of every kind."""
-    d_difference, d_target, d_key = cotangents
-    if key is not None:
-        d_key = slope[..., None] * (d_key - along[..., None] * key)
-
-    def sums(z, d):
-        return taps[:, None] * jnp.sum(z * d, 2)[:, :, None]
-
-    dz = z_teacher + d_difference, z_student + d_key
-    return *dz, sums(z_teacher, d_target), sums(z_student, d_key)
-
-
-def _short_conv(mesh):
-    short_conv_call._launch_forward = _short_conv_forward
-    short_conv_call._launch_backward = _short_conv_backward
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, 2, (2, 4, 8)))
-    operands = *draw(0, *[(2, 4, 8, 16)] * 2, *[(3, 16)] * 2), ids
-
-    def forward(normalizes_keys, *arrays):
-        facts = Facts(is_causal=True, normalizes_keys=normalizes_keys)
-        return short_conv_call.short_conv_residual(Operands(*arrays), facts)
-
-    def gradient(normalizes_keys, *arrays):
-        call = partial(forward, normalizes_keys)
-        (difference, target, key), pull = jax.vjp(lambda *xs: call(*xs, arrays[4]), *arrays[:4])
-        return (difference, target, key), pull((target, key, difference))
-
-    found = {}
-    for layout, ((b, c, f), normalizes_keys) in LAYOUTS.items():
-        specs = [(b, c, None, f)] * 2 + [(None, f)] * 2 + [(b, c, None)]
-        found[layout] = [
-            _measured(mesh, partial(run, normalizes_keys), specs, operands)
-            for run in (forward, gradient)
-        ]
-    return found
-
-
 def _found(op):
     return json.loads(printed(__file__, op))
 
@@ -191,22 +135,8 @@ def test_a_single_launch_splits_batch_and_kv_heads_and_moves_nothing(op, launche
     assert found["shards"] == [out, out, lse, lse]
 
 
-def test_the_residual_splits_batch_chunks_and_the_features_of_plain_keys():
-    found = _found("short_conv")
-    assert found.keys() == LAYOUTS.keys()
-    chunks, plain, unit = found.values()
-    for forward, gradient in (chunks, plain):
-        assert forward["moves"] == []
-        assert gradient["moves"] == ["all-reduce"]  # the taps' gradients, over batch and chunks
-    assert "all-gather" in unit[0]["moves"]  # a norm needs all features
-    assert max(run["distance"] for runs in found.values() for run in runs) <= 1e-5
-    assert chunks[1]["shards"][0] == [1, 2, 8, 16]
-    assert plain[1]["shards"][0] == [1, 4, 8, 8]
-
-
 if __name__ == "__main__":
     measure = {"dual_window": _dual_window, "mosaic": _mosaic, "decode": _decode}
-    measure["short_conv"] = _short_conv
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2)
     with launch.compiling_for(90):
         print(json.dumps(measure[sys.argv[1]](mesh)))

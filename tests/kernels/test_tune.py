@@ -12,14 +12,10 @@ from ttcd_kernels.decode import xla as decode_xla
 from ttcd_kernels.dual_window import triton_call as dual_window_call
 from ttcd_kernels.dual_window import tuning as dual_window_tuning
 from ttcd_kernels.dual_window import xla as dual_window_xla
-from ttcd_kernels.short_conv import triton_call as short_conv_call
-from ttcd_kernels.short_conv import tuning as short_conv_tuning
-from ttcd_kernels.short_conv import xla as short_conv_xla
 
 KERNELS = {
     "dual_window": ["forward", "backward_q", "backward_kv"],
     "decode": ["decode_attention"],
-    "short_conv": ["forward", "backward"],
 }
 
 
@@ -41,8 +37,6 @@ def tiles(monkeypatch):
     monkeypatch.setattr(launch, "capability", lambda: 90)
     monkeypatch.setattr(dual_window_call, "dual_window", stand_in(dual_window_xla.dual_window))
     monkeypatch.setattr(decode_call, "decode", stand_in(decode_xla.decode))
-    convolve = stand_in(short_conv_xla.short_conv_residual)
-    monkeypatch.setattr(short_conv_call, "short_conv_residual", convolve)
     return seen
 
 
@@ -91,7 +85,6 @@ def test_a_table_serves_every_head_dim_and_older_and_newer_gpus():
     for tuning in (dual_window_tuning, decode_tuning):
         assert {dim for _, dim in tuning.TABLE} == set(tuning.HEAD_DIMS)
     for known, capability in ((80, 86), (90, 100)):
-        assert short_conv_tuning.tuning_for(capability) == short_conv_tuning.TABLE[known]
         for dim in dual_window_tuning.HEAD_DIMS:
             found = dual_window_tuning.tuning_for(capability, dim)
             assert found == dual_window_tuning.TABLE[known, dim]

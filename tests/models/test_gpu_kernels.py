@@ -26,7 +26,6 @@ CONFIG = config_of(
     precision=Precision(),
 )
 ATTENTION = {"dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"}
-CONVOLUTION = {"short_conv_residual_forward", "short_conv_residual_backward"}
 
 
 def _launched(config: TransformerConfig) -> dict[str, int]:
@@ -42,17 +41,13 @@ def _launched(config: TransformerConfig) -> dict[str, int]:
 
 def test_a_step_runs_every_kernel_once_a_layer_and_recomputes_none():
     """A unit has one fast layer and one plain one, which attends through the same kernels."""
-    expected = dict.fromkeys(ATTENTION, 2) | dict.fromkeys(CONVOLUTION, 1)
-    assert _launched(CONFIG.replace(remat="none")) == expected
+    assert _launched(CONFIG.replace(remat="none")) == dict.fromkeys(ATTENTION, 2)
 
 
-def test_rematerialisation_of_elementwise_parts_runs_convolutions_again_and_no_attention():
-    forwards = {"short_conv_residual_forward": 2}
-    expected = dict.fromkeys(ATTENTION, 2) | dict.fromkeys(CONVOLUTION, 1) | forwards
-    assert _launched(CONFIG.replace(remat="dots")) == expected
+def test_rematerialisation_of_elementwise_parts_runs_no_attention_again():
+    assert _launched(CONFIG.replace(remat="dots")) == dict.fromkeys(ATTENTION, 2)
 
 
 def test_rematerialisation_runs_forwards_again():
-    forwards = {"dual_window_forward": 4, "short_conv_residual_forward": 2}
-    expected = dict.fromkeys(ATTENTION, 2) | dict.fromkeys(CONVOLUTION, 1) | forwards
+    expected = dict.fromkeys(ATTENTION, 2) | {"dual_window_forward": 4}
     assert _launched(CONFIG.replace(remat="block")) == expected

@@ -18,7 +18,7 @@ from checks import (
 )
 from flax import nnx
 from small_models import CHUNK, WINDOW, D, config_of
-from ttcd_kernels.short_conv.xla import short_conv
+from ttcd_kernels.short_conv import short_conv
 
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
 from ttcd_jax.methods import METHODS

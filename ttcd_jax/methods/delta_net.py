@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from ttcd_kernels.short_conv.xla import short_conv
+from ttcd_kernels.short_conv import short_conv
 
 from ttcd_jax.axes import param
 from ttcd_jax.config import Positive

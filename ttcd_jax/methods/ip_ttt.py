@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from ttcd_kernels.short_conv.xla import short_conv
+from ttcd_kernels.short_conv import short_conv
 
 from ttcd_jax.memory.prefix import PrefixMemory
 from ttcd_jax.methods.in_place import ConvInit, InPlaceConfig, InPlaceMLP, PrefixSettings, ProjInit

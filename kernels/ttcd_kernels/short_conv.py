@@ -1,5 +1,5 @@
 """Depthwise convolution inside a chunk with zero padding at its edges, and a chunk's residual
-composed of two."""
+composed of two, in XLA on every device."""
 
 import functools
 from typing import Any, cast
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.normalize import l2_normalize
-from ttcd_kernels.short_conv.operands import Facts, Operands, Results
 
 
 def short_conv(
@@ -19,7 +18,12 @@ def short_conv(
     is_causal: bool,
     segment_ids: Int[Array, "B C L"] | None = None,
 ) -> Float[Array, "B C L F"]:
-    """The convolution of `api.short_conv_residual`. The backward keeps x, not R shifted copies."""
+    """y_t = sum_r taps[r] x_{t - shift(r)} inside a chunk, a cross-correlation.
+
+    Causal: shift R-1-r, the last tap is the current token. Otherwise symmetric: shift R//2 - r. A
+    tap that would reach another segment reads zero. Accumulated in float32 (float64 for float64),
+    rounded once. The backward keeps x, not R shifted copies.
+    """
     R = len(taps)
     before = R - 1 if is_causal else R // 2
     return cast(jax.Array, _convolve(before, x, taps, segment_ids))
@@ -70,9 +74,43 @@ def _convolve_backward(before: int, saved: Any, dy: jax.Array) -> tuple[jax.Arra
 _convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
-def short_conv_residual(x: Operands, facts: Facts) -> Results:
-    """All three results of the call; the gradient of a key follows `l2_normalize`."""
-    convolve = functools.partial(short_conv, is_causal=facts.is_causal, segment_ids=x.segment_ids)
-    target, student = convolve(x.z_teacher, x.teacher_taps), convolve(x.z_student, x.student_taps)
-    key = l2_normalize(student, facts.zero_slope) if facts.normalizes_keys else student
+def short_conv_residual(
+    z_teacher: Float[Array, "B C L F"],
+    z_student: Float[Array, "B C L F"],
+    teacher_taps: Float[Array, "R F"],
+    student_taps: Float[Array, "R F"],
+    *,
+    is_causal: bool,
+    normalizes_keys: bool,
+    zero_slope: float = 1.0,
+    segment_ids: Int[Array, "B C L"] | None = None,
+) -> tuple[Float[Array, "B C L F"], Float[Array, "B C L F"], Float[Array, "B C L F"]]:
+    """The raw error, target and key of a chunk's tokens: (difference, target, key).
+
+        target = short_conv(z_teacher, teacher_taps),  student = short_conv(z_student, student_taps)
+        difference = target - student,  key = student / max(|student|, 1e-6) or student
+
+    Difference and key start from the rounded convolutions. Differentiable in z and taps; where
+    |student| <= 1e-6 a normalised key has the gradient `zero_slope` times the identity.
+
+    Raises:
+        ValueError: shapes that do not fit, naming both.
+    """
+    z, taps = z_teacher.shape, teacher_taps.shape
+    if z != z_student.shape:
+        raise ValueError(
+            f"z_teacher has shape {z} and z_student {z_student.shape}: they must be equal"
+        )
+    if taps != student_taps.shape:
+        raise ValueError(
+            f"teacher_taps have shape {taps} and student_taps {student_taps.shape}: they must be "
+            "equal; pad the shorter ones with zeros"
+        )
+    if taps[-1] != z[-1]:
+        raise ValueError(f"taps {taps} and z {z} differ in the number of features")
+    if segment_ids is not None and segment_ids.shape != z[:3]:
+        raise ValueError(f"segment_ids {segment_ids.shape} must match the tokens, {z[:3]}")
+    convolve = functools.partial(short_conv, is_causal=is_causal, segment_ids=segment_ids)
+    target, student = convolve(z_teacher, teacher_taps), convolve(z_student, student_taps)
+    key = l2_normalize(student, zero_slope) if normalizes_keys else student
     return target - student, target, key
