@@ -22,8 +22,8 @@ class StudyConfig(Config):
     recipes: Annotated[tuple[str, ...], DISTINCT]
     once: tuple[str, ...] = ()
     seeds: Annotated[tuple[NonNegative, ...], DISTINCT] = (0, 1, 2)
-    evaluations: Annotated[tuple[Task, ...], DISTINCT]
-    piece_bytes: Positive
+    evaluations: tuple[Task, ...] = ()
+    piece_bytes: Positive = 4096
     max_pieces: Positive = 16
 
     def validate(self) -> None:

@@ -12,12 +12,16 @@ from experiments.study.runs import results_file, run_dir
 from ttcd_jax.eval.bootstrap import Means
 from ttcd_jax.eval.by_document import DocumentTask, differences, draw_curves, means_of
 from ttcd_jax.eval.page import Section, write_page
-from ttcd_jax.eval.report import Picture, coloured_by_run
+from ttcd_jax.eval.report import Picture, coloured_by_run, plot_lines
 from ttcd_jax.eval.task import MEMORY_OFF, MEMORY_ON, Records, Series, Task
 from ttcd_jax.files import read_json, write_whole
 from ttcd_jax.run.directory import METRICS
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.units import printable
+
+# Metrics of fast layers, and what they are.
+_WATCHED = {"memory_ratio": "|eta S| / |W_base|", "gate_mean": "mean of the gate beta"}
+_STEPS = 12  # rows of its table
 
 type Measured = dict[str, dict[int, Series]]  # by recipe and seed
 
@@ -33,6 +37,7 @@ def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None
                 if measured:
                     output = path / "pictures" / text
                     sections += _sections(task, text, measured, output)
+        sections += [x for name in _WATCHED if (x := _by_step(config, path, name))]
     runs = [_facts(run_dir(path, *run), *run) for run in config.chosen()]
     tables = [("Runs", [run for run in runs if run]), *((x.title, x.table) for x in sections)]
     tables = "\n".join(f"{title}\n{format_table(table)}\n" for title, table in tables)
@@ -137,6 +142,32 @@ def _by_seed(measured: Measured) -> list[Row]:
             mean = statistics.mean(means.values())
             rows.append({"recipe": label} | means | {"mean": mean, "deviation": spread})
     return rows
+
+
+def _by_step(config: StudyConfig, path: Path, metric: str) -> Section | None:
+    """A metric by step, the mean of the layers and seeds of every recipe that has it."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for name, seed in config.chosen():
+        for record in read_metrics(run_dir(path, name, seed) / METRICS):
+            values = [x for key, x in record.items() if key.startswith(metric) and x is not None]
+            if values:
+                found.setdefault(name, {}).setdefault(record["step"], []).extend(values)
+    if not found:
+        return None
+    means = {
+        name: {step: statistics.mean(x) for step, x in sorted(steps.items())}
+        for name, steps in found.items()
+    }
+    picture = path / "pictures" / f"{metric}.png"
+    lines = {name: ([*steps], [*steps.values()]) for name, steps in means.items()}
+    plot_lines(picture, title=_WATCHED[metric], x_label="step", y_label=metric, series=lines)
+    steps = sorted({step for x in means.values() for step in x})
+    rows = [
+        {"step": step} | {name: x.get(step) for name, x in means.items()}
+        for step in steps[:: -(-len(steps) // _STEPS)]
+    ]
+    sentence = f"{_WATCHED[metric]} by step, mean over layers and seeds."
+    return Section(f"{_WATCHED[metric]} by step", rows, [Picture(picture.absolute(), sentence)])
 
 
 def _facts(folder: Path, name: str, seed: int) -> Row | None:

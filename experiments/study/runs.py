@@ -81,7 +81,7 @@ def compute(
         for task, text in itertools.product(config.evaluations, texts)
         if not _is_done(task, results_file(folder, task, name, text), texts[text])
     ]
-    if not missing:
+    if config.evaluations and not missing:
         return
     logging.info("study: %s, seed %d", name, seed)
     command = [sys.executable, "-m", "experiments.launch", f"--gin={config.files()[name]}"]

@@ -127,7 +127,7 @@ def test_tables_are_means_of_seeds_and_paired_differences(computed):
     half = (expected.high[0] - expected.low[0]) / 2
     assert cell == f"{expected.mean[0]:.3f}±{half:.3f}"
     page = (path / "index.html").read_text()
-    assert page.count("<img") == 4
+    assert page.count("<img") == 6
     assert "other, off (eta = 0)" in page
 
 
