@@ -143,3 +143,10 @@ def test_mistakes_are_refused(folder, tmp_path):
     longer = _study(folder, f"StudyConfig.once=('{folder}/longer.gin',)")
     with pytest.raises(UserError, match="one data configuration"):
         runs.held_out_texts(longer, [], tmp_path)
+
+
+def test_a_study_without_evaluations_shows_the_memory(computed, folder):
+    path, _ = computed
+    write_study(_study(folder, "StudyConfig.evaluations=()"), {}, path)
+    assert (path / "index.html").read_text().count("<img") == 2
+    assert "|eta S| / |W_base| by step" in (path / "tables.txt").read_text()
