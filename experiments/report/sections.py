@@ -5,19 +5,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import UserError
 from ttcd_jax.eval.page import Section, write_page
 from ttcd_jax.eval.published import published
 from ttcd_jax.eval.report import Picture, coloured_by_run, plot_lines
-from ttcd_jax.eval.results import read_all_results, task_sections
+from ttcd_jax.eval.results import damage_named, read_all_results, task_sections
 from ttcd_jax.files import read_json
 from ttcd_jax.methods import method_named
 from ttcd_jax.run.directory import METRICS, RunDirectory, model_config
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.state import num_params
-
-# Errors of a file of other fields, or of none.
-_DAMAGE = (LookupError, TypeError, ValueError, AttributeError)
 
 
 class Run(NamedTuple):
@@ -49,14 +46,9 @@ def write_report(
             *(section for run in runs for section in _equivalence(run)),
             *_training(runs, output),
         ]
-    write_page(
-        output / "index.html",
-        title="ttcd_jax report",
-        runs=[_facts(run) for run in runs],
-        colours=colours,
-        sections=sections,
-        next_steps=next_steps,
-    )
+    options = {"colours": colours, "sections": sections, "next_steps": next_steps}
+    facts = [_facts(run) for run in runs]
+    write_page(output / "index.html", title="ttcd_jax report", runs=facts, **options)
     return sections
 
 
@@ -91,14 +83,9 @@ def _training(runs: Sequence[Run], output: Path) -> list[Section]:
         if not losses:
             continue
         lines[run.label] = [*losses], [*losses.values()]
-        table.append(
-            {
-                "run": run.label,
-                "step": max(losses),
-                "training loss (nats per token)": losses[max(losses)],
-                "tokens/s (median)": statistics.median(speeds) if speeds else None,
-            }
-        )
+        last = {"step": max(losses), "training loss (nats per token)": losses[max(losses)]}
+        speed = statistics.median(speeds) if speeds else None
+        table.append({"run": run.label} | last | {"tokens/s (median)": speed})
     if not table:
         return []
     path = output / "training.png"
@@ -138,15 +125,13 @@ def _equivalence(run: Run) -> list[Section]:
     if not path.exists():
         return []
     found = read_json(path)
-    try:
+    with damage_named(str(path)):
         ways = f"{found['candidate']} against {found['reference']}"
         facts, table = found.get("distribution"), []
         if facts is not None:
             table = [{"measure": "flips of the likeliest token", "mean": facts["flip_share"]}]
             table.append({"measure": "KL divergence (nats)"} | facts["kl"])
             table.append({"measure": "total variation"} | facts["tv"])
-    except _DAMAGE as error:
-        raise DataError(f"{path} is damaged ({error}): compare again") from error
     sentences = {
         "kernel": "Share of the outputs of each block that agree, within units in the last place.",
         "distribution": "Distance of the predictions, by position.",

@@ -1,6 +1,5 @@
 """The tables and the page of a study."""
 
-import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from ttcd_kernels.table import Row, format_table
 from experiments.study.config import StudyConfig
 from experiments.study.runs import results_file, run_dir
 from ttcd_jax.eval.bootstrap import Means
-from ttcd_jax.eval.by_document import DocumentTask, differences, draw_curves, means_of
+from ttcd_jax.eval.by_document import DocumentTask, cells, differences, draw_curves, means_of
 from ttcd_jax.eval.page import Section, write_page
 from ttcd_jax.eval.report import Picture, coloured_by_run, plot_lines
 from ttcd_jax.eval.task import MEMORY_OFF, MEMORY_ON, Records, Series, Task
@@ -87,7 +86,10 @@ def _sections(task: Task, text: str, measured: Measured, output: Path) -> list[S
     }
 
     def rows_of(curves: dict[str, tuple[list[Any], Means]]) -> list[Row]:
-        return [{"recipe": label, **_cells(*curve)} for label, curve in curves.items()]
+        return [
+            {"recipe": label} | {str(name): cell for name, cell in cells(*curve).items()}
+            for label, curve in curves.items()
+        ]
 
     def by_key(record: dict[str, Any]) -> Any:
         return record[kind.key]
@@ -118,14 +120,6 @@ def _of_seeds(base: dict[int, Series], seeds: dict[int, Series]) -> Records:
     """The records of the base, of the same seeds as another recipe's."""
     (label,) = {label for series in base.values() for label in series if MEMORY_OFF not in label}
     return [record for seed in seeds if seed in base for record in base[seed][label]]
-
-
-def _cells(names: list[Any], means: Means) -> Row:
-    half = (means.high - means.low) / 2
-    return {
-        str(name): f"{mean:.3f}" + ("" if math.isnan(width) else f" ± {width:.3f}")
-        for name, mean, width in zip(names, means.mean, half, strict=True)
-    }
 
 
 def _by_seed(measured: Measured) -> list[Row]:

@@ -12,8 +12,8 @@ from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
 from ttcd_jax.errors import DataError
-from ttcd_jax.eval.bootstrap import NUM_RESAMPLES, bootstrap
-from ttcd_jax.eval.by_document import means_of
+from ttcd_jax.eval.bootstrap import NUM_RESAMPLES, Means, bootstrap
+from ttcd_jax.eval.by_document import cells, means_of
 from ttcd_jax.eval.selection import Selection, plain_documents, read_manifest, select
 
 TEXTS = {"a": b"abcdefghij", "b": b" \n\t ", "c": b"klm", "d": b"nopqrstuvwxyz", "e": b"0123456"}
@@ -199,3 +199,10 @@ def test_differences_of_variants_are_paired_by_document():
     assert high[0] - low[0] < 0.01 < 0.5 < np.ptp(means["other"][1][1:])
     with pytest.raises(ValueError, match="on other tokens"):
         means_of(series | {"run, off (eta = 0)": off[1:]}, lambda record: "all")
+
+
+def test_a_mean_and_its_interval_are_one_cell():
+    nan = float("nan")
+    means = Means(*np.array([[2.3456, 2.3, nan, 5e9], [2.3, nan, nan, 4e9], [2.4, nan, nan, 6e9]]))
+    expected = ["2.346 ± 0.050", "2.300", None, "5.000e+09 ± 1.000e+09"]
+    assert cells([8, 16, 32, 64], means) == dict(zip([8, 16, 32, 64], expected, strict=True))

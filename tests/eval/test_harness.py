@@ -174,6 +174,15 @@ def test_a_task_of_the_user_has_the_accuracy_of_its_logits(folder, scorer):
     assert {"torch", "transformers"}.isdisjoint(sys.modules)
 
 
+def test_a_task_without_a_metric_that_is_known_is_refused(folder, scorer, tmp_path):
+    text = YAML[: YAML.index("  - {")].replace("FILE", str(folder / "four.jsonl"))
+    unknown = "  - {metric: unknown, aggregation: mean, higher_is_better: true}"
+    (tmp_path / "task.yaml").write_text(text + unknown)
+    items = load_tasks(["four_questions"], include_path=str(tmp_path))
+    with pytest.raises(UserError, match="measures nothing of four_questions: check their metrics"):
+        measure(items, scorer)
+
+
 def _prompts(items, name):
     return [x.args for x in items.loaded["tasks"][name].instances]
 
@@ -374,6 +383,8 @@ def test_texts_end_at_stop_strings(scorer):
     assert drawn == texts(*[{"do_sample": True, "temperature": 2.0}] * 2)
     with pytest.raises(UserError, match="generate with num_beams: not supported"):
         texts({"num_beams": 4})
+    with pytest.raises(UserError, match=r"generate until .3.: give texts"):
+        texts({"until": [3]})
 
 
 def test_a_run_is_evaluated_on_local_files(folder, scorer):
@@ -394,8 +405,9 @@ def test_a_run_is_evaluated_on_local_files(folder, scorer):
 
 
 def test_the_command_of_the_harness_runs_a_run(folder, scorer, monkeypatch, capsys):
-    arguments = f"run_dir={folder / 'run'},step=7,batch_size=4,param=TransformerConfig.window=16"
-    lm = RunLM.create_from_arg_string(arguments, {"batch_size": 1, "device": None})
+    arguments = {"run_dir": folder / "run", "step": 7, "param": "TransformerConfig.window=16"}
+    config = {"batch_size": 1, "device": None}
+    lm = RunLM.create_from_arg_obj(arguments | {"batch_size": 4}, config)
     (pair,) = lm.loglikelihood(_requests("loglikelihood", ("A long enough context", " a")))
     assert pair[0] != _likelihood(scorer, "A long enough context", " a")[0]
     tasks = ("--tasks", "four_questions", "--include_path", str(folder / "tasks"))

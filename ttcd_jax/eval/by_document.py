@@ -52,6 +52,16 @@ def differences(
     return names, bootstrap(nll - base_nll, tokens)
 
 
+def cells(names: list[Any], means: Means) -> dict[Any, str | None]:
+    """The means by name with half of their intervals, "2.345 ± 0.012"; None for an unknown one."""
+    result: dict[Any, str | None] = dict.fromkeys(names)
+    for name, mean, low, high in zip(names, *means, strict=True):
+        form = ",.3f" if abs(mean) < 1e6 else ".3e"
+        half = "" if math.isnan(high - low) else f" ± {(high - low) / 2:{form}}"
+        result[name] = None if math.isnan(mean) else f"{mean:{form}}{half}"
+    return result
+
+
 def _sums(
     records: Records, bucket: Callable[[dict[str, Any]], Any]
 ) -> tuple[list[Any], np.ndarray, np.ndarray]:
@@ -129,16 +139,14 @@ class DocumentTask(Task):
 
     @classmethod
     def table(cls, series: Series) -> Records:
-        """A row per bucket: every series and every difference, each with half of its interval."""
+        """A row per bucket: every series and every difference, with their intervals."""
         means, pairs = means_of(series, lambda record: record[cls.key])
-        columns = [(label, names, cls.shown(x)) for label, (names, x) in means.items()]
-        columns += [(f"{run}, on - off (nats)", *pair) for run, pair in pairs.items()]
+        columns = {label: (names, cls.shown(x)) for label, (names, x) in means.items()}
+        columns |= {f"{run}, on - off (nats)": pair for run, pair in pairs.items()}
         rows: dict[Any, dict[str, Any]] = {}
-        for label, names, (mean, low, high) in columns:
-            for i, name in enumerate(names):
-                numbers = {label: float(mean[i]), f"{label} ±": float(high[i] - low[i]) / 2}
-                row = rows.setdefault(name, {cls.key: name})
-                row |= {x: None if math.isnan(y) else y for x, y in numbers.items()}
+        for label, curve in columns.items():
+            for name, cell in cells(*curve).items():
+                rows.setdefault(name, {cls.key: name})[label] = cell
         return [*rows.values()]
 
     @classmethod

@@ -4,6 +4,7 @@ Importing this module imports `lm_eval`. A process whose environment has no HF_H
 HF_DATASETS_OFFLINE has both from then on: a data set that is not here is an error, not a download.
 """
 
+import functools
 import logging
 import math
 import os
@@ -82,7 +83,7 @@ class ScorerLM(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         pairs = [
-            (self._row(context), np.asarray(answer, np.int64)) for _, context, answer in requests
+            (self._row(prompt), np.asarray(answer, np.int64)) for _, prompt, answer in requests
         ]
         return [(x.log_likelihood, x.is_greedy) for x in self._scorer.loglikelihoods(pairs)]
 
@@ -103,19 +104,15 @@ class ScorerLM(TemplateLM):
 
     def _request(self, index: int, context: str, settings: Mapping[str, Any]) -> Request:
         values: dict[str, Any] = {**normalize_gen_kwargs({**settings})}
-        names = {"temperature", "top_p", "top_k", "min_p"} & values.keys()
-        known = {"until", "max_gen_toks", "do_sample", *names}
-        if surplus := sorted(values.keys() - known):
+        stop, most, is_drawn = (values.pop(x) for x in ("until", "max_gen_toks", "do_sample"))
+        if surplus := sorted(values.keys() - {"temperature", "top_p", "top_k", "min_p"}):
             raise UserError(f"a task wants to generate with {listed(surplus)}: not supported")
-        drawn: dict[str, Any] = {"temperature": 1.0} | {name: values[name] for name in names}
-        return Request(
-            tokens=self.tok_encode(context),
-            sampling=SamplingConfig(seed=index, **drawn)
-            if values["do_sample"]
-            else SamplingConfig(),
-            max_new_tokens=values["max_gen_toks"],
-            stop=tuple(text for text in values["until"] if text),
-        )
+        if not all(isinstance(text, str) for text in stop):
+            raise UserError(f"a task wants to generate until {stop}: give texts")
+        drawn = {"temperature": 1.0, "seed": index} | values if is_drawn else {}
+        options = {"max_new_tokens": most, "stop": tuple(filter(None, stop))}
+        tokens = self.tok_encode(context)
+        return Request(tokens=tokens, sampling=SamplingConfig(**drawn), **options)
 
 
 class Items(list[tuple[str, int]]):
@@ -176,13 +173,10 @@ def _manager(
     names: Sequence[str], include_path: str | None, metadata: dict[str, Any]
 ) -> lm_eval.tasks.TaskManager:
     more: list[str | Path] = [] if include_path is None else [include_path]
-    paths = [*_FOLDERS, *more]
-    manager = lm_eval.tasks.TaskManager(
-        include_path=paths, include_defaults=False, metadata=metadata
-    )
-    if all(name in manager.task_index for name in names):
-        return manager
-    return lm_eval.tasks.TaskManager(include_path=more, metadata=metadata)
+    manager = functools.partial(lm_eval.tasks.TaskManager, metadata=metadata)
+    own = manager(include_path=[*_FOLDERS, *more], include_defaults=False)
+    is_own = all(name in own.task_index for name in names)
+    return own if is_own else manager(include_path=more)
 
 
 def _localize(index: dict[str, Any], name: str, data: LocalData) -> None:
@@ -247,7 +241,10 @@ def measure(items: Items, scorer: Scorer) -> list[dict[str, Any]]:
     members = results["group_subtasks"]
     inner = {name for names in members.values() for name in names}
     roots = [name for name in (*loaded["tasks"], *members) if name not in inner]
-    return [record for name in roots for record in _records(name, 0, loaded, results)]
+    records = [record for name in roots for record in _records(name, 0, loaded, results)]
+    if not records:
+        raise UserError(f"the harness measures nothing of {listed(roots)}: check their metrics")
+    return records
 
 
 def _records(name: str, depth: int, loaded: Any, results: Any) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import datasets
 import numpy as np
@@ -37,15 +36,30 @@ Encode = Callable[[str], list[int]]
 def importable() -> Iterator[None]:
     """Inside, the harness' modules of RULER and BABILong are imported without transformers, and
     without the download of a sentence splitter."""
-    is_absent = importlib.util.find_spec("transformers") is None
-    if is_absent:
-        sys.modules["transformers"] = mock.MagicMock()
+    import nltk
+
+    stub = ModuleType("transformers")
+    stub.__dict__["AutoTokenizer"] = None
+    stubs = {} if importlib.util.find_spec(stub.__name__) else {stub.__name__: stub}
+    with (
+        _changed(sys.modules, stubs),
+        _changed(nltk.__dict__, {"download": lambda *_: True}),
+        contextlib.redirect_stdout(None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _changed(values: dict[str, Any], new: dict[str, Any]) -> Iterator[None]:
+    """Inside, `values` has those of `new` too."""
+    old = {name: values[name] for name in new if name in values}
+    values |= new
     try:
-        with mock.patch("nltk.download"), contextlib.redirect_stdout(None):
-            yield
+        yield
     finally:
-        if is_absent:
-            del sys.modules["transformers"]
+        for name in new:
+            del values[name]
+        values |= old
 
 
 def generate(
@@ -61,28 +75,26 @@ def generate(
     def tokenizer(text: str) -> SimpleNamespace:
         return SimpleNamespace(input_ids=encode(text))
 
-    changed: dict[str, Any] = {"get_tokenizer": lambda _: tokenizer}
+    changes: dict[str, Any] = {"get_tokenizer": lambda _: tokenizer}
     if file := _FILES.get(function):
         path = Path("FOLDER" if folder is None else folder) / file
         if not path.is_file():
             raise UserError(f"{task} reads {path}: pass --data=FOLDER with {file}")
         if file == _ESSAYS:
             words = re.sub(r"\s+", " ", read_essay(str(path))).split(" ")
-            changed["get_haystack"] = lambda **_: words
+            changes["get_haystack"] = lambda **_: words
         else:
             value = read_json(path, dict if file == _SQUAD else list)
-            changed["download_json"] = lambda _: value
+            changes["download_json"] = lambda _: value
     with importable():
         source = importlib.import_module(f"{_MODULES}.{module}")
         for length in lengths:
             _check_room(task, source, encode, length)
         source = importlib.reload(source)  # for its own random generator and its caches
-    sentences = contextlib.nullcontext()
-    if file == _ESSAYS:
-        sentences = mock.patch(f"{_MODULES}.prepare_niah.cached_sent_tokenize", _sentences)
-    changes = mock.patch.multiple(source, create=True, **changed)
+        niah = importlib.import_module(f"{_MODULES}.prepare_niah")
+    sentences = _changed(niah.__dict__, {"cached_sent_tokenize": _sentences})
     try:
-        with changes, sentences, contextlib.redirect_stdout(None):
+        with _changed(source.__dict__, changes), sentences, contextlib.redirect_stdout(None):
             return getattr(source, function)(max_seq_lengths=lengths)["test"]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         problem = f"the harness cannot make {task} ({type(error).__name__}: {error})"

@@ -7,7 +7,7 @@ import base64
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ttcd_kernels.table import Row, cells
 
@@ -49,27 +49,22 @@ def write_page(
         import jinja2
     except ImportError as error:
         raise UserError("the report page needs jinja2; install ttcd_jax[report]") from error
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    folder, blocks = (
+        jinja2.FileSystemLoader(Path(__file__).parent),
+        ("trim_blocks", "lstrip_blocks"),
     )
+    options: dict[str, Any] = {"undefined": jinja2.StrictUndefined} | dict.fromkeys(blocks, True)
+    environment = jinja2.Environment(loader=folder, autoescape=True, **options)
     colours = dict(colours or {})
     environment.globals.update(
         cells=cells,
         colours=colours,
         grouped=lambda header: _grouped([name for name, _ in header], [*colours]),
-        image=lambda file: _image(path.parent / file),
+        image=lambda file: base64.b64encode((path.parent / file).read_bytes()).decode(),
     )
-    page = environment.get_template("page.html").render(
-        title=title,
-        runs=runs,
-        sections=sections,
-        next_steps=next_steps,
-    )
-    write_whole(path, page)
+    template = environment.get_template("page.html")
+    content = {"title": title, "runs": runs, "sections": sections, "next_steps": next_steps}
+    write_whole(path, template.render(content))
 
 
 def _grouped(names: Sequence[str], runs: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -84,8 +79,3 @@ def _grouped(names: Sequence[str], runs: Sequence[str]) -> list[tuple[str, list[
         for run, members in itertools.groupby(columns, key=lambda column: column[0])
     ]
     return groups if any(run and len(members) > 1 for run, members in groups) else []
-
-
-def _image(path: Path) -> str:
-    """A picture as the source of an <img>."""
-    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()

@@ -80,14 +80,8 @@ def looks(names: Sequence[str]) -> list[Look]:
             runs.append(run)
         index, variant = runs.index(run), seen.get(run, 0)
         seen[run] = variant + 1
-        result.append(
-            Look(
-                COLOURS[index % len(COLOURS)],
-                MARKERS[index % len(MARKERS)],
-                _DASHES[variant % len(_DASHES)],
-                _HATCHES[variant % len(_HATCHES)],
-            )
-        )
+        whose = [x[index % len(x)] for x in (COLOURS, MARKERS)]
+        result.append(Look(*whose, *(x[variant % len(x)] for x in (_DASHES, _HATCHES))))
     return result
 
 
@@ -107,16 +101,10 @@ def plot_lines(
 
     def draw(axes: Any) -> None:
         for look, (name, (x, y)) in zip(looks([*series]), series.items(), strict=True):
-            assert len(x) == len(y), f"{name}: {len(x)} x values for {len(y)} y values"
-            axes.plot(
-                x,
-                [math.nan if value is None else value for value in y],
-                color=look.colour,
-                linestyle=look.dashes,
-                marker=look.marker if len(x) <= MAX_MARKED_POINTS else "",
-                markersize=5,
-                label=name,
-            )
+            marker = look.marker if len(x) <= MAX_MARKED_POINTS else ""
+            style = {"color": look.colour, "linestyle": look.dashes, "marker": marker}
+            heights = [math.nan if value is None else value for value in y]
+            axes.plot(x, heights, markersize=5, label=name, **style)
             if name in bands:
                 axes.fill_between(x, *bands[name], color=look.colour, alpha=0.15, linewidth=0)
         if any(isinstance(value, str) for x, _ in series.values() for value in x):
@@ -150,18 +138,10 @@ def plot_bars(
         width = 0.8 / max(len(series), 1)
         appearance = looks([*series])
         for index, (name, values) in enumerate(series.items()):
-            assert len(values) == len(groups), (
-                f"{name}: {len(values)} bars for {len(groups)} groups"
-            )
-            bars = axes.bar(
-                [group - 0.4 + (index + 0.5) * width for group in range(len(groups))],
-                [value or 0 for value in values],
-                0.92 * width,
-                color=appearance[index].colour,
-                hatch=appearance[index].hatch,
-                edgecolor="white",
-                label=name,
-            )
+            places = [group - 0.4 + (index + 0.5) * width for group in range(len(groups))]
+            style = {"color": appearance[index].colour, "hatch": appearance[index].hatch}
+            heights = [value or 0 for value in values]
+            bars = axes.bar(places, heights, 0.92 * width, edgecolor="white", label=name, **style)
             numbers = "{:.3g}" if len(series) * len(groups) <= MAX_LABELLED_BARS else ""
             labels = ["n/a" if value is None else numbers.format(value) for value in values]
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}

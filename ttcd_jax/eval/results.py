@@ -114,8 +114,9 @@ def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[dict[str, Any]]
     """The results of every run, under its name: its label, or for several runs of the same label
     the label and the folder. The series of a result begin with the name. Raises `DataError` for
     damaged results."""
-    found = [[read_json(path) for path in _files(run_dir)] for run_dir in run_dirs]
-    with _damage_named(run_dirs):
+    files = [sorted((run_dir / "eval").glob("*/results.json")) for run_dir in run_dirs]
+    found = [[read_json(path) for path in paths] for paths in files]
+    with damage_named(f"results.json of {', '.join(map(str, run_dirs))}"):
         labels = [_label(x, run_dir) for x, run_dir in zip(found, run_dirs, strict=True)]
         named = {}
         folders = [run_dir.name for run_dir in run_dirs]
@@ -131,27 +132,22 @@ def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[dict[str, Any]]
     return named
 
 
-def _files(run_dir: Path) -> list[Path]:
-    return sorted((run_dir / "eval").glob("*/results.json"))
-
-
 def _label(results: Sequence[dict[str, Any]], run_dir: Path) -> str:
     """The label of a run: the shortest of its results, of the unchanged model if there are any."""
-    by_length = sorted(results, key=lambda x: (bool(x.get("changes")), len(x["label"])))
-    return by_length[0]["label"] if results else run_dir.name
+    found = sorted((bool(x.get("changes")), len(x["label"]), x["label"]) for x in results)
+    return found[0][-1] if results else run_dir.name
 
 
 @contextlib.contextmanager
-def _damage_named(what: object) -> Iterator[None]:
-    """Raises `DataError` where results of other fields, or of none, end in an error."""
+def damage_named(what: str) -> Iterator[None]:
+    """Raises `DataError` where the damaged content of `what`, a file, ends in an error."""
     try:
         yield
     except UserError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
-        raise DataError(
-            f"results.json of {what} is damaged ({type(error).__name__}: {error}): evaluate again"
-        ) from error
+        cause = f"{type(error).__name__}: {error}"
+        raise DataError(f"{what} is damaged ({cause}): measure it again") from error
 
 
 def merged(task: type[Task], results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -173,7 +169,7 @@ def task_sections(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> lis
     their pictures are drawn into `output`. `runs` is that of `read_all_results`."""
     sections = []
     for task in sorted(TASKS.values(), key=lambda task: task.rank):
-        with _damage_named(f"task {task.name}"):
+        with damage_named(f"results.json of task {task.name}"):
             found = [x for results in runs.values() for x in results if x["task"] == task.name]
             if not found:
                 continue

@@ -4,8 +4,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from lm_eval.utils import simple_parse_args_string
-
 from ttcd_jax.eval.harness import ScorerLM
 from ttcd_jax.eval.scorer import Scorer
 from ttcd_jax.run.directory import load_run
@@ -25,9 +23,8 @@ class RunLM(ScorerLM):
     ) -> None:
         """`ignored`: what the harness passes to every model, as a device."""
         run = load_run(run_dir, step, [param] if isinstance(param, str) else param)
-        super().__init__(
-            Scorer(run.model, run.tokenizer, batch_size=int(batch_size), name="lm_eval")
-        )
+        options = {"batch_size": int(batch_size), "name": "lm_eval"}
+        super().__init__(Scorer(run.model, run.tokenizer, **options))
 
     @classmethod
     def create_from_arg_obj(
@@ -35,9 +32,3 @@ class RunLM(ScorerLM):
     ) -> "RunLM":
         """The harness passes its own batch_size too: the one in `--model_args` counts."""
         return cls(**(additional_config or {}) | arg_dict)
-
-    @classmethod
-    def create_from_arg_string(
-        cls, arg_string: str, additional_config: dict[str, Any] | None = None
-    ) -> "RunLM":
-        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
