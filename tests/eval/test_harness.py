@@ -19,6 +19,7 @@ from experiments import harness
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.eval.harness import ScorerLM, load_tasks, measure
+from ttcd_jax.eval.results import merged
 from ttcd_jax.eval.scorer import Scorer
 from ttcd_jax.eval.task import Subject
 from ttcd_jax.eval.tasks import find_task
@@ -402,6 +403,20 @@ def test_a_run_is_evaluated_on_local_files(folder, scorer):
         *("arc_easy, acc (%)", "arc_easy, acc_norm (%)"),
         *("four_questions, acc (%)", "four_questions, acc_norm (%)", "mmlu, acc (%)"),
     ]
+
+
+def test_runs_with_other_tasks_share_a_table_but_not_with_other_items():
+    def result(name, limit):
+        record = {"task": name, "metric": "acc", "value": 0.5, "chance": 0.25, "depth": 0}
+        options = find_task("harness")(limit=limit).to_dict()
+        return {"run_dir": name, "options": options, "series": {name: [record]}}
+
+    task = find_task("harness")
+    one, two, three = result("a", None), result("b", None), result("c", 3)
+    rows = task.table(merged(task, [one, two])["series"])
+    assert rows == [{"task": "a, acc (%)", "a": 50}, {"task": "b, acc (%)", "b": 50}]
+    with pytest.raises(UserError, match="evaluate both with the same options"):
+        merged(task, [one, three])
 
 
 def test_the_command_of_the_harness_runs_a_run(folder, scorer, monkeypatch, capsys):

@@ -141,8 +141,11 @@ class DocumentTask(Task):
     def table(cls, series: Series) -> Records:
         """A row per bucket: every series and every difference, with their intervals."""
         means, pairs = means_of(series, lambda record: record[cls.key])
-        columns = {label: (names, cls.shown(x)) for label, (names, x) in means.items()}
-        columns |= {f"{run}, on - off (nats)": pair for run, pair in pairs.items()}
+        columns: Curves = {}
+        for label, (names, x) in means.items():
+            columns[label] = names, cls.shown(x)
+            if pair := pairs.get(run := label.removesuffix(f", {MEMORY_OFF}")):
+                columns[f"{run}, on - off (nats)"] = pair
         rows: dict[Any, dict[str, Any]] = {}
         for label, curve in columns.items():
             for name, cell in cells(*curve).items():

@@ -57,14 +57,14 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
 
 def _check_finite(task: Task, series: Series, step: int) -> None:
     """Raises `NonFiniteError` for measures that JSON has no number for."""
-    for label, records in series.items():
-        for record in records:
-            for name, value in record.items():
-                if isinstance(value, float) and not math.isfinite(value):
-                    raise NonFiniteError(
-                        f"task {task.name}: {name} of {label} is {value} at step {step}, in the "
-                        f"record {record}: the model diverged, evaluate an earlier --step"
-                    )
+    records = ((label, record) for label in series for record in series[label])
+    found = ((*where, *item) for where in records for item in where[1].items())
+    for label, record, name, value in found:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise NonFiniteError(
+                f"task {task.name}: {name} of {label} is {value} at step {step}, in the "
+                f"record {record}: the model diverged, evaluate an earlier --step"
+            )
 
 
 def _check_model(path: Path, result: dict[str, Any]) -> None:

@@ -84,6 +84,11 @@ class Harness(Task):
         guess = 100 * chances.pop() if len(chances) == 1 and None not in chances else None
         return super().pictures(folder, series, guess)
 
+    @classmethod
+    def comparable(cls, result: dict[str, Any]) -> Any:
+        """Other tasks share a table, with cells that are empty."""
+        return [result["options"][name] for name in ("limit", "num_fewshot", "metadata")]
+
 
 def _chances(series: Series) -> set[Any]:
     """The accuracies by guessing of what is shown."""
