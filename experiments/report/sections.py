@@ -1,7 +1,7 @@
 """The page of several runs: a row per run, then a section for everything that was measured."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,24 +62,23 @@ def _facts(run: Run) -> dict[str, Any]:
         "parameters": num_params(model),
         "steps": max((record["step"] for record in run.metrics), default=config.get("steps")),
         "tokens per row": config.get("data", {}).get("seq_len"),
-        "device": ", ".join(sorted(set(_environment(run)))),
+        "device": _devices(run),
         "directory": str(run.path),
     }
 
 
-def _environment(run: Run) -> Iterable[str]:
+def _devices(run: Run) -> str:
     path = run.path / "environment.json"
-    devices = read_json(path).get("devices", []) if path.exists() else []
-    return map(str, devices) if isinstance(devices, list) else []
+    devices = read_json(path).get("devices") if path.exists() else None
+    return ", ".join(sorted({*map(str, devices)})) if isinstance(devices, list) else ""
 
 
 def _training(runs: Sequence[Run], output: Path) -> list[Section]:
     """The curve of the loss and the speed of every run that was trained here."""
     lines, table = {}, []
     for run in runs:
-        losses = {x["step"]: _number(x, "loss") for x in run.metrics}
-        losses = {step: loss for step, loss in losses.items() if loss is not None}
-        speeds = [x for record in run.metrics if (x := _number(record, "tokens_per_second"))]
+        losses = _numbers(run, "loss")
+        speeds = [x for x in _numbers(run, "tokens_per_second").values() if x]
         if not losses:
             continue
         lines[run.label] = [*losses], [*losses.values()]
@@ -94,9 +93,10 @@ def _training(runs: Sequence[Run], output: Path) -> list[Section]:
     return [Section("Training and its speed", table, [Picture(Path(path.name), sentence)])]
 
 
-def _number(record: dict[str, Any], name: str) -> float | None:
-    value = record.get(name)
-    return value if isinstance(value, int | float) else None
+def _numbers(run: Run, name: str) -> dict[int, float]:
+    """The values of a metric by step, where it is a number."""
+    found = {record["step"]: record.get(name) for record in run.metrics}
+    return {step: x for step, x in found.items() if isinstance(x, int | float)}
 
 
 def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
@@ -127,8 +127,8 @@ def _equivalence(run: Run) -> list[Section]:
     found = read_json(path)
     with damage_named(str(path)):
         ways = f"{found['candidate']} against {found['reference']}"
-        facts, table = found.get("distribution"), []
-        if facts is not None:
+        table = []
+        if facts := found.get("distribution"):
             table = [{"measure": "flips of the likeliest token", "mean": facts["flip_share"]}]
             table.append({"measure": "KL divergence (nats)"} | facts["kl"])
             table.append({"measure": "total variation"} | facts["tv"])

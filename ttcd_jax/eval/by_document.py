@@ -166,9 +166,8 @@ class DocumentTask(Task):
         pictures = [Picture(path, f"{cls.sentence} {_BAND}")]
         if pairs:
             path = Path(f"{cls.name}_difference.png")
-            draw_curves(
-                folder / path, f"{cls.title}: on - off", cls.x_label, "nats per token", pairs
-            )
+            title = f"{cls.title}: on - off"
+            draw_curves(folder / path, title, cls.x_label, "nats per token", pairs)
             pictures.append(Picture(path, f"{_DIFFERENCE} {_BAND}"))
         return pictures
 
@@ -176,7 +175,5 @@ class DocumentTask(Task):
 def draw_curves(path: Path, title: str, x_label: str, y_label: str, curves: Curves) -> None:
     """A picture of means by `DocumentTask.place`, with their intervals."""
     lines = {label: (x, means.mean.tolist()) for label, (x, means) in curves.items()}
-    bands = {
-        label: [means.low.tolist(), means.high.tolist()] for label, (_, means) in curves.items()
-    }
+    bands = {label: [y.tolist() for y in means[1:]] for label, (_, means) in curves.items()}
     plot_lines(path, title=title, x_label=x_label, y_label=y_label, series=lines, bands=bands)

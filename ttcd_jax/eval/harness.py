@@ -40,10 +40,8 @@ from ttcd_jax.inference.sampling import SamplingConfig
 
 _RESAMPLES = 1000  # for the standard error of what is no mean
 # Errors of the Python and the templates of a user's task, without its data or with others.
-_IN_TASKS = (
-    *(OSError, ImportError, ValueError, TypeError, LookupError, AttributeError, AssertionError),
-    jinja2.TemplateError,
-)
+_IN_TASKS = OSError, ImportError, ValueError, TypeError, LookupError, AttributeError
+_IN_TASKS += AssertionError, jinja2.TemplateError
 # The harness' own tasks on the data sets that `LocalData` knows; all others are read when a name is
 # none of them, which takes seconds.
 _OWN = ("hellaswag", "arc", "mmlu", "ruler", "babilong")
@@ -160,9 +158,8 @@ def load_tasks(
     except _IN_TASKS as error:
         cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(
-            f"the harness cannot build {', '.join(names)} ({cause}): pass --data=FOLDER "
-            "with hellaswag.jsonl, arc_easy.jsonl, arc_challenge.jsonl, or mmlu_test.jsonl and "
-            "mmlu_dev.jsonl; others are read from the cache of datasets"
+            f"the harness cannot build {', '.join(names)} ({cause}): its data are files of "
+            "--data=FOLDER (docs/evaluation.md), or in the cache of datasets"
         ) from error
     for task in loaded["tasks"].values():
         _set_fewshot(task, num_fewshot)

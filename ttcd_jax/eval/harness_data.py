@@ -54,8 +54,6 @@ _SOURCES = {
     ("allenai/ai2_arc", "ARC-Challenge"): _Source("arc_challenge", "test", _arc),
     ("cais/mmlu", None): _Source("mmlu", "test", _mmlu),
 }
-
-
 _FIELDS, _BABILONG = ("input", "question", "target"), "RMT-team/babilong-1k-samples"
 _QUESTIONS = _Source(
     "BABILong", "", lambda row: ({x: row[x] for x in _FIELDS}, [row[x] for x in _FIELDS], 0)

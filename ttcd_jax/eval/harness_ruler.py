@@ -38,14 +38,10 @@ def importable() -> Iterator[None]:
     without the download of a sentence splitter."""
     import nltk
 
-    stub = ModuleType("transformers")
-    stub.__dict__["AutoTokenizer"] = None
-    stubs = {} if importlib.util.find_spec(stub.__name__) else {stub.__name__: stub}
-    with (
-        _changed(sys.modules, stubs),
-        _changed(nltk.__dict__, {"download": lambda *_: True}),
-        contextlib.redirect_stdout(None),
-    ):
+    stub, name = SimpleNamespace(AutoTokenizer=None), "transformers"
+    stubs = {} if importlib.util.find_spec(name) else {name: stub}
+    no_download = _changed(nltk.__dict__, {"download": lambda *_: True})
+    with _changed(sys.modules, stubs), no_download, contextlib.redirect_stdout(None):
         yield
 
 

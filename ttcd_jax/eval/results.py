@@ -153,15 +153,14 @@ def damage_named(what: str) -> Iterator[None]:
 def merged(task: type[Task], results: list[dict[str, Any]]) -> dict[str, Any]:
     """The series of several runs in one result. Raises `UserError` for results that cannot be
     compared."""
-    first, series = results[0], {}
+    first = results[0]
     for result in results:
-        series |= result["series"]
         if task.comparable(result) != task.comparable(first):
             raise UserError(
                 f"task {task.name}: {result['run_dir']} was evaluated in other buckets, or on "
                 f"other text, than {first['run_dir']}: evaluate both with the same options"
             )
-    return first | {"series": series}
+    return first | {"series": {x: y for result in results for x, y in result["series"].items()}}
 
 
 def task_sections(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> list[Section]:

@@ -23,8 +23,8 @@ class RunLM(ScorerLM):
     ) -> None:
         """`ignored`: what the harness passes to every model, as a device."""
         run = load_run(run_dir, step, [param] if isinstance(param, str) else param)
-        options = {"batch_size": int(batch_size), "name": "lm_eval"}
-        super().__init__(Scorer(run.model, run.tokenizer, **options))
+        size = int(batch_size)
+        super().__init__(Scorer(run.model, run.tokenizer, batch_size=size, name="lm_eval"))
 
     @classmethod
     def create_from_arg_obj(
