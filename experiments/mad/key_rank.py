@@ -46,5 +46,5 @@ def _keys(block: Any, h: Float[Array, "B T D"], row: Row) -> Float[Array, "B T F
     mlp, size = block.mlp, block.mlp.settings.chunk_size
     tokens = mlp.tokens(x, mlp.source(x, row, student))
     chunks = jax.tree.map(lambda x: to_chunks(x, size), tokens)
-    _, (keys, _) = mlp.operands(mlp.convolved(chunks, None))
+    _, (keys, *_) = mlp.operands(mlp.convolved(chunks, None))
     return from_chunks(keys, h.shape[1])

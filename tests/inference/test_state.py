@@ -32,7 +32,7 @@ ELEMENTS = {
     "full": (2 * 2 * LENGTH * HEADS, 0, 0),
     "swa": (2 * RING, 0, 0),
     "ipttcd": (2 * RING, F * D, L * (F + D) + (R - 1) * (2 * F + 1)),
-    "ipttt": (2 * RING, F * D, L * (F + D) + (R - 1) * (F + D)),
+    "ipttt": (2 * RING, F * D, L * (F + D + 2) + (R - 1) * (F + D + 2)),  # two half-lives
     "ipttcd_ideal": (2 * RING, F * D, 2 * L * F),
     "deltanet": (0, 2 * 2 * 4 * 6, 2 * (R - 1) * 2 * (2 * 4 + 6)),
     "gated_deltanet": (0, 2 * 2 * 4 * 6, 2 * (R - 1) * 2 * (2 * 4 + 6)),

@@ -111,17 +111,14 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
         element of `decayed_sum`."""
         (keys, errors, log_decay), mask = prepared.writes, prepared.mask
         errors = masked(errors, mask.writes)
-        kept = _kept(_of_chunks(log_decay, mask), mask.resets)
-        if kept is None:
-            whole = jnp.ones((len(keys), 1), self.options.state_dtype)
-        else:
-            whole, later = jax.checkpoint(_products, prevent_cse=False)(kept)
-            if not self.options.orthogonalizes:
-                errors = times(later.astype(errors.dtype), errors)
-        if not self.options.orthogonalizes:
-            return whole, _product(self.options, "BCLF,BCLD->BFD", keys, errors)
-        delta = _delta(self.options, errors, keys)
-        return whole, (delta if kept is None else times(later, delta)).sum(1)
+        left = _left(_of_chunks(log_decay, mask), mask.resets)
+        whole = jnp.ones((len(keys), 1), self.options.state_dtype) if left is None else left[:, 0]
+        if self.options.orthogonalizes:
+            delta = _delta(self.options, errors, keys)
+            return whole, (delta if left is None else times(left[:, 1:], delta)).sum(1)
+        if left is not None:
+            errors = times(left[:, 1:].astype(errors.dtype), errors)
+        return whole, _product(self.options, "BCLF,BCLD->BFD", keys, errors)
 
     def combine(self, first: Any, then: Any) -> Any:
         return decayed_sum(first, then)
@@ -242,16 +239,24 @@ def _kept(log_decay: jax.Array | None, resets: jax.Array | None) -> jax.Array | 
     return jnp.where(resets[..., None], 0, jnp.exp(log_decay))
 
 
-def _products(kept: Float[Array, "B C Q"]) -> tuple[jax.Array, jax.Array]:
-    """The products over all chunks, and over those after each chunk."""
-    after = jax.lax.associative_scan(jnp.multiply, kept, axis=1, reverse=True)
-    return after[:, 0], jnp.concatenate([after[:, 1:], jnp.ones_like(after[:, :1])], axis=1)
+def _left(log_decay: jax.Array | None, resets: jax.Array | None) -> jax.Array | None:
+    """What the row leaves [B, C + 1, Q] of a state before each chunk, and of the last one: products
+    of a, by sums, whose gradients keep no array of size zero (see `_decayed_sums`)."""
+    left = None if log_decay is None else jnp.exp(_sums_from(log_decay))
+    if resets is None:
+        return left
+    is_reset = _sums_from(resets[..., None].astype(jnp.int32)) > 0
+    return jnp.where(is_reset, 0.0, 1.0 if left is None else left)
+
+
+def _sums_from(x: Float[Array, "B C Q"]) -> Float[Array, "B C1 Q"]:
+    """The sums from each chunk to the end, and 0."""
+    return jnp.pad(jax.lax.cumsum(x, axis=1, reverse=True), ((0, 0), (0, 1), (0, 0)))
 
 
 def _decayed_sums(elements: Element, *, reverse: bool = False) -> Element:
-    """The associative scan of `decayed_sum`. Recomputed in a backward, as `_products` is: it has
-    intermediates of size zero, and Shardy (jax 0.11.2) crashes when one is kept across a sharded
-    region."""
+    """The associative scan of `decayed_sum`. Recomputed in a backward: it has intermediates of size
+    zero, and Shardy (jax 0.11.2) crashes when one is kept across a sharded region."""
     scan = functools.partial(jax.lax.associative_scan, decayed_sum, reverse=reverse, axis=1)
     return jax.checkpoint(scan, prevent_cse=False)(elements)
 

@@ -27,7 +27,7 @@ PAIRS = {
     "precision": ("xla,blocked,bfloat16", ALL, "--max_kl=1e-9", "--max_flip_share=1"),
     "decoded": ("xla,blocked,decoded", "--levels=distribution", "--max_kl=1e-9"),
     "streamed": (
-        *("xla,blocked,streamed:16", "--niah_lengths=640", "--niah_samples=2"),
+        *("xla,blocked,streamed:16", "--niah_lengths=1024", "--niah_samples=2"),
         "--niah_tasks=niah_single_1",
     ),
 }
@@ -128,7 +128,7 @@ def test_precision_shows_at_every_level_and_a_limit_stops(run, report):
 
 def test_needles_are_answered_both_ways(run, report):
     (cell,) = report("streamed")["task"]["cells"]
-    assert (cell["task"], cell["length"], cell["samples"]) == ("niah_single_1", 640, 2)
+    assert (cell["task"], cell["length"], cell["samples"]) == ("niah_single_1", 1024, 2)
     assert cell["identical_share"] == 1
     assert cell["reference_score"] == cell["candidate_score"]
     assert "niah_single_1" in run("streamed").stdout
