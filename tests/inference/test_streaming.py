@@ -104,6 +104,7 @@ def test_every_split_around_the_edges_of_chunk_and_window():
         {"folds_state": True, "resets_at_document": False},
         {"output": "student", "normalizes_errors": True, "has_proj": False},
         {"half_lives": (5.0, 80.0), "decay": "gated"},
+        {"corrects_errors": True, "half_lives": (9.0,)},
     ],
     ids=lambda changes: "-".join(changes),
 )

@@ -7,8 +7,8 @@ import pytest
 from checks import assert_close, assert_same, draw
 
 from ttcd_jax.memory.chunks import chunk_segments
-from ttcd_jax.memory.prefix import PrefixOptions
-from ttcd_jax.memory.running import IdealMemory, RenormalizedMemory
+from ttcd_jax.memory.prefix import PrefixOptions, Writes
+from ttcd_jax.memory.running import CorrectingMemory, IdealMemory, RenormalizedMemory
 
 B, L, F, D = 2, 3, 6, 5
 
@@ -88,6 +88,81 @@ def test_renormalised_memory_that_learns_nothing_is_the_base(float64):
     y, state = _renormalised(_options(eta=0.0), z, keys, errors, w_base, 2, 9)
     assert_close(y, z @ w_base)
     assert_close(state, jnp.zeros_like(state), 1e-12)
+
+
+def _corrected(z, keys, errors, w_base, log_decay, rate, length=14, ids=None):
+    """(y, the sum after the row), keys of norm 1."""
+    keys = keys / jnp.linalg.norm(keys, axis=-1, keepdims=True)
+    memory = CorrectingMemory(w_base, _options())
+    return _row(memory, z, Writes(keys, errors, log_decay, rate), ids, length)
+
+
+def _corrected_loop(z, keys, errors, w_base, log_decay, rate, length=14):
+    """Token by token, by the equation."""
+    keys = keys / jnp.linalg.norm(keys, axis=-1, keepdims=True)
+    reads, ends = [], []
+    for row in range(len(z)):
+        state, y = jnp.zeros_like(w_base), []
+        for chunk in range(z.shape[1]):
+            y.append(z[row, chunk] @ (w_base + 0.3 * state))
+            tokens = range(min(L, length - chunk * L))
+            columns = jnp.repeat(jnp.exp(log_decay[row, chunk, : len(tokens)].sum(0)), D)
+            state = columns * state
+            for token in tokens:
+                k, e, beta = (x[row, chunk, token] for x in (keys, errors, rate))
+                state = state + jnp.outer(k, e - beta * (k @ state))
+        reads.append(jnp.stack(y))
+        ends.append(state)
+    return jnp.stack(reads), jnp.stack(ends)
+
+
+def _corrected_operands(num_chunks, batch=B):
+    shape = (batch, num_chunks, L)
+    log_decay, rate = draw(1, (*shape, 1), shape)
+    return (*_operands(num_chunks, batch), -0.1 * jnp.exp(log_decay), jax.nn.sigmoid(rate))
+
+
+def test_a_corrected_memory_follows_its_tokens_with_every_gradient(float64):
+    operands = _corrected_operands(5)
+    weights = draw(2, (B, 5, L, D), (B, F, D))
+
+    def loss(run, *operands):
+        y, end = run(*operands)
+        y = jnp.where((jnp.arange(15) < 14).reshape(5, L, 1), y, 0)
+        return (weights[0] * y).sum() + (weights[1] * end).sum(), (y, end)
+
+    def both(run):
+        whole = jax.value_and_grad(partial(loss, run), argnums=range(6), has_aux=True)
+        return jax.jit(whole)(*operands)
+
+    found, expected = both(_corrected), both(_corrected_loop)
+    assert_close(found, expected)
+    assert all(abs(gradient).max() > 0 for gradient in found[1])
+
+
+def test_corrected_documents_of_a_row_equal_rows_of_their_own(float64):
+    operands = _corrected_operands(6, batch=1)
+    ids = jnp.asarray(np.repeat([[1, 2]], [9, 9], axis=1))
+
+    def part(chunks, length, ids=None):
+        z, keys, errors, w_base, log_decay, rate = operands
+        z, keys, errors, log_decay, rate = (
+            x[:, chunks] for x in (z, keys, errors, log_decay, rate)
+        )
+        return _corrected(z, keys, errors, w_base, log_decay, rate, length, ids)[0]
+
+    alone = [part(slice(0, 3), 9), part(slice(3, 6), 9)]
+    assert_close(part(slice(0, 6), 18, ids), jnp.concatenate(alone, axis=1))
+
+
+def test_a_corrected_memory_returns_what_was_stored_last_under_a_key(float64):
+    """However often: the sum of a `PrefixMemory` returns all of it together."""
+    _, keys, errors, w_base = _operands(4, batch=1)
+    keys = jnp.broadcast_to(keys[:, :1, :1], keys.shape)
+    z = keys / jnp.linalg.norm(keys, axis=-1, keepdims=True)
+    memory = CorrectingMemory(w_base, _options(eta=1.0))
+    y, _ = _row(memory, z, Writes(z, errors), None, 12)
+    assert_close((y - z @ w_base)[0, 1:, 0], errors[0, :-1, -1])
 
 
 def _ideal(z_teacher, z_student, w_base, length, ids=None):

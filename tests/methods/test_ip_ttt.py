@@ -43,23 +43,34 @@ def _convolved(x, taps, *, is_causal):
     return y
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_the_memory_stores_projected_targets_under_features(is_causal):
+def _after(stored, h, v, *, corrects):
+    """What is stored after a chunk: all tokens write at once, or one after the other."""
+    if not corrects:
+        return stored + h.T @ v
+    for token, target in zip(h, v, strict=True):
+        key = token / np.linalg.norm(token)
+        stored = stored + np.outer(key, target - key @ stored)
+    return stored
+
+
+@pytest.mark.parametrize(("is_causal", "corrects"), [(True, False), (False, False), (True, True)])
+def test_the_memory_stores_projected_targets_under_features(is_causal, corrects):
     """Chunk by chunk, by the equations. numpy."""
-    module = _module(is_conv_causal=is_causal)
+    form = "auto" if corrects else "blocked"
+    module = _module(is_conv_causal=is_causal, corrects_errors=corrects, form=form)
     x, targets = _inputs()
     names = ("down", "proj", "target_conv", "activation_conv")
     down, proj, target_taps, taps = (np.asarray(getattr(module, name)[...]) for name in names)
     features = np.asarray(module.features(x))
     y = jax.jit(module)(x, targets)
     for row in range(2):
-        weight, expected = down, []
+        stored, expected = np.zeros_like(down), []
         for start in range(0, T, CHUNK):
             chunk = slice(start, start + CHUNK)
             h = _convolved(features[row, chunk], taps, is_causal=is_causal)
             v = _convolved(np.asarray(targets)[row, chunk], target_taps, is_causal=is_causal)
-            expected.append(h @ weight)
-            weight = weight + 0.3 * h.T @ (v @ proj)
+            expected.append(h @ (down + 0.3 * stored))
+            stored = _after(stored, h, v @ proj, corrects=corrects)
         assert_close(y[row], jnp.asarray(np.concatenate(expected)))
 
 

@@ -74,6 +74,11 @@ VARIANTS = {
     "half-lives": {"half_lives": (4.0,)},
     "gated half-lives": {"half_lives": (4.0, 90.0), "decay": "gated"},
     "half-lives of orthogonalised": {"half_lives": (9.0,), "orthogonalizes_updates": True},
+    "corrected": {"corrects_errors": True, "form": "auto"},
+    "corrected without gate, with half-lives": {
+        **{"corrects_errors": True, "form": "auto", "has_token_rate": False},
+        **{"half_lives": (4.0, 90.0)},
+    },
     "associative": {"form": "associative"},
     "attention form": {"form": "attention"},
     "folded": {"folds_state": True, "resets_at_document": False},
@@ -107,7 +112,7 @@ def test_symmetric_convolutions_look_ahead_inside_the_chunk_they_read(output, fl
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "raw teacher output", "student output", "orthogonalised"]
+    "name", ["plain", "raw teacher output", "student output", "orthogonalised", "corrected"]
 )
 def test_without_a_rate_the_layer_is_frozen_exactly(name):
     """eta = 0 equals a single chunk, whatever the memory holds; so does its gradient."""
@@ -341,6 +346,10 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32(name):
             {"form": "attention", "orthogonalizes_updates": True},
             "form 'attention' does not know orthogonalizes_updates",
         ),
+        ({"corrects_errors": True, "form": "blocked"}, "knows no other form"),
+        ({"corrects_errors": True, "normalizes_keys": False}, "set normalizes_keys=True"),
+        ({"corrects_errors": True, "renorm_chunks": 4}, "knows neither renorm_chunks"),
+        ({"corrects_errors": True, "orthogonalizes_updates": True}, "nor orthogonalizes_updates"),
         ({"half_lives": (0.0,)}, "half_lives"),
         ({"half_lives": (64.0,), "renorm_chunks": 4}, "set one of them"),
         ({"decay": "gated"}, "set half_lives="),

@@ -13,8 +13,9 @@ import numpy as np
 import toy_method
 from checks import distance, randomize
 from flax import nnx
-from small_models import config_of
+from small_models import CHUNK, config_of
 
+from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.registry import register
 from ttcd_jax.models.config import TransformerConfig, layers_with_teacher
 from ttcd_jax.models.transformer import Transformer
@@ -28,7 +29,11 @@ register(toy_method.METHOD)
 
 
 def config(method: str, **changes) -> TransformerConfig:
-    """A window of 21 tokens: longer than the part of a row on one of four devices."""
+    """A window of 21 tokens: longer than the part of a row on one of four devices. "corrected" is
+    IP-TTCD by the delta rule."""
+    if method == "corrected":
+        memory = MemoryConfig(chunk_size=CHUNK, num_taps=3, corrects_errors=True)
+        return config("ipttcd", memory=memory)
     # Scanned: one pair of a fast and a plain block, or fast blocks alone.
     num_layers, fast_layers = (4, (0, 2)) if method == "ipttcd" else (2, (0, 1))
     fields = {

@@ -17,7 +17,9 @@ MESHES = {"ipttcd": ["1x8x1x1", "1x1x8x1", EVERYWHERE]}
 TOLERANCE = 1e-6
 
 
-@pytest.mark.parametrize("methods", list(itertools.batched(METHODS, 3)), ids="-".join)
+@pytest.mark.parametrize(
+    "methods", list(itertools.batched([*METHODS, "corrected"], 3)), ids="-".join
+)
 def test_a_mesh_changes_neither_loss_nor_gradients(methods):
     """Several methods to a process, which takes long to start."""
     meshes = {method: MESHES.get(method, [EVERYWHERE]) for method in methods}

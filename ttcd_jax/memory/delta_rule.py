@@ -218,7 +218,7 @@ def _solve(
     beta = beta.astype(wide)[..., None]
     overlap = beta * of_writes * product("CBNLH,CBNSH->CBNLS", k, k, wide)
     sides = jnp.concatenate([beta * v, beta * of_state * k], axis=-1).astype(wide)
-    solved = _unit_lower_solve(overlap, sides)
+    solved = unit_lower_solve(overlap, sides)
     writes, erases = jnp.split(solved, [v.shape[-1]], axis=-1)
     scores = scale * of_writes * product("CBNLH,CBNSH->CBNLS", q, k, wide)
     return _Chunk(
@@ -232,7 +232,7 @@ def _solve(
 
 
 @jax.custom_vjp
-def _unit_lower_solve(a: jax.Array, b: jax.Array) -> jax.Array:
+def unit_lower_solve(a: jax.Array, b: jax.Array) -> jax.Array:
     """X of (I + A) X = B for the strictly lower triangle A of `a` [.., L, L] and B [.., L, Z]."""
     return _full_product(_unit_lower_inverse(a), b)
 
@@ -251,7 +251,7 @@ def _solve_backward(
     return -jnp.tril(_full_product(d_b, x.mT), k=-1), d_b
 
 
-_unit_lower_solve.defvjp(_solve_forward, _solve_backward)
+unit_lower_solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _full_product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -64,12 +64,21 @@ class PrefixOptions(NamedTuple):
         return self._replace(form="attention" if has_scores else "blocked")
 
 
+class Writes(NamedTuple):
+    """Operands of the write of a chunk [B, C, L, ...], of a row's or of the open one's [B, L, ...].
+    What is None has no effect: nothing decays, every write replaces as a whole."""
+
+    keys: Float[Array, "*rest F"]
+    errors: Float[Array, "*rest D"]
+    log_decay: Float[Array, "*rest Q"] | None = None
+    rate: Float[Array, "*rest"] | None = None  # of `running.CorrectingMemory` alone
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefixMemory(ChunkedMemory, AssociativeMemory):
     """W_base and the sum of delta_w, as a memory: its state is the sum [B, F, D] without eta, it is
-    read by features z [B, C, L, F] and written by (keys, errors, log_decay), the last [B, C, L, Q]
-    or None."""
+    read by features z [B, C, L, F] and written by `Writes`."""
 
     w_base: Float[Array, "F D"]
     options: PrefixOptions = dataclasses.field(metadata={"static": True})
@@ -79,29 +88,28 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
         if self.options.form == "attention" or self.options.orthogonalizes:
             return Axes()
         features = (*ROWS, None, "mlp")
-        return Axes(("mlp",), features, (features, ROWS, ROWS), ROWS, ("tensor",))
+        writes = Writes(features, ROWS, ROWS, ROWS)
+        return Axes(("mlp",), features, writes, ROWS, ("tensor",))
 
     def start(self, batch_size: int) -> Float[Array, "B F D"]:
         return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
 
     def read(self, state: Float[Array, "B F D"], reads: Float[Array, "B L F"]) -> jax.Array:
         """z W_base + eta z S."""
-        return _read(self.options, self.w_base, state[:, None], reads[:, None], None)[:, 0]
+        return read_state(self.options, self.w_base, state, reads)
 
     def write(
-        self, state: Float[Array, "B F D"], writes: Any, mask: jax.Array | None = None
+        self, state: Float[Array, "B F D"], writes: Writes, mask: jax.Array | None = None
     ) -> Float[Array, "B F D"]:
         """a S + delta_w of the chunk."""
-        keys, errors, log_decay = writes
-        errors = masked(errors, mask)
-        if log_decay is not None:
-            state = times(jnp.exp(masked(log_decay, mask).sum(1)), state)
-        return state + _delta(self.options, errors[:, None], keys[:, None])[:, 0]
+        errors = masked(writes.errors, mask)[:, None]
+        delta = _delta(self.options, errors, writes.keys[:, None])[:, 0]
+        return decayed(state, writes.log_decay, mask) + delta
 
     def row(
         self, prepared: Chunks, state: jax.Array | None = None, *, needs_end: bool = True
     ) -> tuple[jax.Array, jax.Array]:
-        keys, errors, log_decay = prepared.writes
+        keys, errors, log_decay, _ = prepared.writes
         return read_prefix(
             self.options, prepared.reads, keys, errors, self.w_base, prepared.mask, state, log_decay
         )
@@ -109,7 +117,7 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
     def summary(self, prepared: Chunks) -> tuple[Float[Array, "B Q"], Float[Array, "B F D"]]:
         """(what the chunks leave of a state before them, the state after them from zero): an
         element of `decayed_sum`."""
-        (keys, errors, log_decay), mask = prepared.writes, prepared.mask
+        (keys, errors, log_decay, _), mask = prepared.writes, prepared.mask
         errors = masked(errors, mask.writes)
         left = _left(_of_chunks(log_decay, mask), mask.resets)
         whole = jnp.ones((len(keys), 1), self.options.state_dtype) if left is None else left[:, 0]
@@ -215,6 +223,27 @@ def _over_blocks(
 def times(factors: Float[Array, "*#rest Q"], x: Float[Array, "*#rest X D"]) -> jax.Array:
     """x with the columns of every group times the factor of the group."""
     return x * jnp.repeat(factors, x.shape[-1] // factors.shape[-1], axis=-1)[..., None, :]
+
+
+def decayed(
+    state: Float[Array, "B F D"],
+    log_decay: Float[Array, "B L Q"] | None,
+    mask: jax.Array | None,
+) -> Float[Array, "B F D"]:
+    """What a chunk leaves of the state, without its writes."""
+    if log_decay is None:
+        return state
+    return times(jnp.exp(masked(log_decay, mask).sum(1)), state)
+
+
+def read_state(
+    options: PrefixOptions,
+    w_base: Float[Array, "F D"],
+    state: Float[Array, "B F D"],
+    z: Float[Array, "B L F"],
+) -> Float[Array, "B L D"]:
+    """z W_base + eta z S of one chunk."""
+    return _read(options, w_base, state[:, None], z[:, None], None)[:, 0]
 
 
 def decayed_sum(left: Element, right: Element) -> Element:

@@ -12,7 +12,8 @@ from ttcd_kernels.normalize import NORM_EPS
 
 from ttcd_jax.memory.chunks import masked
 from ttcd_jax.memory.delta import chunk_delta
-from ttcd_jax.memory.prefix import PrefixOptions
+from ttcd_jax.memory.delta_rule import unit_lower_solve
+from ttcd_jax.memory.prefix import PrefixOptions, Writes, decayed, read_state
 from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.nn.product import product
 
@@ -61,6 +62,51 @@ class IdealMemory(ChunkedMemory):
     def squared_size(self, state: Float[Array, "B F D"]) -> Float[Array, " B"]:
         """|W - W_base|_F^2 / eta^2."""
         return _squared_change(state, self.w_base, self.eta)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CorrectingMemory(ChunkedMemory):
+    """The memory of a `PrefixMemory` with error correction, the delta rule (Schlag et al., 2021): a
+    token writes its error less what the memory returns for its key already,
+
+        S <- S + k^T (e - beta k S),   k S read after the earlier tokens of its chunk wrote,
+
+    so that a key that comes again replaces what it stored, and S stays as large as what is stored
+    in it. With |k| = 1 and beta in [0, 1] no write makes it grow without bound. The writes u of a
+    chunk solve a unit lower triangular system (`memory.delta_rule`):
+
+        (I + A) U = E - beta K S,   A_ij = beta_i (k_i . k_j) for j < i
+
+    Reads, decays and documents are those of `PrefixMemory`; every operand has its gradient.
+    `Writes.rate` is beta, None: 1; products of the system are in the state dtype.
+    """
+
+    w_base: Float[Array, "F D"]
+    options: PrefixOptions = dataclasses.field(metadata={"static": True})
+
+    def start(self, batch_size: int) -> Float[Array, "B F D"]:
+        return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
+
+    def read(
+        self, state: Float[Array, "B F D"], reads: Float[Array, "B L F"]
+    ) -> Float[Array, "B L D"]:
+        return read_state(self.options, self.w_base, state, reads)
+
+    def write(
+        self,
+        state: Float[Array, "B F D"],
+        writes: Writes,
+        mask: Bool[Array, "#B L"] | None = None,
+    ) -> Float[Array, "B F D"]:
+        (keys, errors, log_decay, rate), wide = writes, self.options.state_dtype
+        state = decayed(state, log_decay, mask)
+        rate = jnp.ones((*errors.shape[:-1], 1), wide) if rate is None else rate[..., None]
+        rate = masked(rate.astype(wide), mask)  # a token outside the mask has u = 0
+        returned = product("BLF,BFD->BLD", keys, state.astype(keys.dtype), wide)
+        sides = masked(errors, mask).astype(wide) - rate * returned
+        u = unit_lower_solve(rate * product("BLF,BMF->BLM", keys, keys, wide), sides)
+        return state + product("BLF,BLD->BFD", keys, u.astype(keys.dtype), wide)
 
 
 @jax.tree_util.register_dataclass

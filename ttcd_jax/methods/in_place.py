@@ -60,6 +60,9 @@ class PrefixSettings(InPlaceSettings):
     # by a gate on every token, softplus(x w) / ln 2 with w from zero.
     half_lives: tuple[PositiveFloat, ...] = ()
     decay: Literal["constant", "learned", "gated"] = "constant"
+    # Not published: the delta rule. A token writes its error less what the memory returns for its
+    # key already; keys have norm 1 (`memory.running.CorrectingMemory`).
+    corrects_errors: bool = False
 
     def validate(self) -> None:
         super().validate()
@@ -76,10 +79,24 @@ class PrefixSettings(InPlaceSettings):
             )
         if self.form == "attention" and self.folds_state:
             raise UserError("form 'attention' does not know folds_state")
+        if self.corrects_errors and (self.form != "auto" or self.folds_state):
+            raise UserError(
+                "corrects_errors is a loop over chunks, no prefix sum: it knows no other form than "
+                "'auto' and no folds_state"
+            )
 
     def options(self, precision: Precision, *, orthogonalizes: bool = False) -> PrefixOptions:
         fields = (self.eta, orthogonalizes, self.folds_state, self.form, self.block_chunks)
         return PrefixOptions(*fields, state_dtype=precision.state_dtype)
+
+    def correction_flops(self, mlp: MLPConfig, length: int) -> int | float:
+        """Of the correction: what the memory returns for every key, overlaps of the keys of a
+        chunk, and the triangular system."""
+        if not self.corrects_errors:
+            return 0
+        size = min(self.chunk_size, length)
+        system = 2 * length * size * (mlp.hidden_dim + mlp.dim) + 4 / 3 * length * size**2
+        return mlp.unit_flops(length) + system
 
     @property
     def look_ahead(self) -> int:

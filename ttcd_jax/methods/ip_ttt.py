@@ -4,7 +4,8 @@
     W_i = W_base + eta * sum over earlier chunks of h^T (v P),   y = h W_i
 
 x is the normed hidden state; the targets are x itself or the raw token embeddings. The memory is
-that of IP-TTCD, but its writes have no error, no key norm and no token rate. A symmetric
+that of IP-TTCD, but its writes have no error, no token rate and, without `corrects_errors`, no key
+norm. A symmetric
 target convolution looks ahead inside its chunk and stays causal, because only later chunks read
 what a chunk writes; a symmetric activation convolution would not be.
 """
@@ -16,9 +17,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
+from ttcd_kernels.normalize import l2_normalize
 from ttcd_kernels.short_conv import short_conv
 
-from ttcd_jax.memory.prefix import PrefixMemory
+from ttcd_jax.memory.prefix import PrefixMemory, Writes
+from ttcd_jax.memory.protocol import ChunkedMemory
+from ttcd_jax.memory.running import CorrectingMemory
 from ttcd_jax.methods.in_place import ConvInit, InPlaceConfig, InPlaceMLP, PrefixSettings, ProjInit
 from ttcd_jax.methods.registry import (
     ATTENTION_FIXED,
@@ -63,7 +67,8 @@ class IPTTTConfig(InPlaceConfig):
     def flops(self, length: int) -> int | float:
         """Besides a SwiGLU: delta_w, the read of the memory; and the projection."""
         proj = 2 * length * self.mlp.dim**2
-        return (3 + 2) * self.mlp.unit_flops(length) + self.memory.has_proj * proj
+        correction = self.memory.correction_flops(self.mlp, length)
+        return (3 + 2) * self.mlp.unit_flops(length) + self.memory.has_proj * proj + correction
 
 
 class Stored(NamedTuple):
@@ -122,10 +127,13 @@ class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
         h, v, log_decay = convolved
         if self.settings.has_proj:
             v = weight_product(v, self.proj[...].astype(v.dtype))
-        return h, (h, v, log_decay)
+        keys = l2_normalize(h) if self.settings.corrects_errors else h
+        return h, Writes(keys, v, log_decay)
 
-    def memory(self, length: int) -> PrefixMemory:
+    def memory(self, length: int) -> ChunkedMemory:
         w_base, options = self.w_base(), self.settings.options(self.config.precision)
+        if self.settings.corrects_errors:
+            return CorrectingMemory(w_base, options)
         return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
 
     def check_causal(self) -> None:

@@ -4,7 +4,8 @@
     e = sigmoid(t . b) * ((z_target - z_student) W_base) P,  k = z_student / |z_student|
     W_i = W_base + eta * sum over earlier chunks of k^T e,   y = z_out W_i
 
-With `half_lives` the sum forgets: `ttcd_jax.memory.prefix`.
+With `half_lives` the sum forgets (`ttcd_jax.memory.prefix`), with `corrects_errors` a key replaces
+what it stored (`ttcd_jax.memory.running.CorrectingMemory`).
 x is the teacher's normed hidden state, t the student's; W_base is the down projection [F, D].
 """
 
@@ -21,9 +22,9 @@ from ttcd_kernels.normalize import l2_normalize
 from ttcd_jax.config import Positive
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.memory.delta import chunk_errors
-from ttcd_jax.memory.prefix import PrefixMemory
+from ttcd_jax.memory.prefix import PrefixMemory, Writes
 from ttcd_jax.memory.protocol import ChunkedMemory
-from ttcd_jax.memory.running import RenormalizedMemory
+from ttcd_jax.memory.running import CorrectingMemory, RenormalizedMemory
 from ttcd_jax.methods.in_place import (
     ConvInit,
     InPlaceConfig,
@@ -93,6 +94,16 @@ class MemoryConfig(PrefixSettings):
             )
         if self.form == "attention" and self.orthogonalizes_updates:
             raise UserError("form 'attention' does not know orthogonalizes_updates")
+        if self.corrects_errors and not self.normalizes_keys:
+            raise UserError(
+                "corrects_errors with normalizes_keys=False diverges: keys above norm 1 overshoot; "
+                "set normalizes_keys=True"
+            )
+        if self.corrects_errors and (self.renorm_chunks or self.orthogonalizes_updates):
+            raise UserError(
+                "corrects_errors has an update of its own: it knows neither renorm_chunks nor "
+                "orthogonalizes_updates"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +124,8 @@ class IPTTCDConfig(InPlaceConfig):
         """Besides a SwiGLU: student gate and up, error, delta_w, the read of the memory (that of
         W_base is the SwiGLU's); and the projection."""
         proj = 2 * length * self.mlp.dim**2
-        return (3 + 5) * self.mlp.unit_flops(length) + self.memory.has_proj * proj
+        correction = self.memory.correction_flops(self.mlp, length)
+        return (3 + 5) * self.mlp.unit_flops(length) + self.memory.has_proj * proj + correction
 
 
 class Features(NamedTuple):
@@ -201,7 +213,8 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
             normalizes=settings.normalizes_errors,
             zero_slope=settings.zero_slope,
         )
-        return convolved.z_out, (convolved.keys, errors, convolved.log_decay)
+        rate = convolved.beta if settings.corrects_errors else None
+        return convolved.z_out, Writes(convolved.keys, errors, convolved.log_decay, rate)
 
     def views(self, convolved: ChunkInputs) -> tuple[jax.Array, jax.Array]:
         # Keys may be normalized: the student's features are what the difference leaves.
@@ -213,6 +226,8 @@ class IPTTCDMLP(InPlaceMLP, config=IPTTCDConfig):
         options = settings.options(self.config.precision, orthogonalizes=orthogonalizes)
         if settings.renorm_chunks is not None:
             return RenormalizedMemory(w_base, options, settings.renorm_chunks)
+        if settings.corrects_errors:
+            return CorrectingMemory(w_base, options)
         return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
 
     def token_rate(self, tokens: Features) -> Float[Array, "B T"] | None:

@@ -116,11 +116,14 @@ def sharded(
     mesh = jax.sharding.get_abstract_mesh()
 
     def specs(tree: Any) -> Any:
-        return spec(tree, mesh) if _is_names(tree) else tuple(map(specs, tree))
+        if _is_names(tree):
+            return spec(tree, mesh)
+        parts = map(specs, tree)
+        return tree._make(parts) if hasattr(tree, "_make") else tuple(parts)
 
     return jax.shard_map(
         functools.partial(function, Shard(frozenset(_free_axes(mesh)))),
-        in_specs=tuple(specs(tuple(names)) for names in inputs),
+        in_specs=tuple(map(specs, inputs)),
         out_specs=specs(outputs),
         check_vma=False,
     )
