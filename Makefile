@@ -30,7 +30,7 @@ quickstart: .venv ## train and evaluate on text and on recall, make the page (ST
 	$(EVALUATE) --run_dir=$(RUNS)/text_swa --task=ppl --seq_len=4096
 	$(LAUNCH) --gin=recall.gin --run_dir=$(RUNS)/recall
 	$(EVALUATE) --run_dir=$(RUNS)/recall --task=recall
-	$(EVALUATE) --run_dir=$(RUNS)/recall --task=needle
+	$(EVALUATE) --run_dir=$(RUNS)/recall --task=needle --by=prefill --distances=64,256,1024,4096,16384
 	$(LAUNCH) --gin=recall_swa.gin --run_dir=$(RUNS)/recall_swa
 	$(EVALUATE) --run_dir=$(RUNS)/recall_swa --task=recall
 	@$(PYTHON) -m experiments.report --output=$(RUNS) --run_dir=$(RUNS)/text \

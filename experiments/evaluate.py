@@ -13,8 +13,9 @@ the context before them, as published; position: loss by position; recurrence: l
 complete an n-gram seen before. ruler: the 13 tasks of RULER. babilong: BABILong's qa1 to qa5.
 harness: tasks of lm-evaluation-harness, such as --tasks=hellaswag,mmlu with --data=FOLDER. recall:
 accuracy by the distance to the key, for runs on recall data. needle: accuracy of values of the
-prompt that are queried after 16 to 512 decoded tokens, with the memory kept on while decoding and,
-as in the published code, off. In the others a method with a memory is measured with its fast
+prompt that are queried after --distances=16,512 decoded tokens, with the memory kept on while
+decoding and, as in the published code, off, or after tokens read in one pass (--by=prefill). In the
+others a method with a memory is measured with its fast
 weights on and off (eta = 0). Every task is a file in ttcd_jax/eval/tasks with its options,
 --batch_size=N for all; docs/evaluation.md describes them.
 

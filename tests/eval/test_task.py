@@ -160,6 +160,7 @@ def test_options_are_those_of_the_task(toy):
     for name, option, message in [
         ("halves", "--seq_len=4", r"task halves has no option '--seq_len=4': .* length=VALUE"),
         ("needle", "--text=a", "task needle has no option '--text=a'"),
+        ("needle", "--distances=4,4", "distances"),
         ("halves", "--length", "task halves has no option '--length': .* length=VALUE"),
         ("halves", "--length=0", "length 0 must be at least 1"),
         ("halves", "--length=four", r"length must be int, got 'four' \(str\)"),

@@ -170,6 +170,8 @@ def test_evaluation_writes_json_csv_and_a_picture(finished):
         (str(2**power), 4) for power in range(4, 10)
     ]
     assert len(published) == len(kept)
+    read = f"--run_dir={run_dir}", "--task=needle", "--by=prefill", "--distances=7,300"
+    assert len(commands.output("evaluate", *read, "--batch_size=2").splitlines()) == 6
     places = f"--run_dir={run_dir}", f"--output={run_dir / 'page'}"
     assert "go on" in commands.output("report", *places, "--next=go on")
     assert {path.name for path in (run_dir / "page").iterdir()} == {

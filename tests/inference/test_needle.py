@@ -7,7 +7,7 @@ from small_models import config_of
 
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows, needles
-from ttcd_jax.eval.tasks.recall import while_decoding
+from ttcd_jax.eval.tasks.recall import read_back
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.precision import Precision
@@ -58,8 +58,9 @@ def test_a_needle_is_read_back_after_long_decoding():
     # The third pair stays in the open chunk of the prompt: decoding has to write it.
     rows = needles(DATA, seed=1, num_rows=32, num_needles=3, num_tokens=DISTANCE)
     model = inference_model(with_params(MODEL, _trained()))
-    (kept,) = while_decoding(model, rows, [DISTANCE])
-    (published,) = while_decoding(model, rows, [DISTANCE], "published")
+    (kept,) = read_back(model, rows, [DISTANCE])
+    (published,) = read_back(model, rows, [DISTANCE], "published")
+    assert read_back(model, rows, [DISTANCE // 2, DISTANCE], by="prefill")[1] == kept
     assert kept["queries"] == 96
     assert kept["accuracy"] > 0.9
     assert published["accuracy"] < 0.4  # chance is 1 in 8

@@ -1,13 +1,14 @@
-"""Recall accuracy by distance back to the value, in one pass or while decoding."""
+"""Recall accuracy by distance back to the value: in one pass, and after a haystack."""
 
 import dataclasses
 from collections.abc import Iterable
-from typing import get_args
+from typing import Annotated, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ttcd_jax.config import DISTINCT, Positive
 from ttcd_jax.data.synthetic.recall import Needles, RecallConfig, RecallRows, needles
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.scorer import Scorer, Scores
@@ -20,7 +21,6 @@ from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
 
 _SEED = 1_000_003  # differs from any training seed of a few digits
 _BUCKETS_BEYOND = 4
-_DISTANCES = (16, 32, 64, 128, 256, 512)
 _MAX_NEEDLES = 4
 
 
@@ -60,13 +60,23 @@ class Recall(_OnRecallData, RowTask):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needle(_OnRecallData):
-    """Accuracy of recalling a prompt's values after decoding other tokens: with the memory on, and
-    off while decoding, as published. `batch_size` is the number of rows."""
+    """Accuracy of recalling a prompt's values after each of `distances` other tokens, which are
+    decoded one by one (with the memory on, and off, as published) or read in one pass
+    (`by="prefill"`, with the memory on: for thousands of them). `batch_size` is the number of
+    rows."""
 
     name = "needle"
-    title = "Needles read back after decoding"
-    x_label = "tokens decoded between the value and the query"
+    title = "Needles read back"
+    x_label = "tokens between the value and the query"
     rank = 46
+
+    distances: Annotated[tuple[Positive, ...], DISTINCT] = (16, 32, 64, 128, 256, 512)
+    by: Literal["decode", "prefill"] = "decode"
+
+    def validate(self) -> None:
+        super().validate()
+        if not self.distances:
+            raise UserError("distances () are none: give one or more, such as --distances=64,4096")
 
     def rows(self, subject: Subject) -> Needles:
         if jax.process_count() > 1:
@@ -80,21 +90,21 @@ class Needle(_OnRecallData):
             seed=_SEED,
             num_rows=self.batch_size,
             num_needles=max(1, min(_MAX_NEEDLES, config.num_keys // 2)),
-            num_tokens=max(_DISTANCES),
+            num_tokens=2 * -(-max(self.distances) // 2),  # pairs
         )
 
     def series(self, subject: Subject, rows: Needles) -> Series:
         modes: dict[str, MemoryMode] = {subject.name: "kept"}
-        if has_in_place_memory(subject.model.config):
+        if self.by == "decode" and has_in_place_memory(subject.model.config):
             modes = {f"{subject.name}, memory {mode}": mode for mode in get_args(MemoryMode)}
         scorer = self.scorer(subject, subject.name, subject.model)
         return {
-            label: while_decoding(scorer.inference, rows, _DISTANCES, memory)
+            label: read_back(scorer.inference, rows, self.distances, memory, self.by)
             for label, memory in modes.items()
         }
 
     def measure(self, scorer: Scorer, rows: Needles, subject: Subject) -> Records:
-        return while_decoding(scorer.inference, rows, _DISTANCES)
+        return read_back(scorer.inference, rows, self.distances, by=self.by)
 
 
 def attention_reach(config: TransformerConfig) -> int | None:
@@ -129,19 +139,27 @@ def by_distance(scores: Scores, rows: dict[str, np.ndarray], reach: int | None) 
     return records
 
 
-def while_decoding(
-    model: InferenceModel, needles: Needles, distances: Iterable[int], memory: MemoryMode = "kept"
+def read_back(
+    model: InferenceModel,
+    needles: Needles,
+    distances: Iterable[int],
+    memory: MemoryMode = "kept",
+    by: Literal["decode", "prefill"] = "decode",
 ) -> Records:
     """Accuracy at the needles of a prompt after each of `distances` tokens of haystack, at most all
-    of it, which `decode` reads one by one."""
+    of it, read one by one or in one pass."""
     num_rows, num_tokens = needles.haystack.shape
     max_length = needles.pairs.shape[1] + num_tokens + 1
     state = start_state(model, num_rows, max_length=max_length)
     _, state = prefill(model, state, needles.pairs, memory=memory)
     records, read = [], 0
     for distance in sorted(distances):
-        for tokens in needles.haystack[:, read:distance].T:
-            _, state = decode(model, state, tokens, memory=memory)
+        tokens = needles.haystack[:, read:distance]
+        if by == "prefill":
+            _, state = prefill(model, state, tokens, memory=memory)
+        else:
+            for column in tokens.T:
+                _, state = decode(model, state, column, memory=memory)
         read = distance
         is_hit = np.empty(needles.keys.shape, bool)
         for index, keys in enumerate(needles.keys.T):
