@@ -25,7 +25,7 @@ class MADSweepConfig(Config):
 
     `num_train` lowers the number of training rows. `init_std` is that of all normal
     initialisations; with a larger one recall is learned from far fewer rows
-    (experiments/RESULTS.md).
+    (experiments/RESULTS.md). `corrects_errors`: IP-TTCD by the delta rule, as in the small recipes.
     """
 
     recipe: RecipeConfig
@@ -39,6 +39,7 @@ class MADSweepConfig(Config):
     num_train: Positive | None = None
     num_test: Positive = 1280
     init_std: PositiveFloat = 0.02
+    corrects_errors: bool = False
 
 
 class Job(NamedTuple):

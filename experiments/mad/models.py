@@ -33,14 +33,20 @@ MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS
 
 
 def mad_config(
-    method: MADMethod, task: MADConfig, *, window: int | None = None, **fields: Any
+    method: MADMethod,
+    task: MADConfig,
+    *,
+    window: int | None = None,
+    corrects_errors: bool = False,
+    **fields: Any,
 ) -> TransformerConfig:
     """Two layers with four heads, both fast where a method has fast layers, of the published sizes
     unless `fields` change them. The teacher's window is 16 for tasks of 32 tokens, 32 for the
     others, or `window`; the student's and the chunk are half of it.
 
     Methods are as published for training from scratch; rows are so short that the forms of a memory
-    cost the same. The publication of LaCT does not specify its initial state: here full matrices,
+    cost the same. With `corrects_errors` IP-TTCD is that of method/ipttcd_corrected.gin: teacher taps
+    from the identity, the student's from the token before. The publication of LaCT does not specify its initial state: here full matrices,
     one fast head per attention head, no Muon.
     """
     window = window or (16 if task.task in ("compression", "memorization") else 32)
@@ -49,6 +55,9 @@ def mad_config(
     chunk = window // 2
     in_place = {"window": window, "fast_layers": (0, 1)}
     memory = MemoryConfig(chunk_size=chunk, block_chunks=1)
+    if corrects_errors:
+        taps = {"teacher_conv_init": "identity", "student_conv_init": "previous"}
+        memory = memory.replace(corrects_errors=True, **taps)
     target = TargetMemoryConfig(chunk_size=chunk, block_chunks=1)
     by_method = {
         "ipttcd": in_place | {"student_window": chunk, "memory": memory},

@@ -44,7 +44,8 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
 def _train(config: MADSweepConfig, job: Job, rows: Any) -> Record:
     """Trains one job; returns its record."""
     task = job.setting.config
-    model = mad_config(job.method, task, init_std=config.init_std, precision=config.precision)
+    fields = {"init_std": config.init_std, "precision": config.precision}
+    model = mad_config(job.method, task, corrects_errors=config.corrects_errors, **fields)
     start = time.monotonic()
     _show_live(f"{job.name}: compiling")
     runs = train_runs(

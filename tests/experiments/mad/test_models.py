@@ -37,6 +37,13 @@ def test_the_published_sizes():
     assert mad_config("full", TASK).window is None
 
 
+def test_the_delta_rule_changes_no_size():
+    found = mad_config("ipttcd", TASK, corrects_errors=True)
+    assert found.memory.corrects_errors
+    assert num_params(Transformer, found) == num_params(Transformer, mad_config("ipttcd", TASK))
+    assert mad_config("swa", TASK, corrects_errors=True) == mad_config("swa", TASK)
+
+
 @pytest.mark.parametrize("method", MAD_METHODS)
 @pytest.mark.parametrize("model_class", [Transformer, Autoencoder])
 def test_logits_of_every_token(method, model_class):
