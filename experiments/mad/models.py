@@ -45,9 +45,10 @@ def mad_config(
     others, or `window`; the student's and the chunk are half of it.
 
     Methods are as published for training from scratch; rows are so short that the forms of a memory
-    cost the same. With `corrects_errors` IP-TTCD is that of method/ipttcd_corrected.gin: teacher taps
-    from the identity, the student's from the token before. The publication of LaCT does not specify its initial state: here full matrices,
-    one fast head per attention head, no Muon.
+    cost the same. With `corrects_errors` IP-TTCD is that of method/ipttcd_corrected.gin: taps of
+    the teacher from the identity, of the student from the token before. The publication of LaCT
+    does not specify its initial state: here full matrices, one fast head per attention head, no
+    Muon.
     """
     window = window or (16 if task.task in ("compression", "memorization") else 32)
     sizes = {"vocab_size": task.vocab_size, "dim": 128, "mlp_dim": 256, "has_tied_head": False}

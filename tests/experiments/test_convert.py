@@ -11,6 +11,7 @@ import commands
 import numpy as np
 import pytest
 import tiny_run
+from checks import assert_same
 from flax import nnx
 from small_models import byte_model
 
@@ -27,6 +28,7 @@ MODEL = byte_model(num_layers=2, fast_layers=(1,), memory=MEMORY)
 SMALL = ("TextConfig.seq_len=16", "RunConfig.batch_size=2", "ScheduleConfig.warmup=1")
 IMPORT = ("convert", "import", "--format=reference")
 EXPORT = ("convert", "export", "--format=reference")
+EVALUATE = ("evaluate", "--task=ppl", "--seq_len=32")
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,25 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
     commands.output(*EXPORT, run_dir, tmp_path / "out", "--dtype=float16")
     head = open_weights(tmp_path / "out")["model.embeddings.weight"]
     np.testing.assert_array_equal(head, np.asarray(trained.params["embedding"], np.float16))
+    thin = tmp_path / "thin"
+    commands.output("convert", "export", "--format=run", run_dir, thin, "--step=2")
+    assert_same(load_params(thin), trained)
+    assert _bytes(thin / "checkpoints") < 0.5 * _bytes(run_dir / "checkpoints" / "2")
+    assert "(step 2, " in commands.output(*EVALUATE, f"--run_dir={thin}", f"--text={text}")
+    more = tiny_run.params(*SMALL, *bindings, "STEPS=4"), "--change=RunConfig.steps"
+    line = ("launch", "--gin=continue.gin", f"--run_dir={thin}", *more[0], more[1])
+    assert "start_from" in commands.refused(*line, status=4)
+
+
+def _bytes(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_copy_of_a_run_is_no_import_and_has_no_dtype(imported, tmp_path):
+    flags = "--format=run", imported[0], tmp_path / "out"
+    assert "needs no import" in commands.refused("convert", "import", *flags)
+    line = ("convert", "export", *flags, "--dtype=float16")
+    assert "--dtype is no option of export --format=run" in commands.refused(*line)
 
 
 def test_an_export_of_any_size_is_imported_and_readable_by_all(tmp_path):

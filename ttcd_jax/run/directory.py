@@ -46,6 +46,8 @@ FORMAT = 3
 _IMPORT = "import.json"
 # The files of a claim in the order they are written: without the last it was not finished.
 _CLAIM = ("environment.json", "data.json", "config.gin", "config.json")
+# The files that describe a run, its parameters apart.
+SMALL_FILES = (*_CLAIM, _IMPORT, TOKENIZER, METRICS)
 
 
 class RunDirectory:

@@ -247,6 +247,12 @@ class Checkpoints:
         chosen, refused = self._chosen(step)
         with _reporting_read(chosen):
             metadata = self._manager.item_metadata(chosen)
+        if {_PARAMS, _TRAIN} & {*metadata} == {_PARAMS} != {*abstract_state}:
+            raise CheckpointError(
+                f"checkpoint step {chosen} holds parameters alone, no run can go on from it: start "
+                "another run from it (RunConfig.start_from)"
+            )
+        with _reporting_read(chosen):
             absent = {x for x in OPTIONAL & {*abstract_state} if x not in metadata[_TRAIN].tree}
             abstract_state = {x: abstract_state[x] for x in abstract_state if x not in absent}
             wanted = by_name(jax.tree.map(_with_sharding, abstract_state))
