@@ -33,7 +33,9 @@ MODEL = config_of(
 SETTINGS = {
     "ipttcd": MemoryConfig(chunk_size=8, form="associative"),
     "ipttt": TargetMemoryConfig(chunk_size=8, form="associative"),
-    "ipttcd_ideal": IdealMemoryConfig(chunk_size=LENGTH),  # one chunk: one round of its loop
+    # One chunk: one round of its loop.
+    "ipttcd_ideal": IdealMemoryConfig(chunk_size=LENGTH),
+    "corrected": MemoryConfig(chunk_size=LENGTH, corrects_errors=True),
     "lact": LaCTMemoryConfig(chunk_size=LENGTH // 2, num_fast_heads=2, low_rank=None),
 }
 
@@ -71,17 +73,18 @@ COLUMNS = {
 NO_ATTENTION = ("deltanet", "gated_deltanet")
 
 
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"swa"}))
-def test_the_formula_counts_every_matrix_product_of_an_unrolled_model(method, monkeypatch):
+@pytest.mark.parametrize("name", ["corrected", *sorted(METHODS.keys() - {"swa"})])
+def test_the_formula_counts_every_matrix_product_of_an_unrolled_model(name, monkeypatch):
     # The definition computes all T x T scores, on fast layers once per window.
     monkeypatch.setitem(api.CANDIDATES, "xla", Candidate(definitions.dual_window))
+    method = "ipttcd" if name == "corrected" else name
     # LaCT's memory shares its keys: no grouped heads.
     is_everywhere = METHODS[method].layers == "all"
     config = MODEL.replace(
         method=method,
         num_kv_heads=None if method == "lact" else 2,
         fast_layers=(1,) if METHODS[method].layers == "fast" else (),
-        memory=SETTINGS.get(method),
+        memory=SETTINGS.get(name),
     )
     dense = 0 if method in NO_ATTENTION else config.num_layers
     surplus = dense * 4 * (LENGTH**2 - visible_pairs(LENGTH, None)) * config.dim

@@ -95,8 +95,8 @@ class PrefixSettings(InPlaceSettings):
         if not self.corrects_errors:
             return 0
         size = min(self.chunk_size, length)
-        system = 2 * length * size * (mlp.hidden_dim + mlp.dim) + 4 / 3 * length * size**2
-        return mlp.unit_flops(length) + system
+        system = size * (mlp.hidden_dim + mlp.dim) + (size**2 - 1) / 3
+        return mlp.unit_flops(length) + 2 * length * system
 
     @property
     def look_ahead(self) -> int:
