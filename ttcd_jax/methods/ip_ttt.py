@@ -5,9 +5,8 @@
 
 x is the normed hidden state; the targets are x itself or the raw token embeddings. The memory is
 that of IP-TTCD, but its writes have no error, no token rate and, without `corrects_errors`, no key
-norm. A symmetric
-target convolution looks ahead inside its chunk and stays causal, because only later chunks read
-what a chunk writes; a symmetric activation convolution would not be.
+norm. A symmetric target convolution looks ahead inside its chunk and stays causal, because only
+later chunks read what a chunk writes; a symmetric activation convolution would not be.
 """
 
 import dataclasses
