@@ -81,5 +81,6 @@ def _gradient(config: TransformerConfig, length: int) -> jax.stages.Compiled:
 
 
 _SMALL = ("TransformerConfig.dim=16", "TransformerConfig.mlp_dim=32")
+_SMALL += ("MemoryConfig.corrects_errors=False",)  # which has no forms
 _QUICK: Row = {"gin": "recall.gin", "param": _SMALL, "lengths": (64,), "rounds": 1}
 CASES = {"layer": Case(Layer, _QUICK, measured)}

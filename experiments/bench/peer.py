@@ -192,7 +192,8 @@ def _inference(config: RunConfig, work: str, num_tokens: int, memory: Any) -> Ca
     return lambda: np.ravel([*map(np.asarray, itertools.islice(tokens, num_tokens))])
 
 
-CASES = {"peer": Case(Peer, {"gin": "recall.gin", "param": step.SMALL, "rounds": 1}, measured)}
+_SMALL = (*step.SMALL, "MemoryConfig.corrects_errors=False")  # as the authors' model
+CASES = {"peer": Case(Peer, {"gin": "recall.gin", "param": _SMALL, "rounds": 1}, measured)}
 
 if __name__ == "__main__":
     _serve(*sys.argv[1:])
