@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from experiments.mad.key_rank import key_ranks
+from ttcd_jax.eval.key_rank import key_ranks
 from experiments.mad.scores import batch_scores, summed_loss
 from experiments.mad.sweep import Problem
 from experiments.mad.tasks.settings import PUBLISHED, MADConfig

@@ -10,6 +10,7 @@ from small_models import byte_model, config_of
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import UserError
+from ttcd_jax.eval.key_rank import key_ranks
 from ttcd_jax.eval.results import evaluate, merged, write_results
 from ttcd_jax.eval.task import Subject
 from ttcd_jax.eval.tasks.distillation import StudentTeacher, distances
@@ -56,6 +57,8 @@ def test_a_record_is_the_summary_of_its_positions_and_layer(result, text, tmp_pa
         expected = summary(jax.tree.map(lambda x, part=part: x[part], found), counted)
         for name, value in expected.items():
             np.testing.assert_allclose(record[name], value[0], rtol=1e-5)
+        assert ("key_rank" in record) == (record["context"] == "all")
+    np.testing.assert_allclose(record["key_rank"], key_ranks(subject.model, rows["tokens"][:2]))
 
 
 def test_batches_and_a_mesh_change_nothing(text, tmp_path):

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from ttcd_jax.config import Positive
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import UserError
+from ttcd_jax.eval.key_rank import key_ranks
 from ttcd_jax.eval.report import Picture, plot_lines
 from ttcd_jax.eval.scorer import Scorer, batches, placed
 from ttcd_jax.eval.task import Records, RowTask, Series, Subject, register
@@ -32,8 +33,9 @@ _BUCKET = ("layer", "context", "start", "stop", "tokens")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudentTeacher(RowTask):
     """The student's distance to the teacher in every layer that has both, with the memory off and
-    on, and where the memory moves the student (`ttcd_jax.memory.distillation`). Rows are those of
-    task ppl, with its options; for a run on recall data, such rows."""
+    on, and where the memory moves the student (`ttcd_jax.memory.distillation`); over all positions
+    also the effective rank of the keys of the first batch. Rows are those of task ppl, with its
+    options; for a run on recall data, such rows."""
 
     name = "distillation"
     title = "The student's distance to the teacher, by position"
@@ -65,6 +67,9 @@ class StudentTeacher(RowTask):
     def measure(self, scorer: Scorer, rows: dict[str, np.ndarray], subject: Subject) -> Records:
         """A record for every bucket of positions and layer; None where nothing can be measured."""
         found = distances(scorer.model, rows, scorer.batch_size)
+        index, _ = next(iter(batches(len(rows["tokens"]), scorer.batch_size)))
+        graph, params = nnx.split(scorer.model)
+        ranks = _ranks(graph, params, placed({"tokens": rows["tokens"][index]})["tokens"])
         is_token = rows.get("segment_ids", np.ones_like(rows["tokens"])) > 0
         records = []
         for context, start, stop in buckets(is_token.shape[1]):
@@ -74,6 +79,8 @@ class StudentTeacher(RowTask):
             for index, layer in enumerate(layers_with_teacher(scorer.model.config)):
                 bucket = (layer, context, start, stop, int(counted.sum()))
                 values = {name: float(x[index]) for name, x in measures.items()}
+                if context == "all":
+                    values["key_rank"] = float(ranks[index])
                 finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
                 records.append(dict(zip(_BUCKET, bucket, strict=True)) | finite)
         return records
@@ -140,3 +147,10 @@ def _measured(
     """One program for every evaluation of a model, however often its parameters change."""
     found = nnx.merge(graph, params).distillation(batch["tokens"], batch.get("segment_ids"))
     return found if mesh.empty else jax.lax.with_sharding_constraint(found, replicated(mesh))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _ranks(
+    graph: nnx.GraphDef[Transformer], params: nnx.GraphState, tokens: jax.Array
+) -> jax.Array | None:
+    return key_ranks(nnx.merge(graph, params), tokens)
