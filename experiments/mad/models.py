@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from ttcd_jax.eval.key_rank import key_ranks
 from experiments.mad.scores import batch_scores, summed_loss
 from experiments.mad.sweep import Problem
 from experiments.mad.tasks.settings import PUBLISHED, MADConfig
 from ttcd_jax.axes import param
 from ttcd_jax.config import Bound
+from ttcd_jax.eval.key_rank import key_ranks
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from checks import draw, randomize
 
-from ttcd_jax.eval.key_rank import effective_rank, key_ranks
 from experiments.mad.models import mad_config
 from experiments.mad.tasks.settings import BASELINES
+from ttcd_jax.eval.key_rank import effective_rank, key_ranks
 from ttcd_jax.models.transformer import Transformer
 
 TASK = BASELINES["in-context-recall"]
