@@ -1,6 +1,7 @@
-"""Imports and exports checkpoints of the reference implementation; copies runs, parameters alone.
+"""Imports checkpoints of Hugging Face and of the reference implementation, exports to the latter;
+copies runs, parameters alone.
 
-    python -m experiments.convert import --format=reference PATH RUN_DIR
+    python -m experiments.convert import --format=huggingface|reference PATH RUN_DIR
                                   [--tokenizer=byte|none|FILE.json]
     python -m experiments.convert export --format=reference RUN_DIR PATH
                                   [--step=N] [--dtype=float32|bfloat16|float16]
@@ -8,7 +9,9 @@
 
 import: PATH is a folder with config.json and weights (.safetensors, one or several; .bin and .pt
 with torch installed), or a weight file next to a config.json. RUN_DIR can then be evaluated, and a
-run can start from it (RunConfig.start_from). A tokenizer.json in PATH is copied.
+run can start from it (RunConfig.start_from). A tokenizer.json in PATH is copied. With
+--format=huggingface: a model of the families Llama (SmolLM2), Qwen2 or Qwen3, with its special
+tokens, written tensor by tensor in the dtype of its files.
 
 export: writes such a folder from the newest step of a run whose method the reference has. An
 imported model is exported bit for bit, except with --dtype. With --format=run: a run directory that
@@ -16,6 +19,7 @@ holds the parameters alone, a third of the size, to evaluate, to generate and to
 """
 
 import contextlib
+import functools
 import json
 import math
 import shutil
@@ -33,7 +37,9 @@ if TYPE_CHECKING:
     from ttcd_jax.data.tokenizer import TokenizerConfig
 
 FLAGS = flags.FLAGS
-flags.DEFINE_enum("format", None, ["reference", "run"], "Format of the checkpoint.", required=True)
+flags.DEFINE_enum(
+    "format", None, ["huggingface", "reference", "run"], "Format of the checkpoint.", required=True
+)
 flags.DEFINE_string(
     "tokenizer", None, "import: byte, none or a tokenizer.json; default: the one in PATH, if any."
 )
@@ -59,6 +65,10 @@ def main(argv: list[str]) -> None:
         command, foreign = _export_run, ("tokenizer", "dtype")
         if action == "import":
             raise UserError("--format=run is a format of export: a run directory needs no import")
+    if (FLAGS.format, action) == ("huggingface", "export"):
+        raise UserError(
+            "--format=huggingface is a format of import: export with --format=reference"
+        )
     for name in foreign:
         if FLAGS[name].present:
             raise UserError(f"--{name} is no option of {action} --format={FLAGS.format}")
@@ -67,15 +77,19 @@ def main(argv: list[str]) -> None:
 
 
 def _import(source: Path, run_dir: Path) -> None:
+    from ttcd_jax.interop.hugging_face import open_hugging_face, special_tokens
     from ttcd_jax.interop.reference_checkpoint import import_reference
     from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
     from ttcd_jax.train.checkpoint import Checkpoints
+    from ttcd_jax.train.streamed import StreamedCheckpoints
 
     if not source.exists():
         raise DataError(f"no checkpoint file or folder at {source}")
     check_unused(run_dir)
-    params, config, facts = import_reference(source)
-    tokenizer = _tokenizer(source, config.vocab_size)
+    is_theirs = FLAGS.format == "huggingface"
+    params, config, facts = (open_hugging_face if is_theirs else import_reference)(source)
+    special = special_tokens(source) if is_theirs and FLAGS.tokenizer is None else {}
+    tokenizer = _tokenizer(source, config.vocab_size, special)
     length = json.loads(facts["config_json"]).get("max_position_embeddings")
     is_length = type(length) is int and 2 <= length < 2**31
     data: dict[str, Any] = {"type": IMPORTED, "seq_len": length if is_length else _SEQ_LEN}
@@ -86,15 +100,17 @@ def _import(source: Path, run_dir: Path) -> None:
                 tokenizer = tokenizer.replace(path=TOKENIZER)
             data["tokenizer"] = tokenizer.to_dict()
         directory = RunDirectory(unfinished)
-        with contextlib.closing(Checkpoints(directory.checkpoints, model=config)) as checkpoints:
+        writer = StreamedCheckpoints if is_theirs else functools.partial(Checkpoints, model=config)
+        with contextlib.closing(writer(directory.checkpoints)) as checkpoints:
             checkpoints.save(0, {"params": params})
         directory.write_import({"model": config.to_dict(), "data": data}, facts)
     _print_import(facts)
     print(units.printable(f"run directory {run_dir.absolute()}"))
 
 
-def _tokenizer(source: Path, vocab_size: int) -> "TokenizerConfig | None":
-    """The tokenizer to import, or None. Raises `DataError` if it has more tokens than the model."""
+def _tokenizer(source: Path, vocab_size: int, special: dict[str, Any]) -> "TokenizerConfig | None":
+    """The tokenizer to import, with its `special` tokens, or None. Raises `DataError` if it has
+    more tokens than the model."""
     from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
 
     file = (source if source.is_dir() else source.parent) / "tokenizer.json"
@@ -102,7 +118,7 @@ def _tokenizer(source: Path, vocab_size: int) -> "TokenizerConfig | None":
     if chosen == "none":
         return None
     is_byte = chosen == "byte"
-    config = TokenizerConfig() if is_byte else TokenizerConfig(kind="json", path=chosen)
+    config = TokenizerConfig() if is_byte else TokenizerConfig(kind="json", path=chosen, **special)
     try:
         needed = build_tokenizer(config).vocab_size
     except DataError as error:

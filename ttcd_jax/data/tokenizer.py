@@ -18,7 +18,7 @@ from absl import logging
 from numpy.typing import ArrayLike
 
 from ttcd_jax import units
-from ttcd_jax.config import Config
+from ttcd_jax.config import Config, NonNegative
 from ttcd_jax.errors import DataError, ResourceError, UserError
 from ttcd_jax.files import read_json
 
@@ -42,16 +42,25 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Config):
-    """The choice of a tokenizer: bytes, or the `tokenizer.json` at `path`."""
+    """The choice of a tokenizer: bytes, or the `tokenizer.json` at `path`, whose tokens that begin
+    and end documents are `bos_id` and `eos_id`; without them, those with the usual names.
+    `stop_ids` end a generated text as eos does."""
 
     kind: Literal["byte", "json"] = "byte"
     path: str | None = None
+    bos_id: NonNegative | None = None
+    eos_id: NonNegative | None = None
+    stop_ids: tuple[NonNegative, ...] = ()
 
     def validate(self) -> None:
         if (self.kind == "json") != (self.path is not None):
             raise UserError(
                 f"TokenizerConfig kind={self.kind!r} with path={self.path!r}; "
                 "kind 'json' takes the path of a tokenizer.json, kind 'byte' takes none"
+            )
+        if self.kind == "byte" and (self.bos_id, self.eos_id, self.stop_ids) != (None, None, ()):
+            raise UserError(
+                "kind 'byte' has bos 256 and eos 257: set no bos_id, eos_id or stop_ids"
             )
 
 
@@ -60,6 +69,7 @@ class ByteTokenizer:
 
     bos_id = 256
     eos_id = 257
+    stop_ids: tuple[int, ...] = ()
     vocab_size = 258
     digest = "byte"
 
@@ -87,10 +97,17 @@ class JsonTokenizer:
     """The tokenizer of a Hugging Face `tokenizer.json`, with the interface of `ByteTokenizer`.
 
     Raises `DataError` for a file that is missing or damaged, or has no bos or eos token; `encode`
-    raises it for bytes that are not UTF-8.
+    raises it for bytes that are not UTF-8. `stop_ids`: the tokens that end a
+    generated text besides eos.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(
+        self,
+        path: str,
+        bos_id: int | None = None,
+        eos_id: int | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
         if not Path(path).is_file():
             raise DataError(f"no tokenizer file at {path}; give the path of a tokenizer.json")
         source = read_json(Path(path))
@@ -107,17 +124,24 @@ class JsonTokenizer:
         self._tokenizer.encode_special_tokens = True
         self._has_plain_text = source.get("normalizer") in (None, {"type": "NFC"}, _NO_NORMALIZER)
         self._is_byte_level = '"ByteLevel"' in json.dumps(source.get("decoder"))
-        self.bos_id = self._special("bos", BOS_NAMES, path)
-        self.eos_id = self._special("eos", EOS_NAMES, path)
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        self.bos_id = self._special("bos", bos_id, BOS_NAMES, path)
+        self.eos_id = self._special("eos", eos_id, EOS_NAMES, path)
+        self.stop_ids = tuple(stop_ids)
         if self.vocab_size > _MOST_IDS:
             raise DataError(f"{path} has id {self.vocab_size - 1:,}, ids end at {_MOST_IDS - 1:,}")
 
-    def _special(self, role: str, names: tuple[str, ...], path: str) -> int:
-        for name in names:
-            if (token_id := self._tokenizer.token_to_id(name)) is not None:
-                return token_id
-        raise DataError(f"{path} has no {role} token; add one of {', '.join(names)} to it")
+    def _special(self, role: str, chosen: int | None, names: tuple[str, ...], path: str) -> int:
+        found = (chosen, *map(self._tokenizer.token_to_id, names))
+        token_id = next((x for x in found if x is not None), None)
+        if token_id is None:
+            raise DataError(
+                f"{path} has no {role} token of a usual name ({', '.join(names)}): set "
+                f"TokenizerConfig.{role}_id to the id of its own, or add one of these"
+            )
+        if token_id >= self.vocab_size:
+            raise DataError(f"{role}_id {token_id} is none of the {self.vocab_size} ids of {path}")
+        return token_id
 
     def encode(self, text: bytes | str) -> np.ndarray:
         text = text.encode() if isinstance(text, str) else text
@@ -214,7 +238,9 @@ def _library_errors(problem: str) -> Iterator[None]:
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer that `config` describes."""
-    return ByteTokenizer() if config.path is None else JsonTokenizer(config.path)
+    if config.path is None:
+        return ByteTokenizer()
+    return JsonTokenizer(config.path, config.bos_id, config.eos_id, config.stop_ids)
 
 
 def train_tokenizer(texts: Iterable[bytes], vocab_size: int) -> str:

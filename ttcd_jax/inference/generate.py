@@ -154,9 +154,9 @@ class _Row:
     def __init__(
         self, index: int, request: Request, tokenizer: Tokenizer, prompt: np.ndarray
     ) -> None:
-        eos = (tokenizer.eos_id,)
         self.index, self.num_left = index, request.max_new_tokens
-        self._stop_tokens = eos if request.stop_tokens is None else request.stop_tokens
+        ends = (tokenizer.eos_id, *tokenizer.stop_ids)
+        self._stop_tokens = ends if request.stop_tokens is None else request.stop_tokens
         self._text = TextStream(tokenizer, request.stop, context=prompt)
 
     def take(self, token: int) -> Event:

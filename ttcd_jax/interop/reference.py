@@ -6,7 +6,7 @@ names (`SublayerConfig.reference_names`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,25 +27,34 @@ MODEL_NAMES: Names = {
 }
 _LAYER_PREFIX = "model.layers."
 
-# layout -> (theirs to ours, ours to theirs)
-_LAYOUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "same": (lambda x: x, lambda x: x),
-    "linear": (lambda x: x.mT, lambda x: x.mT),
-    "conv": (lambda x: x[:, 0].T, lambda x: x.T[:, None]),
+
+class Layout(NamedTuple):
+    """The two directions of a tensor's conversion."""
+
+    to_ours: Callable[[Any], Any]
+    to_theirs: Callable[[Any], Any]
+
+
+LAYOUTS = {
+    "same": Layout(lambda x: x, lambda x: x),
+    "linear": Layout(lambda x: x.mT, lambda x: x.mT),
+    "conv": Layout(lambda x: x[:, 0].T, lambda x: x.T[:, None]),
 }
 
 
 def module_from_reference(tensors: Mapping[str, np.ndarray], names: Names) -> Params:
     """Our parameters of one MLP or block. Raises `KeyError` for an unknown name."""
     items = [(*names[name], value) for name, value in tensors.items()]
-    return unflatten_dict({path: _LAYOUTS[kind][0](value) for path, kind, value in items}, sep="/")
+    return unflatten_dict(
+        {path: LAYOUTS[kind].to_ours(value) for path, kind, value in items}, sep="/"
+    )
 
 
 def module_to_reference(params: Params, names: Names) -> dict[str, np.ndarray]:
     """The inverse of `module_from_reference`. Linear, so it maps gradients too."""
     flat = flatten_dict(params, sep="/")
     return {
-        name: _LAYOUTS[layout][1](np.asarray(flat[path]))
+        name: LAYOUTS[layout].to_theirs(np.asarray(flat[path]))
         for name, (path, layout) in names.items()
         if path in flat
     }
@@ -61,13 +70,13 @@ def model_from_reference(tensors: Mapping[str, np.ndarray], config: TransformerC
     for name, value in tensors.items():
         if not name.startswith(_LAYER_PREFIX):
             path, layout = MODEL_NAMES[name]
-            flat[path] = _LAYOUTS[layout][0](value)
+            flat[path] = LAYOUTS[layout].to_ours(value)
             continue
         layer, _, own_name = name.removeprefix(_LAYER_PREFIX).partition(".")
         slot = slots[int(layer)]
         path, layout = blocks[int(layer)].reference_names[own_name]
         stack = stacks.setdefault(f"{slot.group}/{slot.block}/{path}", {})
-        stack[slot.row] = _LAYOUTS[layout][0](value)
+        stack[slot.row] = LAYOUTS[layout].to_ours(value)
     for path, stack in stacks.items():
         flat[path] = np.stack([stack[row] for row in range(len(stack))])
     return unflatten_dict(flat, sep="/")
@@ -77,17 +86,28 @@ def model_to_reference(params: Params, config: TransformerConfig) -> dict[str, n
     """The inverse of `model_from_reference`: every parameter under its reference name. Linear, so
     it maps gradients too."""
     named = _named(params, config)
-    return {name: _LAYOUTS[layout][1](np.asarray(value)) for name, value, layout in named}
+    return {name: LAYOUTS[layout].to_theirs(np.asarray(value)) for name, value, layout in named}
 
 
 def reference_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor the reference has for this model; nothing is allocated."""
 
     def tensors(params: Params) -> dict[str, jax.Array]:
-        return {name: _LAYOUTS[layout][1](x) for name, x, layout in _named(params, config)}
+        return {name: LAYOUTS[layout].to_theirs(x) for name, x, layout in _named(params, config)}
 
     params = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
     return {name: x.shape for name, x in jax.eval_shape(tensors, params).items()}
+
+
+def names_on_disk(config: TransformerConfig) -> dict[str, tuple[str, Layout]]:
+    """Reference name -> (name in our checkpoints, layout) of every parameter that a layer of the
+    model can have."""
+    names = {name: (path, LAYOUTS[layout]) for name, (path, layout) in MODEL_NAMES.items()}
+    for layer, block in enumerate(block_configs(config)):
+        for name, (path, layout) in block.reference_names.items():
+            place = f"layers/{layer}/{path}", LAYOUTS[layout]
+            names[f"{_LAYER_PREFIX}{layer}.{name}"] = place
+    return names
 
 
 def _named(params: Params, config: TransformerConfig) -> Iterator[tuple[str, Any, str]]:

@@ -114,8 +114,8 @@ def reference_config(config: TransformerConfig) -> dict[str, Any]:
         raise UserError(f"the reference implementation has no method {config.method!r}")
     if config.has_qk_norm and config.qk_norm_eps != 1e-5:
         raise UserError(f"the reference's q/k norm has eps 1e-5, this model {config.qk_norm_eps}")
-    if config.rope.yarn is not None:
-        raise UserError("the reference's fast-weight models have no YaRN scaling, this model has")
+    if config.rope != RopeConfig(base=config.rope.base):
+        raise UserError("the reference's models scale no positions, this model does")
     source = {"model_type": reference.model_types[0], "intermediate_size": config.mlp_dim}
     for key in reference.keys:
         group, _, name = key.field.rpartition(".")

@@ -9,7 +9,7 @@ Duplicate names, control characters in names, and NaN are rejected here.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -107,25 +107,28 @@ def _open_folder(folder: Path) -> WeightFiles:
 
 def _open_safetensors(files: Sequence[Path]) -> WeightFiles:
     stored: dict[str, StoredTensor] = {}
-    handles = {}
     for file in files:
-        handles[file], tensors = _open_file(file)
+        tensors = _stored_in(file)
         for name in sorted(stored.keys() & tensors.keys()):
             raise DataError(f"tensor {name!r} is in {stored[name].file.name} and in {file}")
         stored |= tensors
-    return WeightFiles(
-        stored, lambda name: handles[stored[name].file].get_tensor(name), tuple(files)
-    )
+
+    def read(name: str) -> np.ndarray:
+        # Opened anew: a file stays mapped while its handle lives, and pages once read with it.
+        with safe_open(stored[name].file, framework="np") as handle:
+            return handle.get_tensor(name)
+
+    return WeightFiles(stored, read, tuple(files))
 
 
-def _open_file(file: Path) -> tuple[Any, dict[str, StoredTensor]]:
-    """The library's handle for a file, and the tensors in its header."""
+def _stored_in(file: Path) -> dict[str, StoredTensor]:
+    """The tensors in the header of a file."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if _MAX_HEADER < length < file.stat().st_size:
                 raise DataError(f"{file}: a header of {length:,} bytes, at most {_MAX_HEADER:,}")
-            handle = safe_open(file, framework="np")  # refuses a longer one than the file
+            safe_open(file, framework="np")  # refuses a longer one than the file
             header = parse_json(stream.read(length), file)
     except (SafetensorError, OSError) as error:
         reason = str(error)[:_MAX_NAME].encode("unicode_escape").decode()  # it quotes the file
@@ -139,7 +142,7 @@ def _open_file(file: Path) -> tuple[Any, dict[str, StoredTensor]]:
                 f"{file}: tensor {name!r} has dtype {entry['dtype']}, only {', '.join(_DTYPES)} "
                 "are read: save the checkpoint in one of these"
             )
-    return handle, {
+    return {
         name: StoredTensor(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
         for name, entry in header.items()
     }

@@ -20,11 +20,11 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging import LogRecord, getLogger
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -138,6 +138,9 @@ class Checkpoints:
     unfinished step of a killed writer. A save in progress is lost unless `close` is called.
     """
 
+    handler: ClassVar[Callable[[], Any]] = ocp.StandardCheckpointHandler
+    save_args: ClassVar[Callable[[Any], Any]] = ocp.args.StandardSave
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -161,7 +164,7 @@ class Checkpoints:
         _silence_orbax()
         self._manager = ocp.CheckpointManager(
             self._directory,
-            item_handlers={x: ocp.StandardCheckpointHandler() for x in (_PARAMS, _TRAIN)},
+            item_handlers={x: type(self).handler() for x in (_PARAMS, _TRAIN)},
             options=ocp.CheckpointManagerOptions(
                 save_interval_steps=0 if is_read_only else 1,
                 preservation_policy=kept or Kept(),
@@ -191,7 +194,7 @@ class Checkpoints:
         """
         self.wait()
         items = _to_items(self._on_disk(by_name(state)))
-        args = ocp.args.Composite(**{x: ocp.args.StandardSave(items[x]) for x in items})
+        args = ocp.args.Composite(**{x: type(self).save_args(items[x]) for x in items})
         need = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         with self._reporting_write(step, need):
             self._check_place(step, need)

@@ -1,0 +1,97 @@
+"""Logits of transformers for small models of every family, with parameters that numpy draws.
+
+    python make.py        in an environment with torch and transformers: writes logits.npz
+
+transformers 5.23.0 and torch 2.13.0 wrote the file that is here.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+CASES = {
+    "llama": {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}},
+    "llama_tied_linear": {
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    },
+    "llama_llama3": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "qwen2": {
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "qwen3": {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen3_yarn": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "llama_yarn": {
+        "num_key_value_heads": 6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e5,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "attention_factor": 1.1,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+        },
+    },
+}
+
+
+def drawn(shapes):
+    """Parameters by name: norms around one, all else around zero."""
+    rng, params = np.random.default_rng(0), {}
+    for name in sorted(shapes):
+        x = 0.3 * rng.standard_normal(shapes[name]).astype(np.float32)
+        params[name] = x + np.float32(name.endswith("norm.weight"))
+    return params
+
+
+def main():
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    out = {}
+    for case, changes in CASES.items():
+        config = AutoConfig.for_model(case.partition("_")[0], **(SIZES | changes))
+        model = AutoModelForCausalLM.from_config(config).eval()
+        own = {name: list(x.shape) for name, x in model.named_parameters()}
+        params = {name: torch.tensor(x) for name, x in drawn(own).items()}
+        print(case, model.load_state_dict(params, strict=False), sum(map(np.prod, own.values())))
+        tokens = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (2, 40))
+        with torch.no_grad():
+            logits = model(torch.tensor(tokens)).logits.numpy()
+        out |= {f"{case}.config": config.to_json_string(), f"{case}.shapes": json.dumps(own)}
+        out |= {f"{case}.tokens": tokens.astype(np.int32), f"{case}.logits": logits}
+    np.savez_compressed(Path(__file__).with_name("logits.npz"), **out)
+
+
+if __name__ == "__main__":
+    main()

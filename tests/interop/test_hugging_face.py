@@ -1,0 +1,207 @@
+"""Checkpoints of Hugging Face transformers: read as transformers reads them, or refused by name."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import commands
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checks import distance
+from flax.traverse_util import unflatten_dict
+from hugging_face.make import CASES, SIZES, drawn
+
+from ttcd_jax.data.tokenizer import train_tokenizer
+from ttcd_jax.errors import CheckpointError, DataError
+from ttcd_jax.interop.hugging_face import model_of, open_hugging_face, special_tokens
+from ttcd_jax.interop.weight_files import write_safetensors
+from ttcd_jax.nn.rope import YarnConfig
+from ttcd_jax.run.directory import load_run
+from ttcd_jax.train.fit import by_name
+from ttcd_jax.train.layers_on_disk import stacked
+from ttcd_jax.train.state import abstract_params, with_params
+
+FILE = Path(__file__).parents[1] / "hugging_face" / "logits.npz"
+IMPORT = ("convert", "import", "--format=huggingface")
+FILES = ("config.json", "environment.json", "import.json", "checkpoints")
+
+
+@pytest.fixture(scope="module")
+def stored():
+    with np.load(FILE) as file:
+        return dict(file)
+
+
+@pytest.fixture
+def write(stored, tmp_path):
+    """Writes a case as a checkpoint folder; keys of `config.json` and the dtype changed."""
+
+    def write(case, dtype=np.float32, max_bytes=10**9, tensors=(), **config):
+        folder = tmp_path / case
+        folder.mkdir()
+        params = drawn(json.loads(str(stored[f"{case}.shapes"]))) | dict(tensors)
+        write_safetensors(folder, {x: params[x].astype(dtype) for x in params}, max_bytes)
+        source = json.loads(str(stored[f"{case}.config"])) | config
+        (folder / "config.json").write_text(json.dumps(source))
+        return folder
+
+    return write
+
+
+def _model(folder):
+    params, config, _ = open_hugging_face(folder)
+    rows = {name: jnp.asarray(leaf.read()) for name, leaf in by_name(params).items()}
+    whole = stacked(config, rows, by_name(abstract_params(config)))
+    return with_params(config, unflatten_dict(whole, sep="/"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case, write, stored):
+    logits = _model(write(case))(jnp.asarray(stored[f"{case}.tokens"]))
+    assert distance(logits, stored[f"{case}.logits"]) < 1e-5
+
+
+def test_both_places_of_rotary_settings_are_the_same(stored):
+    """`rope_theta` and `rope_scaling`, as before transformers 5."""
+    for case in CASES:
+        source = json.loads(str(stored[f"{case}.config"]))
+        scaling = source["rope_parameters"]
+        old = {x: source[x] for x in source if x != "rope_parameters"}
+        old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+        old["rope_scaling"]["type"] = scaling.pop("rope_type")
+        assert model_of(source | {"rope_parameters": scaling | {"rope_theta": old["rope_theta"]}})
+        assert model_of(old).rope == model_of(json.loads(str(stored[f"{case}.config"]))).rope
+
+
+def test_yarn_of_two_scales_and_absent_keys_have_the_values_of_transformers():
+    own = {"model_type": "qwen3", **SIZES, "rope_theta": 1e6}
+    assert model_of(own).head_size == 128
+    scaling = {"type": "yarn", "factor": 4.0, "mscale": 0.5, "mscale_all_dim": 1.0}
+    rope = model_of(own | {"model_type": "llama", "rope_scaling": scaling}).rope
+    magnitude = (0.05 * np.log(4) + 1) / (0.1 * np.log(4) + 1)
+    assert rope.yarn.magnitude == pytest.approx(magnitude)
+    assert rope.yarn == YarnConfig(factor=4.0, original_length=64, magnitude=rope.yarn.magnitude)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe' is none of llama, qwen2, qwen3"),
+        ({"attention_bias": True}, "attention_bias=True is not supported: it needs a bias of"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"use_sliding_window": True}, "windows in some layers alone"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_att"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights: save the model in bfloat16"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is none of default"),
+        ({"rope_scaling": [1], "rope_parameters": None}, r"rope_scaling=\[1\] is no object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"num_key_value_heads": 4}, "num_kv_heads 4 does not divide num_heads 6"),
+        ({"hidden_size": "24"}, "hidden_size='24' is not a number"),
+        ({"hidden_size": None}, "hidden_size='None' is not a number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' is neither true nor false"),
+    ],
+)
+def test_what_our_models_do_not_have_is_refused_by_name(changes, message, write):
+    with pytest.raises(DataError, match=f"config.json: .*{message}"):
+        open_hugging_face(write("llama", **changes))
+
+
+def test_weights_of_another_model_are_refused(write):
+    norm = "model.layers.1.self_attn.q_norm.weight"
+    with pytest.raises(CheckpointError, match=f"1 only in the checkpoint: {norm}"):
+        open_hugging_face(write("llama", tensors={norm: np.ones(4, np.float32)}))
+    with pytest.raises(CheckpointError, match="9000 layers"):
+        open_hugging_face(write("qwen2", num_hidden_layers=9000))
+    with pytest.raises(CheckpointError, match=r"up_proj.weight \(40, 24\) not \(64, 24\)"):
+        open_hugging_face(write("qwen3", intermediate_size=64))
+
+
+def test_an_import_is_a_run_in_the_dtype_of_its_files(write, stored, tmp_path):
+    """Sharded, in bfloat16, with a tied head besides and a buffer of old versions."""
+    head = drawn(json.loads(str(stored["qwen2.shapes"])))["model.embed_tokens.weight"]
+    extra = {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2)}
+    folder = write("qwen2", ml_dtypes.bfloat16, 8_000, extra, made_up=1)
+    assert len([*folder.glob("*.safetensors")]) > 3
+    (folder / "tokenizer.json").write_text(train_tokenizer([b"some text"], 260)[:-1] + "}")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 1], "bos_token_id": 0}')
+    output = commands.output(*IMPORT, folder, tmp_path / "run", "--tokenizer=none")
+    for line in ("qwen2: 15,000 parameters, bfloat16", "1 dropped", "effect: made_up"):
+        assert line in output
+    assert "stored head: equal to the embedding" in output
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {*FILES}
+    facts = json.loads((tmp_path / "run" / "import.json").read_text())
+    assert facts["text_files"] == {
+        "generation_config.json": '{"eos_token_id": [7, 1], "bos_token_id": 0}'
+    }
+    run = load_run(tmp_path / "run")
+    assert run.config.precision.param == run.config.precision.compute == "bfloat16"
+    embedding = np.asarray(run.model.embedding[...])
+    assert (embedding == head.astype(ml_dtypes.bfloat16)).all()
+    assert distance(run.model(jnp.asarray(stored["qwen2.tokens"])), stored["qwen2.logits"]) < 0.1
+    assert "not an empty folder" in commands.refused(*IMPORT, folder, tmp_path / "run")
+    refusal = commands.refused("convert", "export", "--format=huggingface", "a", tmp_path / "b")
+    assert "is a format of import" in refusal
+
+
+def test_special_tokens_are_those_of_the_folder(tmp_path):
+    def found(**files):
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return special_tokens(tmp_path)
+
+    assert found(config={"eos_token_id": None}) == {}
+    assert found(config={"eos_token_id": 5}) == {"bos_id": 5, "eos_id": 5, "stop_ids": ()}
+    both = {"bos_token_id": 9, "eos_token_id": [3, 4]}
+    assert found(generation_config=both) == {"bos_id": 9, "eos_id": 3, "stop_ids": (4, 5)}
+    added = [{"content": "<end>", "id": 4}, {"content": "<go>", "id": 2}]
+    names = {"eos_token": {"content": "<end>"}, "bos_token": "<go>"}
+    again = found(tokenizer={"added_tokens": added}, tokenizer_config=names)
+    assert again == {"bos_id": 2, "eos_id": 4, "stop_ids": (3, 5)}
+    assert found(tokenizer_config={"bos_token": None})["bos_id"] == 9
+
+
+_MEASURED = """
+import contextlib, resource, sys
+import jax
+from pathlib import Path
+from ttcd_jax.interop.hugging_face import open_hugging_face
+from ttcd_jax.train.streamed import StreamedCheckpoints
+
+jax.devices()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+params = open_hugging_face(Path(sys.argv[1])).params
+with contextlib.closing(StreamedCheckpoints(sys.argv[2])) as checkpoints:
+    checkpoints.save(0, {"params": params})
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_an_import_holds_a_file_at_most(tmp_path):
+    """Llama 3.1 8B at an eighth of its width: 220 MiB in files of 40, with an embedding of 15."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1792, "vocab_size": 16032}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 28}
+    source = {"model_type": "llama", "rope_theta": 5e5} | sizes | heads
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    wide, narrow, mlp = (512, 512), (128, 512), (1792, 512)
+    shapes = {"mlp.gate_proj": mlp, "mlp.up_proj": mlp, "mlp.down_proj": mlp[::-1]}
+    shapes |= {"self_attn.q_proj": wide, "self_attn.o_proj": wide}
+    shapes |= {"self_attn.k_proj": narrow, "self_attn.v_proj": narrow}
+    shapes |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (512,))
+    whole = {f"model.layers.{i}.{x}": shapes[x] for i in range(28) for x in shapes}
+    whole |= {"model.embed_tokens": (16032, 512), "lm_head": (16032, 512), "model.norm": (512,)}
+    random = np.random.default_rng(0)
+    tensors = {
+        f"{name}.weight": random.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+        for name, shape in whole.items()
+    }
+    files = write_safetensors(tmp_path, tensors, 40 << 20)
+    largest = max(file.stat().st_size for file in files)
+    line = [sys.executable, "-c", _MEASURED, tmp_path, tmp_path / "out"]
+    environment = commands.cpu_environment()
+    output = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+    # TensorStore and its threads take about 30 MiB, however large the model.
+    assert int(output.stdout.split()[-1]) << 10 < 1.3 * largest + (40 << 20)

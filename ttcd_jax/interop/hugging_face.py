@@ -1,0 +1,297 @@
+"""Checkpoints of Hugging Face transformers: models of the families Llama (Llama, SmolLM2), Qwen2
+and Qwen3.
+
+A folder has `config.json`, weights (.safetensors, one file or shards), and usually
+`tokenizer.json`, `tokenizer_config.json` and `generation_config.json`. Weights are read tensor by
+tensor while they are written into a run directory, in the dtype that they have.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.files import read_json, sha256
+from ttcd_jax.interop.reference import Layout, names_on_disk
+from ttcd_jax.interop.weight_files import WeightFiles, open_weights
+from ttcd_jax.methods.registry import Source
+from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.nn.rope import Llama3Config, RopeConfig, YarnConfig
+from ttcd_jax.precision import Precision
+from ttcd_jax.train.fit import misfit
+from ttcd_jax.train.layers_on_disk import stored_params
+from ttcd_jax.train.streamed import StreamedLeaf
+
+CONFIG = "config.json"
+# What a folder says about texts besides its tokenizer: kept with an import, and exported again.
+TEXT_FILES = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_DROPPED = "rotary_emb.inv_freq"  # stored by old versions; the configuration determines it
+# Parts of names: the reference implementation's, and those of all families here.
+_RENAMED = (
+    ("model.embeddings.", "model.embed_tokens."),
+    (".attn_norm.", ".input_layernorm."),
+    (".mlp_norm.", ".post_attention_layernorm."),
+    (".attn.", ".self_attn."),
+)
+
+
+class Family(NamedTuple):
+    """A `model_type`: its class, what its layers have, and the values of keys that a `config.json`
+    lacks, where they are not those of `_DEFAULTS`."""
+
+    architecture: str
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    defaults: Mapping[str, Any] = {}
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", has_qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True, defaults={"head_dim": 128}),
+}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "rope_theta": 10_000.0}
+# Keys of which only these values are read, and what any other would need.
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu",), "another activation"),
+    "attention_bias": ((False,), "a bias of attention's output projection"),
+    "mlp_bias": ((False,), "biases of the MLP"),
+    "use_sliding_window": ((False,), "windows in some layers alone"),
+    "quantization_config": ((None,), "quantised weights: save the model in bfloat16"),
+    "partial_rotary_factor": ((None, 1, 1.0), "rotary embedding of a part of each head"),
+}
+# Keys that are read elsewhere, or that no forward pass depends on.
+_SILENT = {
+    *("architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id"),
+    *("head_dim", "hidden_size", "intermediate_size", "layer_types", "max_position_embeddings"),
+    *("max_window_layers", "model_type", "num_attention_heads", "num_hidden_layers"),
+    *("num_key_value_heads", "pad_token_id", "pretraining_tp", "rope_interleaved"),
+    *("rope_parameters", "rope_scaling", "sliding_window", "tie_word_embeddings", "torch_dtype"),
+    *("transformers_version", "use_cache", "vocab_size"),
+    *_DEFAULTS,
+    *_ONLY,
+}  # fmt: skip
+
+
+class ImportedModel(NamedTuple):
+    """Parameters as a nested dict by their names on disk, the configuration of their model, and the
+    facts of the files (ready for JSON)."""
+
+    params: dict[str, Any]
+    config: TransformerConfig
+    facts: dict[str, Any]
+
+
+def open_hugging_face(path: Path) -> ImportedModel:
+    """The model in a folder of transformers; nothing but headers is read yet.
+
+    All parameters have the widest dtype of the files, bfloat16 as a rule, in which the model then
+    computes too (float32 where the files are float16). A tied model takes the embedding. Raises
+    `DataError` for a file that is missing or damaged and for a model that we do not support, by its
+    key, `CheckpointError` for names or shapes that do not fit `config.json`.
+    """
+    if not path.is_dir():
+        raise DataError(f"{path} is no folder with {CONFIG} and weights")
+    source = read_json(path / CONFIG)
+    weights = open_weights(path)
+    layers = source.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(weights):  # before anything is built per layer
+        raise CheckpointError(f"{path / CONFIG} has {layers} layers, {path} {len(weights)} tensors")
+    kinds = {tensor.dtype for tensor in weights.stored.values()}
+    dtype = np.result_type(*kinds) if len(kinds) > 1 else next(iter(kinds))
+    try:
+        config = model_of(source, Precision(param=dtype.name, compute=_compute(dtype)))
+    except UserError as error:
+        raise DataError(f"{path / CONFIG}: {error}") from error
+    dropped = [name for name in weights if name.endswith(_DROPPED)]
+    is_tied = config.has_tied_head and _HEAD in weights.stored
+    unused = {*dropped, *([_HEAD] if is_tied else [])}
+    wanted = stored_params(config)
+    places = {their_name(name): place for name, place in names_on_disk(config).items()}
+    places = {name: place for name, place in places.items() if place[0] in wanted}
+    stored = {name: x for name, x in weights.stored.items() if name not in unused}
+    if problem := misfit(_theirs(places, wanted), stored):
+        raise CheckpointError(f"{path} is not the model of its {CONFIG}: {problem}")
+    params: dict[str, Any] = {
+        ours: _leaf(weights, name, layout, wanted[ours].shape, dtype)
+        for name, (ours, layout) in places.items()
+    }
+    texts = (path / name for name in TEXT_FILES)
+    facts = {
+        "format": "huggingface",
+        "path": str(path.absolute()),
+        "files": {
+            file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)}
+            for file in (path / CONFIG, *weights.files)
+        },
+        "model_type": source["model_type"],
+        "num_parameters": sum(math.prod(x.shape) for x in params.values()),
+        "dropped": dropped,
+        "tied_head": _tied_head(weights) if is_tied else None,
+        "ignored_keys": sorted(source.keys() - _SILENT),
+        "dtypes": {name: weights.stored[name].dtype.name for name in weights},
+        "config_json": (path / CONFIG).read_bytes().decode(),
+        "text_files": {file.name: file.read_text() for file in texts if file.is_file()},
+    }
+    return ImportedModel(unflatten_dict(params, sep="/"), config, facts)
+
+
+def their_name(name: str) -> str:
+    """The name in transformers of a tensor of the reference implementation. Tensors of a memory
+    keep their names."""
+    for ours, theirs in _RENAMED:
+        name = name.replace(ours, theirs)
+    return name
+
+
+def _leaf(
+    weights: WeightFiles, name: str, layout: Layout, shape: tuple[int, ...], dtype: np.dtype
+) -> StreamedLeaf:
+    def read() -> np.ndarray:
+        return np.ascontiguousarray(layout.to_ours(weights[name]), dtype)
+
+    return StreamedLeaf(shape, dtype, read)
+
+
+def _theirs(places: Mapping[str, tuple[str, Layout]], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """The shapes that their tensors have."""
+    return {
+        name: jax.eval_shape(layout.to_theirs, ours[path])
+        for name, (path, layout) in places.items()
+    }
+
+
+def _compute(dtype: np.dtype) -> Any:
+    return "bfloat16" if dtype.name == "bfloat16" else "float32"
+
+
+def _tied_head(weights: WeightFiles) -> str:
+    is_equal = np.array_equal(weights[_HEAD], weights[_EMBEDDING])
+    return "equal to the embedding" if is_equal else "differs from the embedding, not used"
+
+
+def model_of(source: Mapping[str, Any], precision: Precision | None = None) -> TransformerConfig:
+    """Our configuration of the model that a `config.json` of transformers describes. Raises
+    `DataError` for a family or an option that we do not support, naming its key, and for a value
+    that makes no sense."""
+    kind = source.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise DataError(
+            f"model_type {kind!r} is none of {', '.join(FAMILIES)}: a model with other norms, "
+            "attention or experts needs layers of its own"
+        )
+    family = FAMILIES[kind]
+    values = Source({**_DEFAULTS, **family.defaults, **source})
+    for key, (allowed, need) in _ONLY.items():
+        if key in source and source[key] not in allowed and source[key] is not None:
+            raise DataError(f"{key}={str(source[key])[:80]} is not supported: it needs {need}")
+    others = sorted({str(x) for x in source.get("layer_types") or ()} - {"full_attention"})
+    if others:
+        raise DataError(f"layer_types has {', '.join(others)}: windows in some layers alone")
+    head_dim = values.values.get("head_dim")
+    return TransformerConfig(
+        vocab_size=values.positive("vocab_size"),
+        dim=values.positive("hidden_size"),
+        num_layers=values.positive("num_hidden_layers"),
+        num_heads=values.positive("num_attention_heads"),
+        num_kv_heads=values.values.get("num_key_value_heads"),
+        head_dim=None if head_dim is None else values.positive("head_dim"),
+        mlp_dim=values.positive("intermediate_size"),
+        norm_eps=values.positive("rms_norm_eps"),
+        qk_norm_eps=values.positive("rms_norm_eps"),
+        init_std=values.number("initializer_range", 0.02),
+        has_tied_head=values.flag("tie_word_embeddings", False),
+        has_qk_norm=family.has_qk_norm,
+        has_qkv_bias=family.has_qkv_bias,
+        rope=_rope(values),
+        method="full",
+        precision=precision or Precision(),
+    )
+
+
+def _rope(values: Source) -> RopeConfig:
+    """From `rope_theta` and `rope_scaling`, or both in `rope_parameters` (transformers 5)."""
+    scaling = values.values.get("rope_parameters") or values.values.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise DataError(f"rope_scaling={str(scaling)[:80]} is no object")
+    inner = Source({"rope_theta": values.values["rope_theta"], **scaling})
+    base = inner.positive("rope_theta")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if scaling.get("partial_rotary_factor", 1) != 1:
+        raise DataError("partial_rotary_factor is not supported: rotary embedding of whole heads")
+
+    def length() -> int:
+        return inner.positive(
+            "original_max_position_embeddings", values.values.get("max_position_embeddings", 0)
+        )
+
+    if kind == "default":
+        return RopeConfig(base=base)
+    if kind == "linear":
+        return RopeConfig(base=base, linear_factor=inner.positive("factor"))
+    if kind == "llama3":
+        return RopeConfig(
+            base=base,
+            llama3=Llama3Config(
+                factor=inner.positive("factor"),
+                original_length=length(),
+                fast_turns=inner.positive("high_freq_factor"),
+                slow_turns=inner.positive("low_freq_factor"),
+            ),
+        )
+    if kind == "yarn":
+        if scaling.get("truncate", True) is not True:
+            raise DataError("truncate=false of YaRN is not supported: corners at whole pairs alone")
+        return RopeConfig(base=base, yarn=_yarn(inner, length()))
+    raise DataError(f"rope_type {kind!r} is none of default, linear, llama3, yarn")
+
+
+def _yarn(inner: Source, length: int) -> YarnConfig:
+    factor, magnitude = inner.positive("factor"), inner.values.get("attention_factor")
+    scales = [inner.values.get(name) for name in ("mscale", "mscale_all_dim")]
+    if magnitude is None and all(scales):
+        above, below = (0.1 * x * math.log(factor) + 1 if factor > 1 else 1.0 for x in scales)
+        magnitude = above / below
+    return YarnConfig(
+        factor=factor,
+        original_length=length,
+        fast_turns=inner.values.get("beta_fast") or 32.0,
+        slow_turns=inner.values.get("beta_slow") or 1.0,
+        magnitude=magnitude,
+    )
+
+
+def special_tokens(path: Path) -> dict[str, Any]:
+    """Fields of `TokenizerConfig` from a folder: `bos_id`, `eos_id` and `stop_ids`.
+
+    The tokens that `tokenizer_config.json` names come first, then the ids of
+    `generation_config.json` and of `config.json`; a model without bos, as Qwen3, separates
+    documents by eos. Empty where nothing is said.
+    """
+    read = {name: _optional(path / name) for name in (*TEXT_FILES[:2], CONFIG)}
+    tokenizer = _optional(path / "tokenizer.json")
+    added = tokenizer.get("added_tokens") or ()
+    ids = {token.get("content"): token.get("id") for token in added if isinstance(token, dict)}
+    found: dict[str, list[int]] = {}
+    for role in ("bos", "eos"):
+        named = read[TEXT_FILES[0]].get(f"{role}_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        found[role] = [ids[named]] if isinstance(named, str) and named in ids else []
+        for name in (TEXT_FILES[1], CONFIG):
+            value = read[name].get(f"{role}_token_id")
+            listed = value if isinstance(value, list) else [value]
+            found[role] += [x for x in listed if type(x) is int and x >= 0]
+    if not found["eos"]:
+        return {}
+    eos = tuple(dict.fromkeys(found["eos"]))
+    return {"bos_id": (found["bos"] or eos)[0], "eos_id": eos[0], "stop_ids": eos[1:]}
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
