@@ -1,9 +1,9 @@
-"""Imports checkpoints of Hugging Face and of the reference implementation, exports to the latter;
-copies runs, parameters alone.
+"""Imports checkpoints of Hugging Face and of the reference implementation, exports to both; copies
+runs, parameters alone.
 
     python -m experiments.convert import --format=huggingface|reference PATH RUN_DIR
                                   [--tokenizer=byte|none|FILE.json]
-    python -m experiments.convert export --format=reference RUN_DIR PATH
+    python -m experiments.convert export --format=huggingface|reference RUN_DIR PATH
                                   [--step=N] [--dtype=float32|bfloat16|float16]
     python -m experiments.convert export --format=run RUN_DIR PATH [--step=N]
 
@@ -52,7 +52,7 @@ flags.DEFINE_enum(
 )
 
 _SEQ_LEN = 2048  # for a model whose configuration has no length
-_FACTS = ("config_json", "dtypes", "tied_head")
+_FACTS = ("config_json", "dtypes", "format", "tied_head")
 
 
 def main(argv: list[str]) -> None:
@@ -65,10 +65,6 @@ def main(argv: list[str]) -> None:
         command, foreign = _export_run, ("tokenizer", "dtype")
         if action == "import":
             raise UserError("--format=run is a format of export: a run directory needs no import")
-    if (FLAGS.format, action) == ("huggingface", "export"):
-        raise UserError(
-            "--format=huggingface is a format of import: export with --format=reference"
-        )
     for name in foreign:
         if FLAGS[name].present:
             raise UserError(f"--{name} is no option of {action} --format={FLAGS.format}")
@@ -77,7 +73,8 @@ def main(argv: list[str]) -> None:
 
 
 def _import(source: Path, run_dir: Path) -> None:
-    from ttcd_jax.interop.hugging_face import open_hugging_face, special_tokens
+    from ttcd_jax.data.special_tokens import special_tokens
+    from ttcd_jax.interop.hugging_face import open_hugging_face
     from ttcd_jax.interop.reference_checkpoint import import_reference
     from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
     from ttcd_jax.train.checkpoint import Checkpoints
@@ -148,19 +145,26 @@ def _export(run_dir: Path, folder: Path) -> None:
     from ttcd_jax.interop.reference_checkpoint import CONFIG, export_reference
     from ttcd_jax.interop.weight_files import write_safetensors
     from ttcd_jax.run.directory import TOKENIZER, RunDirectory, load_params
+    from ttcd_jax.run.export import exported_run
 
     check_unused(folder)
     directory = RunDirectory(run_dir)
     facts = directory.read_import()
     if facts is not None and not all(name in facts for name in _FACTS):
         raise CheckpointError(f"{run_dir}/import.json is damaged: import the checkpoint again")
-    params, config, step = load_params(run_dir, FLAGS.step)
-    tensors, text = export_reference(params, config, facts, FLAGS.dtype)
+    if FLAGS.format == "huggingface":
+        tensors, files, step = exported_run(run_dir, FLAGS.step, FLAGS.dtype)
+    else:
+        params, config, step = load_params(run_dir, FLAGS.step)
+        facts = facts if facts and facts["format"] == FLAGS.format else None
+        tensors, text = export_reference(params, config, facts, FLAGS.dtype)
+        files = {CONFIG: text}
+        if (directory.path / TOKENIZER).is_file():
+            files[TOKENIZER] = (directory.path / TOKENIZER).read_bytes().decode()
     with whole_folder(folder) as unfinished:
         write_safetensors(unfinished, tensors)
-        (unfinished / CONFIG).write_bytes(text.encode())
-        if (directory.path / TOKENIZER).is_file():
-            shutil.copyfile(directory.path / TOKENIZER, unfinished / TOKENIZER)
+        for name, content in files.items():
+            (unfinished / name).write_bytes(content.encode())
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
     place = units.printable(str(folder.absolute()))
     print(f"{len(tensors)} tensors, {count:,} numbers of step {step} in {place}")

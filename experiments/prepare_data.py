@@ -14,10 +14,12 @@ PATH is a file or a folder of
     state.json          the same: a folder that `datasets` saved
     index.json          the same: MDS shards
     .idx                Megatron-LM's documents of token ids, with the .bin beside it
-Token ids are those of --tokenizer. .txt.gz, .jsonl.gz, .json.gz and .zst are unpacked while they
-are read. Subfolders `train/` and `validation/` are the splits. .zst, .parquet and .arrow need
-zstandard and pyarrow (pip install 'ttcd-jax[data]'). A document, or a line, has 256 MiB at most. A
-line without a document is left out and reported; more than 0.1 % of them are refused.
+Token ids are those of --tokenizer; the tokens that begin and end documents are those that
+tokenizer_config.json, generation_config.json and config.json next to it name, or those of a usual
+name. .txt.gz, .jsonl.gz, .json.gz and .zst are unpacked while they are read. Subfolders `train/`
+and `validation/` are the splits. .zst, .parquet and .arrow need zstandard and pyarrow (pip install
+'ttcd-jax[data]'). A document, or a line, has 256 MiB at most. A line without a document is left out
+and reported; more than 0.1 % of them are refused.
 
 NAME is a data set of the Hugging Face hub, OWNER/NAME[@REVISION][:GLOB], which is downloaded into
 its cache (or CACHE) and read as --input, or one of
@@ -51,6 +53,7 @@ from ttcd_jax.data.corpus import CorpusConfig, input_bytes, stream_documents
 from ttcd_jax.data.documents import readable_glob
 from ttcd_jax.data.preparation import prepare_records, stored_tokens
 from ttcd_jax.data.records import verify_records
+from ttcd_jax.data.special_tokens import tokenizer_of
 from ttcd_jax.data.tokenizer import JsonTokenizer, TokenizerConfig, train_tokenizer
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import whole_folder, write_whole
@@ -91,7 +94,7 @@ def main(argv: list[str]) -> None:
 
 def _prepare() -> None:
     folder, path = Path(FLAGS.output), FLAGS.tokenizer
-    tokenizer = TokenizerConfig() if path == "byte" else TokenizerConfig(kind="json", path=path)
+    tokenizer = TokenizerConfig() if path == "byte" else tokenizer_of(Path(path))
     corpus = _corpus()
     progress = _Progress(input_bytes(corpus))
     with whole_folder(folder, stored_tokens) as unfinished:

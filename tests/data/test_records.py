@@ -323,7 +323,7 @@ def test_a_manifest_that_leaves_its_folder_is_refused(copy, name):
 def test_folders_of_two_tokenizers_do_not_mix(copy, folder):
     (copy / "manifest.json").write_text(_resealed(copy, tokenizer="ab12"))
     config = RecordsConfig(paths=(str(folder), str(copy)), seq_len=SEQ_LEN)
-    with pytest.raises(DataError, match=r"copy was made by another tokenizer \(ab12\)"):
+    with pytest.raises(DataError, match=r"copy was made by another tokenizer \(tokenizer ab12\)"):
         config.open("train")
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"copy/tokenizer\.json: its content changed"):

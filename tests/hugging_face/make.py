@@ -1,11 +1,15 @@
-"""Logits of transformers for small models of every family, with parameters that numpy draws.
+"""Logits of transformers for small models of every family, with parameters that numpy draws, and
+for our models as `own.py` exports them.
 
-    python make.py        in an environment with torch and transformers: writes logits.npz
+    python make.py DIR        in an environment with torch and transformers: writes logits.npz
 
-transformers 5.23.0 and torch 2.13.0 wrote the file that is here.
+DIR: the folders that own.py wrote. Transformers 5.23.0 and torch 2.13.0 wrote the file that is
+here. Of our models the tokens in pieces, and generated ones, are checked against one pass.
 """
 
+import hashlib
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +68,9 @@ CASES = {
     },
 }
 
+FILE = Path(__file__).with_name("logits.npz")
+TOKENS = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (2, 40))
+
 
 def drawn(shapes):
     """Parameters by name: norms around one, all else around zero."""
@@ -74,23 +81,43 @@ def drawn(shapes):
     return params
 
 
+def check(torch, model, tokens, logits):
+    """Pieces of any size, and greedy generation, give what one pass gives."""
+    cache, parts, texts = None, [], tokens
+    for start, stop in ((0, 1), (1, 8), (8, 9), (9, 30), (30, 40)):
+        piece = model(tokens[:, start:stop], past_key_values=cache, use_cache=True)
+        cache, parts = piece.past_key_values, [*parts, piece.logits.numpy()]
+    assert np.abs(np.concatenate(parts, 1) - logits).max() < 1e-4 * np.abs(logits).max()
+    for _ in range(15):
+        texts = torch.cat([texts, model(texts).logits[:, -1:].argmax(-1)], 1)
+    options = {"max_new_tokens": 15, "do_sample": False, "attention_mask": tokens * 0 + 1}
+    assert (model.generate(tokens, **options) == texts).all()
+
+
 def main():
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    out = {}
+    out, torch_tokens = {}, torch.tensor(TOKENS)
+    for folder in sorted(Path(sys.argv[1]).iterdir()):
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+        with torch.no_grad():
+            out[f"{folder.name}.logits"] = logits = model(torch_tokens).logits.numpy()
+            check(torch, model, torch_tokens, logits)
+        print(folder.name, type(model).__name__)
+        for code in folder.glob("*.py"):
+            out["code"] = hashlib.sha256(code.read_bytes()).hexdigest()
     for case, changes in CASES.items():
         config = AutoConfig.for_model(case.partition("_")[0], **(SIZES | changes))
         model = AutoModelForCausalLM.from_config(config).eval()
         own = {name: list(x.shape) for name, x in model.named_parameters()}
         params = {name: torch.tensor(x) for name, x in drawn(own).items()}
         print(case, model.load_state_dict(params, strict=False), sum(map(np.prod, own.values())))
-        tokens = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (2, 40))
         with torch.no_grad():
-            logits = model(torch.tensor(tokens)).logits.numpy()
+            logits = model(torch_tokens).logits.numpy()
         out |= {f"{case}.config": config.to_json_string(), f"{case}.shapes": json.dumps(own)}
-        out |= {f"{case}.tokens": tokens.astype(np.int32), f"{case}.logits": logits}
-    np.savez_compressed(Path(__file__).with_name("logits.npz"), **out)
+        out[f"{case}.logits"] = logits
+    np.savez_compressed(FILE, **out)
 
 
 if __name__ == "__main__":

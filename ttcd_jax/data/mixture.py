@@ -197,11 +197,12 @@ class RecordsConfig(WeightedConfig):
         folders = self.located()
         manifests = [read_manifest(folder) for folder in folders]
         for folder, manifest in zip(folders, manifests, strict=True):
-            if manifest["tokenizer"] != manifests[0]["tokenizer"]:
-                raise DataError(
-                    f"{folder} was made by another tokenizer ({manifest['tokenizer']}) than "
-                    f"{folders[0]} ({manifests[0]['tokenizer']}); prepare both with one"
-                )
+            for key in ("tokenizer", "bos_id", "eos_id"):
+                if manifest[key] != manifests[0][key]:
+                    raise DataError(
+                        f"{folder} was made by another tokenizer ({key} {manifest[key]}) than "
+                        f"{folders[0]} ({manifests[0][key]}); prepare both with one"
+                    )
         return manifests
 
     def open(self, split: Split) -> list[TokenRecords]:

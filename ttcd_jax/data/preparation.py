@@ -86,6 +86,7 @@ def prepare_records(
     facts = {
         "tokenizer": "byte" if config.path is None else sha256(Path(config.path)),
         **{name: getattr(tokenizer, name) for name in ("vocab_size", "bos_id", "eos_id")},
+        "stop_ids": [*tokenizer.stop_ids],
         "dtype": token_dtype(tokenizer.vocab_size).name,
     }
     arguments = {

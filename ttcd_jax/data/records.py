@@ -167,7 +167,13 @@ def records_tokenizer(folder: Path) -> TokenizerConfig:
     if manifest["tokenizer"] == "byte":
         return TokenizerConfig(kind="byte")
     _check(folder / TOKENIZER, digest=manifest["tokenizer"])
-    return TokenizerConfig(kind="json", path=str(folder / TOKENIZER))
+    return TokenizerConfig(
+        kind="json",
+        path=str(folder / TOKENIZER),
+        bos_id=manifest["bos_id"],
+        eos_id=manifest["eos_id"],
+        stop_ids=tuple(manifest.get("stop_ids", ())),
+    )
 
 
 def verify_records(folder: Path) -> dict[str, Any]:

@@ -143,6 +143,10 @@ class JsonTokenizer:
             raise DataError(f"{role}_id {token_id} is none of the {self.vocab_size} ids of {path}")
         return token_id
 
+    def token(self, token_id: int) -> str:
+        """The entry of the vocabulary."""
+        return self._tokenizer.id_to_token(token_id)
+
     def encode(self, text: bytes | str) -> np.ndarray:
         text = text.encode() if isinstance(text, str) else text
         return np.concatenate(list(self.encode_pieces(text)))

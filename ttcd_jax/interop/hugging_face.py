@@ -9,12 +9,13 @@ tensor while they are written into a run directory, in the dtype that they have.
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from ttcd_jax.data.special_tokens import TEXT_FILES
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.files import read_json, sha256
 from ttcd_jax.interop.reference import Layout, names_on_disk
@@ -28,10 +29,10 @@ from ttcd_jax.train.layers_on_disk import stored_params
 from ttcd_jax.train.streamed import StreamedLeaf
 
 CONFIG = "config.json"
-# What a folder says about texts besides its tokenizer: kept with an import, and exported again.
-TEXT_FILES = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+OWN_TYPE = "ttcd"  # of exports that `modeling_ttcd.py` computes
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _DROPPED = "rotary_emb.inv_freq"  # stored by old versions; the configuration determines it
+_FLAG = "use_sliding_window"
 # Parts of names: the reference implementation's, and those of all families here.
 _RENAMED = (
     ("model.embeddings.", "model.embed_tokens."),
@@ -48,13 +49,17 @@ class Family(NamedTuple):
     architecture: str
     has_qk_norm: bool = False
     has_qkv_bias: bool = False
+    windows: Literal["never", "by flag", "always"] = "never"  # of `sliding_window`
     defaults: Mapping[str, Any] = {}
 
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
-    "qwen2": Family("Qwen2ForCausalLM", has_qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True, defaults={"head_dim": 128}),
+    "mistral": Family("MistralForCausalLM", windows="always"),
+    "qwen2": Family("Qwen2ForCausalLM", has_qkv_bias=True, windows="by flag"),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", has_qk_norm=True, windows="by flag", defaults={"head_dim": 128}
+    ),
 }
 _DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "rope_theta": 10_000.0}
 # Keys of which only these values are read, and what any other would need.
@@ -62,7 +67,6 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "another activation"),
     "attention_bias": ((False,), "a bias of attention's output projection"),
     "mlp_bias": ((False,), "biases of the MLP"),
-    "use_sliding_window": ((False,), "windows in some layers alone"),
     "quantization_config": ((None,), "quantised weights: save the model in bfloat16"),
     "partial_rotary_factor": ((None, 1, 1.0), "rotary embedding of a part of each head"),
 }
@@ -72,8 +76,9 @@ _SILENT = {
     *("head_dim", "hidden_size", "intermediate_size", "layer_types", "max_position_embeddings"),
     *("max_window_layers", "model_type", "num_attention_heads", "num_hidden_layers"),
     *("num_key_value_heads", "pad_token_id", "pretraining_tp", "rope_interleaved"),
-    *("rope_parameters", "rope_scaling", "sliding_window", "tie_word_embeddings", "torch_dtype"),
-    *("transformers_version", "use_cache", "vocab_size"),
+    *("model", "rope_parameters", "rope_scaling", "rotary", "sliding_window"),
+    *("tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache"),
+    *("vocab_size", _FLAG),
     *_DEFAULTS,
     *_ONLY,
 }  # fmt: skip
@@ -110,8 +115,8 @@ def open_hugging_face(path: Path) -> ImportedModel:
     except UserError as error:
         raise DataError(f"{path / CONFIG}: {error}") from error
     dropped = [name for name in weights if name.endswith(_DROPPED)]
-    is_tied = config.has_tied_head and _HEAD in weights.stored
-    unused = {*dropped, *([_HEAD] if is_tied else [])}
+    is_tied = config.has_tied_head and HEAD in weights.stored
+    unused = {*dropped, *([HEAD] if is_tied else [])}
     wanted = stored_params(config)
     places = {their_name(name): place for name, place in names_on_disk(config).items()}
     places = {name: place for name, place in places.items() if place[0] in wanted}
@@ -172,7 +177,7 @@ def _compute(dtype: np.dtype) -> Any:
 
 
 def _tied_head(weights: WeightFiles) -> str:
-    is_equal = np.array_equal(weights[_HEAD], weights[_EMBEDDING])
+    is_equal = np.array_equal(weights[HEAD], weights[EMBEDDING])
     return "equal to the embedding" if is_equal else "differs from the embedding, not used"
 
 
@@ -181,6 +186,8 @@ def model_of(source: Mapping[str, Any], precision: Precision | None = None) -> T
     `DataError` for a family or an option that we do not support, naming its key, and for a value
     that makes no sense."""
     kind = source.get("model_type")
+    if kind == OWN_TYPE:
+        return _own_model(source, precision)
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise DataError(
             f"model_type {kind!r} is none of {', '.join(FAMILIES)}: a model with other norms, "
@@ -191,10 +198,7 @@ def model_of(source: Mapping[str, Any], precision: Precision | None = None) -> T
     for key, (allowed, need) in _ONLY.items():
         if key in source and source[key] not in allowed and source[key] is not None:
             raise DataError(f"{key}={str(source[key])[:80]} is not supported: it needs {need}")
-    others = sorted({str(x) for x in source.get("layer_types") or ()} - {"full_attention"})
-    if others:
-        raise DataError(f"layer_types has {', '.join(others)}: windows in some layers alone")
-    head_dim = values.values.get("head_dim")
+    head_dim, window = values.values.get("head_dim"), _window(values, family)
     return TransformerConfig(
         vocab_size=values.positive("vocab_size"),
         dim=values.positive("hidden_size"),
@@ -210,9 +214,36 @@ def model_of(source: Mapping[str, Any], precision: Precision | None = None) -> T
         has_qk_norm=family.has_qk_norm,
         has_qkv_bias=family.has_qkv_bias,
         rope=_rope(values),
-        method="full",
+        window=window,
+        method="full" if window is None else "swa",
         precision=precision or Precision(),
     )
+
+
+def _own_model(source: Mapping[str, Any], precision: Precision | None) -> TransformerConfig:
+    """The configuration inside of an export of ours, with the dtype of its parameters."""
+    model = source.get("model")
+    if not isinstance(model, dict):
+        raise DataError("model is no configuration of a model: export the run again")
+    config = TransformerConfig.from_dict(model)
+    if precision is None:
+        return config
+    return config.replace(precision=config.precision.replace(param=precision.param))
+
+
+def _window(values: Source, family: Family) -> int | None:
+    """The window of all layers, which counts the query. Raises `DataError` for windows in some."""
+    source, count = values.values, values.positive("num_hidden_layers")
+    is_on = family.windows == "always" or (family.windows == "by flag" and source.get(_FLAG))
+    first = count
+    if is_on and source.get("sliding_window") is not None:
+        first = 0 if family.windows == "always" else source.get("max_window_layers", 28)
+    named = ("full_attention", "sliding_attention")
+    layers = source.get("layer_types") or [named[layer >= first] for layer in range(count)]
+    if len({*map(str, layers)}) > 1 or layers[0] not in named:
+        kinds = ", ".join(sorted({*map(str, layers)}))
+        raise DataError(f"layer_types are {kinds}: it needs other attention in some layers")
+    return values.positive("sliding_window") if layers[0] == named[1] else None
 
 
 def _rope(values: Source) -> RopeConfig:
@@ -265,33 +296,3 @@ def _yarn(inner: Source, length: int) -> YarnConfig:
         slow_turns=inner.values.get("beta_slow") or 1.0,
         magnitude=magnitude,
     )
-
-
-def special_tokens(path: Path) -> dict[str, Any]:
-    """Fields of `TokenizerConfig` from a folder: `bos_id`, `eos_id` and `stop_ids`.
-
-    The tokens that `tokenizer_config.json` names come first, then the ids of
-    `generation_config.json` and of `config.json`; a model without bos, as Qwen3, separates
-    documents by eos. Empty where nothing is said.
-    """
-    read = {name: _optional(path / name) for name in (*TEXT_FILES[:2], CONFIG)}
-    tokenizer = _optional(path / "tokenizer.json")
-    added = tokenizer.get("added_tokens") or ()
-    ids = {token.get("content"): token.get("id") for token in added if isinstance(token, dict)}
-    found: dict[str, list[int]] = {}
-    for role in ("bos", "eos"):
-        named = read[TEXT_FILES[0]].get(f"{role}_token")
-        named = named.get("content") if isinstance(named, dict) else named
-        found[role] = [ids[named]] if isinstance(named, str) and named in ids else []
-        for name in (TEXT_FILES[1], CONFIG):
-            value = read[name].get(f"{role}_token_id")
-            listed = value if isinstance(value, list) else [value]
-            found[role] += [x for x in listed if type(x) is int and x >= 0]
-    if not found["eos"]:
-        return {}
-    eos = tuple(dict.fromkeys(found["eos"]))
-    return {"bos_id": (found["bos"] or eos)[0], "eos_id": eos[0], "stop_ids": eos[1:]}
-
-
-def _optional(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}

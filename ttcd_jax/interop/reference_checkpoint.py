@@ -5,19 +5,17 @@ tied head was stored besides the embedding, and `config.json` byte for byte.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import ml_dtypes
 import numpy as np
 from absl import logging
 
-from ttcd_jax.config import differences
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.files import parse_json, read_json, sha256
+from ttcd_jax.interop.expressed import check_expressed
 from ttcd_jax.interop.reference import (
     Params,
     model_from_reference,
@@ -25,24 +23,16 @@ from ttcd_jax.interop.reference import (
     reference_shapes,
 )
 from ttcd_jax.interop.reference_config import reference_config, transformer_config, unread_keys
-from ttcd_jax.interop.weight_files import WeightFiles, open_weights
-from ttcd_jax.models.config import TransformerConfig, block_configs
+from ttcd_jax.interop.weight_files import WeightFiles, cast, open_weights
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train.fit import misfit
 
 CONFIG = "config.json"
 EMBEDDING, HEAD = "model.embeddings.weight", "lm_head.weight"
-DTYPES = {np.dtype(x).name: np.dtype(x) for x in (np.float32, ml_dtypes.bfloat16, np.float16)}
 
 _PREFIX = "model."
 # Buffers stored by old runs; the configuration determines both.
 _DROPPED = (".ttt_lr", "inv_freq")
-# Fields of our blocks without effect on a document's output: speed (with the chunks of the delta
-# rule), initialisation, gradients, document resets. `reference_config` checks the eps of q/k norms.
-_UNSEEN = {
-    "attention_implementation", "block_chunks", "conv_init", "folds_state", "form", "init_std",
-    "precision", "proj_init", "qk_norm_eps", "resets_at_document", "rule.chunk_size",
-    "student_conv_init", "teacher_conv_init", "zero_slope",
-}  # fmt: skip
 
 
 class Imported(NamedTuple):
@@ -152,48 +142,20 @@ def export_reference(
     if facts is None:
         name = dtype or "float32"
         source = _expressed(config) | {"torch_dtype": name}
-        return _cast(tensors, dict.fromkeys(tensors, name)), json.dumps(source, indent=2) + "\n"
+        return cast(tensors, dict.fromkeys(tensors, name)), json.dumps(source, indent=2) + "\n"
     text = facts["config_json"]
     if facts["tied_head"]:
         tensors[HEAD] = tensors[EMBEDDING]
     if dtype is None:
-        return _cast(tensors, facts["dtypes"]), text
+        return cast(tensors, facts["dtypes"]), text
     source = parse_json(text.encode(), Path(CONFIG))
     key = "dtype" if "dtype" in source else "torch_dtype"
     text = json.dumps(source | {key: dtype}, indent=2) + "\n"
-    return _cast(tensors, dict.fromkeys(tensors, dtype)), text
-
-
-def _cast(tensors: Mapping[str, np.ndarray], kinds: Mapping[str, str]) -> dict[str, np.ndarray]:
-    result = {}
-    for name, tensor in tensors.items():
-        with np.errstate(over="ignore"):  # reported by name below
-            result[name] = tensor.astype(DTYPES[kinds[name]])
-        if not np.isfinite(result[name]).all():
-            raise UserError(
-                f"{name} has values that {kinds[name]} cannot hold (largest "
-                f"{np.abs(tensor).max():g}): choose another --dtype"
-            )
-    return result
+    return cast(tensors, dict.fromkeys(tensors, dtype)), text
 
 
 def _expressed(config: TransformerConfig) -> dict[str, Any]:
     """`config.json` of a model, provided that reading it gives the same model."""
     source = reference_config(config)
-    ours, theirs = _seen(config), _seen(transformer_config(source))
-    for difference in differences(theirs, ours):
-        name, _, values = difference.partition(": ")
-        if not any(re.search(rf"\b{re.escape(unseen)}\b", name) for unseen in _UNSEEN):
-            possible, _, value = values.partition(" -> ")
-            raise UserError(
-                f"the reference implementation cannot express {name} {value} of this model, only "
-                f"{possible}"
-            )
+    check_expressed(config, transformer_config(source), "the reference implementation")
     return source
-
-
-def _seen(config: TransformerConfig) -> dict[str, Any]:
-    """The fields that the output of a model depends on."""
-    fields = {name: getattr(config, name) for name in ("vocab_size", "norm_eps", "has_tied_head")}
-    blocks = enumerate(block_configs(config))
-    return fields | {f"layer {layer}": block.to_dict() for layer, block in blocks}

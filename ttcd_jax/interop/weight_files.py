@@ -31,6 +31,7 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+DTYPES = {dtype.name: dtype for dtype in _DTYPES.values()}
 _MAX_NAME = 256
 _MAX_HEADER = 20_000_000  # bytes: more than 100,000 tensors
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
@@ -172,6 +173,21 @@ def _open_indexed(index: Path) -> WeightFiles:
         if listed != actual:
             raise DataError(f"{index}: tensor {name!r} is in {actual}, and the index says {listed}")
     return weights
+
+
+def cast(tensors: Mapping[str, np.ndarray], kinds: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Every tensor in the dtype of its name in `kinds`. Raises `UserError` for a value that it
+    cannot hold."""
+    result = {}
+    for name, tensor in tensors.items():
+        with np.errstate(over="ignore"):  # reported by name below
+            result[name] = tensor.astype(DTYPES[kinds[name]])
+        if not np.isfinite(result[name]).all():
+            raise UserError(
+                f"{name} has values that {kinds[name]} cannot hold (largest "
+                f"{np.abs(tensor).max():g}): choose another --dtype"
+            )
+    return result
 
 
 def write_safetensors(

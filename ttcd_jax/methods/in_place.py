@@ -118,7 +118,10 @@ class InPlaceConfig(SublayerConfig):
 
     is_in_place: ClassVar[bool] = True
     reference_names: ClassVar[Names] = MLPConfig.reference_names | {
-        "ttt_proj.weight": ("proj", "same")
+        "ttt_proj.weight": ("proj", "same"),
+        # Not in the reference, whose memories do not decay.
+        "ttt_decay": ("decay", "same"),
+        "ttt_decay_gate.weight": ("decay_gate", "linear"),
     }
     mlp: MLPConfig
     memory: InPlaceSettings

@@ -260,8 +260,13 @@ def load_run(
 
 
 def run_tokenizer(directory: RunDirectory) -> Tokenizer | None:
-    """The tokenizer of the run's data, None without one; its file in the directory takes precedence
-    over the configured path."""
+    """The tokenizer of the run's data, None without one."""
+    config = tokenizer_config(directory)
+    return config and build_tokenizer(config)
+
+
+def tokenizer_config(directory: RunDirectory) -> TokenizerConfig | None:
+    """Its configuration; the file in the directory takes precedence over the configured path."""
     data = directory.read_part("data")
     if "tokenizer" in data:
         config = TokenizerConfig.from_dict(data["tokenizer"])
@@ -272,7 +277,7 @@ def run_tokenizer(directory: RunDirectory) -> Tokenizer | None:
     copy = directory.path / TOKENIZER
     if config.kind == "json" and copy.is_file():
         config = config.replace(path=str(copy))
-    return build_tokenizer(config)
+    return config
 
 
 def _environment() -> dict[str, Any]:

@@ -1,0 +1,104 @@
+"""Small models of ours as checkpoints of Hugging Face, with parameters that numpy draws.
+
+python -m hugging_face.own DIR      in tests/: writes a folder of each, for `make.py`
+"""
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from hugging_face.make import drawn
+from small_models import config_of
+
+from ttcd_jax.files import write_whole
+from ttcd_jax.interop.hugging_face_export import export_hugging_face
+from ttcd_jax.interop.weight_files import write_safetensors
+from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.nn.rope import Llama3Config, RopeConfig, YarnConfig
+from ttcd_jax.precision import Precision
+from ttcd_jax.train.state import abstract_params
+
+SIZES = {"vocab_size": 61, "dim": 24, "mlp_dim": 40, "num_layers": 3, "num_heads": 6}
+SIZES |= {"num_kv_heads": 2, "head_dim": 8, "precision": Precision()}
+MEMORY = {"chunk_size": 6, "num_taps": 3}
+YARN = YarnConfig(factor=4.0, original_length=16)
+WINDOWS = {"window": 9, "student_window": 4}
+
+
+def _published():
+    return config_of("ipttcd", **SIZES, **WINDOWS, memory=MemoryConfig(**MEMORY))
+
+
+def _continued():
+    llama3 = Llama3Config(factor=8.0, original_length=32)
+    memory = MemoryConfig(**MEMORY, output="teacher_raw", normalizes_keys=False)
+    fields = {"has_qk_norm": True, "has_tied_head": False, "rope": RopeConfig(llama3=llama3)}
+    return config_of("ipttcd", **SIZES | fields, window=None, student_window=5, memory=memory)
+
+
+def _corrected():
+    fields = {"corrects_errors": True, "half_lives": (8.0, 64.0), "decay": "gated"}
+    memory = MemoryConfig(**MEMORY, **fields, output="student", normalizes_errors=True)
+    return config_of("ipttcd", **SIZES, **WINDOWS, has_qkv_bias=True, memory=memory)
+
+
+def _bare():
+    off = dict.fromkeys(("has_proj", "has_token_rate", "has_teacher_conv"), False)
+    memory = MemoryConfig(**MEMORY, **off, half_lives=(9.0,), decay="learned")
+    return config_of("ipttcd", **SIZES, **WINDOWS, memory=memory)
+
+
+def _targets():
+    memory = TargetMemoryConfig(**MEMORY)
+    return config_of("ipttt", **SIZES, window=9, memory=memory)
+
+
+def _embeddings():
+    fields = {"is_conv_causal": True, "has_activation_conv": True, "corrects_errors": True}
+    memory = TargetMemoryConfig(**MEMORY, **fields, target="embedding")
+    return config_of("ipttt", **SIZES, window=9, memory=memory)
+
+
+def _plain(**changes):
+    return config_of("swa" if "window" in changes else "full", **SIZES | changes)
+
+
+MODELS = {
+    "published": _published(),
+    "continued": _continued(),
+    "corrected": _corrected(),
+    "bare": _bare(),
+    "targets": _targets(),
+    "embeddings": _embeddings(),
+    "full": _plain(rope=RopeConfig(linear_factor=2.0)),
+    "swa": _plain(window=9),
+    "swa_bias": _plain(window=9, has_qkv_bias=True, rope=RopeConfig(base=1e6)),
+    "swa_norm": _plain(window=9, has_qk_norm=True, has_tied_head=False),
+    "yarn": _plain(has_qk_norm=True, rope=RopeConfig(yarn=YARN)),
+}  # fmt: skip
+
+
+def params_of(config):
+    flat = flatten_dict(abstract_params(config), sep="/")
+    renamed = {f"{name}.norm.weight" if "norm" in name else name: name for name in flat}
+    values = drawn({name: flat[renamed[name]].shape for name in renamed})
+    params = {renamed[name]: jnp.asarray(x) for name, x in values.items()}
+    return unflatten_dict(params, sep="/")
+
+
+def write(name, folder):
+    """The exported checkpoint."""
+    config = MODELS[name]
+    tensors, files = export_hugging_face(params_of(config), config, length=64)
+    folder.mkdir(parents=True)
+    write_safetensors(folder, tensors)
+    for file, content in files.items():
+        write_whole(folder / file, content)
+    return folder
+
+
+if __name__ == "__main__":
+    for name in MODELS:
+        write(name, Path(sys.argv[1]) / name)

@@ -1,0 +1,168 @@
+"""Exports to Hugging Face transformers: computed there as here, and imported again bit for bit."""
+
+import hashlib
+import json
+
+import commands
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from checks import assert_same, distance
+from hugging_face.make import FILE, TOKENS
+from hugging_face.own import MODELS, params_of, write
+from small_models import config_of
+from tiny_run import params as bindings
+
+from ttcd_jax.data.tokenizer import ByteTokenizer
+from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.interop.hugging_face import open_hugging_face
+from ttcd_jax.interop.hugging_face_export import MODELING, export_hugging_face, text_files
+from ttcd_jax.methods import METHODS
+from ttcd_jax.precision import Precision
+from ttcd_jax.run.directory import load_params
+from ttcd_jax.train.fit import by_name
+from ttcd_jax.train.layers_on_disk import unstacked
+from ttcd_jax.train.state import with_params
+
+EXPORT = ("convert", "export", "--format=huggingface")
+IMPORT = ("convert", "import", "--format=huggingface")
+
+
+@pytest.fixture(scope="module")
+def stored():
+    with np.load(FILE) as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_computes_our_logits(name, stored):
+    logits = with_params(MODELS[name], params_of(MODELS[name]))(jnp.asarray(TOKENS))
+    assert distance(logits, stored[f"{name}.logits"]) < 2e-5
+
+
+def test_the_code_of_exports_is_the_one_that_was_run(stored):
+    digest = hashlib.sha256(MODELING.read_bytes()).hexdigest()
+    assert str(stored["code"]) == digest, "run tests/hugging_face/make.py again"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_export_is_imported_bit_for_bit(name, tmp_path):
+    config = MODELS[name]
+    leaves, again, _ = open_hugging_face(write(name, tmp_path / name))
+    read = {path: leaf.read() for path, leaf in by_name(leaves).items()}
+    assert_same(read, unstacked(config, by_name(params_of(config))))
+    if config.fast_layers:
+        assert again == config
+    else:
+        unseen = {"student_window": 1, "memory": None}
+        assert again.replace(**unseen) == config.replace(**unseen)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_is_exported_or_refused_by_name(method):
+    config = config_of(method, precision=Precision())
+    if method in ("ipttcd", "ipttt", "swa", "full"):
+        _, files = export_hugging_face(params_of(config), config, length=8)
+        assert (MODELING.name in files) == (method in ("ipttcd", "ipttt"))
+        return
+    with pytest.raises(UserError, match=f"no memory of the method '{method}': export with --form"):
+        export_hugging_face(params_of(config), config, length=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"has_qk_norm": True, "qk_norm_eps": 1e-5}, "norm_eps 1e-06 and qk_norm_eps 1e-05"),
+        ({"has_qk_norm": True, "has_qkv_bias": True}, "cannot express .*has_qkv_bias True"),
+    ],
+)
+def test_what_transformers_cannot_express_is_refused(changes, message):
+    config = config_of("full", precision=Precision(), **changes)
+    with pytest.raises(UserError, match=message):
+        export_hugging_face(params_of(config), config, length=8)
+    settings = config_of("ipttcd").settings
+    for change in ({"renorm_chunks": 2}, {"orthogonalizes_updates": True}):
+        config = config_of("ipttcd", precision=Precision(), memory=settings.replace(**change))
+        with pytest.raises(UserError, match=f"does not compute {next(iter(change))}="):
+            export_hugging_face(params_of(config), config, length=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": None}, DataError, "model is no configuration of a model"),
+        ({"model": {"type": "TransformerConfig"}}, DataError, "TransformerConfig lacks dim"),
+        ({"num_layers": 9_999}, CheckpointError, "only in the model"),
+        ({"num_layers": -1}, DataError, "num_layers"),
+        ({"method": "made_up"}, DataError, "made_up"),
+    ],
+)
+def test_a_damaged_export_is_refused(change, error, message, tmp_path):
+    folder = write("published", tmp_path / "x")
+    source = json.loads((folder / "config.json").read_text())
+    if "model" in change:
+        source |= change
+    else:
+        source["model"] |= change
+    (folder / "config.json").write_text(json.dumps(source))
+    with pytest.raises(error, match=message):
+        open_hugging_face(folder)
+
+
+def test_bytes_are_tokens_of_transformers_too():
+    files = text_files(ByteTokenizer(), {})
+    tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+    text = "".join(map(chr, range(400))) + "\u20ac \U0001f600</s>"
+    ids = tokenizer.encode(text).ids
+    assert (ids[0], ids[-1]) == (ByteTokenizer.bos_id, ByteTokenizer.eos_id)
+    assert ids[1:-1] == ByteTokenizer().encode(text.removesuffix("</s>")).tolist()
+    assert tokenizer.decode(ids) == text.removesuffix("</s>")
+    assert json.loads(files["generation_config.json"]) == {"bos_token_id": 256, "eos_token_id": 257}
+    own = text_files(ByteTokenizer(), {"generation_config.json": "{}"})
+    assert own["generation_config.json"] == "{}"
+
+
+def test_a_run_is_exported_with_its_card_and_an_import_of_it_as_it_was(tmp_path):
+    """A run that starts from an import carries over what that says about texts."""
+    folder, base, again = tmp_path / "theirs", tmp_path / "base", tmp_path / "again"
+    write("full", folder)
+    theirs = '{"eos_token_id": [5, 6],   "top_p": 0.5}'
+    (folder / "generation_config.json").write_text(theirs)
+    commands.output(*IMPORT, folder, base, "--tokenizer=none")
+    commands.output(*EXPORT, base, again)
+    for name in ("config.json", "model.safetensors"):
+        assert (again / name).read_bytes() == (folder / name).read_bytes()
+    assert (again / "model.safetensors").stat().st_mode & 0o044 == 0o044
+    assert "| imported from |" in (again / "README.md").read_text()
+    assert "no tokenizer" not in (again / "README.md").read_text()
+
+
+def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
+    run_dir, folder = tmp_path / "run", tmp_path / "out"
+    for split in ("train", "validation"):
+        (tmp_path / "text" / split).mkdir(parents=True)
+        (tmp_path / "text" / split / "a.txt").write_text(f"{split} text to learn from. " * 40)
+    line = ("launch", "--gin=text.gin", f"--run_dir={run_dir}")
+    small = ("STEPS=2", "TextConfig.seq_len=64", "RunConfig.batch_size=2")
+    small += (f"TEXT='{tmp_path}/text'", "MemoryConfig.chunk_size=16")
+    commands.output(*line, *bindings(*small))
+    commands.output("evaluate", f"--run_dir={run_dir}", "--task=ppl", "--seq_len=64")
+    output = commands.output(*EXPORT, run_dir, folder, "--dtype=bfloat16")
+    assert "of step 2 in" in output
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        *("README.md", "config.json", "generation_config.json", "model.safetensors"),
+        *("modeling_ttcd.py", "tokenizer.json", "tokenizer_config.json"),
+    }
+    card = (folder / "README.md").read_text()
+    for text in ("trust_remote_code=True", "| steps | 2 |", "## ppl: IP-TTCD", "| context |"):
+        assert text in card
+    again = tmp_path / "again"
+    commands.output(*IMPORT, folder, again)
+    ours, config, _ = load_params(run_dir)
+    read, found, _ = load_params(again)
+    assert found == config.replace(precision=config.precision.replace(param="bfloat16"))
+    narrow = {name: x.astype("bfloat16") for name, x in by_name(ours).items()}
+    assert_same(by_name(read), narrow)
+    assert "not an empty folder" in commands.refused(*EXPORT, run_dir, folder)

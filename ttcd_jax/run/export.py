@@ -1,0 +1,118 @@
+"""A run as a checkpoint of Hugging Face transformers: tensors and files, with a model card."""
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ttcd_kernels.table import Row, cells
+
+from ttcd_jax.data.tokenizer import build_tokenizer
+from ttcd_jax.files import read_json
+from ttcd_jax.interop.hugging_face_export import (
+    MODELING,
+    export_hugging_face,
+    text_files,
+)
+from ttcd_jax.methods import method_named
+from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.run.directory import IMPORTED, RunDirectory, load_params, tokenizer_config
+
+_FORMAT = "huggingface"
+
+
+def exported_run(
+    run_dir: str | os.PathLike[str], step: int | None, dtype: str | None
+) -> tuple[dict[str, np.ndarray], dict[str, str], int]:
+    """(tensors, small files, step) of the newest checkpoint of a run, or of `step`: as
+    `export_hugging_face` makes them, with the files of its tokenizer and a model card."""
+    directory = RunDirectory(run_dir)
+    facts = directory.read_import()
+    if facts is not None and facts.get("format") != _FORMAT:
+        facts = None
+    data = directory.read_part("data")
+    params, config, step = load_params(run_dir, step)
+    tensors, files = export_hugging_face(
+        params, config, length=data["seq_len"], facts=facts, dtype=dtype
+    )
+    if (tokenizer := tokenizer_config(directory)) is not None:
+        files = text_files(build_tokenizer(tokenizer), _imported_texts(directory)) | files
+        if tokenizer.path is not None:
+            files["tokenizer.json"] = Path(tokenizer.path).read_text()
+    count = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    files["README.md"] = _card(directory, config, step, count, has_code=MODELING.name in files)
+    return tensors, files, step
+
+
+def _imported_texts(directory: RunDirectory) -> dict[str, str]:
+    """The text files of the import that a run descends from, as far as its ancestors are there."""
+    if (facts := directory.read_import()) is not None:
+        return facts.get("text_files", {})
+    start = directory.read_config().get("start_from")
+    ancestor = RunDirectory(start) if isinstance(start, str) else None
+    return _imported_texts(ancestor) if ancestor is not None and ancestor.is_claimed else {}
+
+
+def _card(
+    directory: RunDirectory, config: TransformerConfig, step: int, count: int, *, has_code: bool
+) -> str:
+    method = method_named(config.method)
+    flag = ", trust_remote_code=True" if has_code else ""
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        f"tags: [ttcd_jax, {method.name}]",
+        "---",
+        "",
+        f"# {method.label}, {count:,} parameters",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'tokenizer = AutoTokenizer.from_pretrained("FOLDER"{flag})',
+        f'model = AutoModelForCausalLM.from_pretrained("FOLDER"{flag})',
+        "```",
+        "",
+        *_table([{"": name, "value": x} for name, x in _facts(directory, config, step).items()]),
+    ]
+    for path in sorted(directory.path.glob("eval/*/results.json")):
+        result = read_json(path)
+        if result.get("step") == step and result.get("table"):
+            lines += ["", f"## {result['task']}: {result['label']}", "", *_table(result["table"])]
+    return "\n".join(lines) + "\n"
+
+
+def _facts(directory: RunDirectory, config: TransformerConfig, step: int) -> dict[str, Any]:
+    run, settings = directory.read_config(), config.settings
+    facts = {
+        "layers": config.num_layers,
+        "width": config.dim,
+        "window": config.window,
+        "layers with a memory": ", ".join(map(str, config.fast_layers)) or None,
+        "student window": config.student_window if config.fast_layers else None,
+        "chunk": getattr(settings, "chunk_size", None),
+        "eta": getattr(settings, "eta", None),
+    }
+    if run["data"]["type"] == IMPORTED:
+        return facts | {"imported from": (directory.read_import() or {}).get("path")}
+    tokens = step * run["batch_size"] * run["data"]["seq_len"]
+    schedule = run["optimizer"]["schedule"]
+    return facts | {
+        "started from": run["start_from"],
+        "steps": step,
+        "tokens": tokens,
+        "tokens in a row": run["data"]["seq_len"],
+        "optimizer": run["optimizer"]["kind"],
+        "peak learning rate": schedule["peak"],
+        "seed": run["seed"],
+    }
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    header, body = cells(rows)
+    rule = ["---:" if is_numeric else "---" for _, is_numeric in header]
+    lines = [[name for name, _ in header], rule, *body]
+    return [f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines]
