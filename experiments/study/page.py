@@ -35,7 +35,9 @@ def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None
                 measured = _measured(config, task, text, path)
                 if measured:
                     output = path / "pictures" / text
-                    sections += _sections(task, text, measured, output)
+                    for section in _sections(task, text, measured, output):
+                        pictures = [_placed(picture, output) for picture in section.pictures]
+                        sections.append(section._replace(pictures=pictures))
         sections += [x for name in _WATCHED if (x := _by_step(config, path, name))]
     runs = [_facts(run_dir(path, *run), *run) for run in config.chosen()]
     tables = [("Runs", [run for run in runs if run]), *((x.title, x.table) for x in sections)]
@@ -107,9 +109,7 @@ def _sections(task: Task, text: str, measured: Measured, output: Path) -> list[S
         table = rows_of({label: differences(*pair, by_key) for label, pair in pairs.items()})
         pictures = [Picture(output / picture, sentence)]
         found.insert(1, Section(f"{title}: nats per token, less {base}", table, pictures))
-    return [
-        x._replace(pictures=[_placed(picture, output) for picture in x.pictures]) for x in found
-    ]
+    return found
 
 
 def _placed(picture: Picture, output: Path) -> Picture:

@@ -23,6 +23,7 @@ RUNS = sorted(
 
 # The published from-scratch recipes and their ablations: they train on the user's records.
 RECIPES = [name for name in RUNS if name.endswith(("_340m.gin", "_760m.gin")) or "ablation" in name]
+CONTINUED = [name for name in RUNS if name.startswith("cpt/")]
 
 
 def load(name, *params, **options):
@@ -76,7 +77,7 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
     assert abs(num_params(config.model) / count - 1) < 0.01
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, *CONTINUED])
 def test_every_recipe_divides_among_devices(name):
     config = load(name)
     mesh = AbstractMesh((1, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
@@ -137,12 +138,45 @@ def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
     }
 
 
-def test_the_8b_model_is_the_base_model_and_its_memories():
-    config = load("ipttcd_8b.gin")
-    model = config.model
-    # Of a fast layer: P, the rate's vector, two convolutions.
-    memory = model.dim**2 + model.dim + 2 * model.memory.num_taps * model.mlp_dim
-    assert num_params(config.model) == 8_190_735_360 + len(model.fast_layers) * memory  # Qwen3-8B's
+# Parameters of the base, with IP-TTT, with IP-TTCD; layers; key-value heads; theta.
+CONTINUED_SIZES = {
+    "smollm2_360m": ((361_821_120, 365_526_720, 365_613_760), 32, 5, 1e5),
+    "smollm2_1_7b": ((1_711_376_384, 1_728_194_560, 1_728_489_472), 24, 32, 1.3e5),
+    "qwen3_0_6b": ((596_049_920, 600_264_704, 600_371_200), 28, 8, 1e6),
+    "qwen3_1_7b": ((1_720_574_976, 1_737_393_152, 1_737_606_144), 28, 8, 1e6),
+    "llama31_8b": ((8_030_261_248, 8_097_452_032, 8_097_959_936), 32, 8, 5e5),
+}
+
+
+def test_continued_training_has_every_method_for_every_base():
+    methods = ("cpt", "swa", "ipttt", "ipttcd")
+    names = {f"cpt/{method}_{base}.gin" for method in methods for base in CONTINUED_SIZES}
+    assert names == {*CONTINUED}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_continued_training_has_the_published_sizes_and_budget(name):
+    config, (method, _, base) = load(name), name[4:-4].partition("_")
+    counts, num_layers, kv_heads, theta = CONTINUED_SIZES[base]
+    model, is_8b = config.model, base == "llama31_8b"
+    assert num_params(model) == counts[{"ipttt": 1, "ipttcd": 2}.get(method, 0)]
+    assert (model.num_layers, model.kv_heads, model.rope.base) == (num_layers, kv_heads, theta)
+    assert model.window == (8192 if method == "swa" else None)
+    if model.fast_layers:
+        assert model.fast_layers == tuple(range(0, num_layers, num_layers // 4))
+        assert (model.memory.chunk_size, model.memory.eta) == (2048, 0.3)
+    if method == "ipttcd":
+        assert (model.student_window, model.memory.normalizes_keys) == (2048, False)
+    assert (config.data.seq_len, config.batch_size) == (65_536, 32 if is_8b else 16)
+    tokens = config.steps * config.batch_size * config.data.seq_len
+    assert abs(tokens / 10e9 - 1) < 0.001
+    optimizer, schedule = config.optimizer, config.optimizer.schedule
+    assert (optimizer.kind, optimizer.weight_decay, optimizer.clip_norm) == ("adamw", 0.1, 1.0)
+    assert schedule.peak == (5e-6 if is_8b else 1e-5)
+    decay = (schedule.warmup, schedule.decay, schedule.decay_ratio, schedule.floor_ratio)
+    assert decay == (200, "cosine", None, 0.1)
+    header = (CONFIG_DIR / name).read_text()
+    assert f"tokens: 10B     batch: {config.batch_size * 65_536:,} tokens" in header
 
 
 def test_a_recipe_takes_token_records_mixed_8_to_2():
