@@ -2,7 +2,7 @@
 runs, parameters alone.
 
     python -m experiments.convert import --format=huggingface|reference PATH RUN_DIR
-                                  [--tokenizer=byte|none|FILE.json]
+                                  [--tokenizer=byte|none|FILE.json] [--check [--python=PROGRAM]]
     python -m experiments.convert export --format=huggingface|reference RUN_DIR PATH
                                   [--step=N] [--dtype=float32|bfloat16|float16]
     python -m experiments.convert export --format=run RUN_DIR PATH [--step=N]
@@ -10,11 +10,14 @@ runs, parameters alone.
 import: PATH is a folder with config.json and weights (.safetensors, one or several; .bin and .pt
 with torch installed), or a weight file next to a config.json. RUN_DIR can then be evaluated, and a
 run can start from it (RunConfig.start_from). A tokenizer.json in PATH is copied. With
---format=huggingface: a model of the families Llama (SmolLM2), Qwen2 or Qwen3, with its special
-tokens, written tensor by tensor in the dtype of its files.
+--format=huggingface: a model of the families Llama (SmolLM2), Mistral, Qwen2 or Qwen3, or an export
+of ours, with its special tokens, written tensor by tensor in the dtype of its files. PATH may also
+be OWNER/NAME[@REVISION] of the hub, which is read through its cache (HF_ENDPOINT, HF_HUB_OFFLINE).
+--check compares the logits with those of transformers, of this Python or of --python.
 
-export: writes such a folder from the newest step of a run whose method the reference has. An
-imported model is exported bit for bit, except with --dtype. With --format=run: a run directory that
+export: writes such a folder from the newest step of a run whose method the reference, or
+transformers with the code that the folder then has, computes. An imported model is exported bit for
+bit, except with --dtype. With --format=run: a run directory that
 holds the parameters alone, a third of the size, to evaluate, to generate and to start from.
 """
 
@@ -23,6 +26,7 @@ import functools
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +47,8 @@ flags.DEFINE_enum(
 flags.DEFINE_string(
     "tokenizer", None, "import: byte, none or a tokenizer.json; default: the one in PATH, if any."
 )
+flags.DEFINE_bool("check", False, "import: compare the logits with those of transformers.")
+flags.DEFINE_string("python", sys.executable, "import: the Python with torch and transformers.")
 flags.DEFINE_integer("step", None, "export: the checkpoint; default: the newest.")
 flags.DEFINE_enum(
     "dtype",
@@ -51,28 +57,31 @@ flags.DEFINE_enum(
     "export: of all tensors; default: as imported, or float32.",
 )
 
+_OF_IMPORT = ("tokenizer", "check", "python")
 _SEQ_LEN = 2048  # for a model whose configuration has no length
 _FACTS = ("config_json", "dtypes", "format", "tied_head")
 
 
 def main(argv: list[str]) -> None:
     _, action, source, destination = argv
-    commands = {"import": (_import, ("step", "dtype")), "export": (_export, ("tokenizer",))}
+    commands = {"import": (_import, ("step", "dtype")), "export": (_export, _OF_IMPORT)}
     if action not in commands:
         raise UserError(f"{action!r} is neither import nor export")
     command, foreign = commands[action]
     if FLAGS.format == "run":
-        command, foreign = _export_run, ("tokenizer", "dtype")
+        command, foreign = _export_run, (*_OF_IMPORT, "dtype")
         if action == "import":
             raise UserError("--format=run is a format of export: a run directory needs no import")
     for name in foreign:
         if FLAGS[name].present:
             raise UserError(f"--{name} is no option of {action} --format={FLAGS.format}")
     cli.clean_up_on_sigterm()
-    command(Path(source), Path(destination))
+    command(source, Path(destination))
 
 
-def _import(source: Path, run_dir: Path) -> None:
+def _import(name: str, run_dir: Path) -> None:
+    from experiments.logits_check import check_logits
+    from ttcd_jax.data.hub import model_folder
     from ttcd_jax.data.special_tokens import special_tokens
     from ttcd_jax.interop.hugging_face import open_hugging_face
     from ttcd_jax.interop.reference_checkpoint import import_reference
@@ -80,10 +89,13 @@ def _import(source: Path, run_dir: Path) -> None:
     from ttcd_jax.train.checkpoint import Checkpoints
     from ttcd_jax.train.streamed import StreamedCheckpoints
 
-    if not source.exists():
-        raise DataError(f"no checkpoint file or folder at {source}")
     check_unused(run_dir)
     is_theirs = FLAGS.format == "huggingface"
+    if FLAGS.check and not is_theirs:
+        raise UserError("--check compares with transformers: it goes with --format=huggingface")
+    source = model_folder(name) if is_theirs else Path(name)
+    if not source.exists():
+        raise DataError(f"no checkpoint file or folder at {source}")
     params, config, facts = (open_hugging_face if is_theirs else import_reference)(source)
     special = special_tokens(source) if is_theirs and FLAGS.tokenizer is None else {}
     tokenizer = _tokenizer(source, config.vocab_size, special)
@@ -103,6 +115,8 @@ def _import(source: Path, run_dir: Path) -> None:
         directory.write_import({"model": config.to_dict(), "data": data}, facts)
     _print_import(facts)
     print(units.printable(f"run directory {run_dir.absolute()}"))
+    if FLAGS.check and not check_logits(source, run_dir, FLAGS.python):
+        sys.exit("error: the logits differ")
 
 
 def _tokenizer(source: Path, vocab_size: int, special: dict[str, Any]) -> "TokenizerConfig | None":
@@ -141,7 +155,7 @@ def _print_import(facts: dict[str, Any]) -> None:
         print(f"keys of config.json without effect: {', '.join(facts['ignored_keys'])}")
 
 
-def _export(run_dir: Path, folder: Path) -> None:
+def _export(run_dir: str, folder: Path) -> None:
     from ttcd_jax.interop.reference_checkpoint import CONFIG, export_reference
     from ttcd_jax.interop.weight_files import write_safetensors
     from ttcd_jax.run.directory import TOKENIZER, RunDirectory, load_params
@@ -170,7 +184,7 @@ def _export(run_dir: Path, folder: Path) -> None:
     print(f"{len(tensors)} tensors, {count:,} numbers of step {step} in {place}")
 
 
-def _export_run(run_dir: Path, folder: Path) -> None:
+def _export_run(run_dir: str, folder: Path) -> None:
     from ttcd_jax.run.directory import SMALL_FILES, RunDirectory, load_params
     from ttcd_jax.train.checkpoint import Checkpoints
 

@@ -23,7 +23,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         hub.asked.append((self.command, path))
         is_api = path.startswith("/api")
-        found = path.removeprefix("/api").removeprefix(f"/datasets/{hub.repo}")
+        found = path.removeprefix("/api")
+        for kind in ("/datasets/", "/models/", "/"):
+            found = found.removeprefix(f"{kind}{hub.repo}")
         rest = found.split("/")[1:]
         if hub.status or found == path.removeprefix("/api"):
             codes = {403: "GatedRepo", 401: "GatedRepo", 0: "RepoNotFound"}
@@ -58,8 +60,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Hub:
-    """A data set `repo` of `files`. `status`: what every request gets; `cut`: bytes that downloads
-    lack; `asked`: the requests."""
+    """A data set or a model `repo` of `files`. `status`: what every request gets; `cut`: bytes that
+    downloads lack; `asked`: the requests."""
 
     def __init__(self, repo: str, files: dict[str, bytes]) -> None:
         self.repo, self.files = repo, files

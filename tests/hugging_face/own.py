@@ -88,12 +88,12 @@ def params_of(config):
     return unflatten_dict(params, sep="/")
 
 
-def write(name, folder):
+def write(name, folder, max_bytes=10**9):
     """The exported checkpoint."""
     config = MODELS[name]
     tensors, files = export_hugging_face(params_of(config), config, length=64)
     folder.mkdir(parents=True)
-    write_safetensors(folder, tensors)
+    write_safetensors(folder, tensors, max_bytes)
     for file, content in files.items():
         write_whole(folder / file, content)
     return folder

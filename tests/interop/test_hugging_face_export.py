@@ -4,6 +4,7 @@ import hashlib
 import json
 
 import commands
+import fake_hub
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_what_transformers_cannot_express_is_refused(changes, message):
     [
         ({"model": None}, DataError, "model is no configuration of a model"),
         ({"model": {"type": "TransformerConfig"}}, DataError, "TransformerConfig lacks dim"),
-        ({"num_layers": 9_999}, CheckpointError, "only in the model"),
+        ({"num_layers": 9_999}, CheckpointError, "9999 layers"),
         ({"num_layers": -1}, DataError, "num_layers"),
         ({"method": "made_up"}, DataError, "made_up"),
     ],
@@ -166,3 +167,40 @@ def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
     narrow = {name: x.astype("bfloat16") for name, x in by_name(ours).items()}
     assert_same(by_name(read), narrow)
     assert "not an empty folder" in commands.refused(*EXPORT, run_dir, folder)
+
+
+def test_a_model_of_the_hub_is_imported_through_its_cache(tmp_path):
+    folder = write("swa_norm", tmp_path / "x", max_bytes=8_000)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub = fake_hub.Hub("lab/model", files | {"README.md": b"x", "model.bin": b"x"})
+    with fake_hub.serve(hub) as address:
+        places = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")}
+        environment = commands.cpu_environment(**places) | {"NO_PROXY": "127.0.0.1"}
+        environment.pop("HF_HUB_OFFLINE", None)
+        commands.output(*IMPORT, "lab/model@main", tmp_path / "run", env=environment)
+        refusal = commands.refused(*IMPORT, "lab/none", tmp_path / "no", env=environment, status=3)
+        assert "lab/none is not there, or private" in refusal
+    asked = {path.rpartition("/")[2] for _, path in hub.asked if "/resolve/" in path}
+    assert asked == {*files}
+    offline = environment | {"HF_HUB_OFFLINE": "1"}
+    commands.output(*IMPORT, "lab/model", tmp_path / "again", env=offline)
+    for name in ("run", "again"):
+        assert_same(load_params(tmp_path / name).params, params_of(MODELS["swa_norm"]))
+    assert "no checkpoint" in commands.refused(*IMPORT, "nowhere", tmp_path / "no", status=3)
+
+
+def test_a_check_compares_logits_with_those_of_another_python(tmp_path):
+    """A program takes the place of torch: it writes the logits that it is given."""
+    folder, program = write("full", tmp_path / "x"), tmp_path / "python"
+    ours = with_params(MODELS["full"], params_of(MODELS["full"]))
+    tokens = np.random.default_rng(0).integers(0, 61, (1, 64))
+    np.save(tmp_path / "given.npy", ours(jnp.asarray(tokens, jnp.int32)))
+    program.write_text(f'#!/bin/sh\ncp "{tmp_path}/given.npy" "$5"; echo 5.0\n')
+    program.chmod(0o755)
+    line = ("--check", f"--python={program}")
+    output = commands.output(*IMPORT, folder, tmp_path / "run", *line)
+    assert "from those of transformers 5.0, allowed 1e-04" in output
+    np.save(tmp_path / "given.npy", np.ones((1, 64, 61), np.float32))
+    assert commands.run(*IMPORT, folder, tmp_path / "again", *line).returncode == 1
+    refusal = commands.refused(*IMPORT, folder, tmp_path / "third", "--check", "--python=/no")
+    assert "name a Python with torch and transformers by --python" in refusal

@@ -1,4 +1,5 @@
-"""Data sets of the Hugging Face hub, downloaded into its cache; those of the paper by name."""
+"""Data sets and models of the Hugging Face hub, downloaded into its cache; the data sets of the
+paper by name."""
 
 import re
 import sys
@@ -19,6 +20,7 @@ _PROBLEMS = {
     errors.RevisionNotFoundError: "has no such revision: check what follows the @",
 }
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([^:]+))?(?::(.+))?")
+_MODEL_FILES = ("*.json", "*.safetensors", "*.safetensors.index.json")
 
 
 class Source(NamedTuple):
@@ -78,10 +80,28 @@ def download(source: Source, cache: str | None = None) -> tuple[Path, str]:
     except UserError:
         raise
     except _ERRORS as error:
-        problem = next(
-            (text for kind, text in _PROBLEMS.items() if isinstance(error, kind)),
-            f"cannot be downloaded ({' '.join(str(error).split())}): try again, set HF_ENDPOINT to "
-            "a mirror, or give a local copy by --input",
-        )
-        raise DataError(f"{where} {problem}") from error
+        raise DataError(f"{where} {_problem(error)} by --input") from error
     return folder, glob
+
+
+def model_folder(text: str) -> Path:
+    """The folder of a model: `text`, unless it names no path and has the form of a model of the
+    hub, `owner/name[@revision]`: then its configuration, tokenizer and .safetensors in the hub's
+    cache, downloaded unless they are there. Raises `DataError` when they cannot be."""
+    path, match = Path(text), _ID.fullmatch(text)
+    if path.exists() or match is None or match[3] is not None:
+        return path
+    where = f"{constants.ENDPOINT}/{match[1]}"
+    try:
+        utils.disable_progress_bars()
+        return Path(snapshot_download(match[1], revision=match[2], allow_patterns=_MODEL_FILES))
+    except _ERRORS as error:
+        raise DataError(f"no folder {text}, and {where} {_problem(error)}") from error
+
+
+def _problem(error: Exception) -> str:
+    return next(
+        (text for kind, text in _PROBLEMS.items() if isinstance(error, kind)),
+        f"cannot be downloaded ({' '.join(str(error).split())}): try again, set HF_ENDPOINT to a "
+        "mirror, or give a local copy",
+    )

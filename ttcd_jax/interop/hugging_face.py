@@ -105,9 +105,12 @@ def open_hugging_face(path: Path) -> ImportedModel:
         raise DataError(f"{path} is no folder with {CONFIG} and weights")
     source = read_json(path / CONFIG)
     weights = open_weights(path)
-    layers = source.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > len(weights):  # before anything is built per layer
-        raise CheckpointError(f"{path / CONFIG} has {layers} layers, {path} {len(weights)} tensors")
+    own = source.get("model")
+    counts = source.get("num_hidden_layers"), isinstance(own, dict) and own.get("num_layers")
+    for layers in counts:
+        if isinstance(layers, int) and layers > len(weights):  # before anything is built per layer
+            problem = f"has {layers} layers, {path} {len(weights)} tensors"
+            raise CheckpointError(f"{path / CONFIG} {problem}")
     kinds = {tensor.dtype for tensor in weights.stored.values()}
     dtype = np.result_type(*kinds) if len(kinds) > 1 else next(iter(kinds))
     try:

@@ -158,10 +158,12 @@ def _open_indexed(index: Path) -> WeightFiles:
         if not isinstance(shard, str) or not _PLAIN_NAME.fullmatch(shard):
             raise DataError(f"{index}: tensor {name!r} in {shard!r}, which is no plain file name")
     files = [index.parent / shard for shard in sorted({*weight_map.values()})]
+    # The hub's cache has links from snapshots/<revision>/ to blobs/.
+    folders = [index.parent.resolve(), index.absolute().parents[2] / "blobs"]
     for file in files:
         if not file.is_file():
             raise DataError(f"{file} is missing: {INDEX} names it")
-        if file.resolve().parent != index.parent.resolve():
+        if file.resolve().parent not in folders:
             raise DataError(
                 f"{file} is a link that leaves its folder: copy the folder with the files "
                 "themselves (cp -rL)"
