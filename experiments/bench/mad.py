@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,7 +39,7 @@ def measured(options: Sweep) -> Iterator[list[Row]]:
     its cores); one run after another, an epoch per call; the same, a step per call, as a training
     loop does it."""
     task, steps, batch = BASELINES[options.task], options.steps, options.batch_size
-    dims = {"dim": options.dim, "mlp_dim": 2 * options.dim}
+    dims: dict[str, Any] = {"dim": options.dim, "mlp_dim": 2 * options.dim}
     config = mad_config(options.method, task, precision=Precision(compute=options.compute), **dims)
     recipe, problem = RecipeConfig(epochs=steps, batch_size=batch), mad_problem(task, config)
     epoch = instances(task, seed=0, num_train=steps * batch, num_test=0).train

@@ -20,7 +20,7 @@ _PROBLEMS = {
     errors.RevisionNotFoundError: "has no such revision: check what follows the @",
 }
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([^:]+))?(?::(.+))?")
-_MODEL_FILES = ("*.json", "*.safetensors", "*.safetensors.index.json")
+_MODEL_FILES = ["*.json", "*.safetensors", "*.safetensors.index.json"]
 
 
 class Source(NamedTuple):

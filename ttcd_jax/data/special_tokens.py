@@ -32,11 +32,11 @@ def special_tokens(folder: Path) -> dict[str, Any]:
     for role in ("bos", "eos"):
         named = names.get(f"{role}_token")
         named = named.get("content") if isinstance(named, dict) else named
-        found[role] = [ids[named]] if isinstance(named, str) and named in ids else []
+        values = [ids.get(named)] if isinstance(named, str) else []
         for source in others:
             value = source.get(f"{role}_token_id")
-            listed = value if isinstance(value, list) else [value]
-            found[role] += [x for x in listed if type(x) is int and x >= 0]
+            values += value if isinstance(value, list) else [value]
+        found[role] = [x for x in values if type(x) is int and x >= 0]
     if not found["eos"]:
         return {}
     eos = tuple(dict.fromkeys(found["eos"]))

@@ -145,7 +145,9 @@ class JsonTokenizer:
 
     def token(self, token_id: int) -> str:
         """The entry of the vocabulary."""
-        return self._tokenizer.id_to_token(token_id)
+        name = self._tokenizer.id_to_token(token_id)
+        assert name is not None, f"{token_id} is no id of the tokenizer"
+        return name
 
     def encode(self, text: bytes | str) -> np.ndarray:
         text = text.encode() if isinstance(text, str) else text

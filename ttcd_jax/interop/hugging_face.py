@@ -114,7 +114,7 @@ def open_hugging_face(path: Path) -> ImportedModel:
     kinds = {tensor.dtype for tensor in weights.stored.values()}
     dtype = np.result_type(*kinds) if len(kinds) > 1 else next(iter(kinds))
     try:
-        config = model_of(source, Precision(param=dtype.name, compute=_compute(dtype)))
+        config = model_of(source, _precision(dtype))
     except UserError as error:
         raise DataError(f"{path / CONFIG}: {error}") from error
     dropped = [name for name in weights if name.endswith(_DROPPED)]
@@ -175,8 +175,9 @@ def _theirs(places: Mapping[str, tuple[str, Layout]], ours: Mapping[str, Any]) -
     }
 
 
-def _compute(dtype: np.dtype) -> Any:
-    return "bfloat16" if dtype.name == "bfloat16" else "float32"
+def _precision(dtype: np.dtype) -> Precision:
+    name: Any = dtype.name
+    return Precision(param=name, compute="bfloat16" if name == "bfloat16" else "float32")
 
 
 def _tied_head(weights: WeightFiles) -> str:
@@ -288,7 +289,7 @@ def _rope(values: Source) -> RopeConfig:
 
 def _yarn(inner: Source, length: int) -> YarnConfig:
     factor, magnitude = inner.positive("factor"), inner.values.get("attention_factor")
-    scales = [inner.values.get(name) for name in ("mscale", "mscale_all_dim")]
+    scales: list[Any] = [inner.values.get(name) for name in ("mscale", "mscale_all_dim")]
     if magnitude is None and all(scales):
         above, below = (0.1 * x * math.log(factor) + 1 if factor > 1 else 1.0 for x in scales)
         magnitude = above / below

@@ -88,8 +88,8 @@ class PrefixMemory(ChunkedMemory, AssociativeMemory):
         if self.options.form == "attention" or self.options.orthogonalizes:
             return Axes()
         features = (*ROWS, None, "mlp")
-        writes = Writes(features, ROWS, ROWS, ROWS)
-        return Axes(("mlp",), features, writes, ROWS, ("tensor",))
+        writes: Any = (features, ROWS, ROWS, ROWS)
+        return Axes(("mlp",), features, Writes(*writes), ROWS, ("tensor",))
 
     def start(self, batch_size: int) -> Float[Array, "B F D"]:
         return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)

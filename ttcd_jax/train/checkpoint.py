@@ -138,7 +138,7 @@ class Checkpoints:
     unfinished step of a killed writer. A save in progress is lost unless `close` is called.
     """
 
-    handler: ClassVar[Callable[[], Any]] = ocp.StandardCheckpointHandler
+    handler: ClassVar[Any] = ocp.StandardCheckpointHandler
     save_args: ClassVar[Callable[[Any], Any]] = ocp.args.StandardSave
 
     def __init__(
