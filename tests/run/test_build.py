@@ -13,6 +13,7 @@ from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.train.optimizer import OptimizerConfig
+from ttcd_jax.train.state import abstract_params
 
 SEQ_LEN = 15
 
@@ -46,3 +47,13 @@ def test_only_data_that_pack_documents_have_segment_ids(tmp_path, kind, has_ids)
     assert ("segment_ids" in planned) is has_ids
     facts = [jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), x) for x in (placed, planned)]
     assert facts[0] == facts[1]
+
+
+def test_an_abstract_model_knows_no_mesh():
+    """Not even the one in use when it was first asked for: a checkpoint may be read elsewhere."""
+    model = config_of("ipttcd", vocab_size=9)
+    data = RecallConfig(num_slots=8, num_keys=4, num_values=4)
+    config = RunConfig(model=model, data=data, optimizer=OptimizerConfig(), steps=1, batch_size=4)
+    with jax.set_mesh(run_mesh(config)):
+        leaves = jax.tree.leaves(abstract_params(model))
+    assert {leaf.sharding for leaf in leaves} == {None}

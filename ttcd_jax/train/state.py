@@ -35,8 +35,10 @@ def abstract_model(config: TransformerConfig) -> Transformer:
 
 @functools.lru_cache
 def _split(config: TransformerConfig, is_x64: bool) -> tuple[Any, Any]:
-    """(graph, state) of the abstract model, traced once for all that a run asks of it."""
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    """(graph, state) of the abstract model, traced once for all that a run asks of it. Its arrays
+    have no sharding, in whichever mesh they were traced first."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    return graph, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
 
 
 def abstract_params(config: TransformerConfig) -> dict[str, Any]:
