@@ -1,6 +1,6 @@
-"""Three steps of Muon on rows of one document, the batch in two parts, on one device and on data x
-fsdp x seq x tensor. A script: `python steps_on_devices.py METHOD MESH` prints what differs as
-JSON."""
+"""Three steps of Muon on rows of one document, the batch in two parts, with parameters that are
+frozen or slow and a memory that comes slowly, on one device and on data x fsdp x seq x tensor. A
+script: `python steps_on_devices.py METHOD MESH` prints what differs as JSON."""
 
 import json
 import sys
@@ -9,10 +9,13 @@ import jax
 from equal_on_devices import B, T, batch, config, mesh_of, worst_distance
 
 from ttcd_jax.sharding.batch import Placement, replicated
+from ttcd_jax.train.groups import preparation, rate_factors
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
 from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
 from ttcd_jax.train.state import init_params, logical_axes, state_of, state_shardings
 from ttcd_jax.train.step import make_train_step
+
+RATES = (("layers/0/mixer/*", 0.0), ("final_norm", 0.0), ("layers/*/mlp/down", 0.5))
 
 
 def trained(method: str, mesh_name: str, parts: int):
@@ -24,12 +27,16 @@ def trained(method: str, mesh_name: str, parts: int):
         model = model.replace(memory=memory)
     muon = OptimizerConfig(kind="muon", orthogonalization="float64", schedule=schedule)
     rate, mesh = learning_rate(schedule), mesh_of(mesh_name)
-    optimizer = build_optimizer(muon, rate, logical_axes(model))
+    factors = rate_factors(model, RATES)
+    optimizer = build_optimizer(muon, rate, logical_axes(model), factors=factors)
     places = state_shardings(model, optimizer, mesh)
     fields = batch()
     del fields["segment_ids"]
     row = Placement(mesh, batch_size=B, length=T)(fields)
-    step = make_train_step(model, optimizer, rate, accumulation_steps=parts, loss_rows=16)
+    prepare = preparation(model, RATES, memory_warmup=2)
+    step = make_train_step(
+        model, optimizer, rate, accumulation_steps=parts, loss_rows=16, prepare=prepare
+    )
     run = jax.jit(step, donate_argnums=0, out_shardings=(places, replicated(mesh)))
     losses = []
     with jax.set_mesh(mesh):

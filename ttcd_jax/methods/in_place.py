@@ -42,6 +42,11 @@ class InPlaceSettings(Settings):
     def switched_off(self, length: int) -> "InPlaceSettings":
         return self.replace(eta=0.0)
 
+    @property
+    def is_linear_in_proj(self) -> bool:
+        """Whether P times a number is eta times that number."""
+        return False
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixSettings(InPlaceSettings):
@@ -99,6 +104,10 @@ class PrefixSettings(InPlaceSettings):
         return mlp.unit_flops(length) + 2 * length * system
 
     @property
+    def is_linear_in_proj(self) -> bool:
+        return self.has_proj
+
+    @property
     def look_ahead(self) -> int:
         """Tokens after its own that a convolution reads."""
         return 0 if self.is_conv_causal else self.num_taps - 1 - self.num_taps // 2
@@ -133,6 +142,10 @@ class InPlaceConfig(SublayerConfig):
     @property
     def chunk_size(self) -> int | None:
         return self.memory.chunk_size
+
+    @property
+    def write_param(self) -> str | None:
+        return "proj" if self.memory.is_linear_in_proj else None
 
 
 class InPlaceState(NamedTuple):

@@ -105,6 +105,10 @@ class MemoryConfig(PrefixSettings):
                 "orthogonalizes_updates"
             )
 
+    @property
+    def is_linear_in_proj(self) -> bool:
+        return self.has_proj and not self.orthogonalizes_updates
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IPTTCDConfig(InPlaceConfig):

@@ -55,6 +55,11 @@ class SublayerConfig(Config, abc.ABC):
         """Tokens per chunk of the layer's memory; None where nothing is written chunk by chunk."""
         return None
 
+    @property
+    def write_param(self) -> str | None:
+        """The parameter in which all that the layer's memory writes is linear, if there is one."""
+        return None
+
     def build(self, *, rngs: nnx.Rngs) -> "Sublayer":
         return self.layer(self, rngs=rngs)
 
@@ -156,6 +161,11 @@ class BlockConfig(Config):
     @property
     def chunk_size(self) -> int | None:
         return next((x.chunk_size for x in self.sublayers.values() if x.chunk_size), None)
+
+    @property
+    def write_param(self) -> str | None:
+        found = ((name, layer.write_param) for name, layer in self.sublayers.items())
+        return next((f"{name}/{param}" for name, param in found if param), None)
 
     @property
     def is_in_place(self) -> bool:

@@ -19,6 +19,7 @@ from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.rules import BATCH, spec
 from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.distillation import Measure, make_distillation
+from ttcd_jax.train.groups import preparation, rate_factors
 from ttcd_jax.train.hardware import device_bytes
 from ttcd_jax.train.optimizer import build_optimizer
 from ttcd_jax.train.schedule import learning_rate
@@ -42,7 +43,9 @@ def batch_fields(config: RunConfig) -> tuple[str, ...]:
 
 
 def check(config: RunConfig) -> None:
-    """Raises `UserError` if vocabulary or lengths of model and data do not fit together."""
+    """Raises `UserError` if vocabulary or lengths of model and data do not fit together, or if the
+    model lacks what the optimizer or `memory_warmup` names."""
+    preparation(config.model, config.optimizer.rates, config.memory_warmup)
     chunk, seq_len = memory_chunk(config.model), config.data.seq_len
     if chunk is not None and chunk >= seq_len:
         raise UserError(
@@ -117,7 +120,9 @@ def _optimizer(config: RunConfig) -> tuple[optax.Schedule, optax.GradientTransfo
     """(learning rate, optimizer); a schedule without `steps` takes the run's."""
     schedule = config.optimizer.schedule
     rate = learning_rate(schedule.replace(steps=schedule.steps or config.steps))
-    return rate, build_optimizer(config.optimizer, rate, logical_axes(config.model))
+    factors = rate_factors(config.model, config.optimizer.rates)
+    axes = logical_axes(config.model)
+    return rate, build_optimizer(config.optimizer, rate, axes, factors=factors)
 
 
 def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
@@ -131,6 +136,7 @@ def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         accumulation_steps=config.accumulation_steps or 1,
         loss_rows=config.loss_rows,
         spike_factor=config.spike_factor,
+        prepare=preparation(config.model, config.optimizer.rates, config.memory_warmup),
     )
     where = _shardings(config, mesh), replicated(mesh)
     return jax.jit(step, donate_argnums=0, out_shardings=where)

@@ -26,7 +26,10 @@ LAYOUT = (
     "logs_distillation",
 )
 # Those that make another run. All others change when the user names them.
-LASTING = ("model", "data", "batch_size", "seed", "start_from", "start_drops", "optimizer.kind")
+LASTING = (
+    *("model", "data", "batch_size", "seed", "start_from", "start_drops", "optimizer.kind"),
+    "optimizer.rates",
+)
 # Where data are: they may move, and their digests decide.
 PLACES = (
     *("CorpusConfig.path", "TokenizerConfig.path", "RecordsConfig.paths", "RecordsConfig.folders"),
@@ -54,6 +57,9 @@ class RunConfig(Config):
     `max_skipped_steps`: so many bad steps of a run are skipped, the next one ends it. Bad is a loss
     or gradient that is not finite and, with `spike_factor`, a gradient norm above so many times its
     average (`ttcd_jax.train.bad_steps`).
+
+    `memory_warmup`: so many steps in which the rate eta of the memories rises linearly from 0, in
+    training alone; evaluations read with the whole eta.
     """
 
     model: TransformerConfig
@@ -77,6 +83,7 @@ class RunConfig(Config):
     spike_factor: SpikeFactor | None = None
     start_from: str | None = None
     start_drops: tuple[str, ...] = ()
+    memory_warmup: NonNegative = 0
     trackers: tuple[Literal["wandb"], ...] = ()
     logs_distillation: bool = False
     mesh: MeshConfig | None = None

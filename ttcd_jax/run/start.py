@@ -2,8 +2,7 @@
 whose layers fit, whatever its method."""
 
 import fnmatch
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, model_config, open_checkpoints
 from ttcd_jax.sharding.batch import replicated
 from ttcd_jax.train.fit import by_name, misfit
-from ttcd_jax.train.layers_on_disk import Leaves, stacked, stored_params, unstacked
+from ttcd_jax.train.layers_on_disk import Leaves, by_layers, stacked, stored_params, unstacked
 from ttcd_jax.train.state import TrainState, init_params
 
 
@@ -31,7 +30,7 @@ class StartPlan(NamedTuple):
     def lines(self) -> list[str]:
         """The parameters that are not taken, one line per name with all its layers."""
         kinds = {"initialised": self.initialised, "dropped": self.dropped}
-        return [f"{kind}: {name}" for kind, names in kinds.items() for name in _by_layers(names)]
+        return [f"{kind}: {name}" for kind, names in kinds.items() for name in by_layers(names)]
 
 
 def inherited_model(
@@ -62,7 +61,7 @@ def plan_start(config: RunConfig) -> StartPlan:
         if not matches:
             raise UserError(
                 f"RunConfig.start_drops {pattern!r} names no parameter of {config.start_from!r}, "
-                f"which has {', '.join(_by_layers(stored))}"
+                f"which has {', '.join(by_layers(stored))}"
             )
         dropped |= set(matches)
     offered = {name: leaf for name, leaf in stored.items() if name not in dropped}
@@ -112,15 +111,3 @@ def _taken(
         step, state = checkpoints.restore({"params": unflatten_dict(like, sep="/")})
     rows = by_name(state["params"])
     return step, {name: rows[name].astype(wanted[name].dtype) for name in plan.taken}
-
-
-def _by_layers(names: Iterable[str]) -> list[str]:
-    """`layers/0/mlp/proj`, `layers/6/mlp/proj` as `layers/0,6/mlp/proj`."""
-    layers: dict[str, list[int]] = {}
-    for name in names:
-        layer, rest = re.findall(r"(?:layers/(\d+)/)?(.*)", name)[0]
-        layers.setdefault(rest, []).extend([int(layer)] if layer else [])
-    return [
-        f"layers/{','.join(map(str, sorted(numbers)))}/{rest}" if numbers else rest
-        for rest, numbers in layers.items()
-    ]

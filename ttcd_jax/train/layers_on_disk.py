@@ -6,11 +6,14 @@ moments have their parameters' names after a prefix. Only this file maps one for
 """
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -49,6 +52,29 @@ def stacked(config: TransformerConfig, rows: Leaves, like: Leaves) -> Leaves:
         else:
             leaves[name] = _stack(leaf.sharding)([rows.pop(row) for row in names])
     return leaves
+
+
+def per_parameter(config: TransformerConfig, value: Callable[[str], float]) -> dict[str, Any]:
+    """The value of every parameter by its name on disk, in a tree of the parameters' structure: a
+    number, or for stacked layers an array [layers, 1, ...] of their numbers."""
+    layers, values = _layers(config), {}
+    for name, leaf in by_name(abstract_params(config)).items():
+        rows = [value(row) for row in _names_of_rows(layers, name) or ()]
+        shape = (len(rows), *[1] * (leaf.ndim - 1))
+        values[name] = np.reshape(rows, shape) if rows else value(name)
+    return unflatten_dict(values, sep="/")
+
+
+def by_layers(names: Iterable[str]) -> list[str]:
+    """`layers/0/mlp/proj`, `layers/6/mlp/proj` as `layers/0,6/mlp/proj`."""
+    layers: dict[str, list[int]] = {}
+    for name in names:
+        layer, rest = re.findall(r"(?:layers/(\d+)/)?(.*)", name)[0]
+        layers.setdefault(rest, []).extend([int(layer)] if layer else [])
+    return [
+        f"layers/{','.join(map(str, sorted(numbers)))}/{rest}" if numbers else rest
+        for rest, numbers in layers.items()
+    ]
 
 
 def _layers(config: TransformerConfig) -> Layers:

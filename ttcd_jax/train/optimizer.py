@@ -1,22 +1,32 @@
 """The optimizer: one global gradient clip, AdamW or Muon, weight decay on every tensor."""
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ttcd_jax.config import Config, Decay, NonNegativeFloat, PositiveFloat
 from ttcd_jax.train.muon import parameter_groups, scale_by_muon
 from ttcd_jax.train.schedule import ScheduleConfig
 
+Rates = tuple[tuple[str, NonNegativeFloat], ...]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Config):
     """AdamW's constants and the learning rate; `clip_norm` None: no clip. With `kind="muon"`,
     matrices follow `train.muon`, whose constants are `momentum`, `is_nesterov` and
-    `orthogonalization` (the dtype of Newton-Schulz); all else follows AdamW."""
+    `orthogonalization` (the dtype of Newton-Schulz); all else follows AdamW.
+
+    `rates`: pairs (pattern, factor), `(("layers/*/mlp/proj", 0.1),)`. A parameter's learning rate,
+    its weight decay too, is multiplied by the factor of the first pattern that matches its name on
+    disk, by 1 if none does. A factor of 0 freezes it: it stays bit for bit, has no moments, and no
+    part in the gradient norm.
+    """
 
     kind: Literal["adamw", "muon"] = "adamw"
     beta1: Decay = 0.9
@@ -29,6 +39,7 @@ class OptimizerConfig(Config):
     # Not float16, in which a small momentum underflows before it is normalised.
     orthogonalization: Literal["float64", "float32", "bfloat16"] = "bfloat16"
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    rates: Rates = ()
 
 
 def global_norm(tree: Any) -> jax.Array:
@@ -51,11 +62,16 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     return optax.stateless(update)
 
 
+def _scaled(factors: Any, updates: Any, _: Any) -> Any:
+    return jax.tree.map(lambda leaf, x: (leaf * x).astype(leaf.dtype), updates, factors)
+
+
 def build_optimizer(
     config: OptimizerConfig,
     schedule: optax.Schedule,
     axes: Any,
     weight_decay: jax.Array | float | None = None,
+    factors: Any | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer of `config` with the rate `schedule(step)`, the first step being 0. The rate
     and `weight_decay`, which replaces that of `config`, may be traced.
@@ -64,21 +80,32 @@ def build_optimizer(
     `p <- p (1 - rate * weight_decay) - rate * mhat / (sqrt(vhat) + eps)`;
     with Muon a matrix has another direction (`train.muon`) and the same rate and decay.
     `axes`: a tree of the parameters' structure, with a tuple of axis names for each, as
-    `train.state.logical_axes` makes it.
+    `train.state.logical_axes` makes it. `factors`: what multiplies the rate of each, as
+    `train.groups.rate_factors` makes them of `config.rates`; frozen ones have no moments.
     """
-    direction = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    directions = {"adamw": optax.scale_by_adam(config.beta1, config.beta2, config.eps)}
     if config.kind == "muon":
-        muon = scale_by_muon(
+        directions["muon"] = scale_by_muon(
             axes,
             momentum=config.momentum,
             is_nesterov=config.is_nesterov,
             dtype=jnp.dtype(config.orthogonalization),
         )
-        direction = optax.partition({"muon": muon, "adamw": direction}, parameter_groups(axes))
+    groups = (
+        parameter_groups(axes)
+        if config.kind == "muon"
+        else jax.tree.map(lambda _: "adamw", axes, is_leaf=lambda node: isinstance(node, tuple))
+    )
+    if factors is not None:
+        directions["frozen"] = optax.set_to_zero()
+        groups = jax.tree.map(lambda x, group: group if np.any(x) else "frozen", factors, groups)
     update = optax.chain(
-        direction,
+        directions["adamw"] if len(directions) == 1 else optax.partition(directions, groups),
         optax.add_decayed_weights(config.weight_decay if weight_decay is None else weight_decay),
         optax.scale_by_learning_rate(schedule),
+        optax.identity()
+        if factors is None
+        else optax.stateless(functools.partial(_scaled, factors)),
     )
     if config.clip_norm is None:
         return update

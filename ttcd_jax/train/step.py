@@ -18,8 +18,10 @@ from ttcd_jax.train.state import TrainState, logical_axes, with_params
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-# (parameters, batch) -> ((loss summed over the marked targets, statistics), gradients)
-Gradients = Callable[[Any, Batch], tuple[tuple[jax.Array, MemoryStats | None], Any]]
+# (parameters, step) -> those that the loss of the step is computed with
+Prepare = Callable[[Any, jax.Array], Any]
+# (parameters, batch, step) -> ((loss summed over the marked targets, statistics), gradients)
+Gradients = Callable[[Any, Batch, jax.Array], tuple[tuple[jax.Array, MemoryStats | None], Any]]
 
 
 def make_train_step(
@@ -30,13 +32,14 @@ def make_train_step(
     accumulation_steps: int = 1,
     loss_rows: int,
     spike_factor: float | None = None,
+    prepare: Prepare = lambda params, step: params,
 ) -> TrainStep:
     """The step of a language model on batches of tokens, positions, targets, loss_mask and, unless
     every row is one document, segment_ids; computed in `accumulation_steps` parts, which do not
-    change the loss."""
+    change the loss. The loss is that of the parameters which `prepare` makes."""
 
-    def loss_sum(params: Any, batch: Batch) -> tuple[jax.Array, MemoryStats | None]:
-        model = with_params(config, params)
+    def loss_sum(params: Any, batch: Batch, step: jax.Array) -> tuple[jax.Array, Any]:
+        model = with_params(config, prepare(params, step))
         segment_ids = batch.get("segment_ids")
         hidden, stats = model.forward(batch["tokens"], segment_ids, batch["positions"])
         head = model.head_weight()
@@ -66,7 +69,7 @@ def step_with(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         count = jnp.maximum(batch["loss_mask"].sum(), 1)
-        (loss, stats), grads = gradients(state["params"], batch)
+        (loss, stats), grads = gradients(state["params"], batch, state["step"])
         loss, grads = loss / count, jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
         metrics = {
             "loss": loss,
@@ -106,17 +109,17 @@ def in_parts(batch: Batch, count: int) -> Batch:
     return jax.tree.map(split, batch)
 
 
-def _accumulated(loss_sum: Callable[[Any, Batch], Any], axes: Any, count: int) -> Gradients:
+def _accumulated(loss_sum: Callable[..., Any], axes: Any, count: int) -> Gradients:
     """Gradients of a batch in `count` parts, and their mean statistics. The backward of every part
     adds to one copy of the gradients, layer by layer, sharded by the parameters' `axes`."""
 
-    def gradients(params: Any, batch: Batch) -> tuple[tuple[jax.Array, MemoryStats | None], Any]:
+    def gradients(params: Any, batch: Batch, step: jax.Array) -> tuple[tuple[jax.Array, Any], Any]:
         total = jax.tree.map(
             lambda x, names: jax.new_ref(constrain(jnp.zeros_like(x), *names)), params, axes
         )
 
         def add_part(_: None, part: Batch) -> tuple[None, tuple[jax.Array, MemoryStats | None]]:
-            loss, pull, stats = jax.vjp(lambda x: loss_sum(x, part), params, has_aux=True)
+            loss, pull, stats = jax.vjp(lambda x: loss_sum(x, part, step), params, has_aux=True)
             pull.with_refs(total)(jnp.ones_like(loss))
             return None, (loss, stats)
 

@@ -1,0 +1,76 @@
+"""Parameters that a run treats apart, by their names on disk: learning rates of their own, frozen
+parameters, and those that scale what a memory writes."""
+
+import fnmatch
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttcd_jax.errors import UserError
+from ttcd_jax.models.config import TransformerConfig, block_configs
+from ttcd_jax.train.layers_on_disk import by_layers, per_parameter, stored_params
+from ttcd_jax.train.optimizer import Rates
+from ttcd_jax.train.step import Prepare
+
+
+def rate_factors(config: TransformerConfig, rates: Rates) -> Any | None:
+    """What multiplies the learning rate of every parameter, in a tree of their structure (see
+    `per_parameter`); None if all are 1. Raises `UserError` for a pattern that names nothing, and if
+    nothing is left to train."""
+    if not rates:
+        return None
+    names = stored_params(config)
+    for pattern, _ in rates:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(
+                f"OptimizerConfig.rates {pattern!r} names no parameter of the model, which has "
+                f"{', '.join(by_layers(names))}"
+            )
+
+    def factor(name: str) -> float:
+        return next((x for pattern, x in rates if fnmatch.fnmatchcase(name, pattern)), 1.0)
+
+    if not any(map(factor, names)):
+        raise UserError(f"OptimizerConfig.rates {rates} freezes every parameter: leave some out")
+    return per_parameter(config, factor)
+
+
+def preparation(config: TransformerConfig, rates: Rates, memory_warmup: int = 0) -> Prepare:
+    """The parameters that the loss of step s is computed with: frozen ones, whose factor of `rates`
+    is 0, are constants. With `memory_warmup` n the parameter in which the writes of a memory are
+    linear is multiplied by min(1, s / n), and so is its gradient, as if the memory's rate eta were.
+    Raises `UserError` as `rate_factors`, and for a model whose memories have no such parameter."""
+    factors = rate_factors(config, rates)
+    scaled = _write_params(config) if memory_warmup else set()
+    if memory_warmup and not scaled:
+        raise UserError(
+            f"RunConfig.memory_warmup {memory_warmup}: method {config.method!r} with these "
+            "settings has no parameter P in which its writes are linear; set it to 0"
+        )
+    is_scaled = per_parameter(config, lambda name: float(name in scaled))
+
+    def prepare(params: Any, step: jax.Array) -> Any:
+        if factors is not None:
+            params = jax.tree.map(_hold, params, factors)
+        if memory_warmup:
+            share = jnp.minimum(step / memory_warmup, 1)
+            params = jax.tree.map(
+                lambda x, by: (x * share).astype(x.dtype) if np.any(by) else x, params, is_scaled
+            )
+        return params
+
+    return prepare
+
+
+def _hold(leaf: jax.Array, factor: Any) -> jax.Array:
+    if np.all(factor):
+        return leaf
+    still = jax.lax.stop_gradient(leaf)
+    return jnp.where(factor != 0, leaf, still) if np.any(factor) else still
+
+
+def _write_params(config: TransformerConfig) -> set[str]:
+    blocks = enumerate(block_configs(config))
+    return {f"layers/{layer}/{x.write_param}" for layer, x in blocks if x.write_param}
