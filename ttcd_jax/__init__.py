@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from ttcd_jax.models.config import TransformerConfig as TransformerConfig
     from ttcd_jax.models.transformer import Transformer as Transformer
     from ttcd_jax.nn.attention import AttentionConfig as AttentionConfig
+    from ttcd_jax.nn.block import Block as Block
+    from ttcd_jax.nn.block import BlockConfig as BlockConfig
     from ttcd_jax.nn.dual_window import DualWindowAttention as DualWindowAttention
     from ttcd_jax.nn.dual_window import DualWindowConfig as DualWindowConfig
     from ttcd_jax.nn.mlp import MLPConfig as MLPConfig
     from ttcd_jax.nn.rope import RopeConfig as RopeConfig
+    from ttcd_jax.nn.row import Piece as Piece
     from ttcd_jax.precision import Precision as Precision
     from ttcd_jax.run.config import RunConfig as RunConfig
     from ttcd_jax.run.directory import load_run as load_run
@@ -37,9 +40,11 @@ _MODULES = {
     "models.config": "TransformerConfig",
     "models.transformer": "Transformer",
     "nn.attention": "AttentionConfig",
+    "nn.block": "Block BlockConfig",
     "nn.dual_window": "DualWindowAttention DualWindowConfig",
     "nn.mlp": "MLPConfig",
     "nn.rope": "RopeConfig",
+    "nn.row": "Piece",
     "precision": "Precision",
     "run.config": "RunConfig",
     "run.directory": "load_run",

@@ -19,7 +19,7 @@ from ttcd_jax.memory.prefix import Form, PrefixOptions
 from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.memory.rows import check_parts, over_rows
 from ttcd_jax.methods.registry import Settings
-from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig
+from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig, check_hidden
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
 from ttcd_jax.nn.product import product, weight_product
@@ -177,8 +177,13 @@ class InPlaceMLP(SwiGLU):
         t: Float[Array, "B T D"],
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """y. With `resets_at_document` the documents of `segment_ids` share no memory."""
-        return self.remember(x, t, segment_ids)[0]
+        """y. With `resets_at_document` the documents of `segment_ids` share no memory. Raises
+        `UserError` for operands of other shapes."""
+        for name, operand in (("x", x), ("t", t)):
+            check_hidden(name, operand, self.config.dim)
+        if x.shape != t.shape:
+            raise UserError(f"x {list(x.shape)} and t {list(t.shape)} must have the same shape")
+        return self.remember(x, t, Row.of(x, None, segment_ids).segment_ids)[0]
 
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
 from ttcd_jax.config import Config, Positive
+from ttcd_jax.errors import UserError
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.nn.row import Piece, Row
 from ttcd_jax.precision import Precision
@@ -79,6 +80,12 @@ class MemoryStats(NamedTuple):
     gate_mean: Any
 
 
+def check_hidden(name: str, x: jax.Array, dim: int) -> None:
+    """Raises `UserError` unless x is [B, T, dim] of a floating dtype."""
+    if x.ndim != 3 or x.shape[2] != dim or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise UserError(f"{name} is {x.dtype} {list(x.shape)}: the layer needs float [B, T, {dim}]")
+
+
 class Views(NamedTuple):
     """One layer's output under two windows: the teacher's joins the residual stream, the student's
     is an extra input of the next layer."""
@@ -136,6 +143,7 @@ class Mixer(Sublayer):
     ) -> Any:
         """The output; under two windows (teacher, student), equal in the first `student_window`
         tokens of a document."""
+        check_hidden("h", h, self.config.dims.dim)
         return self.forward(h, Row.of(h, positions, segment_ids))[0]
 
 
@@ -214,6 +222,7 @@ class Block(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """The block's output. `embeddings` of the tokens are the targets of an IP-TTT memory
         that stores them."""
+        check_hidden("h", h, self.config.mixer.dims.dim)
         return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]
 
     def forward(self, h: Float[Array, "B T D"], row: Row) -> tuple[Float[Array, "B T D"], Any]:
@@ -243,7 +252,12 @@ class Block(nnx.Module):
     def extend(
         self, h: Float[Array, "B T D"], piece: Piece, state: dict[str, Any]
     ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
-        """`forward` for a piece of rows: (output, the states after it)."""
+        """`forward` for a piece of rows: (output, the states after it). Raises `UserError` for
+        another number of rows than the states have."""
+        check_hidden("h", h, self.config.mixer.dims.dim)
+        rows = {len(x) for x in jax.tree.leaves(state)}
+        if rows - {len(h)}:
+            raise UserError(f"h has {len(h)} rows, and the state is one of {rows.pop()} rows")
         after, student = {}, None
         for name in self.config.order:
             x, t = self._normed(name, h, student)

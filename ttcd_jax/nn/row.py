@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ttcd_jax.errors import UserError
+
 
 class Row(NamedTuple):
     """Whole rows, several documents packed into each."""
@@ -25,7 +27,15 @@ class Row(NamedTuple):
         segment_ids: Int[Array, "B T"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
     ) -> "Row":
-        """The row of `h`; positions default to 0 .. T-1."""
+        """The row of `h`; positions default to 0 .. T-1. Raises `UserError` for positions and
+        documents of another shape, or not int."""
+        for name, x in (("positions", positions), ("segment_ids", segment_ids)):
+            if x is None:
+                continue
+            if x.shape != h.shape[:2] or not jnp.issubdtype(x.dtype, jnp.integer):
+                raise UserError(
+                    f"{name} are {x.dtype} {list(x.shape)}: the row needs int {list(h.shape[:2])}"
+                )
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(h.shape[1], dtype=jnp.int32), h.shape[:2])
         return cls(positions, segment_ids, embeddings)
@@ -50,6 +60,41 @@ class Piece(NamedTuple):
     # Rows that bypass in-place memories; True: all do, and the memories are not even computed.
     is_plain: Bool[Array, " B"] | Literal[True] | None = None
     embeddings: Float[Array, "B T D"] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        h: Float[Array, "B T D"],
+        start: int | Int[Array, " B"],
+        *,
+        chunk_size: int | None = None,
+        window: int | None = None,
+        lengths: Int[Array, " B"] | None = None,
+    ) -> "Piece":
+        """The piece h of rows in which `start` tokens came before, the first `lengths` (default:
+        all) of which are tokens; of a layer with these chunks (None: no memory has any) and this
+        attention window (None: full attention). Single tokens may have a `start` per row [B], even
+        a traced one. Raises `UserError` for a longer piece that does not fit the chunks."""
+        batch, length = h.shape[:2]
+        if length > 1:
+            if not isinstance(start, int):
+                raise UserError(
+                    f"a piece of {length} tokens needs one start for all rows, an int: pass pieces "
+                    "of one token to rows of different lengths"
+                )
+            phase = start % (chunk_size or 1)
+            if chunk_size and phase + length > chunk_size and (phase or length % chunk_size):
+                room = chunk_size - phase
+                raise UserError(
+                    f"a piece of {length} tokens does not fit the {room} that the open chunk of "
+                    f"{chunk_size} has room for: pass at most {room}, or whole chunks at the start "
+                    "of one"
+                )
+        halo = 0 if length == 1 else start if window is None else window - 1
+        starts = jnp.broadcast_to(jnp.asarray(start, jnp.int32), (batch,))
+        counts = jnp.full(batch, length, jnp.int32) if lengths is None else lengths
+        phases = None if chunk_size is None else starts % chunk_size
+        return cls(starts, counts, phases, halo, length > 1 and start < halo)
 
     def positions(self, length: int) -> Int[Array, "B T"]:
         return self.start[:, None] + jnp.arange(length, dtype=jnp.int32)
