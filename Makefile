@@ -1,5 +1,6 @@
 # make quickstart [STEPS=20]   environment, then training, evaluation and report
 # make test                    the whole suite
+# make continued BOOKS=FOLDER  a checkpoint gets a memory: a proof at small scale
 
 PYTHON := .venv/bin/python
 STEPS :=
@@ -8,7 +9,7 @@ SHORT := $(if $(STEPS),--param=STEPS=$(STEPS))
 LAUNCH := $(PYTHON) -m experiments.launch $(SHORT)
 EVALUATE := $(PYTHON) -m experiments.evaluate
 
-.PHONY: help quickstart test lint
+.PHONY: help quickstart continued test lint
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -40,6 +41,35 @@ quickstart: .venv ## train and evaluate on text and on recall, make the page (ST
 	  --next='the same at another length: $(EVALUATE) --run_dir=$(RUNS)/text --task=ppl --seq_len=2048' \
 	  --next='what a run costs before it starts: $(LAUNCH) --gin=quickstart.gin --dry_run' \
 	  --next='curves: metrics.jsonl and tensorboard/ in every run directory'
+
+SEED := 0
+CONTINUED := runs/continued-$(SEED)
+METHODS := full swa ipttt ipttcd
+CONVERT := $(PYTHON) -m experiments.convert
+FROM_BOOKS := $(SHORT) --param="BOOKS='$(BOOKS)'"
+CHECK := $(if $(TORCH),--check --python=$(TORCH))
+
+# The same command continues after an interruption. TORCH: a Python with torch and transformers, which
+# then compute the logits of what is exported as well.
+continued: .venv ## train a base, export and import it, continue at 8 times its length (BOOKS=FOLDER [SEED=0])
+	@test -d "$(BOOKS)" || { echo 'error: BOOKS is no folder: make continued BOOKS=FOLDER, with train/ and' \
+	  'validation/ of text files' >&2; exit 2; }
+	$(PYTHON) -m experiments.launch --gin=continued/base.gin $(FROM_BOOKS) --param=RunConfig.seed=$(SEED) \
+	  --run_dir=$(CONTINUED)/base
+	test -e $(CONTINUED)/hugging_face || \
+	  $(CONVERT) export --format=huggingface $(CONTINUED)/base $(CONTINUED)/hugging_face
+	test -e $(CONTINUED)/imported || \
+	  $(CONVERT) import --format=huggingface $(CONTINUED)/hugging_face $(CONTINUED)/imported $(CHECK)
+	$(PYTHON) -m experiments.study --gin=study/continued.gin $(FROM_BOOKS) --run_dir=$(CONTINUED)/study \
+	  --param="RunConfig.start_from='$(abspath $(CONTINUED))/imported'" --param="StudyConfig.seeds=($(SEED),)"
+	for method in $(METHODS); do $(EVALUATE) --run_dir=$(CONTINUED)/study/$$method-$(SEED) --task=ruler \
+	  --tasks=niah_single_1 --lengths=512,1024,2048,4096 --samples=25 || exit; done
+	test -e $(CONTINUED)/exported || \
+	  $(CONVERT) export --format=huggingface $(CONTINUED)/study/ipttcd-$(SEED) $(CONTINUED)/exported
+	test -e $(CONTINUED)/again || \
+	  $(CONVERT) import --format=huggingface $(CONTINUED)/exported $(CONTINUED)/again $(CHECK)
+	$(PYTHON) -m experiments.report --output=$(CONTINUED) \
+	  $(foreach method,$(METHODS),--run_dir=$(CONTINUED)/study/$(method)-$(SEED))
 
 # JAX's CUDA compiler, which tests the Hopper kernel without a GPU. In a folder outside the packages:
 # among them it would warn of the missing GPU at every import.

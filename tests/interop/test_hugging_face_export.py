@@ -1,6 +1,8 @@
 """Exports to Hugging Face transformers: computed there as here, and imported again bit for bit."""
 
+import functools
 import hashlib
+import http.server
 import json
 
 import commands
@@ -187,6 +189,45 @@ def test_a_model_of_the_hub_is_imported_through_its_cache(tmp_path):
     for name in ("run", "again"):
         assert_same(load_params(tmp_path / name).params, params_of(MODELS["swa_norm"]))
     assert "no checkpoint" in commands.refused(*IMPORT, "nowhere", tmp_path / "no", status=3)
+
+
+def test_a_model_of_a_file_server_is_imported_through_the_cache(tmp_path):
+    folder = write("swa_norm", tmp_path / "served" / "x", max_bytes=8_000)
+    assert len([*folder.glob("*.safetensors")]) > 1
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, form, *values):
+            asked.append(values[0] if values else form)
+
+    make = functools.partial(Handler, directory=str(tmp_path / "served"))
+    environment = commands.cpu_environment(HF_HOME=str(tmp_path / "home"))
+    environment |= {"NO_PROXY": "127.0.0.1"}
+    environment.pop("HF_HUB_OFFLINE", None)
+    expected = params_of(MODELS["swa_norm"])
+    with fake_hub.served(make) as address:
+        commands.output(*IMPORT, f"{address}/x/", tmp_path / "run", env=environment)
+        cached = sorted((tmp_path / "home" / "servers").glob("*/*"))
+        assert {x.name for x in cached} == {x.name for x in folder.iterdir()}
+        times = [x.stat().st_mtime_ns for x in cached]
+        # A file of another time is read again, the others are not.
+        (weights, *_) = folder.glob("*.safetensors")
+        cached[[x.name for x in cached].index(weights.name)].write_bytes(b"old")
+        commands.output(*IMPORT, f"{address}/x", tmp_path / "new", env=environment)
+        assert [x.stat().st_mtime_ns for x in cached] == times
+        line = (*IMPORT, f"{address}/none", tmp_path / "no")
+        assert "none has no " in commands.refused(*line, env=environment, status=3)
+        weights.unlink()
+        line = (*IMPORT, f"{address}/x", tmp_path / "no")
+        refusal = commands.refused(*line, env=environment, status=3)
+        assert f"has no {weights.name}: is it a model's folder?" in refusal
+    line = (*IMPORT, f"{address}/x", tmp_path / "no")
+    assert "cannot be downloaded" in commands.refused(*line, env=environment, status=3)
+    offline = environment | {"HF_HUB_OFFLINE": "1"}
+    commands.output(*IMPORT, f"{address}/x", tmp_path / "again", env=offline)
+    for name in ("run", "new", "again"):
+        assert_same(load_params(tmp_path / name).params, expected)
+    assert not (tmp_path / "no").exists()
 
 
 def test_a_check_compares_logits_with_those_of_another_python(tmp_path):
