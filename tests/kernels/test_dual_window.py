@@ -203,3 +203,22 @@ def test_peak_memory_is_linear_in_the_length():
     small, middle, large = peak(1024), peak(2048), peak(4096)
     assert large - middle <= 2.2 * (middle - small)
     assert large <= 4 * small
+
+
+def test_masks_of_all_queries_are_not_kept_for_the_backward():
+    """In layers that are scanned and recomputed, though nothing with a gradient decides them."""
+    T, N = 2048, 2
+    (q, k, v), _ = jax.eval_shape(partial(_inputs, 1, T, T, N, 1, 8, jnp.float32))
+    ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def loss(q, k, v, ids):
+        @jax.checkpoint
+        def layer(q, _):
+            out = window_attention(q, k, v, window=None, segment_ids=ids, implementation="xla")
+            return out, None
+
+        return jax.lax.scan(layer, q, None, length=3)[0].sum()
+
+    block = xla.block_rows(N, T, T)
+    largest = largest_array(traced(jax.grad(loss, argnums=(0, 1, 2)), q, k, v, ids))
+    assert largest <= N * block * (T + block)

@@ -162,10 +162,13 @@ def _forward(
         return _ungrouped(acc / total), _ungrouped(peak + jnp.log(total))[..., 0]
 
     def one_block(results: Any, index: jax.Array) -> tuple[Any, None]:
+        # Under `jax.checkpoint` what does not depend on q, the masks of all blocks, would be kept
+        # for the backward: T S bytes per head.
+        index, queries = jax.lax.optimization_barrier((index, _take(q, index * c, c)))
         row = index * c
         every = _band(shape, ids, index, 0, shape.teacher_window)
         keys = jax.lax.optimization_barrier(every.rows(k))
-        score = dot("BKGTH,BKSH->BKGTS", _grouped(_take(q, row, c), K), keys) * shape.scale
+        score = dot("BKGTH,BKSH->BKGTS", _grouped(queries, K), keys) * shape.scale
         found = attend(score, every)
         if shape.has_far:
             near = _band(shape, ids, index, 0, shape.student_window)
