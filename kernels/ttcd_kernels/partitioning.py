@@ -16,20 +16,31 @@ def everywhere(
     kinds: str,
     axes: Mapping[str, str],
     arrays: Sequence[jax.Array | None],
-    whole: Sequence[str],
-    **sizes: int,
+    whole: Iterable[str],
 ) -> Any:
     """`function(*arrays)` under vmap and on a mesh. `kinds` has a letter for every array,
-    as in "QKK -> Q"; `axes` names the axes of each kind in Shardy's notation, "b t (k g) h".
+    as in "QKK -> Q"; `axes` names the axes of each kind, as in "b t n h". The first two arrays are
+    the queries [..., N, H] with their heads as axis n, and the keys [..., K, H] with theirs as k.
 
-    Arrays may be sharded along every axis but those in `whole` (in the order in which they are
-    first named), which are gathered first; `sizes` gives the parts of compound axes, which are
-    sharded along the first.
+    Arrays may be sharded along every axis but those in `whole`, along which they are gathered
+    first. Query heads are sharded as their kv heads are: the queries of a single kv head are
+    gathered. Under a `shard_map` that is manual along some mesh axes only, all arrays are gathered
+    along the others.
     """
+    q, k = arrays[:2]
+    assert q is not None
+    assert k is not None
+    group = q.shape[-2] // k.shape[-2]
+    # Shardy refuses a factor of size 1 beside others.
+    query_heads = "k" if group == 1 else "g" if k.shape[-2] == 1 else "(k g)"
+    axes = {kind: names.replace("n", query_heads) for kind, names in axes.items()}
     inputs, outputs = kinds.split(" -> ")
     present = [kind for kind, array in zip(inputs, arrays, strict=True) if array is not None]
     sides = [[axes[kind] for kind in side] for side in (present, outputs)]
     names = [_names(array) for side in sides for array in side]
+    rule = " -> ".join(map(", ".join, sides))
+    in_order = dict.fromkeys(name for array in names for name in array)
+    whole = [name for name in in_order if name in {*whole, "g"}]
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         # Arrays may arrive with other shardings, even along `whole`: the rule moves no data.
@@ -40,10 +51,17 @@ def everywhere(
         arguments, results = jax.tree.unflatten(structure, shardings)
         return mesh, function, results, arguments
 
-    mapped, rule = custom_partitioning(function), " -> ".join(map(", ".join, sides))
-    facts: dict[str, Any] = {"need_replication_factors": tuple(whole), **sizes}
+    mapped = custom_partitioning(function)
+    facts: dict[str, Any] = {"need_replication_factors": tuple(whole)}
+    facts |= {"g": group} if "(" in query_heads else {}
     mapped.def_partition(partition, sharding_rule=rule, **facts)
     return folds_batch(mapped)(*arrays)
+
+
+def query_heads(kv_heads: int, group: int) -> str:
+    """The axis of `group` query heads per kv head in Shardy's notation, where kv heads are k: a
+    compound axis must have no part of size 1."""
+    return "k" if group == 1 else "g" if kv_heads == 1 else "(k g)"
 
 
 def _names(array: str) -> list[str]:
@@ -57,7 +75,8 @@ def _axes_by_name(arrays: Iterable[tuple[Any, list[str]]], whole: Sequence[str])
     mesh_axes: dict[str, Any] = {}
     taken: set[str] = set()
     for array, names in arrays:
-        for name, axis in zip(names, array.sharding.spec, strict=False):
+        spec = getattr(array.sharding, "spec", ())  # none where other mesh axes are manual
+        for name, axis in zip(names, spec, strict=False):
             parts = set(axis if isinstance(axis, tuple) else (axis,))
             if axis and name not in whole and name not in mesh_axes and not taken & parts:
                 mesh_axes[name] = axis

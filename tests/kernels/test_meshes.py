@@ -40,9 +40,9 @@ def _measured(mesh, function, specs, operands, definition=None):
     }
 
 
-def _attention_operands():
+def _attention_operands(kv_heads=2):
     ids = np.sort(np.random.default_rng(0).integers(0, 3, (2, 24)), axis=1)
-    return *draw(0, (2, 24, 4, 64), *[(2, 24, 2, 64)] * 2), jnp.asarray(ids)
+    return *draw(0, (2, 24, 4, 64), *[(2, 24, kv_heads, 64)] * 2), jnp.asarray(ids)
 
 
 def _dual_window(mesh):
@@ -61,16 +61,29 @@ def _dual_window(mesh):
     split, rows = PartitionSpec(*HEADS), PartitionSpec(*BATCH)
     in_specs, out_specs = (split, split, split, rows), ((split,) * 4, (split,) * 3)
     by_hand = jax.shard_map(gradient, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    partly = PartitionSpec("data")
+    in_part = jax.shard_map(
+        gradient, mesh=mesh, in_specs=partly, out_specs=partly, axis_names={"data"}
+    )
     along = "data", "tensor"
     calls = {
         "heads": (gradient, [HEADS] * 3 + [BATCH]),
         "by hand": (by_hand, [HEADS] * 3 + [BATCH]),
+        "in part": (in_part, [HEADS] * 3 + [BATCH]),
         # Split where the kernel is not: along the sequence, and the queries alone.
         "sequence": (gradient, [along] * 3 + [BATCH]),
         "queries": (gradient, [HEADS, (), (), ()]),
     }
-    operands = _attention_operands()
-    return {name: _measured(mesh, *call, operands, gradient) for name, call in calls.items()}
+    found = {}
+    for kv_heads in (4, 2, 1):
+        operands = _attention_operands(kv_heads)
+        if kv_heads == 1:  # the queries of a single kv head, which no device has alone
+            specs = [HEADS, BATCH, BATCH, BATCH]
+            calls = {"heads": (gradient, specs), "in part": (in_part, specs)}
+        found[kv_heads] = {
+            name: _measured(mesh, *call, operands, gradient) for name, call in calls.items()
+        }
+    return found
 
 
 def _mosaic(mesh):
@@ -99,11 +112,16 @@ def _decode(mesh):
         return definitions.decode(*arrays, windows)
 
     decode_call._launch = launch_one
-    operands = *draw(0, (2, 4, 32), *[(2, 24, 2, 32)] * 2), jnp.asarray([30, 11], jnp.int32)
     call = partial(decode_call.decode, windows=WINDOWS)
     definition = partial(definitions.decode, windows=WINDOWS)
-    found = _measured(mesh, call, [("data", "tensor"), HEADS, HEADS, BATCH], operands, definition)
-    return found | {"launched": launched[-1]}
+    found = {}
+    for kv_heads in (4, 1, 2):
+        position = jnp.asarray([30, 11], jnp.int32)
+        operands = *draw(0, (2, 4, 32), *[(2, 24, kv_heads, 32)] * 2), position
+        cache = HEADS if kv_heads > 1 else BATCH
+        specs = [("data", "tensor"), cache, cache, BATCH]
+        found[kv_heads] = _measured(mesh, call, specs, operands, definition)
+    return found[2] | {"launched": launched[-1], "others": [found[4], found[1]]}
 
 
 def _found(op):
@@ -112,12 +130,16 @@ def _found(op):
 
 def test_attention_splits_batch_and_kv_heads_and_moves_nothing_else():
     found = _found("dual_window")
-    for name in ("heads", "by hand"):
-        assert found[name]["moves"] == []
-        dq, dk, dv = found[name]["shards"][4:]
-        assert found[name]["shards"][:4] == [dq, dq, [1, 24, 2], [1, 24, 2]]
-        assert (dq, dk, dv) == ([1, 24, 2, 64], [1, 24, 1, 64], [1, 24, 1, 64])
-    assert max(layout["distance"] for layout in found.values()) <= 1e-5
+    for kv_heads, name in ((4, "heads"), (4, "by hand"), (2, "heads"), (2, "by hand")):
+        layout = found[str(kv_heads)][name]
+        assert layout["moves"] == []
+        dq, dk, dv = layout["shards"][4:]
+        assert layout["shards"][:4] == [dq, dq, [1, 24, 2], [1, 24, 2]]
+        assert (dq, dk) == ([1, 24, 2, 64], [1, 24, kv_heads // 2, 64])
+        assert dk == dv
+    layouts = [layout for of_heads in found.values() for layout in of_heads.values()]
+    assert len(layouts) == 12
+    assert max(layout["distance"] for layout in layouts) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -133,6 +155,8 @@ def test_a_single_launch_splits_batch_and_kv_heads_and_moves_nothing(op, launche
     assert found["moves"] == []
     assert found["distance"] <= 1e-5
     assert found["shards"] == [out, out, lse, lse]
+    for other in found.get("others", []):  # as many kv heads as queries, a single one
+        assert other["distance"] <= 1e-5
 
 
 if __name__ == "__main__":

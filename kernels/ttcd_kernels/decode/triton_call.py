@@ -35,10 +35,10 @@ def decode(
     operands are multiplied in full float32, not TF32."""
     size = q.dtype.itemsize
     tuning = tuning or tuning_for(launch.known_capability(), q.shape[-1], size)
-    axes = {"Q": "b (k g) h", "K": "b s k h", "P": "b", "L": "b (k g)"}
-    arrays, group = (q, k_cache, v_cache, position), q.shape[1] // k_cache.shape[2]
+    axes = {"Q": "b n h", "K": "b s k h", "P": "b", "L": "b n"}
+    arrays = q, k_cache, v_cache, position
     run = functools.partial(_launch, windows, tuning.decode_attention)
-    return everywhere(run, "QKKP -> QQLL", axes, arrays, whole=("h", "s"), g=group)
+    return everywhere(run, "QKKP -> QQLL", axes, arrays, whole=("h", "s"))
 
 
 def _launch(

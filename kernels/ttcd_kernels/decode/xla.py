@@ -26,10 +26,10 @@ def decode(
 ) -> Results:
     """All four results of the call. On a mesh every device takes its own heads: no product sums
     over those of others."""
-    axes = {"Q": "b (k g) h", "K": "b s k h", "P": "b", "L": "b (k g)"}
-    arrays, group = (q, k_cache, v_cache, position), q.shape[1] // k_cache.shape[2]
+    axes = {"Q": "b n h", "K": "b s k h", "P": "b", "L": "b n"}
+    arrays = q, k_cache, v_cache, position
     run = functools.partial(_decode, windows)
-    return everywhere(run, "QKKP -> QQLL", axes, arrays, whole=("h", "s"), g=group)
+    return everywhere(run, "QKKP -> QQLL", axes, arrays, whole=("h", "s"))
 
 
 def _decode(

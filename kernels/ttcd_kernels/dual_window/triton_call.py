@@ -68,20 +68,16 @@ def _backward(shape: _Shape, saved: Residuals, cotangents: Results) -> QKV:
     return everywhere(_launch_backward, "QKKIQLLQLL -> QKK", shape, *operands, *near, *far)
 
 
-# Axes of a query-like, key-like, row-statistic and id array: query heads are (k g).
-_AXES = {"Q": "b t (k g) h", "K": "b s k h", "L": "b t (k g)", "I": "b s"}
+# Axes of a query-like, key-like, row-statistic and id array.
+_AXES = {"Q": "b t n h", "K": "b s k h", "L": "b t n", "I": "b s"}
 
 
 def everywhere(
     function: Callable[..., Any], kinds: str, shape: Any, *arrays: jax.Array | None
 ) -> Any:
     """`function(shape, *arrays)` under vmap and on a mesh: batch and kv heads are independent."""
-    q, k = arrays[:2]
-    assert q is not None
-    assert k is not None
-    group = q.shape[2] // k.shape[2]
     run = functools.partial(function, shape)
-    return partitioning.everywhere(run, kinds, _AXES, arrays, whole=("t", "h", "s"), g=group)
+    return partitioning.everywhere(run, kinds, _AXES, arrays, whole=("t", "h", "s"))
 
 
 def _launch_forward(
