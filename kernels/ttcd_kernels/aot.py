@@ -1,140 +1,169 @@
-"""Compiles the kernels ahead of time, from the JAX call to machine code, without a GPU.
+"""Compiles the kernels ahead of time, to machine code, without a GPU, and counts what they cost.
 
-    python -m ttcd_kernels.aot [--capability 90] [--op dual_window ...]
+    python -m ttcd_kernels.aot [--capability 90] [--op dual_window ...] [--dtype bfloat16]
 
 prints for each kernel and variant the registers and spilled bytes that the assembler reports, its
-shared memory, and its tensor-core instructions.
+shared memory, and of its innermost loops with matrix products the instructions of a warp and the
+multiply-adds of a block (in the order of the machine code).
 """
 
 import argparse
 import contextlib
-import importlib
+import io
+import os
 import re
 import subprocess
 import sys
 import tempfile
-import types
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from ttcd_kernels import bench, launch, measure
 from ttcd_kernels.dual_window import mosaic_call
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES
-from ttcd_kernels.launch import Compiled
+from ttcd_kernels.launch import Launch
 from ttcd_kernels.table import format_table
 
+CAPABILITIES = (80, 86, 89, 90, 100, 120)
+# Bytes of shared memory that a block may take.
+SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_LIMIT |= {120: 99 << 10}
+_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 # Each compiles to one machine instruction.
-_TENSOR_CORES = re.compile(r"\b(?:wgmma\.mma_async|mma)\.sync")
+_TENSOR_CORES = re.compile(r"\b(?:(?:wgmma\.mma_async|mma)\.sync|tcgen05\.mma)")
+_WARPS_PER_GROUP = 4
 
 
-def compile_kernels(op: Any, case: Any, capability: int) -> tuple[list[Compiled], list[str]]:
-    """(the kernels of a case's forward and gradients compiled for a GPU of this capability, the
-    names of the kernels that the program launches, in order)."""
-    with launch.compiling_for(capability):
-        programs = measure.programs(op, case)
-    *_, whole = (program for (_, name), program in programs.items() if name == "triton")
-    sources, launched = lower(whole, op.operand_shapes(case), capability)
-    return [_assemble(source, capability) for source in sources], launched
+class Loop(NamedTuple):
+    """One iteration of an innermost loop with matrix products."""
+
+    instructions: int  # of a warp
+    multiply_adds: int  # of the block, on tensor cores
 
 
-def lower(
-    function: Callable[..., Any], operands: Any, capability: int
-) -> tuple[list["_Source"], list[str]]:
-    """(the kernels that jax-triton compiles, as PTX, the names of the kernels launched)."""
-    with launch.compiling_for(capability), _without_gpu() as sources:
-        traced = jax.jit(function).trace(*operands)
-        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
-    assert module is not None
-    return sources, _launched(module.operation)
-
-
-class _Source(NamedTuple):
-    """A kernel as jax-triton passes it to JAX's CUDA plugin."""
+class Compiled(NamedTuple):
+    """The resources of one kernel compiled to machine code."""
 
     name: str
     num_warps: int
-    num_ctas: int
+    registers: int  # per thread
+    spill_bytes: int  # per thread, stores and loads
     shared_bytes: int
-    ptx: str
-    ttir: str
-    capability: int
+    tensor_core_instructions: int
+    loops: tuple[Loop, ...] = ()
 
 
-def jax_triton_library() -> Any:
-    """jax-triton's compiler, importable without JAX's CUDA plugin."""
-    plugin: Any = importlib.import_module("jaxlib.gpu_triton")
-    for name in ("get_compute_capability", "get_serialized_metadata"):
-        if not hasattr(plugin, name):  # jax-triton looks for them when it is imported
-            setattr(plugin, name, None)
-    from jax_triton import triton_lib
+def launches(
+    function: Callable[..., Any], operands: Sequence[Any], capability: int
+) -> list[Launch]:
+    """The launches of `function(*operands)` on a GPU of this capability, in order."""
+    with launch.compiling_for(capability), launch.recorded() as found:
+        jax.eval_shape(function, *operands)
+    return found
 
-    return triton_lib
+
+def compile_kernels(op: Any, case: Any, capability: int) -> list[Compiled]:
+    """The kernels of a case's forward and gradients, in the order of their launches."""
+    with launch.compiling_for(capability):
+        programs = measure.programs(op, case)
+    *_, whole = (program for (_, name), program in programs.items() if name == "triton")
+    return [
+        compile_launch(x, capability) for x in launches(whole, op.operand_shapes(case), capability)
+    ]
+
+
+def compile_launch(launched: Launch, capability: int) -> Compiled:
+    """Compiled as jax-triton does: arrays are aligned to 16 bytes, numbers that are 1 constants."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = launched.kernel.arg_names
+    constants = dict(launched.constants)
+    signature, attributes = {}, {}
+    for index, (name, value) in enumerate(zip(names, launched.arguments, strict=False)):
+        if hasattr(value, "shape") and not isinstance(value, np.generic):
+            signature[name] = f"*{_TYPES[jnp.dtype(value.dtype).name]}"
+            attributes[index,] = [["tt.divisibility", 16]]
+        elif value == 1:
+            constants[name] = 1
+        else:
+            signature[name] = "i32" if isinstance(value, int) else "fp32"
+    signature = {name: signature.get(name, "constexpr") for name in names}
+    source = ASTSource(launched.kernel, signature, constants, attributes)
+    options = {"num_warps": launched.num_warps, "num_stages": launched.num_stages}
+    with _reporting() as report:
+        kernel = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+    registers = re.search(r"Used (\d+) registers", report.getvalue())
+    assert registers is not None, report.getvalue()
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report.getvalue())
+    return Compiled(
+        launched.kernel.__name__,
+        launched.num_warps,
+        int(registers[1]),
+        sum(map(int, spills)),
+        kernel.metadata.shared,
+        len(_TENSOR_CORES.findall(kernel.asm["ptx"])),
+        tuple(_loops(_disassembled(kernel.asm["cubin"]), launched.num_warps)),
+    )
 
 
 @contextlib.contextmanager
-def _without_gpu() -> Iterator[list[_Source]]:
-    """The kernels that jax-triton compiles in the context, down to PTX, without the CUDA plugin."""
-    sources: list[_Source] = []
-
-    def kernel(*facts: Any) -> _Source:
-        sources.append(_Source(*facts))
-        return sources[-1]
-
-    library = jax_triton_library()
-    stand_in = types.SimpleNamespace(
-        TritonKernel=kernel,
-        # A launch is serialized as the kernel's name, which `_launched` reads.
-        TritonKernelCall=lambda kernel, *_: types.SimpleNamespace(
-            to_proto=lambda *_: kernel.name.encode()
-        ),
-        create_array_parameter=lambda *_: None,
-        create_scalar_parameter=lambda *_: None,
-    )
-
-    original, library.triton_kernel_call_lib = library.triton_kernel_call_lib, stand_in
-    library._COMPILED_KERNEL_CACHE.clear()
-    try:
-        yield sources
-    finally:
-        library.triton_kernel_call_lib = original
-        library._COMPILED_KERNEL_CACHE.clear()
+def _reporting() -> Iterator[io.StringIO]:
+    """Kernels compiled inside come from no cache, and the assembler's reports are collected."""
+    report = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(report):
+        settings = {"TRITON_CACHE_DIR": folder, "TRITON_DUMP_PTXAS_LOG": "1"}
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield report
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _launched(operation: Any) -> list[str]:
-    """The names of the kernels that a lowered module calls, in order."""
-    names = []
-    for block in (block for region in operation.regions for block in region):
-        for inner in (inner.operation for inner in block):
-            attributes = inner.attributes
-            if "call_target_name" in attributes and "triton" in str(attributes["call_target_name"]):
-                names.append(zlib.decompress(attributes["backend_config"].value_bytes).decode())
-            names += _launched(inner)
-    return names
-
-
-def _assemble(kernel: _Source, capability: int) -> Compiled:
-    suffix = "a" if capability >= 90 else ""
+def _disassembled(cubin: bytes) -> str:
     import triton
 
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(kernel.ptx)
-        command = [assembler, "-v", f"-arch=sm_{capability}{suffix}", source, "-o", cubin]
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
-        raise RuntimeError(f"ptxas failed: {process.stderr.strip()}")
-    report = process.stdout + process.stderr
-    registers = re.search(r"Used (\d+) registers", report)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
-    assert registers is not None, report
-    instructions = len(_TENSOR_CORES.findall(kernel.ptx))
-    spilled = sum(map(int, spills))
-    return Compiled(kernel.name, int(registers[1]), spilled, kernel.shared_bytes, instructions)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _loops(assembly: str, num_warps: int) -> Iterator[Loop]:
+    """The innermost loops with matrix products: from a label to the branch back to it."""
+    lines = re.findall(r"^\s*(?:(\.L_x_\d+):|/\*[0-9a-f]+\*/\s+(.*?);)", assembly, re.MULTILINE)
+    labels, latest = {}, -1
+    for index, (label, instruction) in enumerate(lines):
+        if label:
+            labels[label] = index
+        target = re.search(r"\bBRA(?:\.\w+)* .*`\((\.L_x_\d+)\)", instruction)
+        start = labels.get(target[1], -1) if target else -1
+        if start <= latest:  # none, or one around a loop that ended before
+            continue
+        latest = index
+        body = [instruction for _, instruction in lines[start : index + 1] if instruction]
+        multiply_adds = sum(_multiply_adds(instruction, num_warps) for instruction in body)
+        if multiply_adds:
+            yield Loop(len(body), multiply_adds)
+
+
+def _multiply_adds(instruction: str, num_warps: int) -> int:
+    """Of the block: a warp's HMMA is 16 x 8 x k, a warpgroup's HGMMA m x n x k."""
+    group = re.search(r"\bHGMMA\.(\d+)x(\d+)x(\d+)", instruction)
+    if group:
+        return num_warps // _WARPS_PER_GROUP * int(group[1]) * int(group[2]) * int(group[3])
+    warp = re.search(r"\bHMMA\.16(8)(8|16)\b", instruction)
+    return num_warps * 16 * int(warp[1]) * int(warp[2]) if warp else 0
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -143,17 +172,28 @@ def main(arguments: list[str] | None = None) -> None:
         description="Resources of the kernels, compiled without a GPU.",
         allow_abbrev=False,
     )
-    parser.add_argument("--capability", type=int, choices=(80, 90), default=90)
+    parser.add_argument("--capability", type=int, choices=CAPABILITIES, default=90)
     parser.add_argument("--op", choices=bench.OPS, nargs="+", default=list(bench.OPS))
+    parser.add_argument("--dtype", choices=launch.DTYPES, default="bfloat16")
     options = parser.parse_args(arguments)
     rows = []
     for op in options.op:
         for case in bench.OPS[op].SHAPES["aot"]:
-            kernels, _ = compile_kernels(bench.OPS[op], case, options.capability)
-            rows += [{"variant": case.name, **kernel._asdict()} for kernel in kernels]
+            kernels = compile_kernels(
+                bench.OPS[op], case._replace(dtype=options.dtype), options.capability
+            )
+            rows += [_row(case.name, kernel) for kernel in kernels]
         if op == "dual_window" and options.capability == mosaic_call.CAPABILITY:
             rows += _mosaic_rows()
     print(format_table(rows))
+
+
+def _row(variant: str, kernel: Compiled) -> measure.Row:
+    loops = ", ".join(f"{loop.instructions}" for loop in kernel.loops)
+    products = ", ".join(f"{loop.multiply_adds >> 10}" for loop in kernel.loops)
+    row = {"variant": variant, **kernel._asdict()}
+    del row["loops"]
+    return row | {"instructions by loop": loops, "Ki multiply-adds": products}
 
 
 def _mosaic_rows() -> list[measure.Row]:
@@ -165,7 +205,7 @@ def _mosaic_rows() -> list[measure.Row]:
         print(f"without the Mosaic kernel: {reason}", file=sys.stderr)
         return []
     return [
-        {"variant": f"D{head_dim} Mosaic", **mosaic_aot.compile_mosaic(head_dim)._asdict()}
+        _row(f"D{head_dim} Mosaic", mosaic_aot.compile_mosaic(head_dim))
         for head_dim in MOSAIC_TILES
     ]
 

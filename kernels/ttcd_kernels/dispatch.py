@@ -35,7 +35,7 @@ def choose(
             if reason is None:
                 return candidate.run
             if candidate.is_automatic:
-                _log_once(op, name, reason, launch.capability() is not None)
+                _log_once(op, name, reason, launch.capability(*operands) is not None)
         raise AssertionError(f"{op} has no implementation that takes everything")
     if implementation not in candidates:
         names = ", ".join(["auto", *candidates])

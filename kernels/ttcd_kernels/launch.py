@@ -3,15 +3,20 @@
 import contextlib
 import contextvars
 import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 _OLDEST_GPU = 80
 DTYPES = ("bfloat16", "float16", "float32")
 LOG2E = 1.4426950408889634
 _CAPABILITY: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
+_RECORD: contextvars.ContextVar[list["Launch"] | None] = contextvars.ContextVar(
+    "record", default=None
+)
 
 
 @contextlib.contextmanager
@@ -24,31 +29,41 @@ def compiling_for(capability: int) -> Iterator[None]:
         _CAPABILITY.reset(token)
 
 
-def capability() -> int | None:
-    """The compute capability that kernels are compiled for, e.g. 90; None without a GPU."""
+def capability(*arrays: Any) -> int | None:
+    """The compute capability of the NVIDIA GPU that kernels are compiled for, e.g. 90; None without
+    one (AMD's GPUs have none). The GPU is where the arrays are, of traced ones the default device
+    (`jax.default_device`)."""
     chosen = _CAPABILITY.get()
     if chosen is not None:
         return chosen
-    if jax.default_backend() != "gpu":
-        return None
-    return int(str(jax.devices()[0].compute_capability).replace(".", ""))
+    name = str(getattr(_device(arrays), "compute_capability", ""))
+    version = re.fullmatch(r"(\d+)\.(\d+)", name)
+    return int(version[1] + version[2]) if version else None
 
 
-def known_capability() -> int:
+def _device(arrays: Iterable[Any]) -> Any:
+    for array in arrays:
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+            return next(iter(array.devices()))
+    default = jax.config.jax_default_device
+    return jax.devices(default)[0] if default is None or isinstance(default, str) else default
+
+
+def known_capability(*arrays: Any) -> int:
     """The compute capability of the GPU that `unavailable` found."""
-    gpu = capability()
+    gpu = capability(*arrays)
     assert gpu is not None
     return gpu
 
 
-def unavailable() -> str | None:
-    """The reason why no Triton kernel can run on this machine; None if one can."""
+def unavailable(*arrays: Any) -> str | None:
+    """The reason why no Triton kernel can run where the arrays are; None if one can."""
     missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed (pip install 'ttcd-jax[gpu]')"
-    gpu = capability()
+    gpu = capability(*arrays)
     if gpu is None:
-        return f"there is no GPU: the backend is {jax.default_backend()}"
+        return f"there is no NVIDIA GPU: the device is {_device(arrays).device_kind}"
     if gpu < _OLDEST_GPU:
         return f"the GPU has compute capability {gpu}, less than {_OLDEST_GPU}"
     return None
@@ -66,7 +81,29 @@ def unsupported(dtypes: Sequence[str], head_dims: Iterable[int] = (), **arrays: 
         return (
             f"{names} are {', '.join(found)}: they must be of one dtype out of {', '.join(dtypes)}"
         )
-    return unavailable()
+    return unavailable(*arrays.values())
+
+
+class Launch(NamedTuple):
+    """A kernel, its arguments (arrays or their shapes, numbers), and its compiler's constants."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Any]
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Launches traced inside are listed, not made: their results are zeros."""
+    launches: list[Launch] = []
+    token = _RECORD.set(launches)
+    try:
+        yield launches
+    finally:
+        _RECORD.reset(token)
 
 
 def launch(
@@ -85,6 +122,11 @@ def launch(
         kernel.signature.bind(*args, *out_shape, **constants)
     except TypeError as error:  # jax-triton would name neither
         raise TypeError(f"{kernel.__name__}: {error}") from None
+    record = _RECORD.get()
+    if record is not None:
+        arguments = (*args, *out_shape)
+        record.append(Launch(kernel, arguments, constants, grid, num_warps, num_stages))
+        return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
     import jax_triton
 
     return jax_triton.triton_call(
@@ -98,13 +140,3 @@ def launch(
         compute_capability=_CAPABILITY.get(),
         **constants,
     )
-
-
-class Compiled(NamedTuple):
-    """The resources of one kernel compiled to machine code."""
-
-    name: str
-    registers: int  # per thread
-    spill_bytes: int  # per thread, stores and loads
-    shared_bytes: int
-    tensor_core_instructions: int

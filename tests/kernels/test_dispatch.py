@@ -1,11 +1,14 @@
 """The choice of an implementation: the one a call names, or the best that can run here."""
 
 import logging
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_same, draw
 from launched import launched_kernels
 from ttcd_kernels import dispatch, dual_window_attention, launch
 from ttcd_kernels.dispatch import Candidate, choose
@@ -87,3 +90,31 @@ def test_auto_is_xla_for_what_the_kernel_cannot_take():
     if jax.default_backend() == "cpu":
         q, k = (jnp.ones(x.shape, x.dtype) for x in _operands())
         assert all(np.isfinite(x).all() for x in _gradient()(q, k))
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (SimpleNamespace(device_kind="MI300X", compute_capability="gfx942"), None),
+        (SimpleNamespace(device_kind="H100", compute_capability="9.0"), 90),
+        (SimpleNamespace(device_kind="RTX 5090", compute_capability="12.0"), 120),
+        (SimpleNamespace(device_kind="TPU v5"), None),
+    ],
+    ids=lambda value: getattr(value, "device_kind", None),
+)
+def test_only_gpus_of_nvidia_have_a_capability(device, expected, monkeypatch):
+    with jax.default_device("cpu"):
+        assert launch.capability() is None
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    assert launch.capability() == expected
+    assert launch.capability(jnp.ones(2)) is None  # this array is on a CPU
+    assert jax.eval_shape(lambda x: jnp.float32(launch.capability(x) or 0) * x, jnp.ones(2))
+
+
+def test_a_gpu_without_triton_runs_xla(monkeypatch):
+    device = SimpleNamespace(device_kind="MI300X", compute_capability="gfx942")
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    q, k = draw(0, (1, 20, 2, 32), (1, 20, 1, 32))
+    windows = {"teacher_window": 9, "student_window": 4}
+    found = jax.jit(partial(dual_window_attention, **windows))(q, k, k)
+    assert_same(found, dual_window_attention(q, k, k, implementation="xla", **windows))

@@ -175,7 +175,7 @@ def test_what_the_kernel_cannot_take_is_refused_before_launch(monkeypatch):
         with launch.compiling_for(capability):
             assert f"compute capability {capability}, not 90" in reason(*qkv)
     if jax.default_backend() != "gpu":
-        assert "there is no GPU" in reason(*qkv)
+        assert "there is no NVIDIA GPU" in reason(*qkv)
 
 
 def test_a_scale_that_turns_the_order_of_scores_round_is_refused():

@@ -123,7 +123,7 @@ RINGS = _rings((2, 4, 32), (2, 16, 2, 32))
             "bfloat16, float16, float16: they must be of one",
         ),
         ("dual", 75, NARROW, "75, less than 80"),
-        ("dual", None, NARROW, "no GPU: the backend is cpu; use 'auto' or 'xla'"),
+        ("dual", None, NARROW, "no NVIDIA GPU: the device is cpu; use 'auto' or 'xla'"),
         ("decode", 90, {}, "head dim 8 is not one of 32, 64, 128"),
         (
             "decode",
@@ -131,7 +131,7 @@ RINGS = _rings((2, 4, 32), (2, 16, 2, 32))
             _rings((2, 65, 32), (2, 16, 1, 32)),
             "65 query heads per kv head are more than 64",
         ),
-        ("decode", None, RINGS, "no GPU: the backend is cpu"),
+        ("decode", None, RINGS, "no NVIDIA GPU: the device is cpu"),
     ],
 )
 def test_what_a_kernel_cannot_take_is_refused_before_launch(op, capability, changes, message):

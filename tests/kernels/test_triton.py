@@ -1,15 +1,18 @@
 """The Triton kernels of dual-window attention without a GPU: numerics by the interpreter, machine
 code ahead of time."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from interpreting import check_errors
 from launched import launched_kernels
 from ttcd_kernels import dual_window_attention, launch
-from ttcd_kernels.aot import compile_kernels
+from ttcd_kernels.aot import SHARED_LIMIT, compile_kernels
 from ttcd_kernels.dual_window import bench
 
+KERNELS = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
 BASE = {"T": 40, "S": 40, "N": 2, "K": 1, "H": 32, "teacher": 16, "student": 8}
 CASES = [
     # windows
@@ -39,22 +42,35 @@ def test_results_and_gradients_are_those_of_the_definition():
     check_errors("dual_window", CASES, BOUND, "teacher_lse", "student_lse")
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+CODE = [case for case in bench.SHAPES["aot"] if case.head_dim == 64 or not case.has_documents]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [case for case in bench.SHAPES["aot"] if case.head_dim == 64 or not case.has_documents],
-    ids=lambda case: case.name,
+    ("case", "capability"),
+    [
+        *itertools.product(CODE, (80, 89, 90, 120)),
+        *((case, 100) for case in CODE if case.has_documents),  # each takes half a minute
+    ],
+    ids=lambda value: getattr(value, "name", None),
 )
-def test_machine_code_spills_nothing_in_the_forward(case, capability):
-    kernels, launched = compile_kernels(bench, case, capability)
-    assert launched == ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
-    forward, backward_q, backward_kv = kernels
-    assert [kernel.name for kernel in kernels] == launched
+def test_machine_code_fits_and_spills_nothing_in_the_forward(case, capability):
+    forward, backward_q, backward_kv = kernels = compile_kernels(bench, case, capability)
+    assert [kernel.name for kernel in kernels] == KERNELS
     assert forward.spill_bytes == 0
     assert max(backward_q.spill_bytes, backward_kv.spill_bytes) <= 64
-    shared_limit = {80: 163 * 1024, 90: 227 * 1024}[capability]
     for kernel in kernels:
-        assert kernel.shared_bytes <= shared_limit
+        assert kernel.shared_bytes <= SHARED_LIMIT[capability]
+        assert kernel.tensor_core_instructions > 0
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("case", CODE, ids=lambda case: case.name)
+def test_machine_code_of_float32_uses_tensor_cores_and_fits_every_gpu(case, capability):
+    kernels = compile_kernels(bench, case._replace(dtype="float32"), capability)
+    assert [kernel.name for kernel in kernels] == KERNELS
+    for kernel in kernels:
+        assert kernel.spill_bytes <= 2048
+        assert kernel.shared_bytes <= min(SHARED_LIMIT.values())
         assert kernel.tensor_core_instructions > 0
 
 

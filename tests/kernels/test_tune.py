@@ -34,7 +34,7 @@ def tiles(monkeypatch):
         return call
 
     monkeypatch.setattr(launch, "unavailable", lambda: None)
-    monkeypatch.setattr(launch, "capability", lambda: 90)
+    monkeypatch.setattr(launch, "capability", lambda *_: 90)
     monkeypatch.setattr(dual_window_call, "dual_window", stand_in(dual_window_xla.dual_window))
     monkeypatch.setattr(decode_call, "decode", stand_in(decode_xla.decode))
     return seen
@@ -77,17 +77,18 @@ def test_the_command_writes_what_it_prints(tiles, tmp_path, monkeypatch, capsys)
 def test_without_a_gpu_there_is_nothing_to_tune():
     if jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU")
-    with pytest.raises(SystemExit, match="nothing to tune: there is no GPU"):
+    with pytest.raises(SystemExit, match="nothing to tune: there is no NVIDIA GPU"):
         tune.main([])
 
 
 def test_a_table_serves_every_head_dim_and_older_and_newer_gpus():
     for tuning in (dual_window_tuning, decode_tuning):
         assert {dim for _, dim in tuning.TABLE} == set(tuning.HEAD_DIMS)
-    for known, capability in ((80, 86), (90, 100)):
+    for known, capability in ((80, 86), (90, 90)):
         for dim in dual_window_tuning.HEAD_DIMS:
-            found = dual_window_tuning.tuning_for(capability, dim)
-            assert found == dual_window_tuning.TABLE[known, dim]
+            narrow, wide = (dual_window_tuning.tuning_for(capability, dim, size) for size in (2, 4))
+            assert narrow == dual_window_tuning.TABLE[known, dim]
+            assert wide == dual_window_tuning.FLOAT32[80, dim]
             narrow, wide = (decode_tuning.tuning_for(capability, dim, size)[0] for size in (2, 4))
             assert narrow == decode_tuning.TABLE[known, dim]
             assert wide.block_n == narrow.block_n // 2

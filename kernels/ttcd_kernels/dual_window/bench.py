@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ttcd_kernels import launch, measure
 from ttcd_kernels.dual_window import cudnn, lse, mosaic_call, triton_call
@@ -100,7 +101,7 @@ def work(case: Case, direction: str) -> Work:
 
 
 def tuning(case: Case) -> Tuning:
-    return tuning_for(launch.known_capability(), case.head_dim)
+    return tuning_for(launch.known_capability(), case.head_dim, jnp.dtype(case.dtype).itemsize)
 
 
 def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ _MAX_HEAD_DIM = {80: 128, 90: 256}  # by compute capability
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
     """The reason why cuDNN cannot take these arrays on this machine; None if it can."""
     reason = launch.unsupported(("bfloat16", "float16"), q=q, k=k, v=v)
-    gpu = launch.capability()
+    gpu = launch.capability(q, k, v)
     if reason is not None or gpu is None:
         return reason
     widest = _MAX_HEAD_DIM[max(known for known in _MAX_HEAD_DIM if known <= gpu)]

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from ttcd_kernels import launch
+from ttcd_kernels.aot import Compiled
 from ttcd_kernels.dual_window import mosaic_call
-from ttcd_kernels.launch import Compiled
+from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS
 from ttcd_kernels.windows import Windows
 
 _COMPILER = Path(sys.prefix) / "hopper"
@@ -72,6 +73,7 @@ def compile_mosaic(head_dim: int) -> Compiled:
     name = re.findall(r"Compiling entry function '(\w+)' for 'sm_90a'", process.stdout)[0]
     return Compiled(
         name,
+        4 * (COMPUTE_WARPGROUPS + 1),
         numbers(r"Used (\d+) registers")[0],
         sum(numbers(r"(\d+) bytes spill (?:stores|loads)")[:2]),
         numbers(r"smem_scratch_bytes=(\d+)")[0],

@@ -24,8 +24,9 @@ def unsupported(
     reason = launch.unsupported(_DTYPES, MOSAIC_TILES, q=q, k=k, v=v)
     if reason is not None:
         return reason
-    if launch.capability() != CAPABILITY:
-        return f"the GPU has compute capability {launch.capability()}, not {CAPABILITY} (Hopper)"
+    gpu = launch.capability(q, k, v)
+    if gpu != CAPABILITY:
+        return f"the GPU has compute capability {gpu}, not {CAPABILITY} (Hopper)"
     toolkit = _toolkit()
     if toolkit is not None and 12080 <= toolkit < 12091:
         # For this reason JAX's own attention kernel refuses causal masks there.

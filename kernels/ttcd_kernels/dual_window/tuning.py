@@ -20,8 +20,8 @@ class Tuning(NamedTuple):
     backward_kv: Tile
 
 
-# By (compute capability, head dim). Chosen by the reports of the compiler (`ttcd_kernels.aot`:
-# registers, spills, shared memory), not yet by time on a GPU.
+# By (compute capability, head dim), for operands of two bytes. Chosen by the compiler's reports
+# (`ttcd_kernels.aot`: registers, spills, shared memory), not yet by time on a GPU.
 TABLE: dict[tuple[int, int], Tuning] = {
     (90, 128): Tuning(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
     (90, 64): Tuning(Tile(128, 128, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 3)),
@@ -29,6 +29,14 @@ TABLE: dict[tuple[int, int], Tuning] = {
     (80, 128): Tuning(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
     (80, 64): Tuning(Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(32, 64, 4, 2)),
     (80, 32): Tuning(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
+}
+# On 10.0 the tiles of 9.0 spill; on 12.0 a block has 99 KiB of shared memory, as on 8.6 and 8.9.
+TABLE |= {(gpu, head_dim): TABLE[80, head_dim] for gpu in (100, 120) for head_dim in (32, 64, 128)}
+# Operands of four bytes, which are multiplied as three products in TF32; for every GPU.
+FLOAT32: dict[tuple[int, int], Tuning] = {
+    (80, 128): Tuning(*[Tile(32, 32, 8, 1)] * 3),
+    (80, 64): Tuning(*[Tile(32, 32, 4, 2)] * 3),
+    (80, 32): Tuning(*[Tile(32, 32, 4, 2)] * 3),
 }
 HEAD_DIMS = (32, 64, 128)
 
@@ -63,7 +71,9 @@ class MosaicTile(NamedTuple):
 MOSAIC_TILES = {64: MosaicTile(128, 128, 3), 128: MosaicTile(128, 128, 2)}
 
 
-def tuning_for(capability: int, head_dim: int) -> Tuning:
-    """The table's row for the newest listed GPU that is no newer than `capability`."""
-    known = max(listed for listed, _ in TABLE if listed <= capability)
-    return TABLE[known, head_dim]
+def tuning_for(capability: int, head_dim: int, itemsize: int) -> Tuning:
+    """The row for operands of `itemsize` bytes of the newest listed GPU that is no newer than
+    `capability`."""
+    table = TABLE if itemsize == 2 else FLOAT32
+    known = max(listed for listed, _ in table if listed <= capability)
+    return table[known, head_dim]

@@ -64,11 +64,13 @@ def dual_window(
 
     The first queries see fewer keys than the window has. Where they fill eight blocks and a quarter
     of the row, they, at most half the row, are a call of their own (recursively), which saves most
-    of their masked products.
+    of their masked products; not where the halo is half the window or more, since little is saved
+    and each call may copy the keys.
     """
     T, S = q.shape[1], k.shape[1]
     early = min(windows.teacher - (S - T), T)
-    if early < max(8 * _shape(windows, q, k).block, T // 4):
+    few = early < max(8 * _shape(windows, q, k).block, T // 4)
+    if few or windows.teacher <= 2 * (S - T):
         return with_gradients(_forward, gradients, windows, q, k, v, segment_ids)
     early = min(early, T // 2)
     seen = S - T + early
@@ -85,6 +87,12 @@ def _shape(windows: Windows, q: jax.Array, k: jax.Array) -> _Shape:
     windows = windows.within(S)
     block = block_rows(B * N, T, windows.teacher)
     return _Shape(*windows, block, S - T, S + -T % block)
+
+
+def _product(operand: jax.Array, result: Any) -> Any:
+    """An einsum that multiplies float32 in full: JAX's default on a GPU is TF32."""
+    precision = "highest" if operand.dtype == jnp.float32 else None
+    return functools.partial(jnp.einsum, precision=precision, preferred_element_type=result)
 
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
@@ -148,7 +156,7 @@ def _forward(
     shape = _shape(windows, q, k)
     T, K, c = q.shape[1], k.shape[2], shape.block
     state = jnp.promote_types(q.dtype, jnp.float32)
-    dot = functools.partial(jnp.einsum, preferred_element_type=state)
+    dot = _product(q, state)
     q, k, v = (_pad_rows(x, -T % c) for x in (q, k, v))
     ids = None if segment_ids is None else _pad_rows(segment_ids, -T % c)
 
@@ -217,7 +225,7 @@ def _backward_block(
     q, *rows = rows
     dq, dk, dv = totals
     dtype, w_T, w_S = k.dtype, shape.teacher_window, shape.student_window
-    dot = functools.partial(jnp.einsum, preferred_element_type=dk.dtype)
+    dot = _product(q, dk.dtype)
     every = _band(shape, ids, index, 0, w_T)
     score = dot("BKSH,BKGTH->BKSGT", every.rows(k), q) * shape.scale
     d_score = jnp.zeros_like(score)
