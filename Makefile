@@ -63,7 +63,7 @@ continued: .venv ## train a base, export and import it, continue at 8 times its 
 	$(PYTHON) -m experiments.study --gin=study/continued.gin $(FROM_BOOKS) --run_dir=$(CONTINUED)/study \
 	  --param="RunConfig.start_from='$(abspath $(CONTINUED))/imported'" --param="StudyConfig.seeds=($(SEED),)"
 	for method in $(METHODS); do $(EVALUATE) --run_dir=$(CONTINUED)/study/$$method-$(SEED) --task=ruler \
-	  --tasks=niah_single_1 --lengths=512,1024,2048,4096 --samples=25 || exit; done
+	  --tasks=niah_single_1 --lengths=1024,2048,4096,8192 --samples=25 || exit; done
 	test -e $(CONTINUED)/exported || \
 	  $(CONVERT) export --format=huggingface $(CONTINUED)/study/ipttcd-$(SEED) $(CONTINUED)/exported
 	test -e $(CONTINUED)/again || \

@@ -107,7 +107,7 @@ def _sections(task: Task, text: str, measured: Measured, output: Path) -> list[S
         draw_curves(output / picture, f"{title} - {base}", kind.x_label, "nats per token", curves)
         sentence = f"Below 0 a recipe is better than {base} on the same tokens, mean of its seeds."
         table = rows_of({label: differences(*pair, by_key) for label, pair in pairs.items()})
-        pictures = [Picture(output / picture, sentence)]
+        pictures = [Picture(picture, sentence)]
         found.insert(1, Section(f"{title}: nats per token, less {base}", table, pictures))
     return found
 

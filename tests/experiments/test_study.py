@@ -87,7 +87,8 @@ def computed(folder):
             texts = runs.held_out_texts(config, [], path)
             for name, seed in config.chosen():
                 runs.compute(config, name, seed, [], texts, path)
-    write_study(config, texts, path)
+        patch.chdir(folder)  # as the command is given: relative to the working directory
+        write_study(config, texts, Path(path.name))
     return path, started
 
 
