@@ -50,7 +50,8 @@ def _normal(rng, *shapes):
 
 
 def _windows(case, length):
-    return Windows(case["teacher"] or length, case["student"], case["H"] ** -0.5)
+    scale = case.get("scale", case["H"] ** -0.5)
+    return Windows(case["teacher"] or length, case["student"], scale)
 
 
 def _public_windows(case):

@@ -11,11 +11,11 @@ import pytest
 from checks import assert_close, assert_same, distance, draw
 from interpreting import check_errors
 from ttcd_kernels import dual_window_attention_with_lse, launch
-from ttcd_kernels.aot import compile_kernels
 from ttcd_kernels.decode import bench
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
 from ttcd_kernels.decode.bench import SHAPES
 from ttcd_kernels.decode.tuning import TABLE, Slices, Tile, slices_for
+from ttcd_kernels.machine_code import compile_kernels
 from ttcd_kernels.windows import Windows
 
 # A row that waits, the beginning, both windows' ends, the ring's edge, far beyond.

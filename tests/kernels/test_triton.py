@@ -9,8 +9,9 @@ import pytest
 from interpreting import check_errors
 from launched import launched_kernels
 from ttcd_kernels import dual_window_attention, launch
-from ttcd_kernels.aot import SHARED_LIMIT, compile_kernels
 from ttcd_kernels.dual_window import bench
+from ttcd_kernels.dual_window.tuning import tuning_for
+from ttcd_kernels.machine_code import SHARED_LIMIT, compile_kernels
 
 KERNELS = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
 BASE = {"T": 40, "S": 40, "N": 2, "K": 1, "H": 32, "teacher": 16, "student": 8}
@@ -20,6 +21,7 @@ CASES = [
     BASE | {"teacher": 100, "student": 1},  # beyond the row; the query alone
     BASE | {"teacher": 13, "student": 13, "block_n": 32},  # no far band
     BASE | {"teacher": 21, "student": 20, "block_m": 32},
+    BASE | {"scale": -0.3},
     # shapes
     BASE | {"B": 2, "T": 33, "S": 50, "N": 4, "K": 2, "teacher": 20, "student": 7},  # halo
     BASE | {"T": 5, "S": 5, "K": 2},  # less than a tile
@@ -61,6 +63,24 @@ def test_machine_code_fits_and_spills_nothing_in_the_forward(case, capability):
     for kernel in kernels:
         assert kernel.shared_bytes <= SHARED_LIMIT[capability]
         assert kernel.tensor_core_instructions > 0
+
+
+# Per 4,096 query-key pairs on Hopper: instructions of each of the eight warps in the loop without
+# masks (dk and dv have one loop, with masks), and the products that tensor cores compute.
+@pytest.mark.parametrize(
+    ("head_dim", "instructions"), [(128, (180, 155, 400)), (64, (120, 130, 360))]
+)
+def test_inner_loops_on_hopper_have_few_instructions_and_no_product_twice(head_dim, instructions):
+    case = next(case for case in CODE if case.head_dim == head_dim)
+    kernels = compile_kernels(bench, case, 90)
+    for kernel, tile, products, bound in zip(
+        kernels, tuning_for(90, head_dim, 2), (2, 3, 4), instructions, strict=True
+    ):
+        pairs = tile.block_m * tile.block_n
+        assert kernel.num_warps == 8
+        assert min(loop.instructions for loop in kernel.loops) * 4096 / pairs <= bound
+        for loop in kernel.loops:
+            assert loop.multiply_adds == products * pairs * head_dim
 
 
 @pytest.mark.parametrize("capability", [80, 90])

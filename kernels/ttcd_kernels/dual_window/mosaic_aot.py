@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from ttcd_kernels import launch
-from ttcd_kernels.aot import Compiled
 from ttcd_kernels.dual_window import mosaic_call
 from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS
+from ttcd_kernels.machine_code import Compiled
 from ttcd_kernels.windows import Windows
 
 _COMPILER = Path(sys.prefix) / "hopper"

@@ -91,11 +91,15 @@ def _launch_forward(
     tile = shape.tuning.forward
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     lse = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    # The kernel's scale is above 0.
+    scale = abs(shape.windows.scale) or 1.0
+    if shape.windows.scale <= 0:
+        q = q * jnp.asarray(np.sign(shape.windows.scale), q.dtype)
     teacher, student, teacher_lse, student_lse = launch.launch(
         dual_window_forward,
         *_operands(q, k, v, segment_ids),
         *_sizes(q, k, shape.windows),
-        np.float32(shape.windows.scale * launch.LOG2E),
+        np.float32(scale * launch.LOG2E),
         out_shape=[out, out, lse, lse],
         grid=(-(-T // tile.block_m), N, B),
         **_constants(q, segment_ids, tile),
@@ -122,7 +126,7 @@ def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
     arguments = (
         *_operands(q, k, v, ids),
         jnp.stack([near_out, far_out]),
-        stacked(near_lse, far_lse),
+        stacked(near_lse, far_lse) * launch.LOG2E,
         stacked(near_delta, far_delta),
         *(B, *_sizes(q, k, shape.windows), np.float32(shape.windows.scale)),
     )

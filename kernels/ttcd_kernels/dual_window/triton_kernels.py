@@ -107,7 +107,7 @@ def _attend(
         for step in range(0, part_stop - part_start):
             start = (part_stop - 1 - step) * BLOCK_N
             k = _load_rows(k_base, start, stride, S, BLOCK_N, H, part != 1)
-            score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+            score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if HAS_SEGMENTS or part != 1:
                 key = start + tl.arange(0, BLOCK_N)
                 ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
@@ -118,12 +118,14 @@ def _attend(
                 if HAS_SEGMENTS:
                     visible = visible & (ids_q[:, None] == ids_k[None, :])
                 score = tl.where(visible, score, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(score, 1))
+            # The largest score is found before scaling, which is part of the exponent's one
+            # multiplication and addition.
+            new_peak = tl.maximum(peak, tl.max(score, 1) * scale_log2)
             shift = new_peak
             if HAS_SEGMENTS or part != 1:
                 # A row that has seen no key yet has weights of 0, not 2^(inf - inf).
                 shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weight = tl.exp2(score - shift[:, None])
+            weight = tl.exp2(score * scale_log2 - shift[:, None])
             shrink = tl.exp2(peak - shift)
             v = _load_rows(v_base, start, stride, S, BLOCK_N, H, part != 1)
             total = total * shrink + tl.sum(weight, 1)
@@ -155,7 +157,8 @@ def dual_window_forward(
     HAS_SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (query tiles, N, B): both outputs and both log-sum-exps of one tile of one head."""
+    """Grid (query tiles, N, B): both outputs and both log-sum-exps of one tile of one head. The
+    scale is above 0."""
     tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, at = _query_rows(tile, head, batch, T, N, H, BLOCK_M)
     is_row, position = row < T, row + (S - T)
@@ -205,7 +208,7 @@ def dual_window_backward_q(
     v_ptr,
     ids_ptr,
     d_out_ptr,
-    lse_ptr,
+    lse_log2_ptr,
     delta_ptr,
     B,
     T,
@@ -237,7 +240,7 @@ def dual_window_backward_q(
     scale_log2 = scale * LOG2E
     for band in tl.static_range(2):
         at_row = ((tl.cast(batch, tl.int64) + band * B) * N + head) * T + row
-        lse_log2 = tl.load(lse_ptr + at_row, mask=is_row, other=0.0) * LOG2E
+        lse_log2 = tl.load(lse_log2_ptr + at_row, mask=is_row, other=0.0)
         delta = tl.load(delta_ptr + at_row, mask=is_row, other=0.0)
         plane = tl.cast(band * B, tl.int64) * T * N * H
         d_out = tl.load(d_out_ptr + plane + at, mask=is_row[:, None], other=0.0)
@@ -284,7 +287,7 @@ def dual_window_backward_kv(
     v_ptr,
     ids_ptr,
     d_out_ptr,
-    lse_ptr,
+    lse_log2_ptr,
     delta_ptr,
     B,
     T,
@@ -315,42 +318,41 @@ def dual_window_backward_kv(
     far_first, num_far = _query_tiles(start, student_window, teacher_window, T, S, BLOCK_N, BLOCK_M)
     per_head = num_near + num_far
 
+    scale_log2 = scale * LOG2E
     dk = tl.zeros([BLOCK_N, H], tl.float32)
     dv = tl.zeros([BLOCK_N, H], tl.float32)
-    for step in range(0, per_head * (N // K)):
-        head = kv_head * (N // K) + step // per_head
-        index = step % per_head
-        is_far = index >= num_near
-        band = tl.where(is_far, 1, 0)
-        tile = tl.where(is_far, far_first + index - num_near, near_first + index)
-        row, at = _query_rows(tile, head, batch, T, N, H, BLOCK_M)
-        is_row = row < T
-        q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
-        plane = tl.cast(band * B, tl.int64) * T * N * H
-        d_out = tl.load(d_out_ptr + plane + at, mask=is_row[:, None], other=0.0)
-        at_row = ((tl.cast(batch, tl.int64) + band * B) * N + head) * T + row
-        lse_log2 = tl.load(lse_ptr + at_row, mask=is_row, other=0.0) * LOG2E
-        delta = tl.load(delta_ptr + at_row, mask=is_row, other=0.0)
+    for member in range(0, N // K):
+        head = kv_head * (N // K) + member
+        for index in range(0, per_head):
+            is_far = index >= num_near
+            band = tl.where(is_far, 1, 0)
+            tile = tl.where(is_far, far_first + index - num_near, near_first + index)
+            # Rows past the last are zeros, lse and D included, and add nothing.
+            row, at = _query_rows(tile, head, batch, T, N, H, BLOCK_M)
+            is_row = row < T
+            q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
+            plane = tl.cast(band * B, tl.int64) * T * N * H
+            d_out = tl.load(d_out_ptr + plane + at, mask=is_row[:, None], other=0.0)
+            at_row = ((tl.cast(batch, tl.int64) + band * B) * N + head) * T + row
+            lse_log2 = tl.load(lse_log2_ptr + at_row, mask=is_row, other=0.0)
+            delta = tl.load(delta_ptr + at_row, mask=is_row, other=0.0)
 
-        # Transposed, [BLOCK_N, BLOCK_M]: the sums over queries below need no transpose.
-        score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)
-        position = row + (S - T)
-        visible = (
-            _is_visible(
-                position[None, :] - key[:, None],
-                tl.where(is_far, student_window, 0),
-                tl.where(is_far, teacher_window, student_window),
-            )
-            & is_row[None, :]
-        )
-        if HAS_SEGMENTS:
-            ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
-            visible = visible & (ids_q[None, :] == ids_k[:, None])
-        weight = tl.where(visible, tl.exp2(score - lse_log2[None, :]), 0.0)
-        dv = tl.dot(weight.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
-        d_weight = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
-        d_score = weight * (d_weight - delta[None, :])
-        dk = tl.dot(d_score.to(q.dtype), q, dk, input_precision=PRECISION)
+            # Transposed, [BLOCK_N, BLOCK_M]: the sums over queries below need no transpose.
+            score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            position = row + (S - T)
+            low = tl.where(is_far, student_window, 0)
+            width = tl.where(is_far, teacher_window - student_window, student_window)
+            # One comparison for both ends of the band: what is below 0 is large without a sign.
+            distance = position[None, :] - (key[:, None] + low)
+            visible = distance.to(tl.uint32, bitcast=True) < width.to(tl.uint32)
+            if HAS_SEGMENTS:
+                ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
+                visible = visible & (ids_q[None, :] == ids_k[:, None])
+            weight = tl.where(visible, tl.exp2(score * scale_log2 - lse_log2[None, :]), 0.0)
+            dv = tl.dot(weight.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
+            d_weight = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+            d_score = weight * (d_weight - delta[None, :])
+            dk = tl.dot(d_score.to(q.dtype), q, dk, input_precision=PRECISION)
 
     is_key = (key < S)[:, None]
     at = tl.cast(start, tl.int64) * (K * H) + key_base

@@ -23,11 +23,11 @@ class Tuning(NamedTuple):
 # By (compute capability, head dim), for operands of two bytes. Chosen by the compiler's reports
 # (`ttcd_kernels.aot`: registers, spills, shared memory), not yet by time on a GPU.
 TABLE: dict[tuple[int, int], Tuning] = {
-    (90, 128): Tuning(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
-    (90, 64): Tuning(Tile(128, 128, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 3)),
+    (90, 128): Tuning(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+    (90, 64): Tuning(Tile(128, 128, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
     (90, 32): Tuning(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(64, 128, 8, 3)),
     (80, 128): Tuning(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
-    (80, 64): Tuning(Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(32, 64, 4, 2)),
+    (80, 64): Tuning(Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     (80, 32): Tuning(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
 }
 # On 10.0 the tiles of 9.0 spill; on 12.0 a block has 99 KiB of shared memory, as on 8.6 and 8.9.
