@@ -152,8 +152,23 @@ def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
 def _operands(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """q, k, v and the ids; without documents a pointer that is never read."""
-    return q, k, v, q if segment_ids is None else segment_ids.astype(jnp.int32)
+    """q, k, v and the documents; without any a pointer that is never read."""
+    return q, k, v, q if segment_ids is None else document_bounds(segment_ids)
+
+
+def document_bounds(segment_ids: jax.Array) -> jax.Array:
+    """[4, B, S] int32: the ids [B, S], the start of each position's run of equal ids, the first key
+    that a query at the position may see, the last position that may see it. The last two are the
+    run's ends in a row whose ids never fall, else the row's: a document may come again."""
+    ids = segment_ids.astype(jnp.int32)
+    position = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    ends = jnp.concatenate([ids[:, 1:] != ids[:, :-1], jnp.ones_like(ids[:, :1], bool)], 1)
+    starts = jnp.roll(ends, 1, 1)  # the row's first position as well
+    start = jax.lax.cummax(jnp.where(starts, position, 0), 1)
+    end = jax.lax.cummin(jnp.where(ends, position, ids.shape[1] - 1), 1, reverse=True)
+    is_ordered = jnp.all(ids[:, 1:] >= ids[:, :-1], 1, keepdims=True)
+    first = jnp.where(is_ordered, start, 0)
+    return jnp.stack([ids, start, first, jnp.where(is_ordered, end, ids.shape[1] - 1)])
 
 
 def _sizes(q: jax.Array, k: jax.Array, windows: Windows) -> tuple[int, ...]:

@@ -19,8 +19,10 @@ acc / l with lse = (m + log2 l) ln 2; carried on through the far band it is the 
 near first, so that one loop serves both bands. No atomics: one program writes each result.
 
 Arrays are contiguous: q, outputs and cotangents [B, T, N, H], k and v [B, S, K, H], lse and D [B,
-N, T], ids [B, S]. Query row t has position t + S - T. Row offsets are 64 bit: B T N H may
-pass 2^31.
+N, T]. Query row t has position t + S - T. Row offsets are 64 bit: B T N H may pass 2^31. ids are
+[4, B, S]: the ids; where a key's run of equal ids starts; and, so that tiles of other documents are
+skipped, the first key that a query at this position may see and the last position that sees a
+key.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -34,15 +36,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _tiles(first, last, min_distance, max_distance, S, BLOCK: tl.constexpr):
+def _tiles(first, last, min_distance, max_distance, first_key, clear_key, S, BLOCK: tl.constexpr):
     """Key tiles of a band for the queries at positions first .. last: (start, inner_start,
-    inner_stop, stop). Every pair of the inner tiles is in the band; the others are masked."""
+    inner_stop, stop). Every pair of the inner tiles is visible; the others are masked. No query
+    sees a key before `first_key`; every query shares its document with the keys from `clear_key`
+    to itself."""
     stop = (tl.maximum(tl.minimum(last - min_distance, S - 1) + 1, 0) + BLOCK - 1) // BLOCK
-    start = tl.minimum(tl.maximum(first - max_distance + 1, 0) // BLOCK, stop)
+    start = tl.minimum(tl.maximum(first - max_distance + 1, first_key) // BLOCK, stop)
     start = tl.where(min_distance < max_distance, start, stop)
     inner_stop = tl.maximum(first - min_distance + 1, 0) // BLOCK
     inner_stop = tl.minimum(tl.maximum(inner_stop, start), stop)
-    inner_start = (tl.maximum(last - max_distance + 1, 0) + BLOCK - 1) // BLOCK
+    inner_start = (tl.maximum(last - max_distance + 1, clear_key) + BLOCK - 1) // BLOCK
     inner_start = tl.minimum(tl.maximum(inner_start, start), inner_stop)
     return start, inner_start, inner_stop, stop
 
@@ -81,6 +85,17 @@ def _load_ids(base, index, S, HAS_SEGMENTS: tl.constexpr):
 
 
 @triton.jit
+def _documents(ids_base, plane, first, last, S, HAS_SEGMENTS: tl.constexpr):
+    """(first_key, clear_key) of `_tiles` for the queries at positions first .. last."""
+    if HAS_SEGMENTS:
+        run_start = tl.load(ids_base + plane + last)
+        clear_key = tl.where(run_start <= first, run_start, S)
+        return tl.load(ids_base + 2 * plane + first), clear_key
+    else:
+        return 0, 0
+
+
+@triton.jit
 def _attend(
     state,
     q,
@@ -108,7 +123,7 @@ def _attend(
             start = (part_stop - 1 - step) * BLOCK_N
             k = _load_rows(k_base, start, stride, S, BLOCK_N, H, part != 1)
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            if HAS_SEGMENTS or part != 1:
+            if part != 1:
                 key = start + tl.arange(0, BLOCK_N)
                 ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
                 visible = (
@@ -122,7 +137,7 @@ def _attend(
             # multiplication and addition.
             new_peak = tl.maximum(peak, tl.max(score, 1) * scale_log2)
             shift = new_peak
-            if HAS_SEGMENTS or part != 1:
+            if part != 1:
                 # A row that has seen no key yet has weights of 0, not 2^(inf - inf).
                 shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
             weight = tl.exp2(score * scale_log2 - shift[:, None])
@@ -167,6 +182,8 @@ def dual_window_forward(
     key_base = tl.cast(batch, tl.int64) * S * K * H + head // (N // K) * H
     ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
     ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
+    plane = tl.cast(tl.num_programs(2), tl.int64) * S
+    first_key, clear_key = _documents(ids_base, plane, first, last, S, HAS_SEGMENTS)
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     state = peak, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, H], tl.float32)
@@ -182,7 +199,7 @@ def dual_window_forward(
             ids_base,
             position,
             ids_q,
-            _tiles(first, last, min_distance, max_distance, S, BLOCK_N),
+            _tiles(first, last, min_distance, max_distance, first_key, clear_key, S, BLOCK_N),
             min_distance,
             max_distance,
             S,
@@ -235,6 +252,8 @@ def dual_window_backward_q(
     key_base = tl.cast(batch, tl.int64) * S * K * H + head // (N // K) * H
     ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
     ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
+    plane = tl.cast(tl.num_programs(2), tl.int64) * S
+    first_key, clear_key = _documents(ids_base, plane, first, last, S, HAS_SEGMENTS)
 
     dq = tl.zeros([BLOCK_M, H], tl.float32)
     scale_log2 = scale * LOG2E
@@ -246,7 +265,7 @@ def dual_window_backward_q(
         d_out = tl.load(d_out_ptr + plane + at, mask=is_row[:, None], other=0.0)
         min_distance = 0 if band == 0 else student_window
         max_distance = student_window if band == 0 else teacher_window
-        tiles = _tiles(first, last, min_distance, max_distance, S, BLOCK_N)
+        tiles = _tiles(first, last, min_distance, max_distance, first_key, clear_key, S, BLOCK_N)
         for part in tl.static_range(3):
             for tile_n in range(tiles[part], tiles[part + 1]):
                 start = tile_n * BLOCK_N
@@ -254,7 +273,7 @@ def dual_window_backward_q(
                 v = _load_rows(v_ptr + key_base, start, K * H, S, BLOCK_N, H, part != 1)
                 score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
                 weight = tl.exp2(score - lse_log2[:, None])
-                if HAS_SEGMENTS or part != 1:
+                if part != 1:
                     key = start + tl.arange(0, BLOCK_N)
                     ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
                     visible = (
@@ -271,11 +290,13 @@ def dual_window_backward_q(
 
 
 @triton.jit
-def _query_tiles(start, min_distance, max_distance, T, S, BLOCK_N, BLOCK_M: tl.constexpr):
+def _query_tiles(
+    start, min_distance, max_distance, last_query, T, S, BLOCK_N, BLOCK_M: tl.constexpr
+):
     """(first, number) of the query tiles that see the keys start .. start + BLOCK_N - 1 within the
-    band."""
+    band, up to the query at position `last_query`."""
     first = tl.maximum(start + min_distance - (S - T), 0)
-    last = tl.minimum(start + BLOCK_N - 1 + max_distance - 1 - (S - T), T - 1)
+    last = tl.minimum(start + BLOCK_N - 1 + max_distance - 1, last_query) - (S - T)
     is_empty = (first > last) | (min_distance >= max_distance)
     return first // BLOCK_M, tl.where(is_empty, 0, last // BLOCK_M - first // BLOCK_M + 1)
 
@@ -314,8 +335,16 @@ def dual_window_backward_kv(
     v = _load_rows(v_ptr + key_base, start, K * H, S, BLOCK_N, H, True)
     ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
     ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
-    near_first, num_near = _query_tiles(start, 0, student_window, T, S, BLOCK_N, BLOCK_M)
-    far_first, num_far = _query_tiles(start, student_window, teacher_window, T, S, BLOCK_N, BLOCK_M)
+    last_query = S - 1
+    if HAS_SEGMENTS:
+        last_key = tl.minimum(start + BLOCK_N, S) - 1
+        last_query = tl.load(ids_base + 3 * tl.cast(tl.num_programs(2), tl.int64) * S + last_key)
+    near_first, num_near = _query_tiles(
+        start, 0, student_window, last_query, T, S, BLOCK_N, BLOCK_M
+    )
+    far_first, num_far = _query_tiles(
+        start, student_window, teacher_window, last_query, T, S, BLOCK_N, BLOCK_M
+    )
     per_head = num_near + num_far
 
     scale_log2 = scale * LOG2E

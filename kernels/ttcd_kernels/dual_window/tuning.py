@@ -25,7 +25,7 @@ class Tuning(NamedTuple):
 TABLE: dict[tuple[int, int], Tuning] = {
     (90, 128): Tuning(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
     (90, 64): Tuning(Tile(128, 128, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
-    (90, 32): Tuning(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(64, 128, 8, 3)),
+    (90, 32): Tuning(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(32, 128, 8, 2)),
     (80, 128): Tuning(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
     (80, 64): Tuning(Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     (80, 32): Tuning(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
