@@ -79,6 +79,7 @@ def report(self, step, metrics):
     return is_new
 
 MetricFiles.write = report
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite may run under nohup
 runpy.run_module("experiments.launch", run_name="__main__", alter_sys=True)
 """
 LAST = "; last good checkpoint: step 4; the same command goes on\n"
