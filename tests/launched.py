@@ -10,12 +10,13 @@ from typing import Any
 from unittest import mock
 
 import jax
-from ttcd_kernels import launch
+from ttcd_kernels import launch, verified
 
 
 def launched_kernels(function: Callable[..., Any], *operands: Any, capability: int) -> list[str]:
     """In order, of `function` lowered for a GPU of this capability; kernels are only parsed."""
-    with launch.compiling_for(capability), _without_gpu():
+    checked = mock.patch.object(verified, "VERIFIED", {capability})
+    with launch.compiling_for(capability), _without_gpu(), checked:
         traced = jax.jit(function).trace(*operands)
         module: Any = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
     return _launched(module.operation)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ttcd_kernels import launch
+from ttcd_kernels import launch, verified
 
 _LOG = logging.getLogger(__name__)
 
@@ -20,22 +20,26 @@ class Candidate(NamedTuple):
     run: Callable[..., Any]
     unsupported: Callable[..., str | None] = lambda *operands: None
     is_automatic: bool = True  # "auto" may choose it
+    needs_check: bool = False  # ... on a GPU where the kernels have been checked (`verified`)
 
 
 def choose(
     op: str, implementation: str, candidates: Mapping[str, Candidate], *operands: Any
 ) -> Callable[..., Any]:
     """`run` of the candidate named, or for "auto" of the first automatic one that can take the
-    operands. Those passed over are logged once, as a warning where there is a GPU. Raises
-    `Unsupported` if the one named cannot take the operands (it never falls back), `ValueError` if
-    no candidate has this name."""
+    operands and, if it needs a check, has had it on such a GPU. Those passed over are logged once,
+    as a warning where there is a GPU. Raises `Unsupported` if the one named cannot take the
+    operands (it never falls back), `ValueError` if no candidate has this name."""
     if implementation == "auto":
         for name, candidate in candidates.items():
-            reason = candidate.unsupported(*operands) if candidate.is_automatic else "not asked for"
+            if not candidate.is_automatic:
+                continue
+            reason = candidate.unsupported(*operands)
+            if reason is None and candidate.needs_check:
+                reason = verified.missing(*operands)
             if reason is None:
                 return candidate.run
-            if candidate.is_automatic:
-                _log_once(op, name, reason, launch.capability(*operands) is not None)
+            _log_once(op, name, reason, launch.capability(*operands) is not None)
         raise AssertionError(f"{op} has no implementation that takes everything")
     if implementation not in candidates:
         names = ", ".join(["auto", *candidates])

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 # tiny: milliseconds; cpu: minutes on two cores; paper: a GPU; parity: small enough to compare
-# results with the definition; aot: compiled for a GPU, not run.
-SetName = Literal["tiny", "cpu", "paper", "parity", "aot"]
+# results with the definition; check: the same for a GPU, in every dtype; aot: compiled for a GPU,
+# not run.
+SetName = Literal["tiny", "cpu", "paper", "parity", "check", "aot"]
 
 type Row = dict[str, Any]  # a table's row: values by column
 MILLISECOND, MIB, TERA = 1e-3, 2**20, 1e12

@@ -1,5 +1,6 @@
 """Errors of the implementations of an op, measured against XLA's in float64."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -7,14 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttcd_kernels import measure
-from ttcd_kernels.measure import Row
+from ttcd_kernels.measure import FAILED, Row
 
 BASELINE = "xla"  # name of the implementation that results and times are compared with
+# Of `max rel. error`: some steps of the dtype at the largest result.
+BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 
 
-def compare(op: Any, case: Any) -> list[Row]:
-    """A row per implementation whose results have the baseline's structure, on random operands:
-    the worst over its results and, for a differentiable op, its gradients.
+def compare(op: Any, case: Any, names: Collection[str] | None = None) -> list[Row]:
+    """A row per implementation (of `names`) whose results have the baseline's structure, on random
+    operands: the worst over its results and, for a differentiable op, its gradients. Its note says
+    that it has failed where an error is beyond the dtype's bound or not a number, or a second run
+    has other bits.
 
     `% equal`: elements equal to the baseline's rounded to the dtype; `ulp (99 %)`: the units in the
     last place that 99 % of the elements are within; `max rel. error`: the largest difference over
@@ -26,11 +31,12 @@ def compare(op: Any, case: Any) -> list[Row]:
     expected = _in_float64(programs[direction, BASELINE], arrays)
     rows = []
     for (its_direction, name), function in programs.items():
-        if its_direction != direction:
+        if its_direction != direction or (names is not None and name not in names):
             continue
         numbers, note = (None, None, None), ""
         try:
-            actual = jax.device_get(jax.jit(function)(*arrays))
+            program = jax.jit(function)
+            actual, again = (jax.device_get(program(*arrays)) for _ in range(2))
         except measure.REFUSALS as error:
             note = measure.refusal(error)
         else:
@@ -38,11 +44,20 @@ def compare(op: Any, case: Any) -> list[Row]:
                 continue
             pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
             equal, ulp, error = zip(*(distance(x, y) for x, y in pairs), strict=True)
-            numbers = 100 * min(equal), max(ulp), max(error)
+            numbers = 100 * min(equal), max(ulp), float(np.max(error))
+            note = _fault(case.dtype, numbers[-1], actual, again)
         row = {"case": case.name, "dtype": case.dtype, "pass": direction, "implementation": name}
         row |= zip(("% equal", "ulp (99 %)", "max rel. error"), numbers, strict=True)
         rows.append(row | {"note": note})
     return rows
+
+
+def _fault(dtype: str, error: float, *runs: Any) -> str:
+    bound = BOUNDS[dtype]
+    if not error <= bound:
+        return f"{FAILED}error {error:.2g}, allowed {bound:.0e}"
+    same = jax.tree.map(lambda x, y: x.tobytes() == y.tobytes(), *runs)
+    return "" if all(jax.tree.leaves(same)) else f"{FAILED}two runs differ"
 
 
 def _in_float64(function: Any, arrays: list[jax.Array]) -> Any:

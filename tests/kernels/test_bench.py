@@ -1,7 +1,12 @@
 """The kernel benchmark at tiny shapes: complete rows, honest gaps, refused arguments."""
 
+import itertools
 import json
+import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from ttcd_kernels import aot, bench, machine_code, measure, parity
 from ttcd_kernels.decode import bench as decode
@@ -107,3 +112,43 @@ def test_machine_code_is_reported_by_case(monkeypatch, capsys):
     header, _, kernel = capsys.readouterr().out.splitlines()
     assert header.split()[:-5] == ["variant", *machine_code.Compiled._fields[:-1]]
     assert kernel.split()[:2] == ["D32", "decode_attention"]
+
+
+def _broken(how):
+    """XLA's attention with a fault: the wrong sign in one band, a row that is not a number, or
+    other bits in every run."""
+    xla = dual_window.implementations(_CASE)["xla"]
+
+    def attend(*qkv):
+        teacher, student = xla(*qkv)
+        if how == "sign":
+            return teacher - 2 * (teacher - student), student
+        if how == "row":
+            return teacher.at[0, 7].set(jnp.nan), student
+        noise = jax.pure_callback(lambda: np.float32(next(_NOISE)), jnp.float32(0))
+        return teacher + noise, student
+
+    return attend
+
+
+_CASE = Case("40, 13/6 H2/1 D8", 40, 2, 1, 8, 13, 6, dtype="float32")
+_NOISE = itertools.cycle((0.0, 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("how", "note"),
+    [
+        ("sign", r"failed: error \d.*, allowed 1e-05"),
+        ("row", "failed: error nan, allowed 1e-05"),
+        ("noise", "failed: two runs differ"),
+    ],
+)
+def test_a_wrong_kernel_fails(how, note, monkeypatch, few):
+    functions = {"xla": dual_window.implementations(_CASE)["xla"], "triton": _broken(how)}
+    monkeypatch.setitem(SHAPES, "parity", (_CASE,))
+    monkeypatch.setattr(dual_window, "implementations", lambda case: functions)
+    right, wrong = parity.compare(dual_window, _CASE)
+    assert right["note"] == ""
+    assert re.fullmatch(note, wrong["note"])
+    with pytest.raises(SystemExit, match="failed: triton"):
+        bench.main(TINY)

@@ -13,9 +13,9 @@ from ttcd_kernels.dispatch import Candidate, choose
 from ttcd_kernels.windows import Windows, checked
 
 Implementation = Literal["auto", "triton", "xla"]
-# "auto" takes the first that can run.
+# "auto" takes the first that can run and needs no check, or has had it.
 CANDIDATES = {
-    "triton": Candidate(triton_call.decode, triton_call.unsupported),
+    "triton": Candidate(triton_call.decode, triton_call.unsupported, needs_check=True),
     "xla": Candidate(xla.decode),
 }
 

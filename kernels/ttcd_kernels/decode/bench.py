@@ -46,6 +46,12 @@ def _at_batches(case: Case) -> list[Case]:
     return [case._replace(name=f"B{n} {case.name}", batch=n) for n in (1, 8, 64)]
 
 
+_PARITY = (
+    Case("300/100 H16/8 D128, 517 slots", 3, 16, 8, 128, 300, 100, num_slots=517),
+    Case("1000/999 H17 of one kv head D64", 2, 17, 1, 64, 1000, 999, dtype="float16"),
+    Case("256/256 H6/2 D32", 4, 6, 2, 32, 256, 256),
+    Case("300/1 H24 D64, beginning", 9, 24, 24, 64, 300, 1, first_position=0, dtype="float32"),
+)
 SHAPES: dict[SetName, tuple[Case, ...]] = {
     "tiny": (Case("B3 16/8", 3, 4, 2, 8, 16, 8, num_slots=20, dtype="float32", rounds=3),),
     "cpu": (
@@ -56,12 +62,8 @@ SHAPES: dict[SetName, tuple[Case, ...]] = {
         *_at_batches(Case("8192/4096 H16/8 D128", 1, 16, 8, 128, 8192, 4096)),
         *_at_batches(Case("2048/1024 H24 D64", 1, 24, 24, 64, 2048, 1024)),
     ),
-    "parity": (
-        Case("300/100 H16/8 D128, 517 slots", 3, 16, 8, 128, 300, 100, num_slots=517),
-        Case("1000/999 H17 of one kv head D64", 2, 17, 1, 64, 1000, 999, dtype="float16"),
-        Case("256/256 H6/2 D32", 4, 6, 2, 32, 256, 256),
-        Case("300/1 H24 D64, beginning", 9, 24, 24, 64, 300, 1, first_position=0, dtype="float32"),
-    ),
+    "parity": _PARITY,
+    "check": tuple(case._replace(dtype=dtype) for case in _PARITY for dtype in launch.DTYPES),
     "aot": tuple(Case(f"D{dim}", 8, 16, 8, dim, 8192, 4096) for dim in HEAD_DIMS),
 }
 

@@ -10,9 +10,9 @@ from ttcd_kernels.dual_window import lse, mosaic_call, triton_call, xla
 from ttcd_kernels.windows import checked
 
 Implementation = Literal["auto", "triton", "mosaic", "lse", "xla"]
-# "auto" takes the first that can run.
+# "auto" takes the first that can run and needs no check, or has had it.
 CANDIDATES = {
-    "triton": Candidate(triton_call.dual_window, triton_call.unsupported),
+    "triton": Candidate(triton_call.dual_window, triton_call.unsupported, needs_check=True),
     "xla": Candidate(xla.dual_window),
     "mosaic": Candidate(mosaic_call.dual_window, mosaic_call.unsupported, is_automatic=False),
     "lse": Candidate(lse.dual_window, lse.unsupported, is_automatic=False),
@@ -52,7 +52,8 @@ def dual_window_attention_with_lse(
         lse     two single-window calls (cuDNN's where possible) joined by their log-sum-exps; no
                 documents
         xla     blocks of queries, O(T * window) bytes, on any device
-        auto    triton where it can run, else xla
+        auto    triton where it can run and has been checked (`python -m ttcd_kernels.check`), else
+                xla
 
     Raises `ValueError` for shapes or windows that do not fit, naming both numbers, and for an
     implementation that cannot take them here.

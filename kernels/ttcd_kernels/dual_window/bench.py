@@ -41,6 +41,12 @@ class Case(NamedTuple):
         return Windows(self.teacher_window or self.length, self.student_window, self.head_dim**-0.5)
 
 
+_PARITY = (
+    Case("300, 100/45 H4/2 D64", 300, 4, 2, 64, 100, 45, dtype="float32"),
+    Case("300, 100/45 H4/2 D64", 300, 4, 2, 64, 100, 45, batch=2),
+    Case("257, 130/129 H2/2 D128", 257, 2, 2, 128, 130, 129, dtype="float16"),
+    Case("200, full/1 H2/1 D32", 200, 2, 1, 32, None, 1),
+)
 SHAPES: dict[SetName, tuple[Case, ...]] = {
     "tiny": (
         Case("64 tokens, 16/8", 64, 4, 2, 8, 16, 8, batch=2, dtype="float32", rounds=3),
@@ -63,11 +69,13 @@ SHAPES: dict[SetName, tuple[Case, ...]] = {
         Case("256K 8192/4096 H16/8 D128", 262_144, 16, 8, 128, 8192, 4096, rounds=3),
         Case("1M 8192/4096 H16/8 D128", 1_048_576, 16, 8, 128, 8192, 4096, rounds=3),
     ),
-    "parity": (
-        Case("300, 100/45 H4/2 D64", 300, 4, 2, 64, 100, 45, dtype="float32"),
-        Case("300, 100/45 H4/2 D64", 300, 4, 2, 64, 100, 45, batch=2),
-        Case("257, 130/129 H2/2 D128", 257, 2, 2, 128, 130, 129, dtype="float16"),
-        Case("200, full/1 H2/1 D32", 200, 2, 1, 32, None, 1),
+    "parity": _PARITY,
+    # Long enough for every loop of the kernels, and their pipelines, in the last.
+    "check": tuple(
+        case._replace(name=case.name + " documents" * ids, dtype=dtype, has_documents=ids)
+        for case in (*_PARITY[1:], Case("4K 1024/512 H4/2 D128", 4096, 4, 2, 128, 1024, 512))
+        for dtype in launch.DTYPES
+        for ids in (False, True)
     ),
     # Machine code depends neither on the length, longer than any tile, nor on the windows.
     "aot": tuple(
