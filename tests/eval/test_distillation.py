@@ -103,6 +103,8 @@ def test_runs_on_recall_data_are_measured_on_such_rows(tmp_path):
     assert rows["tokens"].shape == (3, data.seq_len)
     records = StudentTeacher(max_rows=3).series(subject, rows)["a run"]
     assert records[0]["tokens"] == 3 * data.seq_len
+    with pytest.raises(UserError, match="--seq_len has no effect: "):
+        StudentTeacher(seq_len=64).rows(subject)
 
 
 def test_a_teacher_of_zero_has_no_gap_to_report(tmp_path, text):

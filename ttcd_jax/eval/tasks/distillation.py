@@ -57,6 +57,12 @@ class StudentTeacher(RowTask):
                 "compare: task distillation is for those that learn from a longer window"
             )
         if subject.data["type"] == RecallConfig.__name__:
+            for name in ("text", "seq_len"):
+                if getattr(self, name) is not None:
+                    raise UserError(
+                        f"--{name} has no effect: {subject.run_dir} was trained on recall data, "
+                        "which has rows of its own"
+                    )
             return Recall(max_rows=self.max_rows).source(subject)
         return Perplexity(text=self.text, seq_len=self.seq_len).source(subject)
 
