@@ -109,9 +109,10 @@ def test_all_that_is_measured_agrees():
 def test_machine_code_is_reported_by_case(monkeypatch, capsys):
     monkeypatch.setitem(decode.SHAPES, "aot", decode.SHAPES["aot"][:1])
     aot.main(["--op", "decode", "--capability", "80"])
-    header, _, kernel = capsys.readouterr().out.splitlines()
+    header, _, kernel, merging = capsys.readouterr().out.splitlines()
     assert header.split()[:-5] == ["variant", *machine_code.Compiled._fields[:-1]]
     assert kernel.split()[:2] == ["D32", "decode_attention"]
+    assert merging.split()[:2] == ["D32", "decode_merge"]
 
 
 def _broken(how):

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw
 from interpreting import check_errors
+from launched import launched_kernels
 from ttcd_kernels import dual_window_attention_with_lse, launch
-from ttcd_kernels.decode import bench
+from ttcd_kernels.decode import bench, triton_call
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
 from ttcd_kernels.decode.bench import SHAPES
-from ttcd_kernels.decode.tuning import TABLE, Slices, Tile, slices_for
-from ttcd_kernels.machine_code import compile_kernels
+from ttcd_kernels.decode.tuning import TABLE, Slices, Tile, slices_for, tuning_for
+from ttcd_kernels.machine_code import REGISTERS, SHARED_LIMIT, compile_kernels
 from ttcd_kernels.windows import Windows
 
 # A row that waits, the beginning, both windows' ends, the ring's edge, far beyond.
@@ -43,6 +44,12 @@ CASES = [
         BASE | {"transform": name, "positions": [7, 90]}
         for name in ("jit", "vmap", "vmap, shared caches")
     ],
+    # many slices, merged in several steps; the younger row has none in the far band
+    BASE | {"positions": [5, 900], "W": 640, "teacher": 620, "student": 340, "slices": 40},
+    # columns padded to 128
+    BASE | {"H": 80, "positions": PHASES[:4]},
+    BASE | {"H": 96, "K": 1, "dtype": "float16"},
+    BASE | {"H": 80, "K": 4, "is_public": True},
     # public
     BASE | {"is_public": True, "H": 128},
     # narrow
@@ -56,18 +63,49 @@ def test_the_kernel_computes_the_definition():
     check_errors("decode", CASES, BOUND, "teacher_lse", "student_lse")
 
 
+KERNELS = ["decode_attention", "decode_merge"]
+
+
 @pytest.mark.parametrize("case", SHAPES["aot"], ids=lambda case: case.name)
-@pytest.mark.parametrize("capability", [80, 90])
-def test_machine_code_is_one_kernel_without_spills(capability, case):
-    (kernel,) = compile_kernels(bench, case, capability)
-    assert kernel.name == "decode_attention"
-    assert kernel.spill_bytes == 0
+@pytest.mark.parametrize("capability", [80, 89, 90, 120])
+def test_machine_code_is_two_kernels_without_spills(capability, case):
+    kernel, merging = compile_kernels(bench, case, capability)
+    assert [kernel.name, merging.name] == KERNELS
+    assert kernel.spill_bytes == merging.spill_bytes == 0
     assert kernel.tensor_core_instructions > 0
-    # Two programs share a multiprocessor, with two tiles of K and V each under way.
-    shared_limit = {80: 163 * 1024, 90: 227 * 1024}[capability]
-    tile = 2 * case.head_dim * TABLE[capability, case.head_dim].block_n
-    assert 4 * tile <= kernel.shared_bytes <= shared_limit // 2
-    assert kernel.registers <= 65_536 // (2 * 4 * 32)
+    # Two programs share a multiprocessor (of data centres), with two tiles of K and V each under
+    # way.
+    programs = 2 if capability in (80, 90) else 1
+    tile = 2 * case.head_dim * tuning_for(capability, case.head_dim, 2)[0].block_n
+    assert 4 * tile <= kernel.shared_bytes <= SHARED_LIMIT[capability] // programs
+    assert kernel.registers <= REGISTERS // (2 * 4 * 32)
+    assert merging.registers <= 64
+
+
+@pytest.mark.parametrize("case", SHAPES["aot"], ids=lambda case: case.name)
+@pytest.mark.parametrize("capability", [89, 120])
+def test_machine_code_of_float32_fits_in_99_kib(capability, case):
+    for kernel in compile_kernels(bench, case._replace(dtype="float32"), capability):
+        assert kernel.spill_bytes == 0
+        assert kernel.shared_bytes <= SHARED_LIMIT[capability]
+        assert kernel.registers * 32 * kernel.num_warps <= REGISTERS
+
+
+def test_a_token_is_two_launches_and_no_operation_of_xla():
+    """The launches' names, and the equations of their program."""
+    windows = Windows(200, 100, 0.125)
+    cache = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16)
+    q, position = (
+        jax.ShapeDtypeStruct((2, 4, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2,), jnp.int32),
+    )
+    attend = partial(triton_call.decode, windows=windows)
+    assert launched_kernels(attend, q, cache, cache, position, capability=90) == KERNELS
+    with launch.compiling_for(90):
+        program = jax.make_jaxpr(partial(triton_call._launch, windows, TABLE[90, 64]))(
+            q, cache, cache, position
+        )
+    assert [x.primitive.name for x in program.eqns] == ["triton_kernel_call"] * 2
 
 
 @pytest.mark.parametrize(
@@ -82,9 +120,9 @@ def test_machine_code_is_one_kernel_without_spills(capability, case):
     ],
 )
 def test_unusual_shapes_compile_without_spills(facts):
-    (kernel,) = compile_kernels(bench, SHAPES["aot"][-1]._replace(**facts), 90)
-    assert kernel.spill_bytes == 0
-    assert kernel.shared_bytes <= 227 * 1024
+    for kernel in compile_kernels(bench, SHAPES["aot"][-1]._replace(**facts), 90):
+        assert kernel.spill_bytes == 0
+        assert kernel.shared_bytes <= 227 * 1024
 
 
 def test_slices_fill_the_gpu_and_no_more():

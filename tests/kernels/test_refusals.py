@@ -115,7 +115,12 @@ RINGS = _rings((2, 4, 32), (2, 16, 2, 32))
 @pytest.mark.parametrize(
     ("op", "capability", "changes", "message"),
     [
-        ("dual", 90, _qkv((1, 8, 1, 48), (1, 8, 1, 48)), "head dim 48 is not one of 32, 64, 128"),
+        (
+            "dual",
+            90,
+            _qkv((1, 8, 1, 48), (1, 8, 1, 48)),
+            "head dim 48 is not one of 32, 64, 80, 96, 128",
+        ),
         (
             "dual",
             90,
@@ -124,7 +129,7 @@ RINGS = _rings((2, 4, 32), (2, 16, 2, 32))
         ),
         ("dual", 75, NARROW, "75, less than 80"),
         ("dual", None, NARROW, "no NVIDIA GPU: the device is cpu; use 'auto' or 'xla'"),
-        ("decode", 90, {}, "head dim 8 is not one of 32, 64, 128"),
+        ("decode", 90, {}, "head dim 8 is not one of 32, 64, 80, 96, 128"),
         (
             "decode",
             90,

@@ -10,8 +10,8 @@ from interpreting import check_errors
 from launched import launched_kernels
 from ttcd_kernels import dual_window_attention, launch
 from ttcd_kernels.dual_window import bench
-from ttcd_kernels.dual_window.tuning import tuning_for
-from ttcd_kernels.machine_code import SHARED_LIMIT, compile_kernels
+from ttcd_kernels.dual_window.tuning import PADDED, tuning_for
+from ttcd_kernels.machine_code import REGISTERS, SHARED_LIMIT, compile_kernels
 
 KERNELS = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
 BASE = {"T": 40, "S": 40, "N": 2, "K": 1, "H": 32, "teacher": 16, "student": 8}
@@ -26,6 +26,10 @@ CASES = [
     BASE | {"B": 2, "T": 33, "S": 50, "N": 4, "K": 2, "teacher": 20, "student": 7},  # halo
     BASE | {"T": 5, "S": 5, "K": 2},  # less than a tile
     BASE | {"H": 64, "T": 1, "S": 37, "block_n": 32},  # the last query alone
+    # columns padded to 128, with heads that follow one another in memory
+    BASE | {"H": 80, "N": 4, "K": 2, "T": 33, "S": 50, "documents": 3},
+    BASE | {"H": 96, "N": 2, "K": 2, "T": 24, "S": 24, "dtype": "bfloat16"},
+    BASE | {"H": 80, "N": 3, "K": 1, "T": 37, "S": 37, "is_public": True},
     # documents
     BASE | {"documents": 4},
     BASE | {"B": 2, "S": 51, "documents": 9, "N": 4, "K": 2, "block_m": 32},
@@ -79,6 +83,7 @@ def test_machine_code_fits_and_spills_nothing_in_the_forward(case, capability):
     assert max(backward_q.spill_bytes, backward_kv.spill_bytes) <= 64
     for kernel in kernels:
         assert kernel.shared_bytes <= SHARED_LIMIT[capability]
+        assert kernel.registers * 32 * kernel.num_warps <= REGISTERS
         assert kernel.tensor_core_instructions > 0
 
 
@@ -100,14 +105,21 @@ def test_inner_loops_on_hopper_have_few_instructions_and_no_product_twice(head_d
             assert loop.multiply_adds == products * pairs * head_dim
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("case", CODE, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "capability"),
+    [
+        *itertools.product(CODE, (89, 120)),
+        *((case, gpu) for case in CODE if case.head_dim not in PADDED for gpu in (80, 90)),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
 def test_machine_code_of_float32_uses_tensor_cores_and_fits_every_gpu(case, capability):
     kernels = compile_kernels(bench, case._replace(dtype="float32"), capability)
     assert [kernel.name for kernel in kernels] == KERNELS
     for kernel in kernels:
         assert kernel.spill_bytes <= 2048
         assert kernel.shared_bytes <= min(SHARED_LIMIT.values())
+        assert kernel.registers * 32 * kernel.num_warps <= REGISTERS
         assert kernel.tensor_core_instructions > 0
 
 

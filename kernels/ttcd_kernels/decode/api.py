@@ -45,10 +45,12 @@ def decode_attention_with_lse(
     float64 inputs). Not differentiable. `vmap` and meshes shard batch and kv heads without
     communication.
 
-    `implementation`: "triton" is one kernel for GPUs of compute capability 8.0 and up, head dims
-    32, 64, 128, up to 64 query heads per kv head, that reads each key of the teacher's window
-    once; "xla" masks the whole cache; "auto" is the first of them that can run. Raises `ValueError`
-    for shapes or windows that do not fit, naming both numbers, and when differentiated.
+    `implementation`: "triton" is two kernels for GPUs of compute capability 8.0 and up, head dims
+    32, 64, 80, 96, 128, up to 64 query heads per kv head: one reads each key of the teacher's
+    window once, in slices, the other merges these. Heads of 80 and 96 are multiplied as 128 columns
+    (1.6 and 1.33 times the products), and read and written as they are. "xla" masks the whole
+    cache; "auto" is the first of them that can run. Raises `ValueError` for shapes or windows that
+    do not fit, naming both numbers, and when differentiated.
     """
     _check_arrays(q, k_cache, v_cache, position)
     windows = checked(teacher_window, student_window, scale, q.shape[-1])

@@ -51,6 +51,8 @@ _PARITY = (
     Case("1000/999 H17 of one kv head D64", 2, 17, 1, 64, 1000, 999, dtype="float16"),
     Case("256/256 H6/2 D32", 4, 6, 2, 32, 256, 256),
     Case("300/1 H24 D64, beginning", 9, 24, 24, 64, 300, 1, first_position=0, dtype="float32"),
+    Case("300/100 H6/2 D80", 3, 6, 2, 80, 300, 100),
+    Case("256/256 H8 D96, 400 slots", 2, 8, 8, 96, 256, 256, num_slots=400),
 )
 SHAPES: dict[SetName, tuple[Case, ...]] = {
     "tiny": (Case("B3 16/8", 3, 4, 2, 8, 16, 8, num_slots=20, dtype="float32", rounds=3),),

@@ -1,4 +1,4 @@
-"""Decode attention by the Triton kernel: launch, merge of its slices, vmap, meshes, support."""
+"""Decode attention by the Triton kernels: launches, vmap, meshes, support."""
 
 import functools
 
@@ -8,10 +8,10 @@ import numpy as np
 
 from ttcd_kernels import launch
 from ttcd_kernels.decode.tuning import HEAD_DIMS, Tile, Tuning, slices_for, tuning_for
-from ttcd_kernels.dual_window.lse import merge
 from ttcd_kernels.partitioning import everywhere
 from ttcd_kernels.windows import Results, Windows
 
+_MERGED_AT_ONCE = 16  # slices
 _SMALLEST_GROUP, _LARGEST_GROUP = 16, 64  # rows of a matrix product; accumulators in registers
 
 
@@ -49,13 +49,13 @@ def _launch(
     v_cache: jax.Array,
     position: jax.Array,
 ) -> Results:
-    from ttcd_kernels.decode.triton_kernels import decode_attention
+    from ttcd_kernels.decode.triton_kernels import decode_attention, decode_merge
 
     B, N, H = q.shape
     num_slots, K = k_cache.shape[1:3]
     slices = slices_for(tile, B * K, windows.teacher, windows.student)
     num_slices = slices.near + slices.far
-    outs, lses = launch.launch(
+    shares = launch.launch(
         decode_attention,
         *(q, k_cache, v_cache, position.astype(jnp.int32)),
         *(B, N, K, num_slots),
@@ -73,6 +73,16 @@ def _launch(
         BLOCK_N=tile.block_n,
         PRECISION="ieee" if q.dtype == jnp.float32 else "tf32",
     )
-    teacher, teacher_lse = merge(outs, lses)
-    student, student_lse = merge(outs[: slices.near], lses[: slices.near])
-    return teacher.astype(q.dtype), student.astype(q.dtype), teacher_lse, student_lse
+    out, lse = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N), jnp.float32)
+    teacher, student, teacher_lse, student_lse = launch.launch(
+        decode_merge,
+        *shares,
+        *(B, N, slices.near, num_slices),
+        out_shape=[out, out, lse, lse],
+        grid=(N, B, 1),
+        num_warps=4,
+        num_stages=2,
+        H=H,
+        BLOCK_X=_MERGED_AT_ONCE,
+    )
+    return teacher, student, teacher_lse, student_lse

@@ -30,7 +30,9 @@ TABLE: dict[tuple[int, int], Tile] = {
     (80, 64): Tile(128, 4, 3, 216),
     (80, 32): Tile(128, 4, 3, 216),
 }
-HEAD_DIMS = (32, 64, 128)
+# Padded to 128 columns, inside the kernel.
+TABLE |= {(gpu, dim): TABLE[gpu, 128] for gpu in (80, 90) for dim in (80, 96)}
+HEAD_DIMS = (32, 64, 80, 96, 128)
 
 # Tried by `ttcd_kernels.tune`, alongside the table's.
 CANDIDATES = {

@@ -46,6 +46,8 @@ _PARITY = (
     Case("300, 100/45 H4/2 D64", 300, 4, 2, 64, 100, 45, batch=2),
     Case("257, 130/129 H2/2 D128", 257, 2, 2, 128, 130, 129, dtype="float16"),
     Case("200, full/1 H2/1 D32", 200, 2, 1, 32, None, 1),
+    Case("300, 100/45 H4/2 D80", 300, 4, 2, 80, 100, 45),
+    Case("257, full/64 H2/2 D96", 257, 2, 2, 96, None, 64),
 )
 SHAPES: dict[SetName, tuple[Case, ...]] = {
     "tiny": (

@@ -31,6 +31,8 @@ key.
 import triton
 import triton.language as tl
 
+from ttcd_kernels.columns import columns, inside
+
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -58,22 +60,24 @@ def _is_visible(distance, min_distance, max_distance):
 
 @triton.jit
 def _query_rows(tile, head, batch, T, N, H: tl.constexpr, BLOCK_M: tl.constexpr):
-    """A tile's query rows, and the offsets of their elements [BLOCK_M, H] in [B, T, N, H]."""
+    """A tile's query rows, and the offsets of their elements [BLOCK_M, columns] in [B, T, N, H]."""
     row = tl.arange(0, BLOCK_M)
     base = (tl.cast(batch, tl.int64) * T + tile * BLOCK_M) * N * H + head * H
-    return tile * BLOCK_M + row, base + row[:, None] * (N * H) + tl.arange(0, H)[None, :]
+    return tile * BLOCK_M + row, base + row[:, None] * (N * H) + columns(H)[None, :]
 
 
 @triton.jit
 def _load_rows(base, start, stride, S, BLOCK: tl.constexpr, H: tl.constexpr, CHECKS: tl.constexpr):
-    """Rows start .. start + BLOCK - 1 of one head [BLOCK, H]; zeros after the last of S."""
+    """Rows start .. start + BLOCK - 1 of one head [BLOCK, columns]; zeros after the last of S."""
     row = tl.arange(0, BLOCK)
     pointers = base + tl.cast(start, tl.int64) * stride
-    pointers = pointers + row[:, None] * stride + tl.arange(0, H)[None, :]
+    pointers = pointers + row[:, None] * stride + columns(H)[None, :]
     if CHECKS:
-        return tl.load(pointers, mask=(start + row < S)[:, None], other=0.0)
-    else:
+        return tl.load(pointers, mask=inside(start + row < S, H), other=0.0)
+    elif H == triton.next_power_of_2(H):
         return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside(row < BLOCK, H), other=0.0)
 
 
 @triton.jit
@@ -178,7 +182,7 @@ def dual_window_forward(
     row, at = _query_rows(tile, head, batch, T, N, H, BLOCK_M)
     is_row, position = row < T, row + (S - T)
     first, last = tile * BLOCK_M + (S - T), tl.minimum(tile * BLOCK_M + BLOCK_M, T) - 1 + (S - T)
-    q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
+    q = tl.load(q_ptr + at, mask=inside(is_row, H), other=0.0)
     key_base = tl.cast(batch, tl.int64) * S * K * H + head // (N // K) * H
     ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
     ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
@@ -186,7 +190,8 @@ def dual_window_forward(
     first_key, clear_key = _documents(ids_base, plane, first, last, S, HAS_SEGMENTS)
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    state = peak, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, H], tl.float32)
+    acc = tl.zeros([BLOCK_M, triton.next_power_of_2(H)], tl.float32)
+    state = peak, tl.zeros([BLOCK_M], tl.float32), acc
     at_lse = (tl.cast(batch, tl.int64) * N + head) * T + row
     for band in tl.static_range(2):  # near, then far on the same state
         min_distance = 0 if band == 0 else student_window
@@ -214,7 +219,7 @@ def dual_window_forward(
         out_ptr = student_ptr if band == 0 else teacher_ptr
         lse_ptr = student_lse_ptr if band == 0 else teacher_lse_ptr
         out = acc / total[:, None]
-        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside(is_row, H))
         tl.store(lse_ptr + at_lse, (peak + tl.log2(total)) * LN2, mask=is_row)
 
 
@@ -248,21 +253,21 @@ def dual_window_backward_q(
     row, at = _query_rows(tile, head, batch, T, N, H, BLOCK_M)
     is_row, position = row < T, row + (S - T)
     first, last = tile * BLOCK_M + (S - T), tl.minimum(tile * BLOCK_M + BLOCK_M, T) - 1 + (S - T)
-    q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
+    q = tl.load(q_ptr + at, mask=inside(is_row, H), other=0.0)
     key_base = tl.cast(batch, tl.int64) * S * K * H + head // (N // K) * H
     ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
     ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
     plane = tl.cast(tl.num_programs(2), tl.int64) * S
     first_key, clear_key = _documents(ids_base, plane, first, last, S, HAS_SEGMENTS)
 
-    dq = tl.zeros([BLOCK_M, H], tl.float32)
+    dq = tl.zeros([BLOCK_M, triton.next_power_of_2(H)], tl.float32)
     scale_log2 = scale * LOG2E
     for band in tl.static_range(2):
         at_row = ((tl.cast(batch, tl.int64) + band * B) * N + head) * T + row
         lse_log2 = tl.load(lse_log2_ptr + at_row, mask=is_row, other=0.0)
         delta = tl.load(delta_ptr + at_row, mask=is_row, other=0.0)
         plane = tl.cast(band * B, tl.int64) * T * N * H
-        d_out = tl.load(d_out_ptr + plane + at, mask=is_row[:, None], other=0.0)
+        d_out = tl.load(d_out_ptr + plane + at, mask=inside(is_row, H), other=0.0)
         min_distance = 0 if band == 0 else student_window
         max_distance = student_window if band == 0 else teacher_window
         tiles = _tiles(first, last, min_distance, max_distance, first_key, clear_key, S, BLOCK_N)
@@ -286,7 +291,7 @@ def dual_window_backward_q(
                 d_weight = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
                 d_score = weight * (d_weight - delta[:, None])
                 dq = tl.dot(d_score.to(k.dtype), k, dq, input_precision=PRECISION)
-    tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=is_row[:, None])
+    tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside(is_row, H))
 
 
 @triton.jit
@@ -348,8 +353,8 @@ def dual_window_backward_kv(
     per_head = num_near + num_far
 
     scale_log2 = scale * LOG2E
-    dk = tl.zeros([BLOCK_N, H], tl.float32)
-    dv = tl.zeros([BLOCK_N, H], tl.float32)
+    dk = tl.zeros([BLOCK_N, triton.next_power_of_2(H)], tl.float32)
+    dv = tl.zeros([BLOCK_N, triton.next_power_of_2(H)], tl.float32)
     for member in range(0, N // K):
         head = kv_head * (N // K) + member
         for index in range(0, per_head):
@@ -359,9 +364,9 @@ def dual_window_backward_kv(
             # Rows past the last are zeros, lse and D included, and add nothing.
             row, at = _query_rows(tile, head, batch, T, N, H, BLOCK_M)
             is_row = row < T
-            q = tl.load(q_ptr + at, mask=is_row[:, None], other=0.0)
+            q = tl.load(q_ptr + at, mask=inside(is_row, H), other=0.0)
             plane = tl.cast(band * B, tl.int64) * T * N * H
-            d_out = tl.load(d_out_ptr + plane + at, mask=is_row[:, None], other=0.0)
+            d_out = tl.load(d_out_ptr + plane + at, mask=inside(is_row, H), other=0.0)
             at_row = ((tl.cast(batch, tl.int64) + band * B) * N + head) * T + row
             lse_log2 = tl.load(lse_log2_ptr + at_row, mask=is_row, other=0.0)
             delta = tl.load(delta_ptr + at_row, mask=is_row, other=0.0)
@@ -383,8 +388,8 @@ def dual_window_backward_kv(
             d_score = weight * (d_weight - delta[None, :])
             dk = tl.dot(d_score.to(q.dtype), q, dk, input_precision=PRECISION)
 
-    is_key = (key < S)[:, None]
+    is_key = inside(key < S, H)
     at = tl.cast(start, tl.int64) * (K * H) + key_base
-    at = at + tl.arange(0, BLOCK_N)[:, None] * (K * H) + tl.arange(0, H)[None, :]
+    at = at + tl.arange(0, BLOCK_N)[:, None] * (K * H) + columns(H)[None, :]
     tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=is_key)
     tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=is_key)

@@ -32,13 +32,16 @@ TABLE: dict[tuple[int, int], Tuning] = {
 }
 # On 10.0 the tiles of 9.0 spill; on 12.0 a block has 99 KiB of shared memory, as on 8.6 and 8.9.
 TABLE |= {(gpu, head_dim): TABLE[80, head_dim] for gpu in (100, 120) for head_dim in (32, 64, 128)}
+PADDED = (80, 96)  # to 128 columns, inside the kernels
+TABLE |= {(gpu, dim): TABLE[gpu, 128] for gpu in (80, 90, 100, 120) for dim in PADDED}
 # Operands of four bytes, which are multiplied as three products in TF32; for every GPU.
 FLOAT32: dict[tuple[int, int], Tuning] = {
     (80, 128): Tuning(*[Tile(32, 32, 8, 1)] * 3),
     (80, 64): Tuning(*[Tile(32, 32, 4, 2)] * 3),
     (80, 32): Tuning(*[Tile(32, 32, 4, 2)] * 3),
 }
-HEAD_DIMS = (32, 64, 128)
+FLOAT32 |= {(80, dim): FLOAT32[80, 128] for dim in PADDED}
+HEAD_DIMS = (32, 64, 80, 96, 128)
 
 # Tried for each kernel by `ttcd_kernels.tune`, alongside the table's.
 CANDIDATES: dict[str, tuple[Tile, ...]] = dict.fromkeys(
