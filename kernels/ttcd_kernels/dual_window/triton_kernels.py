@@ -74,7 +74,7 @@ def _load_rows(base, start, stride, S, BLOCK: tl.constexpr, H: tl.constexpr, CHE
     pointers = pointers + row[:, None] * stride + columns(H)[None, :]
     if CHECKS:
         return tl.load(pointers, mask=inside(start + row < S, H), other=0.0)
-    elif H == triton.next_power_of_2(H):
+    elif triton.next_power_of_2(H) == H:
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=inside(row < BLOCK, H), other=0.0)
