@@ -75,6 +75,22 @@ def test_both_places_of_rotary_settings_are_the_same(stored):
         assert model_of(old).rope == model_of(json.loads(str(stored[f"{case}.config"]))).rope
 
 
+def test_rope_scaling_has_precedence_over_rope_parameters():
+    """As in transformers 5."""
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    both["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    rope = model_of({"model_type": "llama", **SIZES} | both).rope
+    assert (rope.base, rope.linear_factor) == (10_000.0, 2.0)
+
+
+def test_absent_heads_and_windows_have_the_values_of_transformers():
+    sizes = {**SIZES, "num_attention_heads": 32, "hidden_size": 64}
+    del sizes["num_key_value_heads"]
+    llama, mistral = (model_of({"model_type": kind, **sizes}) for kind in ("llama", "mistral"))
+    assert (llama.num_kv_heads, mistral.num_kv_heads) == (None, 8)
+    assert (llama.window, mistral.window) == (None, 4096)
+
+
 def test_yarn_of_two_scales_and_absent_keys_have_the_values_of_transformers():
     own = {"model_type": "qwen3", **SIZES, "rope_theta": 1e6}
     assert model_of(own).head_size == 128
@@ -106,6 +122,25 @@ def test_yarn_of_two_scales_and_absent_keys_have_the_values_of_transformers():
         ({"hidden_size": "24"}, "hidden_size='24' is not a number"),
         ({"hidden_size": None}, "hidden_size='None' is not a number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' is neither true nor false"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5 is not a whole number"),
+        ({"layer_types": ["full_attention"]}, "layer_types=.* is no list of 3, a kind per layer"),
+        ({"layer_types": 7}, "layer_types=7 is no list of 3"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": "0"},
+            "max_window_layers='0' is not a number",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters of full_attention alone",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": "x"}},
+            "mscale='x' is not a number",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": -1}},
+            "beta_fast=-1 is not a number above 0",
+        ),
     ],
 )
 def test_what_our_models_do_not_have_is_refused_by_name(changes, message, write):

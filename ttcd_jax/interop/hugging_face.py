@@ -53,12 +53,20 @@ class Family(NamedTuple):
     defaults: Mapping[str, Any] = {}
 
 
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM", windows="always"),
-    "qwen2": Family("Qwen2ForCausalLM", has_qkv_bias=True, windows="by flag"),
+    "mistral": Family(
+        "MistralForCausalLM",
+        windows="always",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", has_qkv_bias=True, windows="by flag", defaults=_QWEN),
     "qwen3": Family(
-        "Qwen3ForCausalLM", has_qk_norm=True, windows="by flag", defaults={"head_dim": 128}
+        "Qwen3ForCausalLM",
+        has_qk_norm=True,
+        windows="by flag",
+        defaults={**_QWEN, "head_dim": 128},
     ),
 }
 _DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "rope_theta": 10_000.0}
@@ -204,13 +212,13 @@ def model_of(source: Mapping[str, Any], precision: Precision | None = None) -> T
             raise DataError(f"{key}={str(source[key])[:80]} is not supported: it needs {need}")
     head_dim, window = values.values.get("head_dim"), _window(values, family)
     return TransformerConfig(
-        vocab_size=values.positive("vocab_size"),
-        dim=values.positive("hidden_size"),
-        num_layers=values.positive("num_hidden_layers"),
-        num_heads=values.positive("num_attention_heads"),
+        vocab_size=values.whole("vocab_size"),
+        dim=values.whole("hidden_size"),
+        num_layers=values.whole("num_hidden_layers"),
+        num_heads=values.whole("num_attention_heads"),
         num_kv_heads=values.values.get("num_key_value_heads"),
-        head_dim=None if head_dim is None else values.positive("head_dim"),
-        mlp_dim=values.positive("intermediate_size"),
+        head_dim=None if head_dim is None else values.whole("head_dim"),
+        mlp_dim=values.whole("intermediate_size"),
         norm_eps=values.positive("rms_norm_eps"),
         qk_norm_eps=values.positive("rms_norm_eps"),
         init_std=values.number("initializer_range", 0.02),
@@ -237,24 +245,32 @@ def _own_model(source: Mapping[str, Any], precision: Precision | None) -> Transf
 
 def _window(values: Source, family: Family) -> int | None:
     """The window of all layers, which counts the query. Raises `DataError` for windows in some."""
-    source, count = values.values, values.positive("num_hidden_layers")
-    is_on = family.windows == "always" or (family.windows == "by flag" and source.get(_FLAG))
+    source, count = values.values, values.whole("num_hidden_layers")
+    by_flag = family.windows == "by flag" and source.get(_FLAG) is not None
+    is_on = family.windows == "always" or (by_flag and values.flag(_FLAG, False))
     first = count
     if is_on and source.get("sliding_window") is not None:
-        first = 0 if family.windows == "always" else source.get("max_window_layers", 28)
+        first = values.number("max_window_layers", 28) if by_flag else 0
     named = ("full_attention", "sliding_attention")
-    layers = source.get("layer_types") or [named[layer >= first] for layer in range(count)]
+    layers = source.get("layer_types")
+    if layers is None:
+        layers = [named[layer >= first] for layer in range(count)]
+    if not isinstance(layers, list) or len(layers) != count:
+        raise DataError(f"layer_types={str(layers)[:80]} is no list of {count}, a kind per layer")
     if len({*map(str, layers)}) > 1 or layers[0] not in named:
         kinds = ", ".join(sorted({*map(str, layers)}))
         raise DataError(f"layer_types are {kinds}: it needs other attention in some layers")
-    return values.positive("sliding_window") if layers[0] == named[1] else None
+    return values.whole("sliding_window") if layers[0] == named[1] else None
 
 
 def _rope(values: Source) -> RopeConfig:
-    """From `rope_theta` and `rope_scaling`, or both in `rope_parameters` (transformers 5)."""
-    scaling = values.values.get("rope_parameters") or values.values.get("rope_scaling") or {}
+    """From `rope_theta` and `rope_scaling`, or both in `rope_parameters` (transformers 5, where
+    `rope_scaling` has precedence)."""
+    scaling = values.values.get("rope_scaling") or values.values.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         raise DataError(f"rope_scaling={str(scaling)[:80]} is no object")
+    if kinds := [name for name, x in scaling.items() if isinstance(x, dict)]:
+        raise DataError(f"rope_parameters of {', '.join(kinds)} alone: layers must have one rope")
     inner = Source({"rope_theta": values.values["rope_theta"], **scaling})
     base = inner.positive("rope_theta")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -289,14 +305,15 @@ def _rope(values: Source) -> RopeConfig:
 
 def _yarn(inner: Source, length: int) -> YarnConfig:
     factor, magnitude = inner.positive("factor"), inner.values.get("attention_factor")
-    scales: list[Any] = [inner.values.get(name) for name in ("mscale", "mscale_all_dim")]
+    given = Source({name: x for name, x in inner.values.items() if x is not None})
+    scales = [given.number(name, 0) for name in ("mscale", "mscale_all_dim")]
     if magnitude is None and all(scales):
         above, below = (0.1 * x * math.log(factor) + 1 if factor > 1 else 1.0 for x in scales)
         magnitude = above / below
     return YarnConfig(
         factor=factor,
         original_length=length,
-        fast_turns=inner.values.get("beta_fast") or 32.0,
-        slow_turns=inner.values.get("beta_slow") or 1.0,
+        fast_turns=given.positive("beta_fast", 32.0),
+        slow_turns=given.positive("beta_slow", 1.0),
         magnitude=magnitude,
     )

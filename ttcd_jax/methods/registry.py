@@ -94,6 +94,13 @@ class Source:
             raise DataError(f"{name}={value!r} is not a number above 0")
         return value
 
+    def whole(self, name: str) -> int:
+        """The positive number under `name`, which has no fraction."""
+        value = self.positive(name)
+        if value != int(value):
+            raise DataError(f"{name}={value!r} is not a whole number")
+        return int(value)
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name, default)
         if not isinstance(value, bool):
