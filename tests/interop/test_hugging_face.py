@@ -198,6 +198,8 @@ def test_special_tokens_are_those_of_the_folder(tmp_path):
     again = found(tokenizer={"added_tokens": added}, tokenizer_config=names)
     assert again == {"bos_id": 2, "eos_id": 4, "stop_ids": (3, 5)}
     assert found(tokenizer_config={"bos_token": None})["bos_id"] == 9
+    for damaged in (7, {"a": 1}, [7, {"content": ["<go>"], "id": 2}]):
+        assert found(tokenizer={"added_tokens": damaged})["bos_id"] == 9
 
 
 _MEASURED = """

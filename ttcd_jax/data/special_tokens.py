@@ -24,8 +24,9 @@ def special_tokens(folder: Path) -> dict[str, Any]:
     documents by eos.
     """
     tokenizer = _optional(folder / "tokenizer.json")
-    added = tokenizer.get("added_tokens") or ()
-    ids = {token.get("content"): token.get("id") for token in added if isinstance(token, dict)}
+    added = tokenizer.get("added_tokens")
+    tokens = [x for x in added if isinstance(x, dict)] if isinstance(added, list) else []
+    ids = {str(token.get("content")): token.get("id") for token in tokens}
     names = _optional(folder / _TOKENIZER)
     others = [_optional(folder / name) for name in (_GENERATION, "config.json")]
     found: dict[str, list[int]] = {}
