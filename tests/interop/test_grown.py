@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import distance
 from hugging_face.make import TOKENS
 from hugging_face.own import MODELS, write
 
@@ -80,6 +81,18 @@ def test_a_grown_model_starts_at_its_base(name, layers, method, base, mesh):
     assert not np.array_equal(
         logits(model, moved), logits(model.replace(memory=model.memory.switched_off(40)), moved)
     )
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_grown_model_by_the_delta_rule_starts_at_its_base(name, base, mesh):
+    """Up to rounding: its chunks are computed in turn."""
+    run_dir, config, expected = base(name)
+    gin, books = "continued/ipttcd_corrected.gin", ("BOOKS='books'",)
+    recipe = load_config(RunConfig, gin, books, config_dir=cli.CONFIG_DIR)
+    fields = {"memory": recipe.model.settings.replace(chunk_size=8), "student_window": 5}
+    model = config.replace(method="ipttcd", fast_layers=(0, 2), **fields)
+    params = started_state(run_config(model, run_dir), mesh)[-1]["params"]
+    assert distance(logits(model, params), expected) < 1e-5
 
 
 def test_a_base_of_another_shape_is_refused(base):
