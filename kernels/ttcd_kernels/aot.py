@@ -48,14 +48,16 @@ def _row(variant: str, kernel: Compiled) -> measure.Row:
 
 
 def _mosaic_rows() -> list[measure.Row]:
-    """Table rows of the Mosaic forward for Hopper; none where its compiler is not installed."""
+    """Table rows of the Mosaic kernels for Hopper; none where their compiler is not installed."""
     reason = mosaic_aot.unavailable()
     if reason is not None:
-        print(f"without the Mosaic kernel: {reason}", file=sys.stderr)
+        print(f"without the Mosaic kernels: {reason}", file=sys.stderr)
         return []
     return [
-        _row(f"D{head_dim} Mosaic", mosaic_aot.compile_mosaic(head_dim))
+        _row(f"D{head_dim}{' documents' * has_documents}", kernel)
         for head_dim in MOSAIC_TILES
+        for has_documents, kernels in mosaic_aot.compile_mosaic(head_dim).items()
+        for kernel in kernels
     ]
 
 

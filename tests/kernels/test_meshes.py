@@ -89,18 +89,19 @@ def _dual_window(mesh):
 def _mosaic(mesh):
     launched = []
 
-    def launch_forward(windows, q, k, v):
+    def launch_forward(windows, q, k, v, ids):
         launched.append((q.shape, k.shape))  # the last time as a device's part
-        return definitions.dual_window(q, k, v, None, windows)
+        return definitions.dual_window(q, k, v, ids, windows)
 
-    def attend(q, k, v):
-        return mosaic_call.dual_window(q, k, v, None, WINDOWS)
+    def attend(q, k, v, ids):
+        return mosaic_call.dual_window(q, k, v, ids, WINDOWS)
 
-    def definition(q, k, v):
-        return definitions.dual_window(q, k, v, None, WINDOWS)
+    def definition(q, k, v, ids):
+        return definitions.dual_window(q, k, v, ids, WINDOWS)
 
     mosaic_call.launch_forward = launch_forward
-    found = _measured(mesh, attend, [HEADS] * 3, _attention_operands()[:3], definition)
+    specs = [HEADS] * 3 + [BATCH]
+    found = _measured(mesh, attend, specs, _attention_operands()[:4], definition)
     return found | {"launched": launched[-1]}
 
 

@@ -22,8 +22,10 @@ from launched import launched_kernels
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import mosaic_aot, mosaic_call
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile
+from ttcd_kernels.machine_code import REGISTERS, SHARED_LIMIT
 from ttcd_kernels.windows import Windows
 
+KERNELS = ["dual_window_forward"]
 BASE = {"T": 128, "S": 128, "N": 2, "K": 1, "H": 64, "teacher": 64, "student": 32}
 NARROW = {"tile": (128, 64, 2)}  # more tiles than slots in few tokens
 SETS = {
@@ -41,6 +43,18 @@ SETS = {
         # No far band.
         BASE | {"T": 256, "S": 256, "H": 128, "teacher": 128, "student": 128, "dtype": "float16"},
     ],
+    "documents": [
+        # Lengths: of several tiles, of one key, cut by tiles, with halo and a ragged end.
+        BASE
+        | NARROW
+        | {"B": 2, "T": 330, "S": 390, "N": 1, "teacher": 300, "student": 90}
+        | {"documents": [256, 1, 70, 63]},
+        # Ids that come again.
+        BASE
+        | {"T": 256, "S": 256, "N": 1, "teacher": 200}
+        | {"documents": [90, 1, 165]}
+        | {"ids": [3, 1, 3]},
+    ],
 }
 # A step of each dtype at 1: outputs are averages, of weights rounded once.
 STEP = {"bfloat16": 2**-7, "float16": 2**-10}
@@ -51,15 +65,26 @@ def _operands(case):
     return draw(0, (B, T, N, H), *[(B, S, K, H)] * 2, dtype=case.get("dtype", "bfloat16"))
 
 
+def _segment_ids(case):
+    """[B, S]; in further rows the documents are in reverse order."""
+    if "documents" not in case:
+        return None
+    lengths = case["documents"]
+    rows = [np.repeat(case.get("ids", range(len(lengths))), lengths)]
+    rows += [np.repeat(range(len(lengths)), lengths[::-1])] * (case.get("B", 1) - 1)
+    return jnp.asarray(np.stack(rows), jnp.int32)
+
+
 def _errors(case):
     """Of (teacher, student, teacher lse, student lse), against the definition in float64."""
     q, k, v = _operands(case)
+    ids = _segment_ids(case)
     windows = Windows(case["teacher"], case["student"], case["H"] ** -0.5)
     tile = MosaicTile(*case["tile"]) if "tile" in case else None
     simulator = mosaic_gpu.InterpretGPUParams(detect_races=True)
-    found = mosaic_call.launch_forward(windows, q, k, v, tile, simulator)
+    found = mosaic_call.launch_forward(windows, q, k, v, ids, tile, simulator)
     q, k, v = (x.astype(jnp.float64) for x in (q, k, v))
-    expected = definitions.dual_window(q, k, v, None, windows)
+    expected = definitions.dual_window(q, k, v, ids, windows)
     dtypes = [x.dtype.name for x in found]
     assert dtypes == [case.get("dtype", "bfloat16")] * 2 + ["float32"] * 2
     # NumPy's maximum keeps a NaN.
@@ -78,9 +103,9 @@ def test_results_are_those_of_the_definition_and_nothing_races(name):
             assert error < bound, (case, line)
 
 
-def _define(windows, q, k, v):
+def _define(windows, q, k, v, segment_ids=None):
     """The definition in place of the launch."""
-    return definitions.dual_window(q, k, v, None, windows)
+    return definitions.dual_window(q, k, v, segment_ids, windows)
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
@@ -142,26 +167,27 @@ def test_the_gradient_adds_the_two_backward_kernels_of_triton():
 @pytest.mark.skipif(mosaic_aot.unavailable() is not None, reason=str(mosaic_aot.unavailable()))
 @pytest.mark.parametrize("head_dim", MOSAIC_TILES)
 def test_machine_code_multiplies_by_warpgroups_and_spills_nothing(head_dim):
-    compiled = mosaic_aot.compile_mosaic(head_dim)
-    assert compiled.name == "dual_window_forward_mosaic_gpu_kernel"
-    assert compiled.spill_bytes == 0
-    assert compiled.registers * 3 * 128 <= 65_536
-    assert compiled.shared_bytes <= 227 * 1024
     # Two bands of three loops; 16 numbers of the head, then 16 keys, per instruction.
     block_kv = MOSAIC_TILES[head_dim].block_kv
-    assert compiled.tensor_core_instructions == 6 * (head_dim // 16 + block_kv // 16)
+    products = [6 * (head_dim // 16 + block_kv // 16)]
+    for has_documents, kernels in mosaic_aot.compile_mosaic(head_dim).items():
+        assert [kernel.name for kernel in kernels] == [f"{x}_mosaic_gpu_kernel" for x in KERNELS]
+        assert [kernel.tensor_core_instructions for kernel in kernels] == products
+        for kernel in kernels:
+            # With documents some numbers that are the same in all tiles.
+            assert kernel.spill_bytes <= 192 * has_documents
+            assert kernel.registers * 3 * 128 <= REGISTERS
+            assert kernel.shared_bytes <= SHARED_LIMIT[90]
 
 
 def test_what_the_kernel_cannot_take_is_refused_before_launch(monkeypatch):
     qkv = _shapes(128, 2, 1, 64)
-    ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)
 
     def reason(*operands):
         return str(mosaic_call.unsupported(*operands))
 
     with launch.compiling_for(90):
         assert mosaic_call.unsupported(*qkv, None) is None
-        assert "documents" in reason(*qkv, ids)
         assert "head dim 32 is not one of 64, 128" in reason(*_shapes(128, 2, 1, 32))
         assert "float32, float32, float32: they must be" in reason(
             *_shapes(128, 2, 1, 64, jnp.float32)

@@ -49,7 +49,7 @@ def dual_window_attention_with_lse(
                 128, and 80 and 96, padded to 128 inside the kernel: 128/80 = 1.6 and 128/96 = 1.33
                 times the products, no more bytes of device memory
         mosaic  the same sweep for Hopper alone (wgmma, TMA), backward by Triton; 16-bit operands,
-                head dims 64, 128, no documents, scale > 0
+                head dims 64, 128, scale > 0
         lse     two single-window calls (cuDNN's where possible) joined by their log-sum-exps; no
                 documents
         xla     blocks of queries, O(T * window) bytes, on any device

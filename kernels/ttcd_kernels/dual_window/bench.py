@@ -136,14 +136,14 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
     qkv: Any = operand_shapes(case)[:3]
     if triton_call.unsupported(*qkv) is None:
         functions |= {"triton": dual("triton"), "triton teacher": single("triton", windows[0])}
+    if mosaic_call.unsupported(*qkv) is None:
+        functions["mosaic"] = dual("mosaic")
     if case.has_documents:  # nothing below supports them
         return functions
     if jax.default_backend() != "gpu":
         return functions | {"lse": dual("lse")}
     if triton_call.unsupported(*qkv) is None:
         functions["lse triton"] = _lse(case, lse.of_own(triton_call.dual_window))
-    if mosaic_call.unsupported(*qkv) is None:
-        functions["mosaic"] = dual("mosaic")
     if cudnn.unsupported(*qkv) is None:
         functions |= {
             "lse cudnn": _lse(case, cudnn.attend),

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +54,9 @@ def unavailable() -> str | None:
     return "JAX's CUDA plugin is not installed: make .venv/hopper"
 
 
-def compile_mosaic(head_dim: int) -> Compiled:
-    """The forward kernel at 64K tokens, 16 query heads on 8 kv heads, windows 8192 and 4096."""
+def compile_mosaic(head_dim: int) -> dict[bool, list[Compiled]]:
+    """The kernels at 64K tokens, 16 query heads on 8 kv heads, windows 8192 and 4096: without and
+    with documents."""
     dumps = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTX", "PTXAS", "RESOURCES")}
     machine = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": ""}
     paths = [os.environ.get("PYTHONPATH"), str(_COMPILER)]
@@ -64,20 +66,25 @@ def compile_mosaic(head_dim: int) -> Compiled:
     process = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if process.returncode:
         raise RuntimeError(f"compiling for head dim {head_dim} failed: {process.stderr[-3000:]}")
+    reports = re.split(r"^Resources\(", process.stdout, flags=re.MULTILINE)[1:]
+    kernels = [_compiled(report) for report in reports]
+    half = len(kernels) // 2
+    return {False: kernels[:half], True: kernels[half:]}
 
+
+def _compiled(report: str) -> Compiled:
     def numbers(pattern: str) -> Sequence[int]:
-        matches = re.findall(pattern, process.stdout)
-        assert matches, (pattern, process.stdout[-3000:])
+        matches = re.findall(pattern, report)
+        assert matches, (pattern, report[-3000:])
         return [int(x) for x in matches]
 
-    name = re.findall(r"Compiling entry function '(\w+)' for 'sm_90a'", process.stdout)[0]
     return Compiled(
-        name,
+        re.findall(r"Compiling entry function '(\w+)' for 'sm_90a'", report)[0],
         4 * (COMPUTE_WARPGROUPS + 1),
         numbers(r"Used (\d+) registers")[0],
         sum(numbers(r"(\d+) bytes spill (?:stores|loads)")[:2]),
         numbers(r"smem_scratch_bytes=(\d+)")[0],
-        process.stdout.count("wgmma.mma_async"),
+        report.count("wgmma.mma_async"),
     )
 
 
@@ -89,12 +96,12 @@ def compile_here(head_dim: int) -> None:
     device = topologies.get_topology_desc("hopper", **facts).devices[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
 
-    def operand(num_heads: int) -> jax.ShapeDtypeStruct:
-        shape = (1, 65_536, num_heads, head_dim)
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+    def operand(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, 65_536, *shape), dtype, sharding=sharding)
 
+    q, k, ids = operand(16, head_dim), operand(8, head_dim), operand(dtype=jnp.int32)
     windows = Windows(8192, 4096, head_dim**-0.5)
     attend = jax.jit(functools.partial(mosaic_call.launch_forward, windows))
     with launch.compiling_for(90):
-        traced = attend.trace(operand(16), operand(8), operand(8))
-        traced.lower(lowering_platforms=("cuda",)).compile()
+        for operands in ((q, k, k), (q, k, k, ids)):
+            attend.trace(*operands).lower(lowering_platforms=("cuda",)).compile()

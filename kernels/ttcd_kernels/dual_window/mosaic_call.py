@@ -1,12 +1,13 @@
 """Dual-window attention by the Mosaic forward for Hopper: launch, gradients, support."""
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ttcd_kernels import launch
-from ttcd_kernels.dual_window import triton_call
+from ttcd_kernels.dual_window import tiles, triton_call
 from ttcd_kernels.dual_window.cotangents import with_gradients
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile
 from ttcd_kernels.windows import Results, Windows
@@ -15,12 +16,8 @@ _DTYPES = ("bfloat16", "float16")
 CAPABILITY = 90  # wgmma exists on Hopper only
 
 
-def unsupported(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None = None
-) -> str | None:
+def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> str | None:
     """The reason why the kernel cannot take these arrays on this machine; None if it can."""
-    if segment_ids is not None:
-        return "documents (segment_ids) are not supported"
     reason = launch.unsupported(_DTYPES, MOSAIC_TILES, q=q, k=k, v=v)
     if reason is not None:
         return reason
@@ -45,7 +42,7 @@ def _toolkit() -> int | None:
 
 
 def dual_window(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: None, windows: Windows
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
 ) -> Results:
     """All four results of the call, for operands that are not `unsupported`; differentiable. Raises
     `ValueError` for a `scale` that is not above 0."""
@@ -56,14 +53,18 @@ def dual_window(
     return with_gradients(_forward, triton_call.gradients, windows, q, k, v, segment_ids)
 
 
-def _forward(windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> Results:
+def _forward(
+    windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> Results:
     """The forward, also under vmap and on a mesh."""
 
-    def run(windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array) -> Results:
+    def run(
+        windows: Windows, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
+    ) -> Results:
         # Without the defaults, which JAX's partitioner would take for operands.
-        return launch_forward(windows, q, k, v)
+        return launch_forward(windows, q, k, v, ids)
 
-    return triton_call.everywhere(run, "QKK -> QQLL", windows, q, k, v)
+    return triton_call.everywhere(run, "QKKI -> QQLL", windows, q, k, v, segment_ids)
 
 
 def launch_forward(
@@ -71,34 +72,63 @@ def launch_forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    segment_ids: jax.Array | None = None,
     tile: MosaicTile | None = None,
     interpret: Any = False,
 ) -> Results:
-    """One launch, without gradients. Queries and keys are padded to the whole tiles that the kernel
-    copies: no query sees a key of the padding. `interpret`, an instance of
-    `mosaic_gpu.InterpretGPUParams`, runs it on a CPU (of at least three threads, or it hangs)."""
-    from ttcd_kernels.dual_window.mosaic_kernel import Facts, dual_window_forward
+    """One launch, without gradients. `interpret`, an instance of `mosaic_gpu.InterpretGPUParams`,
+    runs it on a CPU (of at least three threads, or it hangs)."""
+    from ttcd_kernels.dual_window.mosaic_kernel import dual_window_forward
 
-    T, S = q.shape[1], k.shape[1]
-    teacher_window, student_window, scale = windows.within(S)
+    T = q.shape[1]
     tile = tile or MOSAIC_TILES[q.shape[-1]]
+    facts = _facts(windows, q, k, segment_ids, tile, interpret)
+    operands = _operands(facts, tiles.key_tiles, q, k, v, segment_ids)
+    results = dual_window_forward(facts, operands)
+    outs = [out[:, :T] for out in results[::2]]
+    lses = [lse[:, :, :T].swapaxes(1, 2) for lse in results[1::2]]
+    return outs[-1], outs[0], lses[-1], lses[0]
+
+
+def _facts(
+    windows: Windows,
+    q: jax.Array,
+    k: jax.Array,
+    segment_ids: jax.Array | None,
+    tile: MosaicTile,
+    interpret: Any,
+) -> Any:
+    from ttcd_kernels.dual_window.mosaic_block import Facts
+
+    teacher_window, student_window, scale = windows.within(k.shape[1])
     near, far = (0, student_window), (student_window, teacher_window)
-    facts = Facts(
-        bands=(near,) if far[0] == far[1] else (near, far),
-        num_keys=S,
-        first_position=S - T,
-        scale_log2=scale * launch.LOG2E,
-        tile=tile,
-        interpret=interpret,
-    )
-    q = _padded(q, tile.block_q)
-    k, v = _padded(k, tile.block_kv), _padded(v, tile.block_kv)
-    results = dual_window_forward(q, k, v, facts)
-    results = [(out[:, :T], lse[:, :, :T].swapaxes(1, 2)) for out, lse in results]
-    (student, student_lse), (teacher, teacher_lse) = results[0], results[-1]
-    return cast(Results, (teacher, student, teacher_lse, student_lse))
+    bands = (near,) if far[0] == far[1] else (near, far)
+    halo = k.shape[1] - q.shape[1]
+    return Facts(bands, halo, scale, tile, segment_ids is not None, interpret)
 
 
-def _padded(x: jax.Array, multiple: int) -> jax.Array:
-    missing = -x.shape[1] % multiple
-    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+def _operands(
+    facts: Any,
+    tiles_of: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+) -> dict[str, jax.Array]:
+    """By name. Queries and keys are padded to the whole tiles that a kernel copies: no query sees a
+    key of the padding."""
+    (block_q, block_kv, _), (T, S) = facts.tile, (q.shape[1], k.shape[1])
+    rows = None if segment_ids is None else tiles.documents(segment_ids)
+    operands = {"q": padded(q, block_q), "k": padded(k, block_kv), "v": padded(v, block_kv)}
+    operands["tiles"] = tiles_of(facts.bands, T, S, block_q, block_kv, rows)
+    if rows is not None:
+        length = max(operands["q"].shape[1] + facts.halo, operands["k"].shape[1])
+        operands["ids"] = padded(rows.ids, length)
+    return operands
+
+
+def padded(x: jax.Array, multiple: int, axis: int = 1) -> jax.Array:
+    """With zeros behind the last element of an axis."""
+    missing = -x.shape[axis] % multiple
+    widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths) if missing else x

@@ -58,16 +58,12 @@ COMPUTE_WARPGROUPS = 2  # of the Mosaic kernel
 
 
 class MosaicTile(NamedTuple):
-    """Queries of a block (both compute warpgroups), keys per tile, tiles loaded ahead."""
+    """Queries and keys per tile, of which both compute warpgroups share what a block owns; tiles
+    loaded ahead."""
 
     block_q: int
     block_kv: int
     num_stages: int
-
-    @property
-    def rows(self) -> int:
-        """Queries of one compute warpgroup."""
-        return self.block_q // COMPUTE_WARPGROUPS
 
 
 # By head dim, for Hopper. Chosen by the reports of the assembler, not yet by time on a GPU.

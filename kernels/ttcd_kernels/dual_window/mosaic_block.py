@@ -1,0 +1,306 @@
+"""What the Mosaic kernels of dual-window attention share: two compute warpgroups and a memory
+warpgroup around a ring of tiles in shared memory, products, masks.
+
+The memory warpgroup loads tiles ahead of the compute warpgroups into a ring of `num_stages` slots.
+`<name>_ready[slot]` says that a tile of that operand has arrived, `<name>_free[slot]` that both
+compute warpgroups have read it. A compute warpgroup owns half of the block's rows, which are the
+rows of its products: queries in the forward and for dq, keys for dk and dv.
+"""
+
+import abc
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ttcd_kernels.dual_window.tiles import Band
+from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS, MosaicTile
+
+# Together at most the 512 that a multiprocessor has for one thread of each warpgroup: enough for 64
+# x 128 scores and a 64 x 128 accumulator, and little for copying.
+_COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
+
+
+class Facts(NamedTuple):
+    """Static facts of a launch."""
+
+    bands: tuple[Band, ...]  # near first
+    halo: int  # keys before the first query
+    scale: float
+    tile: MosaicTile
+    has_documents: bool
+    interpret: Any = False
+
+
+class Tiles(NamedTuple):
+    """Tiles of a band: every pair of the inner ones is visible; the others are masked."""
+
+    start: jax.Array
+    inner_start: jax.Array
+    inner_stop: jax.Array
+    stop: jax.Array
+
+    @property
+    def count(self) -> jax.Array:
+        return self.stop - self.start
+
+
+def layout() -> tuple[Any, ...]:
+    """The layout that wgmma reads: groups of 8 rows of 64 numbers, their 128 bytes swizzled."""
+    transforms: Any = plgpu  # to pyright their classes are abstract
+    return transforms.TilingTransform((8, 64)), transforms.SwizzleTransform(128)
+
+
+def ring(num_stages: int, **num_copies: int) -> dict[str, Any]:
+    """The barriers of a ring with operands of these names, each of so many copies."""
+    free = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=num_stages)
+    barriers: dict[str, Any] = {}
+    for name, count in num_copies.items():
+        ready = plgpu.Barrier(num_arrivals=count, num_barriers=num_stages)
+        barriers |= {f"{name}_ready": ready, f"{name}_free": free}
+    return barriers
+
+
+def launch_blocks(
+    block: Callable[..., "Block"],
+    facts: Facts,
+    operands: dict[str, jax.Array],
+    results: dict[str, jax.ShapeDtypeStruct],
+    scratch: dict[str, Any],
+    grid: tuple[int, int, int],
+    name: str,
+) -> list[jax.Array]:
+    """`results` of one launch; a block runs `block(facts, refs, scratch).run()`."""
+
+    def body(*refs: Any, **scratch_refs: Any) -> None:
+        block(facts, dict(zip([*operands, *results], refs, strict=True)), scratch_refs).run()
+
+    return plgpu.kernel(
+        body,
+        out_type=list(results.values()),
+        scratch_types=scratch,
+        # The last axis varies fastest: neighbouring blocks share most of what they read.
+        grid=grid,
+        grid_names=("batch", "head", "tile"),
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=name,
+        interpret=facts.interpret,
+    )(*operands.values())
+
+
+class Block(abc.ABC):
+    """One block: its position in the grid, its tiles [B or 1, tiles, bands, 4], its buffers."""
+
+    def __init__(self, facts: Facts, refs: dict[str, Any], scratch: dict[str, Any]) -> None:
+        self.facts, self.tile = facts, facts.tile
+        self.refs, self.scratch = refs, scratch
+        self.batch, self.head = lax.axis_index("batch"), lax.axis_index("head")
+        self.index = lax.axis_index("tile")
+        self.warpgroup = lax.axis_index("warpgroup")
+        row = self.batch if facts.has_documents else 0
+        self.bands = [
+            Tiles(*(refs["tiles"][row, self.index, band, end] for end in range(4)))
+            for band in range(len(facts.bands))
+        ]
+        self.per_sweep = sum((tiles.count for tiles in self.bands), jnp.int32(0))
+        self.num_steps = self.per_sweep
+
+    def run(self) -> None:
+        pl.when(self.warpgroup < COMPUTE_WARPGROUPS)(self._compute)
+        pl.when(self.warpgroup == COMPUTE_WARPGROUPS)(self._load)
+
+    def _compute(self) -> None:
+        plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+        self.compute()
+
+    @abc.abstractmethod
+    def compute(self) -> None:
+        """What a compute warpgroup does."""
+
+    @abc.abstractmethod
+    def copies(self, step: jax.Array) -> dict[str, Callable[[Any, jax.Array], None]]:
+        """For each operand of the ring a function of (ready, slot) that starts its copies."""
+
+    def slot(self, step: jax.Array) -> jax.Array:
+        return lax.rem(step, jnp.int32(self.tile.num_stages))
+
+    def _load(self) -> None:
+        """The memory warpgroup."""
+        plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+
+        def load(step: jax.Array, is_first_round: bool) -> None:
+            slot = self.slot(step)
+            for name, copy in self.copies(step).items():
+                if not is_first_round:
+                    self.wait(f"{name}_free", slot)
+                copy(self.scratch[f"{name}_ready"].at[slot], slot)
+
+        filled = jnp.minimum(self.num_steps, self.tile.num_stages)
+        loop(0, filled, lambda step: load(step, is_first_round=True))
+        loop(filled, self.num_steps, lambda step: load(step, is_first_round=False))
+
+        def drain(step: jax.Array) -> None:
+            for name in self.copies(step):
+                self.wait(f"{name}_free", self.slot(step))
+
+        loop(self.num_steps - filled, self.num_steps, drain)  # so that every arrival is awaited
+
+    def wait(self, name: str, index: Any) -> None:
+        plgpu.barrier_wait(self.scratch[name].at[index])
+
+    def arrive(self, name: str, index: Any) -> None:
+        plgpu.barrier_arrive(self.scratch[name].at[index])
+
+    @property
+    def staged(self) -> Any:
+        """The buffer that `add_product` needs in JAX's simulator."""
+        return self.own("staged_smem") if self.facts.interpret else None
+
+    def own(self, name: str) -> Any:
+        """This warpgroup's part of a buffer [warpgroups, ...]."""
+        return self.scratch[name].at[self.warpgroup]
+
+    def fetch(self, name: str, source: Any) -> None:
+        """Starts a copy into this warpgroup's part of `<name>_smem`."""
+        plgpu.copy_gmem_to_smem(source, self.own(f"{name}_smem"), self.own(f"{name}_ready"))
+
+    def visible(
+        self,
+        shape: tuple[int, int],
+        first: tuple[jax.Array, jax.Array],
+        band: Band,
+        query_axis: int,
+    ) -> jax.Array:
+        """Which pairs of a tile of this shape are visible. Its rows and columns are the positions
+        from `first` on; those along `query_axis` are the queries."""
+        wgmma = plgpu.Layout.WGMMA
+        rows, columns = (
+            plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=wgmma) for axis in (0, 1)
+        )
+        distance = rows - columns + (first[0] - first[1])
+        distance = -distance if query_axis else distance
+        visible = (distance >= band[0]) & (distance < band[1])
+        if self.facts.has_documents:
+            ids = self.refs["ids"].at[self.batch]
+            of_rows, of_columns = (load_vector(ids, first[axis], shape, axis) for axis in (0, 1))
+            visible = visible & (by_row(of_rows, shape) == by_column(of_columns, shape))
+        return visible
+
+
+class QueryBlock(Block):
+    """A block for one query tile of one head, with key tiles in the ring, from the diagonal
+    outward."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.q, self.k = self.refs["q"], self.refs["k"]
+        self.kv_head = lax.div(self.head, jnp.int32(self.q.shape[2] // self.k.shape[2]))
+        self.num_rows = self.tile.block_q // COMPUTE_WARPGROUPS
+        self.first_row = self.index * self.tile.block_q + self.warpgroup * self.num_rows
+        self.rows = pl.ds(self.first_row, self.num_rows)
+        self.shape = self.num_rows, self.tile.block_kv
+
+    def copies(self, step: jax.Array) -> dict[str, Callable[[Any, jax.Array], None]]:
+        index, before = jnp.int32(0), jnp.int32(0)
+        for tiles in self.bands:  # the last band that has begun
+            index = jnp.where(step >= before, tiles.stop - 1 - (step - before), index)
+            before += tiles.count
+        rows = pl.ds(index * self.tile.block_kv, self.tile.block_kv)
+
+        def copy(name: str) -> Callable[[Any, jax.Array], None]:
+            source = self.refs[name].at[self.batch, rows, self.kv_head]
+            buffer = self.scratch[f"{name}_smem"]
+            return lambda ready, slot: plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready)
+
+        return {"k": copy("k"), "v": copy("v")}
+
+    def sweep[State](
+        self, band: int, step: jax.Array, state: State, visit: Callable[..., State]
+    ) -> tuple[jax.Array, State]:
+        """The state carried through a band's key tiles by `visit(state, step, first_key, is_edge)`,
+        the nearest first, and the next step."""
+        tiles = self.bands[band]
+        edges = tiles.stop, tiles.inner_stop, tiles.inner_start, tiles.start
+        for part in range(3):  # the near edge, the inner tiles, the far edge
+            count = edges[part] - edges[part + 1]
+            first = step, (edges[part] - 1) * self.tile.block_kv
+            run = functools.partial(self._visit, visit, first, part != 1)
+            state = lax.fori_loop(0, count, run, state)
+            step += count
+        return step, state
+
+    def _visit[State](
+        self,
+        visit: Callable[..., State],
+        first: tuple[jax.Array, jax.Array],
+        is_edge: bool,
+        i: jax.Array,
+        state: State,
+    ) -> State:
+        step, first_key = first
+        return visit(state, step + i, first_key - i * self.tile.block_kv, is_edge)
+
+    def sees(self, first_key: jax.Array, band: int) -> jax.Array:
+        """[queries of this warpgroup, keys of the tile]."""
+        first = self.first_row + self.facts.halo, first_key
+        return self.visible(self.shape, first, self.facts.bands[band], query_axis=0)
+
+
+def load_vector(source: Any, start: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+    """Elements from `start` on of a vector in device memory, as the rows (axis 0) or columns (1) of
+    a product of this shape are distributed."""
+    part = source.at[pl.ds(start, shape[axis])]
+    return plgpu.load(part, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+
+
+def zeros(rows: int, columns: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def add_product(
+    acc: jax.Array,
+    weight: jax.Array,
+    operand: Any,
+    staged: Any = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> jax.Array:
+    """acc + weight operand, running `meanwhile` during the product. JAX's simulator neither carries
+    an accumulator nor multiplies from registers: there `staged` is a buffer for the weights."""
+    if staged is None:
+
+        def product(acc: Any) -> None:
+            plgpu.wgmma(acc, weight, operand)
+            meanwhile()
+
+        return cast(jax.Array, pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc)))
+
+    staged[...] = weight
+    plgpu.commit_smem()
+
+    def added(fresh: Any) -> jax.Array:
+        plgpu.wgmma(fresh, staged, operand)
+        return acc + fresh[...]
+
+    shape = acc.shape[0], acc.shape[1]
+    acc = pl.run_scoped(added, plgpu.WGMMAAccumulatorRef(shape))
+    meanwhile()
+    return acc
+
+
+def loop(start: Any, stop: jax.Array, body: Callable[[jax.Array], None]) -> None:
+    lax.fori_loop(start, stop, lambda i, _: body(i), None)
+
+
+def by_row(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    return lax.broadcast_in_dim(x, tuple(shape), [0])
+
+
+def by_column(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    return lax.broadcast_in_dim(x, tuple(shape), [1])
