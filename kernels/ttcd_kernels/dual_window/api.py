@@ -42,14 +42,14 @@ def dual_window_attention_with_lse(
 
     `scale` defaults to H**-0.5. Query head n reads kv head n // (N / K). Log-sum-exps are float32
     (float64 for float64 inputs). Differentiable in q, k, v through all four results, at five matrix
-    products per query-key pair of the teacher's window (seven in Triton: two kernels, no atomics).
+    products per query-key pair of the teacher's window (seven in the kernels: two, no atomics).
     `implementation`:
 
         triton  a fused kernel: one sweep, GPUs of compute capability 8.0 and up, head dims 32, 64,
                 128, and 80 and 96, padded to 128 inside the kernel: 128/80 = 1.6 and 128/96 = 1.33
                 times the products, no more bytes of device memory
-        mosaic  the same sweep for Hopper alone (wgmma, TMA), backward by Triton; 16-bit operands,
-                head dims 64, 128, scale > 0
+        mosaic  the same for Hopper alone (wgmma, TMA): 16-bit operands, head dims 64, 128, scale
+                > 0
         lse     two single-window calls (cuDNN's where possible) joined by their log-sum-exps; no
                 documents
         xla     blocks of queries, O(T * window) bytes, on any device

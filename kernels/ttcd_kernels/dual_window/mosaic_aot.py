@@ -54,22 +54,20 @@ def unavailable() -> str | None:
     return "JAX's CUDA plugin is not installed: make .venv/hopper"
 
 
-def compile_mosaic(head_dim: int) -> dict[bool, list[Compiled]]:
-    """The kernels at 64K tokens, 16 query heads on 8 kv heads, windows 8192 and 4096: without and
-    with documents."""
+def compile_mosaic(head_dim: int, has_documents: bool) -> list[Compiled]:
+    """The kernels at 64K tokens, 16 query heads on 8 kv heads, windows 8192 and 4096: the forward,
+    dq, dk and dv."""
     dumps = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTX", "PTXAS", "RESOURCES")}
     machine = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": ""}
     paths = [os.environ.get("PYTHONPATH"), str(_COMPILER)]
     machine["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    program = f"from {__name__} import compile_here; compile_here({head_dim})"
+    program = f"from {__name__} import compile_here; compile_here({head_dim}, {has_documents})"
     command, env = [sys.executable, "-c", program], os.environ | dumps | machine
     process = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if process.returncode:
         raise RuntimeError(f"compiling for head dim {head_dim} failed: {process.stderr[-3000:]}")
     reports = re.split(r"^Resources\(", process.stdout, flags=re.MULTILINE)[1:]
-    kernels = [_compiled(report) for report in reports]
-    half = len(kernels) // 2
-    return {False: kernels[:half], True: kernels[half:]}
+    return [_compiled(report) for report in reports]
 
 
 def _compiled(report: str) -> Compiled:
@@ -88,7 +86,7 @@ def _compiled(report: str) -> Compiled:
     )
 
 
-def compile_here(head_dim: int) -> None:
+def compile_here(head_dim: int, has_documents: bool) -> None:
     """Compiles in this process, which prints the compiler's dumps."""
     from jax.experimental import topologies
 
@@ -99,9 +97,16 @@ def compile_here(head_dim: int) -> None:
     def operand(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, 65_536, *shape), dtype, sharding=sharding)
 
-    q, k, ids = operand(16, head_dim), operand(8, head_dim), operand(dtype=jnp.int32)
+    q, k, row = operand(16, head_dim), operand(8, head_dim), operand(16, dtype=jnp.float32)
+    ids = operand(dtype=jnp.int32) if has_documents else None
     windows = Windows(8192, 4096, head_dim**-0.5)
-    attend = jax.jit(functools.partial(mosaic_call.launch_forward, windows))
+    of_bands = q, row, row, q, row, row
     with launch.compiling_for(90):
-        for operands in ((q, k, k), (q, k, k, ids)):
-            attend.trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+        for function, more in (
+            (mosaic_call.launch_forward, ()),
+            (mosaic_call.launch_backward_q, of_bands),
+            (mosaic_call.launch_backward_kv, of_bands),
+        ):
+            program = jax.jit(functools.partial(function, windows))
+            traced = program.trace(q, k, k, ids, *more)
+            traced.lower(lowering_platforms=("cuda",)).compile()

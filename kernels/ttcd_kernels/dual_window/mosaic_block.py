@@ -8,7 +8,6 @@ rows of its products: queries in the forward and for dq, keys for dk and dv.
 """
 
 import abc
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -38,7 +37,8 @@ class Facts(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles of a band: every pair of the inner ones is visible; the others are masked."""
+    """Tiles of a band: every pair of the inner ones is visible; the others are masked, and visited
+    first."""
 
     start: jax.Array
     inner_start: jax.Array
@@ -46,8 +46,21 @@ class Tiles(NamedTuple):
     stop: jax.Array
 
     @property
-    def count(self) -> jax.Array:
-        return self.stop - self.start
+    def num_inner(self) -> jax.Array:
+        return self.inner_stop - self.inner_start
+
+    @property
+    def num_masked(self) -> jax.Array:
+        return self.stop - self.start - self.num_inner
+
+    def masked(self, i: jax.Array) -> jax.Array:
+        """The i-th masked tile."""
+        return self.start + i + jnp.where(self.start + i >= self.inner_start, self.num_inner, 0)
+
+    def at(self, i: jax.Array) -> jax.Array:
+        """The i-th tile visited."""
+        inner = self.inner_start + i - self.num_masked
+        return jnp.where(i < self.num_masked, self.masked(i), inner)
 
 
 def layout() -> tuple[Any, ...]:
@@ -104,13 +117,17 @@ class Block(abc.ABC):
         self.batch, self.head = lax.axis_index("batch"), lax.axis_index("head")
         self.index = lax.axis_index("tile")
         self.warpgroup = lax.axis_index("warpgroup")
-        row = self.batch if facts.has_documents else 0
-        self.bands = [
-            Tiles(*(refs["tiles"][row, self.index, band, end] for end in range(4)))
-            for band in range(len(facts.bands))
-        ]
-        self.per_sweep = sum((tiles.count for tiles in self.bands), jnp.int32(0))
+        counts = (tiles.stop - tiles.start for tiles in self.bands())
+        self.per_sweep = sum(counts, jnp.int32(0))
         self.num_steps = self.per_sweep
+
+    def bands(self) -> list[Tiles]:
+        """The tiles of each band, read where they are needed: registers are scarce."""
+        row = self.batch if self.facts.has_documents else 0
+        bounds = self.refs["tiles"].at[row, self.index]
+        return [
+            Tiles(*(bounds[band, end] for end in range(4))) for band in range(len(self.facts.bands))
+        ]
 
     def run(self) -> None:
         pl.when(self.warpgroup < COMPUTE_WARPGROUPS)(self._compute)
@@ -127,6 +144,30 @@ class Block(abc.ABC):
     @abc.abstractmethod
     def copies(self, step: jax.Array) -> dict[str, Callable[[Any, jax.Array], None]]:
         """For each operand of the ring a function of (ready, slot) that starts its copies."""
+
+    def visited(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(is in the far band, tile) of the visit `index` of a sweep through the bands."""
+        near, *others = self.bands()
+        is_far, tile = index >= near.stop - near.start, near.at(index)
+        for far in others:
+            tile = jnp.where(is_far, far.at(index - (near.stop - near.start)), tile)
+        return is_far, tile
+
+    def sweep[State](
+        self, band: int, step: jax.Array, state: State, visit: Callable[..., State]
+    ) -> tuple[jax.Array, State]:
+        """The next step and the state carried through a band's tiles by `visit(state, step, tile)`,
+        where the tile of an inner one is None."""
+        tiles = self.bands()[band]
+
+        def run(count: jax.Array, tile_of: Callable[[jax.Array], Any]) -> tuple[jax.Array, State]:
+            def body(i: jax.Array, state: State) -> State:
+                return visit(state, step + i, tile_of(i))
+
+            return step + count, lax.fori_loop(0, count, body, state)
+
+        step, state = run(tiles.num_masked, tiles.masked)
+        return run(tiles.num_inner, lambda i: None)
 
     def slot(self, step: jax.Array) -> jax.Array:
         return lax.rem(step, jnp.int32(self.tile.num_stages))
@@ -195,8 +236,7 @@ class Block(abc.ABC):
 
 
 class QueryBlock(Block):
-    """A block for one query tile of one head, with key tiles in the ring, from the diagonal
-    outward."""
+    """A block for one query tile of one head, with key tiles in the ring."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -208,10 +248,7 @@ class QueryBlock(Block):
         self.shape = self.num_rows, self.tile.block_kv
 
     def copies(self, step: jax.Array) -> dict[str, Callable[[Any, jax.Array], None]]:
-        index, before = jnp.int32(0), jnp.int32(0)
-        for tiles in self.bands:  # the last band that has begun
-            index = jnp.where(step >= before, tiles.stop - 1 - (step - before), index)
-            before += tiles.count
+        _, index = self.visited(step)
         rows = pl.ds(index * self.tile.block_kv, self.tile.block_kv)
 
         def copy(name: str) -> Callable[[Any, jax.Array], None]:
@@ -221,35 +258,9 @@ class QueryBlock(Block):
 
         return {"k": copy("k"), "v": copy("v")}
 
-    def sweep[State](
-        self, band: int, step: jax.Array, state: State, visit: Callable[..., State]
-    ) -> tuple[jax.Array, State]:
-        """The state carried through a band's key tiles by `visit(state, step, first_key, is_edge)`,
-        the nearest first, and the next step."""
-        tiles = self.bands[band]
-        edges = tiles.stop, tiles.inner_stop, tiles.inner_start, tiles.start
-        for part in range(3):  # the near edge, the inner tiles, the far edge
-            count = edges[part] - edges[part + 1]
-            first = step, (edges[part] - 1) * self.tile.block_kv
-            run = functools.partial(self._visit, visit, first, part != 1)
-            state = lax.fori_loop(0, count, run, state)
-            step += count
-        return step, state
-
-    def _visit[State](
-        self,
-        visit: Callable[..., State],
-        first: tuple[jax.Array, jax.Array],
-        is_edge: bool,
-        i: jax.Array,
-        state: State,
-    ) -> State:
-        step, first_key = first
-        return visit(state, step + i, first_key - i * self.tile.block_kv, is_edge)
-
-    def sees(self, first_key: jax.Array, band: int) -> jax.Array:
+    def sees(self, tile: jax.Array, band: int) -> jax.Array:
         """[queries of this warpgroup, keys of the tile]."""
-        first = self.first_row + self.facts.halo, first_key
+        first = self.first_row + self.facts.halo, tile * self.tile.block_kv
         return self.visible(self.shape, first, self.facts.bands[band], query_axis=0)
 
 
@@ -264,34 +275,37 @@ def zeros(rows: int, columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
 
 
-def add_product(
-    acc: jax.Array,
-    weight: jax.Array,
-    operand: Any,
+def add_products(
+    terms: Sequence[tuple[jax.Array, jax.Array, Any]],
     staged: Any = None,
     meanwhile: Callable[[], None] = lambda: None,
-) -> jax.Array:
-    """acc + weight operand, running `meanwhile` during the product. JAX's simulator neither carries
-    an accumulator nor multiplies from registers: there `staged` is a buffer for the weights."""
+) -> tuple[jax.Array, ...]:
+    """acc + weight operand of each term (acc, weight, operand), running `meanwhile` during the
+    products. JAX's simulator neither carries an accumulator nor multiplies from registers: there
+    `staged` is a buffer for weights."""
     if staged is None:
 
-        def product(acc: Any) -> None:
-            plgpu.wgmma(acc, weight, operand)
+        def products(accs: Sequence[Any]) -> None:
+            for acc, (_, weight, operand) in zip(accs, terms, strict=True):
+                plgpu.wgmma(acc, weight, operand)
             meanwhile()
 
-        return cast(jax.Array, pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc)))
+        accs = tuple(plgpu.WGMMAAccumulatorRef.init(acc) for acc, _, _ in terms)
+        return cast(tuple[jax.Array, ...], pl.run_state(products)(accs))
 
-    staged[...] = weight
-    plgpu.commit_smem()
+    def added(acc: jax.Array, weight: jax.Array, operand: Any) -> jax.Array:
+        staged[...] = weight
+        plgpu.commit_smem()
 
-    def added(fresh: Any) -> jax.Array:
-        plgpu.wgmma(fresh, staged, operand)
-        return acc + fresh[...]
+        def product(fresh: Any) -> jax.Array:
+            plgpu.wgmma(fresh, staged, operand)
+            return acc + fresh[...]
 
-    shape = acc.shape[0], acc.shape[1]
-    acc = pl.run_scoped(added, plgpu.WGMMAAccumulatorRef(shape))
+        return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((acc.shape[0], acc.shape[1])))
+
+    sums = tuple(added(*term) for term in terms)
     meanwhile()
-    return acc
+    return sums
 
 
 def loop(start: Any, stop: jax.Array, body: Callable[[jax.Array], None]) -> None:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from ttcd_kernels import launch
-from ttcd_kernels.dual_window import tiles, triton_call
-from ttcd_kernels.dual_window.cotangents import with_gradients
-from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile
+from ttcd_kernels.dual_window import tiles, triton_call, xla
+from ttcd_kernels.dual_window.cotangents import QKV, Residuals, with_gradients
+from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile, MosaicTuning
 from ttcd_kernels.windows import Results, Windows
 
 _DTYPES = ("bfloat16", "float16")
@@ -50,7 +50,7 @@ def dual_window(
         raise ValueError(
             f"scale is {windows.scale}, the Mosaic kernel needs one above 0; use 'triton'"
         )
-    return with_gradients(_forward, triton_call.gradients, windows, q, k, v, segment_ids)
+    return with_gradients(_forward, gradients, windows, q, k, v, segment_ids)
 
 
 def _forward(
@@ -67,13 +67,25 @@ def _forward(
     return triton_call.everywhere(run, "QKKI -> QQLL", windows, q, k, v, segment_ids)
 
 
+def gradients(windows: Windows, saved: Residuals, cotangents: Results) -> QKV:
+    """dq, dk, dv from the cotangents of the four results, by the kernels, or in XLA where they
+    cannot run."""
+    if unsupported(saved.q, saved.k, saved.v) is not None:
+        return xla.gradients(windows, saved, cotangents)
+
+    def run(windows: Windows, *arrays: Any) -> QKV:
+        return launch_backward(windows, *arrays)
+
+    return triton_call.pulled(run, windows, saved, cotangents)
+
+
 def launch_forward(
     windows: Windows,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array | None = None,
-    tile: MosaicTile | None = None,
+    tuning: MosaicTuning | None = None,
     interpret: Any = False,
 ) -> Results:
     """One launch, without gradients. `interpret`, an instance of `mosaic_gpu.InterpretGPUParams`,
@@ -81,13 +93,58 @@ def launch_forward(
     from ttcd_kernels.dual_window.mosaic_kernel import dual_window_forward
 
     T = q.shape[1]
-    tile = tile or MOSAIC_TILES[q.shape[-1]]
+    tile = (tuning or MOSAIC_TILES[q.shape[-1]]).forward
     facts = _facts(windows, q, k, segment_ids, tile, interpret)
     operands = _operands(facts, tiles.key_tiles, q, k, v, segment_ids)
     results = dual_window_forward(facts, operands)
     outs = [out[:, :T] for out in results[::2]]
     lses = [lse[:, :, :T].swapaxes(1, 2) for lse in results[1::2]]
     return outs[-1], outs[0], lses[-1], lses[0]
+
+
+def launch_backward(windows: Windows, *arrays: Any, **options: Any) -> QKV:
+    """dq, dk, dv from the arrays of `triton_call.backward_operands`: two launches. Options as of
+    `launch_forward`."""
+    dq = launch_backward_q(windows, *arrays, **options)
+    return dq, *launch_backward_kv(windows, *arrays, **options)
+
+
+def launch_backward_q(
+    windows: Windows, *arrays: Any, tuning: MosaicTuning | None = None, interpret: Any = False
+) -> jax.Array:
+    from ttcd_kernels.dual_window.mosaic_backward import dual_window_backward_q
+
+    q, k, _, ids, *_ = arrays
+    tile = (tuning or MOSAIC_TILES[q.shape[-1]]).backward_q
+    facts = _facts(windows, q, k, ids, tile, interpret)
+    operands = _backward_operands(facts, tiles.key_tiles, *arrays)
+    return dual_window_backward_q(facts, operands)[:, : q.shape[1]]
+
+
+def launch_backward_kv(
+    windows: Windows, *arrays: Any, tuning: MosaicTuning | None = None, interpret: Any = False
+) -> tuple[jax.Array, jax.Array]:
+    from ttcd_kernels.dual_window.mosaic_backward import dual_window_backward_kv
+
+    q, k, _, ids, *_ = arrays
+    tile = (tuning or MOSAIC_TILES[q.shape[-1]]).backward_kv
+    facts = _facts(windows, q, k, ids, tile, interpret)
+    operands = _backward_operands(facts, tiles.query_tiles, *arrays)
+    dk, dv = dual_window_backward_kv(facts, operands)
+    return dk[:, : k.shape[1]], dv[:, : k.shape[1]]
+
+
+def _backward_operands(
+    facts: Any, tiles_of: Callable[..., jax.Array], *arrays: Any
+) -> dict[str, jax.Array]:
+    *operands, near_out, near_delta, near_lse, far_out, far_delta, far_lse = arrays
+    found, block = _operands(facts, tiles_of, *operands), facts.tile.block_q
+    of_bands = (near_out, near_delta, near_lse), (far_out, far_delta, far_lse)
+    for band, (d_out, delta, lse) in enumerate(of_bands[: len(facts.bands)]):
+        found[f"d_out{band}"] = padded(d_out, block)
+        for name, x in (("lse", lse * launch.LOG2E), ("delta", delta)):
+            found[f"{name}{band}"] = padded(x.swapaxes(1, 2), block, axis=2)
+    return found
 
 
 def _facts(

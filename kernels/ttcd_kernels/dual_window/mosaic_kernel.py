@@ -1,10 +1,10 @@
 """Dual-window attention's forward for Hopper, in Pallas Mosaic GPU: wgmma products, TMA copies and
 specialised warpgroups.
 
-The algorithm is that of `triton_kernels.dual_window_forward`: key tiles from the diagonal outward
-update one softmax state, which after the near band (distance < w_S) is the student's result and
-after the far band (w_S <= distance < w_T) the teacher's. Tiles that the student's edge cuts are
-visited twice, once for each band. A block computes one query tile of one head. Its two compute
+The algorithm is that of `triton_kernels.dual_window_forward`: key tiles update one softmax state,
+which after the near band (distance < w_S) is the student's result and after the far band (w_S <=
+distance < w_T) the teacher's. Tiles that the student's edge cuts are visited twice, once for each
+band. A block computes one query tile of one head. Its two compute
 warpgroups take turns: while one multiplies, the other is in its softmax. They meet twice per tile,
 
     scores of a tile started - meet - softmax - meet - its values multiplied - next tile
@@ -81,7 +81,7 @@ class _Block(QueryBlock):
         self.wait("k_ready", 0)
         pl.when(self.warpgroup == 1)(self._meet)
         step = jnp.int32(0)
-        for band in range(len(self.bands)):
+        for band in range(len(self.facts.bands)):
             step, state = self.sweep(band, step, state, functools.partial(self._attend, band))
             self._write(state, self.refs[f"out {band}"], self.refs[f"lse {band}"])
         pl.when(self.warpgroup == 0)(self._meet)
@@ -91,20 +91,18 @@ class _Block(QueryBlock):
         plgpu.barrier_arrive(self.scratch["turn"])
         plgpu.barrier_wait(self.scratch["turn"])
 
-    def _attend(
-        self, band: int, state: _State, step: jax.Array, first_key: jax.Array, is_edge: bool
-    ) -> _State:
-        """The state after one tile."""
+    def _attend(self, band: int, state: _State, step: jax.Array, tile: jax.Array | None) -> _State:
+        """The state after one tile, which is masked if it is given."""
         peak, total, acc = state
         scale, slot = self.facts.scale * LOG2E, self.slot(step)
         score = self._scores(slot)
         self.arrive("k_free", slot)
-        if is_edge:
-            score = jnp.where(self.sees(first_key, band), score, -jnp.inf)
+        if tile is not None:
+            score = jnp.where(self.sees(tile, band), score, -jnp.inf)
         # Scaled inside the exponential, where it is one fused multiply and add.
         new_peak = jnp.maximum(peak, score.max(axis=1) * scale)
         shift = new_peak
-        if is_edge:
+        if tile is not None:
             # A row that has seen no key yet has weights of 0, not 2^(inf - inf).
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
         shrink = jnp.exp2(peak - shift)
@@ -124,7 +122,7 @@ class _Block(QueryBlock):
                 self.wait("k_ready", self.slot(step + 1))
 
         values = self.scratch["v_smem"].at[slot]
-        acc = mosaic_block.add_product(acc, narrow, values, self.staged, await_next_keys)
+        (acc,) = mosaic_block.add_products([(acc, narrow, values)], self.staged, await_next_keys)
         self.arrive("v_free", slot)
         return new_peak, total, acc
 

@@ -107,4 +107,4 @@ def _bounds(whole: _Span, inner: _Span, block: int) -> jax.Array:
     stop = jnp.where(jnp.maximum(whole[0], 0) < whole[1], -(-whole[1] // block), start)
     inner_stop = jnp.clip(inner[1] // block, start, stop)
     inner_start = jnp.clip(-(-inner[0] // block), start, inner_stop)
-    return jnp.stack([start, inner_start, inner_stop, stop], -1)
+    return jnp.stack(jnp.broadcast_arrays(start, inner_start, inner_stop, stop), -1)

@@ -63,11 +63,23 @@ def _forward(
 
 
 def _backward(shape: _Shape, saved: Residuals, cotangents: Results) -> QKV:
+    return pulled(_launch_backward, shape, saved, cotangents)
+
+
+def pulled(
+    launch_backward: Callable[..., QKV], shape: Any, saved: Residuals, cotangents: Results
+) -> QKV:
+    """`launch_backward(shape, *backward_operands)` under vmap and on a mesh."""
+    operands = backward_operands(saved, cotangents)
+    return everywhere(launch_backward, "QKKIQLLQLL -> QKK", shape, *operands)
+
+
+def backward_operands(saved: Residuals, cotangents: Results) -> tuple[jax.Array | None, ...]:
+    """q, k, v, ids, then for the near and the far band dO [B, T, N, H], D and lse [B, T, N]."""
     bands = by_band(saved, cotangents)
     near = bands.near_out, bands.near_delta, saved.student_lse
     far = bands.far_out, bands.far_delta, saved.teacher_lse
-    operands = saved.q, saved.k, saved.v, saved.segment_ids
-    return everywhere(_launch_backward, "QKKIQLLQLL -> QKK", shape, *operands, *near, *far)
+    return saved.q, saved.k, saved.v, saved.segment_ids, *near, *far
 
 
 # Axes of a query-like, key-like, row-statistic and id array.
@@ -108,8 +120,7 @@ def _launch_forward(
 
 
 def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
-    """dq, dk, dv. `arrays` are q, k, v, ids, then for the near and the far band dO [B, T, N, H], D
-    and lse [B, T, N]."""
+    """dq, dk, dv from the arrays of `backward_operands`."""
     from ttcd_kernels.dual_window.triton_kernels import (
         dual_window_backward_kv,
         dual_window_backward_q,

@@ -66,8 +66,19 @@ class MosaicTile(NamedTuple):
     num_stages: int
 
 
+class MosaicTuning(NamedTuple):
+    """Tiles by kernel."""
+
+    forward: MosaicTile
+    backward_q: MosaicTile
+    backward_kv: MosaicTile
+
+
 # By head dim, for Hopper. Chosen by the reports of the assembler, not yet by time on a GPU.
-MOSAIC_TILES = {64: MosaicTile(128, 128, 3), 128: MosaicTile(128, 128, 2)}
+MOSAIC_TILES = {
+    64: MosaicTuning(MosaicTile(128, 128, 3), MosaicTile(128, 128, 3), MosaicTile(128, 128, 3)),
+    128: MosaicTuning(MosaicTile(128, 128, 2), MosaicTile(128, 64, 3), MosaicTile(64, 128, 3)),
+}
 
 
 def tuning_for(capability: int, head_dim: int, itemsize: int) -> Tuning:
