@@ -196,14 +196,14 @@ def test_machine_code_multiplies_by_warpgroups_and_spills_little(head_dim, has_d
     # Two bands of two loops. An instruction sums over 16 numbers of the head or, in the values
     # and gradients, over 16 keys or queries.
     forward, backward_q, backward_kv = MOSAIC_TILES[head_dim]
+    # The values of a band's last tile are multiplied behind its loops.
     assert [kernel.tensor_core_instructions for kernel in kernels] == [
-        4 * (head_dim + forward.block_kv) // 16,
+        (4 * head_dim + 6 * forward.block_kv) // 16,
         4 * (2 * head_dim + backward_q.block_kv) // 16,
         4 * (2 * head_dim + 2 * backward_kv.block_q) // 16,
     ]
-    assert kernels[0].spill_bytes == 0
     for kernel in kernels:
-        assert kernel.spill_bytes <= (768 if has_documents else 128)  # outside inner loops
+        assert kernel.spill_bytes <= (288 if has_documents else 128)  # outside inner loops
         assert kernel.registers * 3 * 128 <= REGISTERS
         assert kernel.shared_bytes <= SHARED_LIMIT[90]
 

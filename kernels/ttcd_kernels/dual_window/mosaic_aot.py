@@ -66,6 +66,8 @@ def compile_mosaic(head_dim: int, has_documents: bool) -> list[Compiled]:
     process = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if process.returncode:
         raise RuntimeError(f"compiling for head dim {head_dim} failed: {process.stderr[-3000:]}")
+    if "wgmma.mma_async instructions are serialized" in process.stdout:
+        raise RuntimeError(f"head dim {head_dim}: the assembler makes every product wait")
     reports = re.split(r"^Resources\(", process.stdout, flags=re.MULTILINE)[1:]
     return [_compiled(report) for report in reports]
 

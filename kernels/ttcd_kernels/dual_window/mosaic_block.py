@@ -8,8 +8,9 @@ rows of its products: queries in the forward and for dq, keys for dk and dv.
 """
 
 import abc
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,8 @@ def launch_blocks(
 class Block(abc.ABC):
     """One block: its position in the grid, its tiles [B or 1, tiles, bands, 4], its buffers."""
 
+    lags: ClassVar[dict[str, int]] = {}  # steps that an operand of the ring is needed later
+
     def __init__(self, facts: Facts, refs: dict[str, Any], scratch: dict[str, Any]) -> None:
         self.facts, self.tile = facts, facts.tile
         self.refs, self.scratch = refs, scratch
@@ -175,23 +178,26 @@ class Block(abc.ABC):
     def _load(self) -> None:
         """The memory warpgroup."""
         plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+        names, stages = self.copies(jnp.int32(0)), self.tile.num_stages
 
-        def load(step: jax.Array, is_first_round: bool) -> None:
+        def load(name: str, step: jax.Array) -> None:
             slot = self.slot(step)
-            for name, copy in self.copies(step).items():
-                if not is_first_round:
-                    self.wait(f"{name}_free", slot)
-                copy(self.scratch[f"{name}_ready"].at[slot], slot)
+            pl.when(step >= stages)(lambda: self.wait(f"{name}_free", slot))
+            self.copies(step)[name](self.scratch[f"{name}_ready"].at[slot], slot)
 
-        filled = jnp.minimum(self.num_steps, self.tile.num_stages)
-        loop(0, filled, lambda step: load(step, is_first_round=True))
-        loop(filled, self.num_steps, lambda step: load(step, is_first_round=False))
+        def load_all(step: jax.Array) -> None:
+            for name in names:
+                at = step - self.lags.get(name, 0)
+                is_step = (at >= 0) & (at < self.num_steps)
+                pl.when(is_step)(functools.partial(load, name, at))
 
         def drain(step: jax.Array) -> None:
-            for name in self.copies(step):
+            for name in names:
                 self.wait(f"{name}_free", self.slot(step))
 
-        loop(self.num_steps - filled, self.num_steps, drain)  # so that every arrival is awaited
+        loop(0, self.num_steps + max(self.lags.values(), default=0), load_all)
+        # So that every arrival is awaited.
+        loop(jnp.maximum(self.num_steps - stages, 0), self.num_steps, drain)
 
     def wait(self, name: str, index: Any) -> None:
         plgpu.barrier_wait(self.scratch[name].at[index])

@@ -4,12 +4,14 @@ specialised warpgroups.
 The algorithm is that of `triton_kernels.dual_window_forward`: key tiles update one softmax state,
 which after the near band (distance < w_S) is the student's result and after the far band (w_S <=
 distance < w_T) the teacher's. Tiles that the student's edge cuts are visited twice, once for each
-band. A block computes one query tile of one head. Its two compute
-warpgroups take turns: while one multiplies, the other is in its softmax. They meet twice per tile,
+band. A block computes one query tile of one head.
 
-    scores of a tile started - meet - softmax - meet - its values multiplied - next tile
+Products and softmax overlap twice. A compute warpgroup starts the scores of a tile and the product
+of the tile before, P v, together, and is in the softmax of the former while the latter runs: its
+state is behind by one product. And the two take turns, the second half a tile late: while one is in
+its softmax, the other multiplies. They meet twice per tile,
 
-the second of them half a tile late.
+    scores and the product before started - meet - softmax - meet - next tile
 
 Arrays: q and outputs [B, T, N, H], k and v [B, S, K, H], lse [B, N, T] float32; T is a multiple of
 `block_q`, S of `block_kv`. Query row t has position t + `halo`. Of `tiles` see `tiles.key_tiles`;
@@ -17,7 +19,8 @@ ids [B, at least the largest position of a tile].
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +36,9 @@ from ttcd_kernels.launch import LOG2E
 KERNEL_NAME = "dual_window_forward"  # Mosaic adds _mosaic_gpu
 _LN2 = 0.6931471805599453
 
-# peak [rows] in base 2 and after scaling, total [rows], acc [rows, H]; float32.
-type _State = tuple[jax.Array, jax.Array, jax.Array]
+# peak [rows] in base 2 and after scaling, total [rows], acc [rows, H], float32, without the product
+# of the last tile; its weights [rows, block_kv] as operands.
+type _State = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def dual_window_forward(facts: Facts, operands: dict[str, jax.Array]) -> list[jax.Array]:
@@ -69,23 +73,32 @@ def dual_window_forward(facts: Facts, operands: dict[str, jax.Array]) -> list[ja
 class _Block(QueryBlock):
     """A block of the forward."""
 
+    lags: ClassVar[dict[str, int]] = {"v": 1}
+
     def compute(self) -> None:
         self.fetch("q", self.q.at[self.batch, self.rows, self.head])
         self.wait("q_ready", self.warpgroup)
-        one_a_row = plgpu.Layout.WGMMA.reduce(1)
         state: _State = (
-            plgpu.layout_cast(jnp.full((self.num_rows,), -jnp.inf, jnp.float32), one_a_row),
-            plgpu.layout_cast(jnp.zeros((self.num_rows,), jnp.float32), one_a_row),
+            self._full(-jnp.inf),
+            self._full(0.0),
             mosaic_block.zeros(self.num_rows, self.q.shape[-1]),
+            mosaic_block.zeros(*self.shape).astype(self.q.dtype),
         )
         self.wait("k_ready", 0)
+        self.wait("v_ready", 0)  # the first tile has none before it: 0 v
         pl.when(self.warpgroup == 1)(self._meet)
         step = jnp.int32(0)
         for band in range(len(self.facts.bands)):
             step, state = self.sweep(band, step, state, functools.partial(self._attend, band))
-            self._write(state, self.refs[f"out {band}"], self.refs[f"lse {band}"])
+            self._write(state, step - 1, self.refs[f"out {band}"], self.refs[f"lse {band}"])
+        self.arrive("v_free", self.slot(step - 1))
         pl.when(self.warpgroup == 0)(self._meet)
         plgpu.wait_smem_to_gmem(0)
+
+    def _full(self, value: float) -> jax.Array:
+        """[rows]."""
+        row = jnp.full((self.num_rows,), value, jnp.float32)
+        return plgpu.layout_cast(row, plgpu.Layout.WGMMA.reduce(1))
 
     def _meet(self) -> None:
         plgpu.barrier_arrive(self.scratch["turn"])
@@ -93,53 +106,89 @@ class _Block(QueryBlock):
 
     def _attend(self, band: int, state: _State, step: jax.Array, tile: jax.Array | None) -> _State:
         """The state after one tile, which is masked if it is given."""
-        peak, total, acc = state
+        peak, total, acc, before = state
         scale, slot = self.facts.scale * LOG2E, self.slot(step)
-        score = self._scores(slot)
-        self.arrive("k_free", slot)
-        if tile is not None:
-            score = jnp.where(self.sees(tile, band), score, -jnp.inf)
-        # Scaled inside the exponential, where it is one fused multiply and add.
-        new_peak = jnp.maximum(peak, score.max(axis=1) * scale)
-        shift = new_peak
-        if tile is not None:
-            # A row that has seen no key yet has weights of 0, not 2^(inf - inf).
-            shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
-        shrink = jnp.exp2(peak - shift)
-        weight = jnp.exp2(score * scale - by_row(shift, score.shape))
-        total = total * shrink + weight.sum(axis=1)
+
+        def softmax(score: jax.Array) -> tuple[jax.Array, ...]:
+            self.arrive("k_free", slot)
+            if tile is not None:
+                score = jnp.where(self.sees(tile, band), score, -jnp.inf)
+            # Scaled inside the exponential, where it is one fused multiply and add.
+            new_peak = jnp.maximum(peak, score.max(axis=1) * scale)
+            shift = new_peak
+            if tile is not None:
+                # A row that has seen no key yet has weights of 0, not 2^(inf - inf).
+                shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
+            shrink = jnp.exp2(peak - shift)
+            weight = jnp.exp2(score * scale - by_row(shift, score.shape))
+            results = new_peak, total * shrink + weight.sum(axis=1), shrink, weight
+            # Here because these are branches: the assembler would put the exponentials behind the
+            # wait for the product that they are to overlap.
+            results = lax.optimization_barrier(results)
+            self._when(step > 0, self.wait, "v_ready", slot)
+            self._when(step + 1 < self.num_steps, self.wait, "k_ready", self.slot(step + 1))
+            return results
+
+        acc, new_peak, total, shrink, weight = self._products(acc, before, step, softmax)
+        self._when(step > 0, self.arrive, "v_free", self.slot(step - 1))
+        # Not rounded while the product reads the weights before, which have the same registers.
+        acc, weight = lax.optimization_barrier((acc, weight))
         acc = acc * by_row(shrink, acc.shape)
-        narrow = weight.astype(self.q.dtype)
+        state = new_peak, total, acc, weight.astype(self.q.dtype)
         # The softmax ends here, before the other warpgroup is let in.
-        acc, total, new_peak, narrow = lax.optimization_barrier((acc, total, new_peak, narrow))
-        plgpu.barrier_arrive(self.scratch["turn"])
-        self.wait("v_ready", slot)
-        plgpu.barrier_wait(self.scratch["turn"])
+        state = lax.optimization_barrier(state)
+        self._meet()
+        return state
 
-        def await_next_keys() -> None:
-            @pl.when(step + 1 < self.num_steps)
-            def _() -> None:
-                self.wait("k_ready", self.slot(step + 1))
+    def _products(
+        self,
+        acc: jax.Array,
+        before: jax.Array,
+        step: jax.Array,
+        softmax: Callable[[jax.Array], tuple[jax.Array, ...]],
+    ) -> tuple[jax.Array, ...]:
+        """acc with the product of the tile before, and `softmax(q k^T)`, run meanwhile. Once both
+        products have started, the other warpgroup takes its turn."""
+        keys = self.scratch["k_smem"].at[self.slot(step)].transpose((1, 0))
+        values = self.scratch["v_smem"].at[self.slot(jnp.maximum(step - 1, 0))]
 
-        values = self.scratch["v_smem"].at[slot]
-        (acc,) = mosaic_block.add_products([(acc, narrow, values)], self.staged, await_next_keys)
-        self.arrive("v_free", slot)
-        return new_peak, total, acc
+        def start(scores: Any) -> None:
+            plgpu.wgmma(scores, self.own("q_smem"), keys)
 
-    def _scores(self, slot: jax.Array) -> jax.Array:
-        """q k^T of one tile [rows, block_kv], unscaled; once the product has started, the other
-        warpgroup takes its turn."""
+        def results_of(refs: Sequence[Any]) -> None:
+            acc_ref, *result_refs = refs
 
-        def product(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, self.own("q_smem"), self.scratch["k_smem"].at[slot].transpose((1, 0)))
+            def run(scores: Any) -> None:
+                start(scores)
+                plgpu.wgmma(acc_ref, before, values)
+                self._meet()
+                results = softmax(plgpu.wgmma_accumulator_load(scores, wait_n=1))
+                for ref, result in zip(result_refs, results, strict=True):
+                    ref[...] = result
+
+            pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(self.shape))
+
+        def alone(scores: Any) -> jax.Array:
+            start(scores)
             self._meet()
-            return acc[...]
+            return scores[...]
 
-        return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(self.shape))
+        if self.facts.interpret:
+            (acc,) = mosaic_block.add_products([(acc, before, values)], self.staged)
+            score = pl.run_scoped(alone, plgpu.WGMMAAccumulatorRef(self.shape))
+            return acc, *softmax(score)
+        row, tile = self._full(0.0), mosaic_block.zeros(*self.shape)
+        refs = plgpu.WGMMAAccumulatorRef.init(acc), row, row, row, tile
+        return cast(tuple[jax.Array, ...], pl.run_state(results_of)(refs))
 
-    def _write(self, state: _State, out: Any, lse: Any) -> None:
+    def _when(self, is_so: jax.Array, run: Callable[..., None], *arguments: Any) -> None:
+        pl.when(is_so)(functools.partial(run, *arguments))
+
+    def _write(self, state: _State, last_step: jax.Array, out: Any, lse: Any) -> None:
         """Writes the state as out and lse, through shared memory."""
-        peak, total, acc = state
+        peak, total, acc, before = state
+        values = self.scratch["v_smem"].at[self.slot(last_step)]
+        (acc,) = mosaic_block.add_products([(acc, before, values)], self.staged)
         out_smem, lse_smem = self.own("out_smem"), self.own("lse_smem")
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the student's copy may still read it
         out_smem[...] = (acc * by_row(1.0 / total, acc.shape)).astype(out.dtype)
