@@ -5,7 +5,7 @@
                                       [--levels=kernel,distribution,task] [--niah_lengths=4096]
                                       [--max_flip_share=X] [--max_kl=X]
 
-A way names at most one of each: attention (xla, triton, lse, mosaic), the form of the
+A way names at most one of each: attention (xla, triton, mosaic), the form of the
 memory's read (auto, blocked, associative, attention), precision (float32, bfloat16, float64), and
 the path: forward (whole rows through the training forward pass), streamed[:PIECE] (a prefill in
 pieces), decoded (token by token). The rest is taken from the run's configuration.

@@ -28,7 +28,7 @@ from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.train.state import with_params
 
-AttentionName = Literal["xla", "triton", "lse", "mosaic"]
+AttentionName = Literal["xla", "triton", "mosaic"]
 Compute = Literal["float32", "bfloat16", "float64"]
 TokenPath = Literal["forward", "streamed", "decoded"]
 

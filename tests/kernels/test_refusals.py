@@ -69,12 +69,7 @@ def _call(op, **changes):
         ("dual", {"v": _zeros(1, 4, 2, 5)}, ["(1, 4, 2, 4)", "(1, 4, 2, 5)"]),
         ("dual", {"q": _zeros(2, 4, 2, 4)}, ["(2, 4, 2, 4)", "(1, 4, 2, 4)"]),
         ("dual", {"segment_ids": _zeros(1, 3, dtype="int32")}, ["(1, 3)", "(1, 4)"]),
-        ("dual", {"implementation": "fused"}, ["'fused'", "auto, triton, xla, mosaic, lse"]),
-        (
-            "dual",
-            {"implementation": "lse", "segment_ids": _zeros(1, 4, dtype="int32")},
-            ["'lse': documents (segment_ids) are not supported; use 'auto'"],
-        ),
+        ("dual", {"implementation": "fused"}, ["'fused'", "auto, triton, xla, mosaic"]),
         ("decode", {"v_cache": _zeros(2, 16, 1, 8)}, ["k_cache", "(2, 16, 2, 8)", "(2, 16, 1, 8)"]),
         ("decode", {"q": _zeros(2, 4, 4)}, ["(2, 4, 4)", "(2, 16, 2, 8)", "head dimension"]),
         ("decode", {"q": _zeros(2, 3, 8)}, ["2 kv heads do not divide 3 query heads"]),

@@ -94,7 +94,7 @@ def test_every_field_reaches_its_layer():
         qk_norm_eps=0.5,
         norm_eps=0.25,
         init_std=0.125,
-        attention_implementation="lse",
+        attention_implementation="xla",
         precision=precision,
     )
     fast, plain = block_configs(config)[:2]
@@ -103,7 +103,7 @@ def test_every_field_reaches_its_layer():
     for attention, mlp in ((fast.mixer.attention, fast.mlp.mlp), (plain.mixer, plain.mlp)):
         assert (attention.num_kv_heads, attention.head_dim, attention.window) == (1, 6, 8)
         assert (attention.has_qk_norm, attention.qk_norm_eps) == (True, 0.5)
-        assert attention.attention_implementation == "lse"
+        assert attention.attention_implementation == "xla"
         assert (mlp.dim, mlp.hidden_dim) == (attention.dim, 12) == (8, 12)
         assert mlp.init_std == attention.init_std == 0.125
         assert mlp.precision == attention.precision == precision

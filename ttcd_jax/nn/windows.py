@@ -109,7 +109,7 @@ def _one_token(
     q: jax.Array, piece: Piece, cache: KVCache, windows: Windows, implementation: Implementation
 ) -> Outputs:
     slots = cache.keys.shape[1]
-    # Kernels for long rows (mosaic, lse) have no form for one query.
+    # A kernel for long rows (mosaic) has no form for one query.
     has_form = implementation in get_args(decode.Implementation)
     chosen = cast(decode.Implementation, implementation) if has_form else "auto"
     teacher, student = decode.decode_attention(

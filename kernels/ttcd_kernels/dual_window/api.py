@@ -6,16 +6,15 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.dispatch import Candidate, choose
-from ttcd_kernels.dual_window import lse, mosaic_call, triton_call, xla
+from ttcd_kernels.dual_window import mosaic_call, triton_call, xla
 from ttcd_kernels.windows import checked
 
-Implementation = Literal["auto", "triton", "mosaic", "lse", "xla"]
+Implementation = Literal["auto", "triton", "mosaic", "xla"]
 # "auto" takes the first that can run and needs no check, or has had it.
 CANDIDATES = {
     "triton": Candidate(triton_call.dual_window, triton_call.unsupported, needs_check=True),
     "xla": Candidate(xla.dual_window),
     "mosaic": Candidate(mosaic_call.dual_window, mosaic_call.unsupported, is_automatic=False),
-    "lse": Candidate(lse.dual_window, lse.unsupported, is_automatic=False),
 }
 
 
@@ -50,8 +49,6 @@ def dual_window_attention_with_lse(
                 times the products, no more bytes of device memory
         mosaic  the same for Hopper alone (wgmma, TMA): 16-bit operands, head dims 64, 128, scale
                 > 0
-        lse     two single-window calls (cuDNN's where possible) joined by their log-sum-exps; no
-                documents
         xla     blocks of queries, O(T * window) bytes, on any device
         auto    triton where it can run and has been checked (`python -m ttcd_kernels.check`), else
                 xla

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ttcd_kernels import launch, measure
-from ttcd_kernels.dual_window import cudnn, lse, mosaic_call, triton_call
+from ttcd_kernels.dual_window import mosaic_call, triton_call
 from ttcd_kernels.dual_window.api import Implementation, dual_window_attention, window_attention
 from ttcd_kernels.dual_window.tuning import CANDIDATES as CANDIDATES
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tuning, tuning_for
@@ -138,15 +138,10 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
         functions |= {"triton": dual("triton"), "triton teacher": single("triton", windows[0])}
     if mosaic_call.unsupported(*qkv) is None:
         functions["mosaic"] = dual("mosaic")
-    if case.has_documents:  # nothing below supports them
+    if case.has_documents:  # the peers do not support them
         return functions
-    if jax.default_backend() != "gpu":
-        return functions | {"lse": dual("lse")}
-    if triton_call.unsupported(*qkv) is None:
-        functions["lse triton"] = _lse(case, lse.of_own(triton_call.dual_window))
-    if cudnn.unsupported(*qkv) is None:
+    if jax.default_backend() == "gpu":
         functions |= {
-            "lse cudnn": _lse(case, cudnn.attend),
             "cudnn teacher": _stock(jax.nn.dot_product_attention, "cudnn", windows[0]),
             "cudnn both": _stock(jax.nn.dot_product_attention, "cudnn", *windows),
         }
@@ -157,10 +152,6 @@ def implementations(case: Case) -> dict[str, Callable[..., Any]]:
             "tokamax both": _stock(tokamax.dot_product_attention, "mosaic", *windows),
         }
     return functions
-
-
-def _lse(case: Case, attend: lse.SingleWindow) -> Callable[..., Any]:
-    return lambda q, k, v: lse.dual_window(q, k, v, None, case.windows, attend)[:2]
 
 
 def _stock(

@@ -22,8 +22,7 @@ MODEL = byte_model(memory=MemoryConfig(chunk_size=8))
 ALL = "--levels=kernel,distribution"
 REFERENCE = "xla,blocked"  # one for all pairs, compiled once
 PAIRS = {
-    "attention": ("lse,blocked", ALL),
-    "form": ("xla,attention", "--levels=distribution"),
+    "form": ("xla,attention", ALL),
     "precision": ("xla,blocked,bfloat16", ALL, "--max_kl=1e-9", "--max_flip_share=1"),
     "decoded": ("xla,blocked,decoded", "--levels=distribution", "--max_kl=1e-9"),
     "streamed": (
@@ -35,12 +34,12 @@ MISTAKES = {
     "same": ((REFERENCE,), 2, "are the same way"),
     "cannot run": (("triton",), 2, "implementation 'triton': "),
     "pieces": (("streamed:8,mosaic", ALL), 2, "implementation 'mosaic': "),
-    "level": (("lse", "--levels=all"), 2, "--levels: 'all' is not one of kernel"),
-    "limit": (("lse", "--levels=task", "--max_kl=1"), 2, "name it in --levels"),
-    "lengths": (("lse", "--niah_lengths=4K"), 2, "--niah_lengths: '4K' is not a number"),
-    "task": (("lse", "--niah_tasks=qa"), 2, "--niah_tasks: 'qa' is not one of niah_single_1"),
-    "short cell": (("lse", "--levels=task", "--niah_lengths=64"), 2, "niah_single_1 takes"),
-    "long row": (("lse", "--seq_len=5000", ALL), 3, "no document fills a row: the longest"),
+    "level": (("bfloat16", "--levels=all"), 2, "--levels: 'all' is not one of kernel"),
+    "limit": (("bfloat16", "--levels=task", "--max_kl=1"), 2, "name it in --levels"),
+    "lengths": (("bfloat16", "--niah_lengths=4K"), 2, "--niah_lengths: '4K' is not a number"),
+    "task": (("bfloat16", "--niah_tasks=qa"), 2, "--niah_tasks: 'qa' is not one of niah_single_1"),
+    "short cell": (("bfloat16", "--levels=task", "--niah_lengths=64"), 2, "niah_single_1 takes"),
+    "long row": (("bfloat16", "--seq_len=5000", ALL), 3, "no document fills a row: the longest"),
 }
 
 
@@ -95,8 +94,8 @@ def report(run, output):
     return report
 
 
-def test_attentions_forms_and_paths_agree(report):
-    for name in ("attention", "form", "decoded", "streamed"):
+def test_forms_and_paths_agree(report):
+    for name in ("form", "decoded", "streamed"):
         found = report(name)
         assert (found["step"], found["seq_len"]) == (3, 40)
         assert found["environment"]["device"] == "cpu"
@@ -107,7 +106,7 @@ def test_attentions_forms_and_paths_agree(report):
         assert distribution["flip_share"] == 0
         assert abs(distribution["reference_nll"] - distribution["candidate_nll"]) < 1e-6
     assert report("form")["distribution"]["kl"]["max"] > 0
-    outputs = [row["outputs of"] for row in report("attention")["kernel"]["outputs"]]
+    outputs = [row["outputs of"] for row in report("form")["kernel"]["outputs"]]
     assert outputs == ["layer 0", "whole model"]
     streamed = report("streamed")["kernel"]
     (whole,) = streamed["outputs"]

@@ -4,6 +4,7 @@ import functools
 import re
 import types
 
+import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,8 @@ from checks import randomize
 from flax import nnx
 from scipy import special
 from small_models import config_of
+from ttcd_kernels.dispatch import Candidate
+from ttcd_kernels.dual_window import api
 
 from experiments.equivalence import compare
 from experiments.equivalence.compare import Distances, agreement, compare_layers
@@ -83,7 +86,7 @@ def test_parts_name_a_way():
     ("parts", "message"),
     [
         (["cuda"], "'cuda' is no part of a way to compute (attention: xla, triton"),
-        (["xla", "lse"], "'xla' and 'lse' are both attention: name one"),
+        (["xla", "mosaic"], "'xla' and 'mosaic' are both attention: name one"),
         (["decoded", "forward"], "'decoded' and 'forward' are both path"),
         (["decoded:4"], "'decoded:4': only streamed takes a number of tokens"),
         (["streamed:x"], "'streamed:x': only streamed takes a number of tokens"),
@@ -180,10 +183,12 @@ def test_a_changed_weight_shows_in_its_layer():
     assert found["layer 1"]["equal_share"] < 1
 
 
-def test_another_attention_shows_where_there_is_one():
-    found = _layers(_computed("xla", config=SHALLOW), _computed("lse", config=SHALLOW))
+def test_another_attention_shows_where_there_is_one(monkeypatch):
+    another = Candidate(definitions.dual_window)
+    monkeypatch.setitem(api.CANDIDATES, "mosaic", another)
+    found = _layers(_computed("xla", config=SHALLOW), _computed("mosaic", config=SHALLOW))
     assert 0 < found["layer 0"]["max_relative_error"] < 1e-5
-    found = _layers(_computed("lse", config=DELTA), _computed("xla", config=DELTA))
+    found = _layers(_computed("mosaic", config=DELTA), _computed("xla", config=DELTA))
     assert found == {"layer 0": EXACT, "whole model": EXACT}
 
 
