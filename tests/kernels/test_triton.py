@@ -50,21 +50,6 @@ def test_results_and_gradients_are_those_of_the_definition():
     check_errors("dual_window", CASES, BOUND, "teacher_lse", "student_lse")
 
 
-# Windows, a row shorter than its keys, documents of some tiles and of one key, ids that come again.
-TILES = [
-    {"T": T, "S": S, "low": low, "high": high, **ids}
-    for T, S in ((100, 100), (70, 101))
-    for low, high in ((0, 1), (0, 16), (16, 60), (7, 200), (20, 20))
-    for ids in ({}, *({"ids": [i // n for i in range(S)]} for n in (1, 16, 37)))
-]
-TILES += [x | {"ids": [i // 30 % 2 for i in range(x["S"])]} for x in TILES if "ids" not in x]
-TILES += [{"T": 100, "S": 100, "low": 0, "high": 90, "ids": [0] * 40 + [1] * 60, "has_inner": True}]
-
-
-def test_tiles_cover_the_band_exactly_and_masks_are_where_pairs_are_hidden():
-    check_errors("tiles", TILES, {"float32": 0.5})
-
-
 CODE = [case for case in bench.SHAPES["aot"] if case.head_dim == 64 or not case.has_documents]
 
 

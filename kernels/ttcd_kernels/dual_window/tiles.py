@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# (min, max) distance from query to key, max excluded and larger.
+# (min, max) distance from query to key, max excluded; equal ones are an empty band.
 type Band = tuple[int, int]
 
 
@@ -62,7 +62,7 @@ def key_tiles(
     def band(nearest: int, reach: int) -> jax.Array:
         whole = jnp.maximum(first - reach + 1, seen), last - nearest + 1
         inner = jnp.maximum(last - reach + 1, clear), first - nearest + 1
-        return _bounds(whole, inner, block_kv)
+        return _bounds(whole, inner, block_kv, is_empty=nearest == reach)
 
     return jnp.stack([band(*x) for x in bands], 2)
 
@@ -92,7 +92,7 @@ def query_tiles(
         whole = first + nearest - halo, jnp.minimum(last + reach - 1, seeing) + 1 - halo
         stop = jnp.minimum(first + reach - 1, clear) + 1 - halo
         inner = last + nearest - halo, jnp.where(stop >= num_queries, filled, stop)
-        return _bounds(whole, inner, block_q)
+        return _bounds(whole, inner, block_q, is_empty=nearest == reach)
 
     return jnp.stack([band(*x) for x in bands], 2)
 
@@ -100,11 +100,12 @@ def query_tiles(
 type _Span = tuple[jax.Array, jax.Array]
 
 
-def _bounds(whole: _Span, inner: _Span, block: int) -> jax.Array:
+def _bounds(whole: _Span, inner: _Span, block: int, is_empty: bool) -> jax.Array:
     """[..., 4] from spans of positions (start, stop): the tiles with any of `whole`, those with
     nothing but `inner`."""
-    start = jnp.maximum(whole[0], 0) // block
-    stop = jnp.where(jnp.maximum(whole[0], 0) < whole[1], -(-whole[1] // block), start)
+    first = jnp.maximum(whole[0], 0)
+    start = first // block
+    stop = jnp.where((first < whole[1]) & (not is_empty), -(-whole[1] // block), start)
     inner_stop = jnp.clip(inner[1] // block, start, stop)
     inner_start = jnp.clip(-(-inner[0] // block), start, inner_stop)
     return jnp.stack(jnp.broadcast_arrays(start, inner_start, inner_stop, stop), -1)

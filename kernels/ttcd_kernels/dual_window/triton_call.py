@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttcd_kernels import launch, partitioning
-from ttcd_kernels.dual_window import xla
+from ttcd_kernels.dual_window import tiles, xla
 from ttcd_kernels.dual_window.cotangents import QKV, Residuals, by_band, with_gradients
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tile, Tuning, tuning_for
 from ttcd_kernels.windows import Results, Windows
@@ -109,7 +109,7 @@ def _launch_forward(
         q = q * jnp.asarray(np.sign(shape.windows.scale), q.dtype)
     teacher, student, teacher_lse, student_lse = launch.launch(
         dual_window_forward,
-        *_operands(q, k, v, segment_ids),
+        *_operands(shape, tile, tiles.key_tiles, q, k, v, segment_ids),
         *_sizes(q, k, shape.windows),
         np.float32(scale * launch.LOG2E),
         out_shape=[out, out, lse, lse],
@@ -134,8 +134,7 @@ def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
         """[2, B, N, T] from [B, T, N]."""
         return jnp.stack([near, far]).swapaxes(2, 3)
 
-    arguments = (
-        *_operands(q, k, v, ids),
+    cotangents = (
         jnp.stack([near_out, far_out]),
         stacked(near_lse, far_lse) * launch.LOG2E,
         stacked(near_delta, far_delta),
@@ -144,7 +143,8 @@ def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
     tile = shape.tuning.backward_q
     (dq,) = launch.launch(
         dual_window_backward_q,
-        *arguments,
+        *_operands(shape, tile, tiles.key_tiles, q, k, v, ids),
+        *cotangents,
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
         grid=(-(-T // tile.block_m), N, B),
         **_constants(q, ids, tile),
@@ -152,7 +152,8 @@ def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
     tile = shape.tuning.backward_kv
     dk, dv = launch.launch(
         dual_window_backward_kv,
-        *arguments,
+        *_operands(shape, tile, tiles.query_tiles, q, k, v, ids),
+        *cotangents,
         out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2,
         grid=(-(-S // tile.block_n), K, B),
         **_constants(q, ids, tile),
@@ -161,25 +162,20 @@ def _launch_backward(shape: _Shape, *arrays: Any) -> QKV:
 
 
 def _operands(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+    shape: _Shape,
+    tile: Tile,
+    tiles_of: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
-    """q, k, v and the documents; without any a pointer that is never read."""
-    return q, k, v, q if segment_ids is None else document_bounds(segment_ids)
-
-
-def document_bounds(segment_ids: jax.Array) -> jax.Array:
-    """[4, B, S] int32: the ids [B, S], the start of each position's run of equal ids, the first key
-    that a query at the position may see, the last position that may see it. The last two are the
-    run's ends in a row whose ids never fall, else the row's: a document may come again."""
-    ids = segment_ids.astype(jnp.int32)
-    position = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    ends = jnp.concatenate([ids[:, 1:] != ids[:, :-1], jnp.ones_like(ids[:, :1], bool)], 1)
-    starts = jnp.roll(ends, 1, 1)  # the row's first position as well
-    start = jax.lax.cummax(jnp.where(starts, position, 0), 1)
-    end = jax.lax.cummin(jnp.where(ends, position, ids.shape[1] - 1), 1, reverse=True)
-    is_ordered = jnp.all(ids[:, 1:] >= ids[:, :-1], 1, keepdims=True)
-    first = jnp.where(is_ordered, start, 0)
-    return jnp.stack([ids, start, first, jnp.where(is_ordered, end, ids.shape[1] - 1)])
+    """q, k, v, ids and tiles; without documents the ids are a pointer that is never read."""
+    rows = None if segment_ids is None else tiles.documents(segment_ids)
+    teacher, student, _ = shape.windows
+    bands = (0, student), (student, teacher)
+    sizes = q.shape[1], k.shape[1], tile.block_m, tile.block_n
+    return q, k, v, q if rows is None else rows.ids, tiles_of(bands, *sizes, rows)
 
 
 def _sizes(q: jax.Array, k: jax.Array, windows: Windows) -> tuple[int, ...]:

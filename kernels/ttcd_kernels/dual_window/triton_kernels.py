@@ -19,10 +19,8 @@ acc / l with lse = (m + log2 l) ln 2; carried on through the far band it is the 
 near first, so that one loop serves both bands. No atomics: one program writes each result.
 
 Arrays are contiguous: q, outputs and cotangents [B, T, N, H], k and v [B, S, K, H], lse and D [B,
-N, T]. Query row t has position t + S - T. Row offsets are 64 bit: B T N H may pass 2^31. ids are
-[4, B, S]: the ids; where a key's run of equal ids starts; and, so that tiles of other documents are
-skipped, the first key that a query at this position may see and the last position that sees a
-key.
+N, T], ids [B, S]. Query row t has position t + S - T. Row offsets are 64 bit: B T N H may pass
+2^31. tiles are those of `tiles.key_tiles`, for dk and dv of `tiles.query_tiles`.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -38,19 +36,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _tiles(first, last, min_distance, max_distance, first_key, clear_key, S, BLOCK: tl.constexpr):
-    """Key tiles of a band for the queries at positions first .. last: (start, inner_start,
-    inner_stop, stop). Every pair of the inner tiles is visible; the others are masked. No query
-    sees a key before `first_key`; every query shares its document with the keys from `clear_key`
-    to itself."""
-    stop = (tl.maximum(tl.minimum(last - min_distance, S - 1) + 1, 0) + BLOCK - 1) // BLOCK
-    start = tl.minimum(tl.maximum(first - max_distance + 1, first_key) // BLOCK, stop)
-    start = tl.where(min_distance < max_distance, start, stop)
-    inner_stop = tl.maximum(first - min_distance + 1, 0) // BLOCK
-    inner_stop = tl.minimum(tl.maximum(inner_stop, start), stop)
-    inner_start = (tl.maximum(last - max_distance + 1, clear_key) + BLOCK - 1) // BLOCK
-    inner_start = tl.minimum(tl.maximum(inner_start, start), inner_stop)
-    return start, inner_start, inner_stop, stop
+def _bounds(tiles_ptr, band, HAS_SEGMENTS: tl.constexpr):
+    """(start, inner_start, inner_stop, stop) of the tiles that this program visits in a band. Every
+    pair of the inner ones is visible; the others are masked."""
+    base = tiles_ptr + tl.program_id(0) * 8 + band * 4
+    if HAS_SEGMENTS:
+        base += tl.program_id(2) * tl.num_programs(0) * 8
+    return tl.load(base), tl.load(base + 1), tl.load(base + 2), tl.load(base + 3)
 
 
 @triton.jit
@@ -86,17 +78,6 @@ def _load_ids(base, index, S, HAS_SEGMENTS: tl.constexpr):
         return tl.load(base + index, mask=index < S, other=0)
     else:
         return index
-
-
-@triton.jit
-def _documents(ids_base, plane, first, last, S, HAS_SEGMENTS: tl.constexpr):
-    """(first_key, clear_key) of `_tiles` for the queries at positions first .. last."""
-    if HAS_SEGMENTS:
-        run_start = tl.load(ids_base + plane + last)
-        clear_key = tl.where(run_start <= first, run_start, S)
-        return tl.load(ids_base + 2 * plane + first), clear_key
-    else:
-        return 0, 0
 
 
 @triton.jit
@@ -159,6 +140,7 @@ def dual_window_forward(
     k_ptr,
     v_ptr,
     ids_ptr,
+    tiles_ptr,
     T,
     S,
     N,
@@ -181,13 +163,10 @@ def dual_window_forward(
     tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, at = _query_rows(tile, head, batch, T, N, H, BLOCK_M)
     is_row, position = row < T, row + (S - T)
-    first, last = tile * BLOCK_M + (S - T), tl.minimum(tile * BLOCK_M + BLOCK_M, T) - 1 + (S - T)
     q = tl.load(q_ptr + at, mask=inside(is_row, H), other=0.0)
     key_base = tl.cast(batch, tl.int64) * S * K * H + head // (N // K) * H
     ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
     ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
-    plane = tl.cast(tl.num_programs(2), tl.int64) * S
-    first_key, clear_key = _documents(ids_base, plane, first, last, S, HAS_SEGMENTS)
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc = tl.zeros([BLOCK_M, triton.next_power_of_2(H)], tl.float32)
@@ -204,7 +183,7 @@ def dual_window_forward(
             ids_base,
             position,
             ids_q,
-            _tiles(first, last, min_distance, max_distance, first_key, clear_key, S, BLOCK_N),
+            _bounds(tiles_ptr, band, HAS_SEGMENTS),
             min_distance,
             max_distance,
             S,
@@ -229,6 +208,7 @@ def dual_window_backward_q(
     k_ptr,
     v_ptr,
     ids_ptr,
+    tiles_ptr,
     d_out_ptr,
     lse_log2_ptr,
     delta_ptr,
@@ -252,13 +232,10 @@ def dual_window_backward_q(
     tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, at = _query_rows(tile, head, batch, T, N, H, BLOCK_M)
     is_row, position = row < T, row + (S - T)
-    first, last = tile * BLOCK_M + (S - T), tl.minimum(tile * BLOCK_M + BLOCK_M, T) - 1 + (S - T)
     q = tl.load(q_ptr + at, mask=inside(is_row, H), other=0.0)
     key_base = tl.cast(batch, tl.int64) * S * K * H + head // (N // K) * H
     ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
     ids_q = _load_ids(ids_base, position, S, HAS_SEGMENTS)
-    plane = tl.cast(tl.num_programs(2), tl.int64) * S
-    first_key, clear_key = _documents(ids_base, plane, first, last, S, HAS_SEGMENTS)
 
     dq = tl.zeros([BLOCK_M, triton.next_power_of_2(H)], tl.float32)
     scale_log2 = scale * LOG2E
@@ -270,7 +247,7 @@ def dual_window_backward_q(
         d_out = tl.load(d_out_ptr + plane + at, mask=inside(is_row, H), other=0.0)
         min_distance = 0 if band == 0 else student_window
         max_distance = student_window if band == 0 else teacher_window
-        tiles = _tiles(first, last, min_distance, max_distance, first_key, clear_key, S, BLOCK_N)
+        tiles = _bounds(tiles_ptr, band, HAS_SEGMENTS)
         for part in tl.static_range(3):
             for tile_n in range(tiles[part], tiles[part + 1]):
                 start = tile_n * BLOCK_N
@@ -295,23 +272,12 @@ def dual_window_backward_q(
 
 
 @triton.jit
-def _query_tiles(
-    start, min_distance, max_distance, last_query, T, S, BLOCK_N, BLOCK_M: tl.constexpr
-):
-    """(first, number) of the query tiles that see the keys start .. start + BLOCK_N - 1 within the
-    band, up to the query at position `last_query`."""
-    first = tl.maximum(start + min_distance - (S - T), 0)
-    last = tl.minimum(start + BLOCK_N - 1 + max_distance - 1, last_query) - (S - T)
-    is_empty = (first > last) | (min_distance >= max_distance)
-    return first // BLOCK_M, tl.where(is_empty, 0, last // BLOCK_M - first // BLOCK_M + 1)
-
-
-@triton.jit
 def dual_window_backward_kv(
     q_ptr,
     k_ptr,
     v_ptr,
     ids_ptr,
+    tiles_ptr,
     d_out_ptr,
     lse_log2_ptr,
     delta_ptr,
@@ -340,16 +306,9 @@ def dual_window_backward_kv(
     v = _load_rows(v_ptr + key_base, start, K * H, S, BLOCK_N, H, True)
     ids_base = ids_ptr + tl.cast(batch, tl.int64) * S
     ids_k = _load_ids(ids_base, key, S, HAS_SEGMENTS)
-    last_query = S - 1
-    if HAS_SEGMENTS:
-        last_key = tl.minimum(start + BLOCK_N, S) - 1
-        last_query = tl.load(ids_base + 3 * tl.cast(tl.num_programs(2), tl.int64) * S + last_key)
-    near_first, num_near = _query_tiles(
-        start, 0, student_window, last_query, T, S, BLOCK_N, BLOCK_M
-    )
-    far_first, num_far = _query_tiles(
-        start, student_window, teacher_window, last_query, T, S, BLOCK_N, BLOCK_M
-    )
+    near_first, _, _, near_stop = _bounds(tiles_ptr, 0, HAS_SEGMENTS)
+    far_first, _, _, far_stop = _bounds(tiles_ptr, 1, HAS_SEGMENTS)
+    num_near, num_far = near_stop - near_first, far_stop - far_first
     per_head = num_near + num_far
 
     scale_log2 = scale * LOG2E
