@@ -31,8 +31,8 @@ NARROW = {"tiles": [(128, 64, 2), (128, 64, 2), (64, 128, 2)]}  # more tiles tha
 FORWARD = {"has_gradients": False}
 SETS = {
     "shapes": [
-        # Two sequences, grouped heads, halo, ragged; windows and halo cut tiles.
-        BASE | NARROW | {"B": 2, "T": 130, "S": 200, "teacher": 100, "student": 37},
+        # Two sequences, grouped heads, ragged; windows and halo cut tiles, no query sees the first.
+        BASE | NARROW | {"B": 2, "T": 130, "S": 290, "teacher": 31, "student": 17},
         # Far more tiles than slots.
         BASE | NARROW | FORWARD | {"S": 440, "N": 1, "teacher": 397, "student": 130},
         # The table's tile; the teacher's window ends inside a query tile's halo.
@@ -56,7 +56,7 @@ SETS = {
         | {"documents": [90, 1, 165], "ids": [3, 1, 3]},
     ],
 }
-# A step of each dtype at 1: outputs are averages, of weights rounded once. Of gradients, at the
+# A step of each dtype at 1: outputs are averages, of weights rounded once. Of gradients, two at the
 # largest.
 STEP = {"bfloat16": 2**-7, "float16": 2**-10}
 
@@ -121,7 +121,8 @@ def test_results_are_those_of_the_definition_and_nothing_races(name):
     for case, line in zip(SETS[name], output.splitlines(), strict=True):
         step = STEP[case.get("dtype", "bfloat16")]
         for name, error in json.loads(line).items():
-            assert error < (2e-6 if name.endswith("lse") else step), (case, line)
+            steps = 2e-6 / step if name.endswith("lse") else 2 if name.startswith("d") else 1
+            assert error < steps * step, (case, line)
 
 
 def _define(windows, q, k, v, segment_ids):

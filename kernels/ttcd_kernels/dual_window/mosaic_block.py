@@ -207,7 +207,7 @@ class Block(abc.ABC):
 
     @property
     def staged(self) -> Any:
-        """The buffer that `add_product` needs in JAX's simulator."""
+        """The buffer that `add_products` needs in JAX's simulator."""
         return self.own("staged_smem") if self.facts.interpret else None
 
     def own(self, name: str) -> Any:
@@ -282,19 +282,15 @@ def zeros(rows: int, columns: int) -> jax.Array:
 
 
 def add_products(
-    terms: Sequence[tuple[jax.Array, jax.Array, Any]],
-    staged: Any = None,
-    meanwhile: Callable[[], None] = lambda: None,
+    terms: Sequence[tuple[jax.Array, jax.Array, Any]], staged: Any
 ) -> tuple[jax.Array, ...]:
-    """acc + weight operand of each term (acc, weight, operand), running `meanwhile` during the
-    products. JAX's simulator neither carries an accumulator nor multiplies from registers: there
-    `staged` is a buffer for weights."""
+    """acc + weight operand of each term (acc, weight, operand). JAX's simulator neither carries an
+    accumulator nor multiplies from registers: there `staged` is a buffer for weights, else None."""
     if staged is None:
 
         def products(accs: Sequence[Any]) -> None:
             for acc, (_, weight, operand) in zip(accs, terms, strict=True):
                 plgpu.wgmma(acc, weight, operand)
-            meanwhile()
 
         accs = tuple(plgpu.WGMMAAccumulatorRef.init(acc) for acc, _, _ in terms)
         return cast(tuple[jax.Array, ...], pl.run_state(products)(accs))
@@ -309,9 +305,7 @@ def add_products(
 
         return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((acc.shape[0], acc.shape[1])))
 
-    sums = tuple(added(*term) for term in terms)
-    meanwhile()
-    return sums
+    return tuple(added(*term) for term in terms)
 
 
 def loop(start: Any, stop: jax.Array, body: Callable[[jax.Array], None]) -> None:
