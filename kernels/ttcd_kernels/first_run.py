@@ -98,7 +98,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--out: a step of an earlier call still runs in {options.out}; end it first")
     except OSError as error:
         parser.error(f"--out: {error}")
-    print("", format_table([*records.values()]), *advice(options.out), sep="\n", flush=True)
+    timed = times(options.out)
+    tables = [format_table(rows) for rows in ([*records.values()], timed) if rows]
+    print("", "\n\n".join(tables), *advice(options.out), sep="\n", flush=True)
     if records[CHECK]["outcome"] != "passed":
         raise SystemExit(f"the kernels have not been found right: {options.out}/first_run.log")
 
@@ -142,6 +144,18 @@ def run(step: Step, out: Path, seconds: float, log: TextIO) -> Row:
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     spent = round(time.monotonic() - start, 1)
     return {"step": step.name, "outcome": outcome, "seconds": spent, "last line": last[:160]}
+
+
+def times(out: Path) -> list[Row]:
+    """The rows of the steps that time kernels beside their peers, in short."""
+    columns = ("case", "pass", "implementation", "time ms", "% of floor", "note")
+    found = []
+    for step in STEPS:
+        file = out / f"{step.name}.json"
+        report = json.loads(file.read_text()) if file.exists() else {}
+        rows = [row for op in report.get("ops", {}).values() for row in op["rows"]]
+        found += [{name: row[name] for name in columns} for row in rows]
+    return found
 
 
 def advice(out: Path) -> list[str]:

@@ -163,7 +163,7 @@ def _continued(file: Path | None, parser: argparse.ArgumentParser) -> dict[str, 
 
 
 def _origin(report: dict[str, Any]) -> tuple[Any, ...]:
-    return report["source"], {**report["environment"], "clocks": None}
+    return report["source"], {**report["environment"], "clocks": None, "commit": None}
 
 
 def _by_kernel(rows: list[Row]) -> Iterator[tuple[Row | None, list[Row]]]:

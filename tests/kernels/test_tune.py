@@ -4,7 +4,11 @@ machine code."""
 import fcntl
 import json
 import os
+import signal
+import subprocess
+import sys
 
+import commands
 import jax
 import jax.numpy as jnp
 import pytest
@@ -203,6 +207,48 @@ def test_an_interrupted_search_goes_on(processes, tmp_path, capsys):
     tune.main([*ARGUMENTS, str(file)])
     assert len(seen) == 72
     assert json.loads(file.read_text()) == json.loads(before)
+
+
+# A search of its own of two tiles, in processes that compile really and launch nothing.
+SEARCH = """
+import sys
+import jax.numpy as jnp
+from ttcd_kernels import launch, tune
+from ttcd_kernels.decode import bench
+real = launch.launch
+def stand_in(*args, out_shape, **options):
+    if launch._RECORD.get() is not None:
+        return real(*args, out_shape=out_shape, **options)
+    return [jnp.zeros(x.shape, x.dtype) for x in out_shape]
+launch.launch = stand_in
+bench.SHAPES["tiny"] = bench.SHAPES["parity"][2:3]
+bench.CANDIDATES = {"decode_attention": bench.CANDIDATES["decode_attention"][:2]}
+tune.PROGRAM = ("-c", sys.argv.pop(1))
+with launch.compiling_for(90):
+    tune.main(sys.argv[1:])
+"""
+PROCESS = SEARCH.replace("sys.argv.pop(1)", "''")
+
+
+def test_a_search_that_is_killed_goes_on_where_it_was(tmp_path):
+    file = tmp_path / "tune.json"
+    command = [sys.executable, "-c", SEARCH, PROCESS, "--op", "decode", "--shapes", "tiny"]
+    command += ["--json", str(file)]
+    options = {"stdout": subprocess.PIPE, "text": True, "env": commands.cpu_environment()}
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        for line in process.stdout:
+            if line.endswith(" ms\n"):
+                break
+        os.killpg(process.pid, signal.SIGKILL)
+    before = json.loads(file.read_text())["rows"]
+    assert 1 <= len(before) <= 3
+    output = subprocess.run(command, check=True, **options).stdout
+    assert f"{3 - len(before)} tiles to try, {len(before)} tried before" in output
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[: len(before)] == before
+    assert [row["note"] for row in rows].count(tune.TABLE) == 1
+    assert len({row["tile"] for row in rows}) == 3
+    assert all(row["ms"] > 0 for row in rows)
 
 
 def test_results_of_another_machine_or_source_are_not_mixed(processes, tmp_path, capsys):
