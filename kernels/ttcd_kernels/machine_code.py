@@ -22,7 +22,7 @@ CAPABILITIES = (80, 86, 89, 90, 100, 120)
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 SHARED_LIMIT |= {120: 99 << 10}
 REGISTERS = 65_536  # of a multiprocessor, hence of a block
-SPILLS = 64  # bytes of a thread that are not felt
+SPILLS = 512  # bytes of a thread that may be outside of its loops
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 # Each compiles to one machine instruction.
 _TENSOR_CORES = re.compile(r"\b(?:(?:wgmma\.mma_async|mma)\.sync|tcgen05\.mma)")

@@ -31,7 +31,7 @@ from ttcd_kernels.table import format_table
 PROGRAM = ("-m", "ttcd_kernels.tune")
 TABLE = "the table's"
 _GAIN = 0.97  # of the table's time: less is not noise
-_COMPILING, _TIMING, _LONGEST = 120, 30, 300  # seconds after which a process hangs
+_COMPILING, _TIMING, _LONGEST = 60, 30, 300  # seconds after which a process hangs
 _COUNTS = ("registers", "spill_bytes", "shared_bytes")
 
 
