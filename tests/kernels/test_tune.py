@@ -128,7 +128,7 @@ def test_a_tile_that_the_gpu_refuses_is_noted(launched, turn, monkeypatch):
     assert tune.measured(job, turn)["note"] == "failed: RuntimeError: out of resources"
 
 
-def test_timing_overlaps_with_nothing(turn):
+def test_processes_compile_together_and_time_alone(launched, turn, monkeypatch):
     def may_lock(kind):
         with open(turn) as file:
             try:
@@ -137,12 +137,27 @@ def test_timing_overlaps_with_nothing(turn):
                 return False
         return True
 
-    with tune._turn(turn, fcntl.LOCK_SH, 60):  # compiling
-        assert may_lock(fcntl.LOCK_SH)
-        assert not may_lock(fcntl.LOCK_EX)
-    with tune._turn(turn, fcntl.LOCK_EX, 60):
-        assert not may_lock(fcntl.LOCK_SH)
-        assert not may_lock(fcntl.LOCK_EX)
+    seen = []
+
+    def seeing(function):
+        def call(*args):
+            seen.append((function.__name__, may_lock(fcntl.LOCK_SH), may_lock(fcntl.LOCK_EX)))
+            return function(*args)
+
+        return call
+
+    for module, name in (
+        (machine_code, "compile_launch"),
+        (measure, "ready"),
+        (measure, "median_seconds"),
+    ):
+        monkeypatch.setattr(module, name, seeing(getattr(module, name)))
+    tune.measured(_job("dual_window", "200, full/1 H2/1 D32", "forward", (64, 32, 4, 2)), turn)
+    assert seen == [
+        ("compile_launch", True, False),
+        ("ready", True, False),
+        ("median_seconds", False, False),
+    ]
     assert may_lock(fcntl.LOCK_EX)
 
 
