@@ -114,6 +114,11 @@ def tuning(case: Case) -> Tuning:
     return tuning_for(launch.known_capability(), case.head_dim, jnp.dtype(case.dtype).itemsize)
 
 
+def integers(case: Case) -> list[jax.Array]:
+    """The integer operands of the kernels that `with_tuning` launches."""
+    return []
+
+
 def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Any]:
     return lambda q, k, v: triton_call.dual_window(q, k, v, None, case.windows, tuning=tuning)[:2]
 
