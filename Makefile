@@ -44,7 +44,7 @@ quickstart: .venv ## train and evaluate on text and on recall, make the page (ST
 
 SEED := 0
 CONTINUED := runs/continued-$(SEED)
-METHODS := full swa ipttt ipttcd
+METHODS := full swa ipttt ipttcd ipttcd_corrected
 CONVERT := $(PYTHON) -m experiments.convert
 FROM_BOOKS := $(SHORT) --param="BOOKS='$(BOOKS)'"
 CHECK := $(if $(TORCH),--check --python=$(TORCH))
@@ -65,7 +65,7 @@ continued: .venv ## train a base, export and import it, continue at 8 times its 
 	for method in $(METHODS); do $(EVALUATE) --run_dir=$(CONTINUED)/study/$$method-$(SEED) --task=ruler \
 	  --tasks=niah_single_1 --lengths=1024,2048,4096,8192 --samples=25 || exit; done
 	test -e $(CONTINUED)/exported || \
-	  $(CONVERT) export --format=huggingface $(CONTINUED)/study/ipttcd-$(SEED) $(CONTINUED)/exported
+	  $(CONVERT) export --format=huggingface $(CONTINUED)/study/ipttcd_corrected-$(SEED) $(CONTINUED)/exported
 	test -e $(CONTINUED)/again || \
 	  $(CONVERT) import --format=huggingface $(CONTINUED)/exported $(CONTINUED)/again $(CHECK)
 	$(PYTHON) -m experiments.report --output=$(CONTINUED) \

@@ -189,13 +189,25 @@ def difference(path: Path, num_bytes: int | None = None, digest: str | None = No
 
 def read_json(path: Path, kind: type = dict) -> Any:
     """The JSON object (or list) in a file of at most `MAX_JSON_BYTES`; otherwise a `DataError`."""
+    return parse_json(_content(path), path, kind)
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a file of at most `MAX_JSON_BYTES`; otherwise a `DataError`."""
+    try:
+        return _content(path).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 at byte {error.start}; copy it again") from error
+
+
+def _content(path: Path) -> bytes:
     try:
         size = path.stat().st_size
         if not path.is_file():
             raise DataError(f"{path} is no regular file")
         if size > MAX_JSON_BYTES:
-            raise DataError(f"{path} has {size} bytes, JSON may have {MAX_JSON_BYTES}")
-        return parse_json(path.read_bytes(), path, kind)
+            raise DataError(f"{path} has {size} bytes, at most {MAX_JSON_BYTES} are read")
+        return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 

@@ -1,17 +1,18 @@
 """Measures the kernels and their peers: tables on stdout, JSON with device, versions and clocks.
 
     python -m ttcd_kernels.bench [--op dual_window ...] [--shapes tiny|cpu|paper] [--case NAME ...]
-                                 [--json FILE]
+                                 [--implementation NAME ...] [--times_only] [--json FILE]
 
 All ops by default. First every implementation is compared with XLA's in float64 (`parity`: small
-odd shapes), then timed. Times are medians of rounds in which all implementations take turns;
-bytes are those that the compiler reports; the floor is the time of the least arithmetic or the
-least memory traffic, whichever is longer, at this device's measured ceilings. `tiny` takes a minute
-or two, `cpu` a few more on two cores, `paper` needs a GPU.
+odd shapes; `--times_only` leaves it out, after `check`), then timed. Times are medians of rounds in
+which all implementations take turns; bytes are those that the compiler reports; the floor is the
+time of the least arithmetic or the least memory traffic, whichever is longer, at this device's
+measured ceilings. `tiny` takes a minute or two, `cpu` a few more on two cores, `paper` needs a GPU.
 """
 
 import argparse
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,11 @@ SETS = ("tiny", "cpu", "paper")
 
 def main(arguments: list[str] | None = None) -> None:
     about = "Parity, time and device memory of the kernels and their peers."
-    options = parse("bench", about, list(OPS), "tiny", arguments)
+    parser = parser_of("bench", about, list(OPS), "tiny")
+    parser.add_argument("--implementation", nargs="+", default=[], help="default: all")
+    parser.add_argument("--times_only", action="store_true", help="without the comparison")
+    options = parsed(parser, arguments)
+    names = options.implementation
     report: dict[str, Any] = {"environment": environment()}
     ceilings = measure.ceilings()
     flops, rate = (value / TERA for value in ceilings)
@@ -38,19 +43,24 @@ def main(arguments: list[str] | None = None) -> None:
     failed = {}
     for name in options.op:
         op = OPS[name]
-        compared = [row for case in op.SHAPES["parity"] for row in parity.compare(op, case)]
-        print(f"\n{name}\n{format_table(compared)}", flush=True)
+        shapes = () if options.times_only else op.SHAPES["parity"]
+        compared = [row for case in shapes for row in parity.compare(op, case, names or None)]
+        if compared:
+            print(f"\n{name}\n{format_table(compared)}", flush=True)
         report["ops"][name] = {"parity": compared, "shapes": [], "rows": []}
         failed |= _failed(op, compared)
     for name, case in cases(options):
-        rows = measured(OPS[name], case, ceilings)
-        print(f"\n{format_table(rows)}", flush=True)
+        rows = measured(OPS[name], case, ceilings, names)
+        if rows:
+            print(f"\n{format_table(rows)}", flush=True)
         report["ops"][name]["shapes"].append(case._asdict())
         report["ops"][name]["rows"] += rows
         failed |= _failed(OPS[name], rows)
         write(report, options.json)  # after every case: a long run may be cut off
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}; the notes above say why")
+    if not any(report["ops"][name]["rows"] for name in options.op):
+        raise SystemExit(f"nothing to time: no implementation {', '.join(names)} here")
 
 
 def _failed(op: Any, rows: Sequence[Row]) -> dict[str, None]:
@@ -59,17 +69,19 @@ def _failed(op: Any, rows: Sequence[Row]) -> dict[str, None]:
     return dict.fromkeys(name for name in refused if not name.startswith(op.PEERS))
 
 
-def parse(
-    command: str, about: str, ops: list[str], shapes: str, arguments: list[str] | None
-) -> argparse.Namespace:
-    """The parsed options of a command; `ops` and `shapes` are their defaults."""
+def parser_of(command: str, about: str, ops: list[str], shapes: str) -> argparse.ArgumentParser:
+    """The options that `bench` and `tune` share; `ops` and `shapes` are their defaults."""
     parser = argparse.ArgumentParser(
         prog=f"python -m ttcd_kernels.{command}", description=about, allow_abbrev=False
     )
     parser.add_argument("--op", choices=OPS, nargs="+", default=ops, help="kernels of these ops")
     parser.add_argument("--shapes", choices=SETS, default=shapes, help="set of shapes")
     parser.add_argument("--case", nargs="+", default=[], help="names in the set; default: all")
-    parser.add_argument("--json", type=Path, help="file for the report, written after every case")
+    parser.add_argument("--json", type=Path, help="file for the report, written as it grows")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     known = [case.name for op in options.op for case in OPS[op].SHAPES[options.shapes]]
     for name in options.case:
@@ -95,14 +107,21 @@ def environment() -> dict[str, Any]:
 
 
 def write(report: dict[str, Any], file: Path | None) -> None:
+    """Whole or not at all: who writes may be killed."""
     if file is not None:
-        file.write_text(json.dumps(report, indent=1) + "\n")
+        part = file.with_name(f".{file.name}.{os.getpid()}")
+        part.write_text(json.dumps(report, indent=1) + "\n")
+        part.replace(file)
 
 
-def measured(op: Any, case: Any, ceilings: measure.Ceilings) -> list[Row]:
-    """Table rows of all implementations of an op in both directions: compiled, and timed if they
-    fit. Rates count the work that any implementation has to do; the floor is its least time."""
-    programs = measure.programs(op, case)
+def measured(
+    op: Any, case: Any, ceilings: measure.Ceilings, names: Sequence[str] = ()
+) -> list[Row]:
+    """Table rows of all implementations of an op (of those in `names`) in both directions:
+    compiled, and timed if they fit. Rates count the work that any implementation has to do; the
+    floor is its least time."""
+    every = measure.programs(op, case)
+    programs = {key: every[key] for key in every if not names or key[1] in names}
     timings = measure.timed(programs, op.operand_shapes(case), case.rounds)
     rows = []
     for (direction, name), (seconds, temp_bytes, note) in timings.items():
@@ -110,7 +129,9 @@ def measured(op: Any, case: Any, ceilings: measure.Ceilings) -> list[Row]:
         row: Row = {"case": case.name, "pass": direction, "implementation": name}
         row |= {
             "time ms": over(seconds, MILLISECOND),
-            f"/ {BASELINE}": over(seconds, timings[direction, BASELINE].seconds),
+            f"/ {BASELINE}": over(
+                seconds, timings.get((direction, BASELINE), measure.Timed()).seconds
+            ),
             "Tflop/s": over(work.flops / TERA, seconds),
             "TB/s": over(work.bytes / TERA, seconds),
             "% of floor": over(100 * ceilings.floor_seconds(work), seconds),

@@ -1,12 +1,13 @@
-"""Are the kernels right on this machine's GPU? About a minute:
+"""Are the kernels right on this machine's GPU? A minute or two on 16 cores:
 
     python -m ttcd_kernels.check [--json FILE] [--timeout 120] [--op OP ...]
                                  [--implementation NAME ...]
 
-Each implementation runs in each dtype in a process of its own, which may crash or hang: forward and
-gradients of small odd shapes and of one of 4,096 tokens, with and without documents, twice. Results
-must be within bounds of XLA's in float64, and both runs equal bit by bit (`parity`). Exits with 1
-if one is not. If all pass, `"auto"` takes the kernels on this machine (`verified`).
+Each case of each implementation runs in a process of its own, which may crash or hang: forward and
+gradients, twice, of small odd shapes and of one of 4,096 tokens, in every dtype, with and without
+documents. Results must be within bounds of XLA's in float64, and both runs equal bit by bit
+(`parity`). Exits with 1 if one is not. If all pass, `"auto"` takes the kernels on this machine
+(`verified`).
 """
 
 import argparse
@@ -15,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +29,12 @@ GPU_KERNELS = ("triton", "mosaic")
 
 
 class Job(NamedTuple):
-    """What one process runs: the cases of an op that are in one dtype."""
+    """What one process runs: a case of an op by one implementation."""
 
     op: str
     implementation: str
     dtype: str
+    case: str
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -45,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=120, help="seconds of one process")
     parser.add_argument("--op", choices=OPS, nargs="+", default=list(OPS))
     parser.add_argument("--implementation", nargs="+", default=list(GPU_KERNELS))
-    parser.add_argument("--job", nargs=3, help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--job", nargs=4, help=argparse.SUPPRESS)  # in a process of its own
     options = parser.parse_args(arguments)
     if options.job:
         print(json.dumps(checked(Job(*options.job))))
@@ -56,26 +58,26 @@ def main(arguments: list[str] | None = None) -> None:
     reason = launch.unavailable()
     if reason is not None and {*options.implementation} & {*GPU_KERNELS}:
         raise SystemExit(f"nothing to check: {reason}")
-    facts = bench.environment()
     jobs = [
-        Job(op, name, dtype)
+        Job(op, name, case.dtype, case.name)
         for op in options.op
-        for dtype in launch.DTYPES
+        for case in OPS[op].SHAPES["check"]
         for name in options.implementation
-        if any(name in OPS[op].implementations(case) for case in cases(op, dtype))
+        if name in OPS[op].implementations(case)
     ]
     if not jobs:
         names = ", ".join(options.implementation)
         raise SystemExit(f"nothing to check: no op has an implementation {names} here")
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda job: in_process(job, options.timeout), jobs)
-        rows = [row for rows in found for row in rows]
-    print(format_table(rows), flush=True)
-    bench.write({"environment": facts, "rows": rows}, options.json)
+    gpu, rows = launch.capability(), []
+    report = {"environment": bench.environment(), "capability": gpu, "rows": rows}
+    for found in as_they_end(lambda job: in_process(job, options.timeout), jobs):
+        rows += found
+        rows.sort(key=lambda row: jobs.index(Job(*(row[name] for name in Job._fields))))
+        bench.write(report, options.json)  # after every process: a long check may be cut off
+    print(format_table(rows), *advice(report), sep="\n", flush=True)
     failed = [row for row in rows if row["note"]]
     if failed:
         raise SystemExit(f"{len(failed)} of {len(rows)} failed; the notes above say why")
-    gpu = launch.capability()
     if gpu is None or {*options.op} != {*OPS} or {*GPU_KERNELS} - {*options.implementation}:
         print(f"all {len(rows)} passed")
     else:
@@ -83,27 +85,51 @@ def main(arguments: list[str] | None = None) -> None:
         print(f'all {len(rows)} passed: "auto" takes the kernels on this machine ({file})')
 
 
-def cases(op: str, dtype: str) -> list[Any]:
-    return [case for case in OPS[op].SHAPES["check"] if case.dtype == dtype]
-
-
 def checked(job: Job) -> list[Row]:
-    """The rows of `parity.compare` for one implementation in one dtype."""
-    op, rows = OPS[job.op], []
-    for case in cases(job.op, job.dtype):
-        found = parity.compare(op, case, (job.implementation,))
-        rows += [{"op": job.op, **row} for row in found]
-    return rows
+    """The row of `parity.compare`."""
+    op = OPS[job.op]
+    (case,) = (x for x in op.SHAPES["check"] if (x.dtype, x.name) == (job.dtype, job.case))
+    rows = parity.compare(op, case, (job.implementation,))
+    return [{"op": job.op, **row} for row in rows] or [_lost(job, "nothing to compare")]
+
+
+def advice(report: dict[str, Any]) -> list[str]:
+    """What to change after a check of everything that "auto" may take: `verified.VERIFIED`."""
+    notes = {
+        (row["op"], row["dtype"], row["case"]): row["note"]
+        for row in report["rows"]
+        if row["implementation"] == GPU_KERNELS[0]
+    }
+    everything = {(op, x.dtype, x.name) for op in OPS for x in OPS[op].SHAPES["check"]}
+    gpu = report["capability"]
+    if gpu in verified.VERIFIED or notes.keys() != everything or any(notes.values()):
+        return []
+    return [f"verified.py: VERIFIED may have {gpu}, in a commit that brings this report"]
+
+
+def as_they_end[J](
+    run: Callable[[J], list[Row]], jobs: Sequence[J], at_most: int | None = None
+) -> Iterator[list[Row]]:
+    """`run(job)` of every job, as many at a time as there are cores, or at most so many."""
+    cores = os.cpu_count() or 1
+    pool = concurrent.futures.ThreadPoolExecutor(min(cores, at_most or cores))
+    try:
+        for job in concurrent.futures.as_completed([pool.submit(run, job) for job in jobs]):
+            yield job.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def in_process(
-    job: Job, timeout: float, program: Sequence[str] = ("-m", "ttcd_kernels.check")
+    job: NamedTuple, timeout: float, program: Sequence[str] = ("-m", "ttcd_kernels.check")
 ) -> list[Row]:
-    """`checked(job)` in a process of its own; one row with a note if it gives no result."""
+    """The rows that `program` prints of a job, in a process of its own; one with a note if it gives
+    no result."""
     command = [sys.executable, *program, "--job", *job]
+    env = os.environ | {"JAX_TRACEBACK_FILTERING": "off"}  # the last line is the error's
     try:
         process = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, check=False
+            command, capture_output=True, text=True, timeout=timeout, env=env, check=False
         )
     except subprocess.TimeoutExpired:
         return [_lost(job, f"no result after {timeout:g} seconds")]
@@ -113,7 +139,7 @@ def in_process(
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def _lost(job: Job, why: str) -> Row:
+def _lost(job: NamedTuple, why: str) -> Row:
     return {**job._asdict(), "note": measure.FAILED + why}
 
 

@@ -22,6 +22,7 @@ CAPABILITIES = (80, 86, 89, 90, 100, 120)
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 SHARED_LIMIT |= {120: 99 << 10}
 REGISTERS = 65_536  # of a multiprocessor, hence of a block
+SPILLS = 512  # bytes of a thread that may be outside of its loops
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 # Each compiles to one machine instruction.
 _TENSOR_CORES = re.compile(r"\b(?:(?:wgmma\.mma_async|mma)\.sync|tcgen05\.mma)")
@@ -45,6 +46,49 @@ class Compiled(NamedTuple):
     shared_bytes: int
     tensor_core_instructions: int
     loops: tuple[Loop, ...] = ()
+
+
+def unfit(kernel: Compiled, capability: int) -> str | None:
+    """The reason why a kernel is not worth a run on a GPU of this capability; None if it may be."""
+    limit = SHARED_LIMIT[max(known for known in SHARED_LIMIT if known <= capability)]
+    if kernel.shared_bytes > limit:
+        return f"{kernel.shared_bytes} bytes of shared memory, more than {limit}"
+    if kernel.registers * 32 * kernel.num_warps > REGISTERS:
+        return f"{kernel.registers} registers of {32 * kernel.num_warps} threads"
+    return f"spills {kernel.spill_bytes} bytes" if kernel.spill_bytes > SPILLS else None
+
+
+def alone(
+    launched: Launch, integers: Sequence[jax.Array]
+) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """A recorded launch as a function of its floating arrays, and their shapes; its integer arrays
+    are given."""
+    results = [x for x in launched.arguments if isinstance(x, jax.ShapeDtypeStruct)]
+    given = launched.arguments[: len(launched.arguments) - len(results)]
+    is_float = [_is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in given]
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        floats, rest = iter(arrays), iter(integers)
+        operands = (
+            next(floats) if of_float else next(rest) if _is_array(x) else x
+            for x, of_float in zip(given, is_float, strict=True)
+        )
+        return launch.launch(
+            launched.kernel,
+            *operands,
+            out_shape=results,
+            grid=launched.grid,
+            num_warps=launched.num_warps,
+            num_stages=launched.num_stages,
+            **launched.constants,
+        )
+
+    pairs = zip(given, is_float, strict=True)
+    return run, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, of_float in pairs if of_float]
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and not isinstance(value, np.generic)
 
 
 def launches(
@@ -76,7 +120,7 @@ def compile_launch(launched: Launch, capability: int) -> Compiled:
     constants = dict(launched.constants)
     signature, attributes = {}, {}
     for index, (name, value) in enumerate(zip(names, launched.arguments, strict=False)):
-        if hasattr(value, "shape") and not isinstance(value, np.generic):
+        if _is_array(value):
             signature[name] = f"*{_TYPES[jnp.dtype(value.dtype).name]}"
             attributes[index,] = [["tt.divisibility", 16]]
         elif value == 1:

@@ -69,6 +69,17 @@ def timed[Name: Hashable](
     programs: Mapping[Name, Callable[..., Any]], shapes: Sequence[jax.ShapeDtypeStruct], rounds: int
 ) -> dict[Name, Timed]:
     """Each program compiled, and timed on random operands if it fits in device memory."""
+    results, calls = ready(programs, shapes)
+    for name, seconds in median_seconds(calls, rounds).items():
+        results[name] = results[name]._replace(seconds=seconds)
+    return results
+
+
+def ready[Name: Hashable](
+    programs: Mapping[Name, Callable[..., Any]], shapes: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[dict[Name, Timed], dict[Name, Callable[[], Any]]]:
+    """What is known of each program before it is timed, and calls of those that can be, compiled
+    and run once."""
     results, compiled, calls = {}, {}, {}
     for name, function in programs.items():
         try:
@@ -89,9 +100,7 @@ def timed[Name: Hashable](
             calls[name] = functools.partial(program, *arrays)
         except REFUSALS as error:
             results[name] = results[name]._replace(note=refusal(error))
-    for name, seconds in median_seconds(calls, rounds).items():
-        results[name] = results[name]._replace(seconds=seconds)
-    return results
+    return results, calls
 
 
 class Work(NamedTuple):

@@ -1,52 +1,204 @@
-"""Times the Triton kernels of an op with candidate tiles, of which the fastest belong in its
+"""Times the Triton kernels of an op, each alone, with candidate tiles; the fastest belong in its
 `tuning.py`.
 
     python -m ttcd_kernels.tune [--op dual_window] [--shapes paper] [--case NAME ...] [--json FILE]
 
-One kernel is varied at a time, the others keep the table's tiles; candidates take turns. Tiles that
-do not compile (too many registers, too much shared memory) are noted. Needs the GPU it tunes for.
+One kernel is varied at a time. A tile has a process of its own, which may crash or hang. It first
+counts what the assembler reports, and ends there if the kernel spills or does not fit. Processes
+compile at the same time and time in turn, while no other compiles (jax-triton keeps nothing that it
+compiles on disk). The JSON is written after every tile, and the same command goes on from it. Needs
+the GPU it tunes for.
 """
 
-from typing import Any
+import argparse
+import contextlib
+import fcntl
+import functools
+import itertools
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ttcd_kernels import bench, launch, measure
+from ttcd_kernels import bench, check, launch, machine_code, measure, verified
 from ttcd_kernels.bench import OPS
 from ttcd_kernels.measure import MILLISECOND, Row, over
 from ttcd_kernels.table import format_table
 
+PROGRAM = ("-m", "ttcd_kernels.tune")
+TABLE = "the table's"
+_GAIN = 0.97  # of the table's time: less is not noise
+_COMPILING, _TIMING, _LONGEST = 60, 30, 300  # seconds after which a process hangs
+_COUNTS = ("registers", "spill_bytes", "shared_bytes")
+
+
+class Job(NamedTuple):
+    """What one process runs: a tile of a kernel."""
+
+    op: str
+    shapes: str
+    case: str
+    kernel: str
+    tile: str  # its numbers, with commas
+
 
 def main(arguments: list[str] | None = None) -> None:
-    about = "Time of the Triton kernels by tile."
-    options = bench.parse("tune", about, ["dual_window"], "paper", arguments)
+    parser = bench.parser_of(
+        "tune", "Time of the Triton kernels by tile.", ["dual_window"], "paper"
+    )
+    parser.add_argument("--job", nargs=len(Job._fields), help=argparse.SUPPRESS)  # in a process
+    parser.add_argument("--turn", help=argparse.SUPPRESS)  # of its own
+    options = bench.parsed(parser, arguments)
+    if options.job:
+        print(json.dumps([measured(Job(*options.job), options.turn)]))
+        return
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # many processes, one GPU
     reason = launch.unavailable()
     if reason is not None:
         raise SystemExit(f"nothing to tune: {reason}")
-    report: dict[str, Any] = {"environment": bench.environment(), "rows": []}
+    report = _continued(options.json, parser)
+    rows = report["rows"]
+    done = {tuple(row[name] for name in Job._fields) for row in rows}
+    left = [job for job in jobs(options) if job not in done]
+    print(f"{len(left)} tiles to try, {len(done)} tried before", flush=True)
+    with tempfile.NamedTemporaryFile() as turn:
+        program = (*PROGRAM, "--turn", turn.name)
+        run = functools.partial(check.in_process, timeout=_LONGEST, program=program)
+        for found in check.as_they_end(run, left, _at_once(options)):
+            rows += found
+            bench.write(report, options.json)
+            for row in found:
+                shown = row["note"] if row.get("ms") is None else f"{row['ms']:.4g} ms"
+                print(row["case"], row["kernel"], row["tile"], shown, sep="  ", flush=True)
+    print(format_table(ranked(rows)), *advice(report), sep="\n", flush=True)
+
+
+def _at_once(options: argparse.Namespace) -> int:
+    """The number of processes whose operands, and as much again, fit in device memory together."""
+    sizes = [OPS[name].operand_shapes(case) for name, case in bench.cases(options)]
+    largest = max(sum(x.size * x.dtype.itemsize for x in shapes) for shapes in sizes)
+    return max(measure.usable_bytes() // (2 * largest), 1)
+
+
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """All tiles: the table's of every kernel, then the candidates of the kernels in turn, so that
+    time that runs out leaves some of each."""
+    found = []
     for name, case in bench.cases(options):
-        rows = tuned(OPS[name], case)
-        print(format_table(rows), flush=True)
-        report["rows"] += [{"op": name, **row} for row in rows]
-        bench.write(report, options.json)
+        op = OPS[name]
+        for tiles in itertools.zip_longest(
+            *(
+                [(kernel, tile) for tile in dict.fromkeys((best, *op.CANDIDATES[kernel]))]
+                for kernel, best in op.tuning(case)._asdict().items()
+            )
+        ):
+            found += [
+                Job(name, options.shapes, case.name, kernel, ",".join(map(str, tile)))
+                for kernel, tile in filter(None, tiles)
+            ]
+    return found
 
 
-def tuned(op: Any, case: Any) -> list[Row]:
-    """Table rows of every candidate of every kernel, the fastest first, the table's tile included.
-    Times are of the whole pass: a backward kernel's include the forward."""
-    rows, tuning = [], op.tuning(case)
-    for kernel, best in tuning._asdict().items():
-        make = measure.gradient if kernel.startswith("backward") else measure.forward
-        programs = {
-            tile: make(op.with_tuning(case, tuning._replace(**{kernel: tile})), op.NUM_INPUTS)
-            for tile in dict.fromkeys((best, *op.CANDIDATES[kernel]))
-        }
-        timings = measure.timed(programs, op.operand_shapes(case), case.rounds)
-        base = timings[best].seconds
-        for tile in sorted(timings, key=lambda tile: timings[tile].seconds or float("inf")):
-            seconds, _, note = timings[tile]
-            row = {"case": case.name, "kernel": kernel, "tile": str(tuple(tile))}
-            row |= {"time ms": over(seconds, MILLISECOND), "/ table": over(seconds, base)}
-            rows.append(row | {"note": note or "the table's" * (tile == best)})
-    return rows
+def measured(job: Job, turn: str) -> Row:
+    """The row of a tile; `turn` is a file that processes lock."""
+    op = OPS[job.op]
+    (case,) = (case for case in op.SHAPES[job.shapes] if case.name == job.case)
+    table, gpu = op.tuning(case), launch.known_capability()
+    best = getattr(table, job.kernel)
+    tile = type(best)(*map(int, job.tile.split(",")))
+    launched = _launch(op, case, job.kernel, table._replace(**{job.kernel: tile}), gpu)
+    row: Row = {**job._asdict(), "ms": None, "note": TABLE if tile == best else ""}
+    with _turn(turn, fcntl.LOCK_SH, _COMPILING):
+        counts = machine_code.compile_launch(launched, gpu)
+        row |= {name: getattr(counts, name) for name in _COUNTS}
+        reason = machine_code.unfit(counts, gpu)
+        if reason is not None and tile != best:
+            return row | {"note": f"not timed: {reason}"}
+        function, shapes = machine_code.alone(launched, op.integers(case, launched))
+        results, calls = measure.ready({job: function}, shapes)  # compiled again, by jax-triton
+    if not calls:
+        return row | {"note": results[job].note}
+    with _turn(turn, fcntl.LOCK_EX, _TIMING):
+        seconds = measure.median_seconds(calls, case.rounds)[job]
+    return row | {"ms": over(seconds, MILLISECOND)}
+
+
+def _launch(op: Any, case: Any, kernel: str, tuning: Any, capability: int) -> launch.Launch:
+    """The launch of one of the kernels of `op.tuning`."""
+    shapes = op.operand_shapes(case)
+    make = measure.gradient if len(shapes) > op.NUM_INPUTS else measure.forward
+    whole = make(op.with_tuning(case, tuning), op.NUM_INPUTS)
+    launches = machine_code.launches(whole, shapes, capability)
+    (launched,) = (x for x in launches if x.kernel.__name__.endswith(kernel))
+    return launched
+
+
+@contextlib.contextmanager
+def _turn(file: str, kind: int, seconds: int) -> Iterator[None]:
+    """Waits for this kind of lock, which `LOCK_EX` shares with nobody; then the process has so many
+    seconds."""
+    with open(file) as lock:
+        fcntl.flock(lock, kind)
+        signal.alarm(seconds)
+        yield
+        signal.alarm(0)
+
+
+def _continued(file: Path | None, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The report in the file, if it is of this machine and source; an empty one without a file."""
+    report = {"environment": bench.environment(), "source": verified.source(), "rows": []}
+    if file is None or not file.exists():
+        return report
+    try:
+        earlier = json.loads(file.read_text())
+        is_same = _origin(earlier) == _origin(report)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        parser.error(f"--json: {file} is no report of this command ({error}); name another file")
+    if not is_same:
+        parser.error(f"--json: {file} is of another machine, version or source; name another file")
+    return earlier
+
+
+def _origin(report: dict[str, Any]) -> tuple[Any, ...]:
+    return report["source"], {**report["environment"], "clocks": None, "commit": None}
+
+
+def _by_kernel(rows: list[Row]) -> Iterator[tuple[Row | None, list[Row]]]:
+    """Of each kernel and case the table's row, if that was timed, and all, the fastest first."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["op"], row["case"], row["kernel"]), []).append(row)
+    for group in groups.values():
+        group.sort(key=lambda row: row.get("ms") or float("inf"))
+        yield next((row for row in group if row.get("ms") and row["note"] == TABLE), None), group
+
+
+def ranked(rows: list[Row]) -> list[Row]:
+    """Table rows, the fastest tile of each kernel first."""
+    found = []
+    for table, group in _by_kernel(rows):
+        base = None if table is None else table["ms"]
+        for row in group:
+            shown = {name: row[name] for name in ("case", "kernel", "tile")}
+            shown |= {"time ms": row.get("ms"), "/ table": over(row.get("ms"), base)}
+            found.append(shown | {name: row.get(name) for name in (*_COUNTS, "note")})
+    return found
+
+
+def advice(report: dict[str, Any]) -> list[str]:
+    """What to change in the tables of tiles."""
+    lines = []
+    for table, (best, *_) in _by_kernel(report["rows"]):
+        if table is not None and best["ms"] < _GAIN * table["ms"]:
+            share = best["ms"] / table["ms"]
+            lines.append(
+                f"{best['op']}/tuning.py: {best['kernel']} = Tile({best['tile']}) takes "
+                f"{share:.2f} of the table's time for {best['case']}"
+            )
+    return lines
 
 
 if __name__ == "__main__":

@@ -52,14 +52,19 @@ def passed() -> list[dict[str, Any]]:
     return found if isinstance(found, list) else []
 
 
-@functools.cache
 def facts(capability: int) -> dict[str, Any]:
     """What a check holds for: the GPU, the compilers, the source of this package."""
-    folder, source = Path(__file__).parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        source.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "triton")}
-    return {"capability": capability, **versions, "source": source.hexdigest()}
+    return {"capability": capability, **versions, "source": source()}
+
+
+@functools.cache
+def source() -> str:
+    """The digest of this package's files."""
+    folder, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _file() -> Path:

@@ -165,22 +165,30 @@ def test_an_import_is_a_run_in_the_dtype_of_its_files(write, stored, tmp_path):
     folder = write("qwen2", ml_dtypes.bfloat16, 8_000, extra, made_up=1)
     assert len([*folder.glob("*.safetensors")]) > 3
     (folder / "tokenizer.json").write_text(train_tokenizer([b"some text"], 260)[:-1] + "}")
-    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 1], "bos_token_id": 0}')
+    texts = {"generation_config.json": '{"eos_token_id": [7, 1], "bos_token_id": 0}'}
+    texts["chat_template.jinja"] = "{{ messages }} \N{SNOWMAN}"
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
     output = commands.output(*IMPORT, folder, tmp_path / "run", "--tokenizer=none")
     for line in ("qwen2: 15,000 parameters, bfloat16", "1 dropped", "effect: made_up"):
         assert line in output
     assert "stored head: equal to the embedding" in output
     assert {path.name for path in (tmp_path / "run").iterdir()} == {*FILES}
     facts = json.loads((tmp_path / "run" / "import.json").read_text())
-    assert facts["text_files"] == {
-        "generation_config.json": '{"eos_token_id": [7, 1], "bos_token_id": 0}'
-    }
+    assert facts["text_files"] == texts
     run = load_run(tmp_path / "run")
     assert run.config.precision.param == run.config.precision.compute == "bfloat16"
     embedding = np.asarray(run.model.embedding[...])
     assert (embedding == head.astype(ml_dtypes.bfloat16)).all()
     assert distance(run.model(jnp.asarray(TOKENS)), stored["qwen2.logits"]) < 0.1
     assert "not an empty folder" in commands.refused(*IMPORT, folder, tmp_path / "run")
+
+
+def test_a_text_file_that_is_no_text_is_refused(write):
+    folder = write("llama")
+    (folder / "special_tokens_map.json").write_bytes(b'{"bos_token": "\xf8"}')
+    with pytest.raises(DataError, match=r"special_tokens_map.json is not UTF-8 at byte 15"):
+        open_hugging_face(folder)
 
 
 def test_special_tokens_are_those_of_the_folder(tmp_path):

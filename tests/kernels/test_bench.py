@@ -46,6 +46,27 @@ def test_the_report_names_machine_shapes_and_every_measurement(few, tmp_path, ca
     assert all(case.name in printed for case in SHAPES["tiny"])
 
 
+def test_some_implementations_are_timed_without_a_comparison(few, tmp_path):
+    file = tmp_path / "report.json"
+    arguments = [*TINY, "--times_only", "--json", str(file), "--implementation"]
+    bench.main([*arguments, "xla two calls"])
+    report = json.loads(file.read_text())["ops"]["dual_window"]
+    assert report["parity"] == []
+    assert [row["implementation"] for row in report["rows"]] == ["xla two calls"] * 2
+    assert all(row["time ms"] > 0 and row["/ xla"] is None for row in report["rows"])
+    with pytest.raises(SystemExit, match="nothing to time: no implementation triton, mosaic here"):
+        bench.main([*arguments, "triton", "mosaic"])
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "report.json"
+    bench.write({"rows": [1]}, file)
+    with pytest.raises(TypeError):
+        bench.write({"rows": [2], "bad": object()}, file)
+    assert json.loads(file.read_text()) == {"rows": [1]}
+    assert [*tmp_path.iterdir()] == [file]
+
+
 def test_what_does_not_fit_is_compiled_only_and_says_so(monkeypatch):
     monkeypatch.setattr(measure, "usable_bytes", lambda: 1000)
     ceilings = measure.Ceilings(1e9, 1e9)

@@ -3,16 +3,19 @@ since there is no GPU."""
 
 import json
 import logging
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from devices import environment
 from ttcd_kernels import check, dispatch, dual_window_attention, launch, verified
 from ttcd_kernels.bench import OPS
 from ttcd_kernels.check import Job
 from ttcd_kernels.decode import bench as decode
 
-JOB = Job("decode", "triton", "float16")
+JOB = Job("decode", "triton", "float16", "a case")
 
 
 @pytest.fixture(autouse=True)
@@ -21,12 +24,12 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "ttcd_kernels" / "checked.json"
 
 
-def test_each_implementation_and_dtype_runs_in_a_process_of_its_own(tmp_path, cache, capsys):
+def test_each_case_runs_in_a_process_of_its_own(tmp_path, cache, capsys, monkeypatch):
     file = tmp_path / "report.json"
+    monkeypatch.setitem(decode.SHAPES, "check", decode.SHAPES["check"][6:9])
     check.main(["--op", "decode", "--implementation", "xla", "--json", str(file)])
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == len(decode.SHAPES["check"])
-    assert {row["dtype"] for row in rows} == {*launch.DTYPES}
+    assert [row["dtype"] for row in rows] == [*launch.DTYPES]
     assert all(row["note"] == "" and row["implementation"] == "xla" for row in rows)
     assert f"all {len(rows)} passed" in capsys.readouterr().out
     assert not cache.exists()  # XLA's attention says nothing about the kernels
@@ -61,19 +64,57 @@ def test_a_process_without_a_result_fails(program, note):
     assert row == {**JOB._asdict(), "note": note}
 
 
+@pytest.mark.parametrize(
+    ("fault", "note"),
+    [
+        ("none", ""),
+        ("sign", r"failed: error \d.*, allowed 3e-02"),
+        ("row", "failed: error nan, allowed 3e-02"),
+    ],
+)
+def test_a_kernel_that_is_broken_on_purpose_fails(fault, note, monkeypatch):
+    """The Triton kernels themselves, in Triton's interpreter."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    job = Job("dual_window", "triton", "bfloat16", "200, full/1 H2/1 D32")
+    program = str(Path(__file__).with_name("interpreted_check.py")), fault
+    (row,) = check.in_process(job, 200, program)
+    assert re.fullmatch(note, row["note"]), row
+    assert [row[name] for name in Job._fields] == [*job]
+
+
+def test_what_has_been_seen_right_may_be_listed():
+    """Only after all that "auto" may take, by the kernels that it takes."""
+    rows = [
+        {"op": op, "implementation": name, "dtype": case.dtype, "case": case.name, "note": ""}
+        for op in OPS
+        for case in OPS[op].SHAPES["check"]
+        for name in ("triton", "mosaic")
+    ]
+    report = {"capability": 90, "rows": rows}
+    (line,) = check.advice(report)
+    assert line.startswith("verified.py: VERIFIED may have 90")
+    assert check.advice(report | {"rows": rows[2:]}) == []
+    rows[1]["note"] = "failed: mosaic is not automatic"
+    assert check.advice(report) == [line]
+    rows[0]["note"] = "failed: two runs differ"
+    assert check.advice(report) == []
+
+
 def test_a_failure_ends_the_command_with_an_error(monkeypatch, cache, tmp_path):
-    failed = {"op": "decode", "note": "failed: error nan, allowed 1e-05"}
-    monkeypatch.setattr(check, "in_process", lambda *_: [failed])
+    failed = {"note": "failed: error nan, allowed 1e-05"}
+    monkeypatch.setattr(check, "in_process", lambda job, _: [job._asdict() | failed])
     monkeypatch.setattr(launch, "unavailable", lambda *_: None)
     monkeypatch.setattr(launch, "capability", lambda *_: 90)
     for op in OPS.values():
         monkeypatch.setattr(op, "implementations", lambda case: {"triton": None})
     file = tmp_path / "report.json"
-    with pytest.raises(SystemExit, match="6 of 6 failed"):
+    with pytest.raises(SystemExit, match=r"54 of 54 failed"):
         check.main(["--json", str(file)])
-    assert json.loads(file.read_text())["rows"] == [failed] * 6
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["note"] for row in rows] == [failed["note"]] * 54
     assert not cache.exists()
-    monkeypatch.setattr(check, "in_process", lambda *_: [failed | {"note": ""}])
+    monkeypatch.setattr(check, "in_process", lambda job, _: [job._asdict() | {"note": ""}])
     check.main(["--op", "decode"])
     assert not cache.exists()  # a part of the kernels only
     check.main([])

@@ -25,7 +25,7 @@ _PROBLEMS = {
     errors.RevisionNotFoundError: "has no such revision: check what follows the @",
 }
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([^:]+))?(?::(.+))?")
-_MODEL_FILES = ["*.json", "*.safetensors", "*.safetensors.index.json"]
+_MODEL_FILES = ["*.json", "*.jinja", "model*.safetensors"]
 # The same on a server that lists no files.
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 

@@ -7,8 +7,8 @@ from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.files import read_json
 
 # What a checkpoint of transformers says about texts besides its tokenizer.
-TEXT_FILES = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
-_TOKENIZER, _GENERATION = TEXT_FILES[:2]
+_TOKENIZER, _GENERATION = "tokenizer_config.json", "generation_config.json"
+TEXT_FILES = (_TOKENIZER, _GENERATION, "special_tokens_map.json", "chat_template.jinja")
 
 
 def tokenizer_of(file: Path) -> TokenizerConfig:

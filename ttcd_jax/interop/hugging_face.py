@@ -17,7 +17,7 @@ from flax.traverse_util import unflatten_dict
 
 from ttcd_jax.data.special_tokens import TEXT_FILES
 from ttcd_jax.errors import CheckpointError, DataError, UserError
-from ttcd_jax.files import read_json, sha256
+from ttcd_jax.files import read_json, read_text, sha256
 from ttcd_jax.interop.reference import Layout, names_on_disk
 from ttcd_jax.interop.weight_files import WeightFiles, open_weights
 from ttcd_jax.methods.registry import Source
@@ -153,7 +153,7 @@ def open_hugging_face(path: Path) -> ImportedModel:
         "ignored_keys": sorted(source.keys() - _SILENT),
         "dtypes": {name: weights.stored[name].dtype.name for name in weights},
         "config_json": (path / CONFIG).read_bytes().decode(),
-        "text_files": {file.name: file.read_text() for file in texts if file.is_file()},
+        "text_files": {file.name: read_text(file) for file in texts if file.is_file()},
     }
     return ImportedModel(unflatten_dict(params, sep="/"), config, facts)
 

@@ -159,7 +159,7 @@ def _open_indexed(index: Path) -> WeightFiles:
             raise DataError(f"{index}: tensor {name!r} in {shard!r}, which is no plain file name")
     files = [index.parent / shard for shard in sorted({*weight_map.values()})]
     # The hub's cache has links from snapshots/<revision>/ to blobs/.
-    folders = [index.parent.resolve(), index.absolute().parents[2] / "blobs"]
+    folders = [index.parent.resolve(), index.absolute().parent.parent.parent / "blobs"]
     for file in files:
         if not file.is_file():
             raise DataError(f"{file} is missing: {INDEX} names it")

@@ -178,9 +178,9 @@ class RunDirectory:
                 fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             except BlockingIOError as error:
                 handle.seek(0)
+                owner = handle.read().strip() or "another process"  # that has not written its name
                 raise UserError(
-                    f"{self.path} is in use by {handle.read().strip()}: wait for it, or choose "
-                    "another --run_dir"
+                    f"{self.path} is in use by {owner}: wait for it, or choose another --run_dir"
                 ) from error
             handle.truncate(0)
             handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")

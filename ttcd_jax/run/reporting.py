@@ -94,7 +94,10 @@ def _warn_of_memory(step: int, record: dict[str, Any], warned: set[str]) -> None
             continue
         warned.add(name)
         finding = "the memory outgrows its weight" if is_loud else "the gate of the memory shuts"
-        remedy = "lower eta of the memory's settings, or set corrects_errors (docs/memory.md)"
+        remedy = (
+            "lower eta of the memory's settings or the rate of its layers (OptimizerConfig.rates), "
+            "or set corrects_errors if it is not (docs/memory.md)"
+        )
         logging.warning("step %d: %s is %.3g, %s: %s", step, name, value, finding, remedy)
 
 

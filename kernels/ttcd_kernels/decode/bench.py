@@ -112,6 +112,11 @@ def tuning(case: Case) -> Tuning:
     return tuning_for(launch.known_capability(), case.head_dim, jnp.dtype(case.dtype).itemsize)
 
 
+def integers(case: Case, launched: launch.Launch) -> list[jax.Array]:
+    """The integer operands of a kernel that `with_tuning` launches."""
+    return [case.positions]
+
+
 def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Results]:
     windows = Windows(case.teacher_window, case.student_window, case.head_dim**-0.5)
     run: Any = functools.partial(triton_call.decode, windows=windows, tuning=tuning)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ttcd_kernels import launch, measure
-from ttcd_kernels.dual_window import mosaic_call, triton_call
+from ttcd_kernels.dual_window import mosaic_call, tiles, triton_call
 from ttcd_kernels.dual_window.api import Implementation, dual_window_attention, window_attention
 from ttcd_kernels.dual_window.tuning import CANDIDATES as CANDIDATES
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tuning, tuning_for
@@ -112,6 +112,15 @@ def work(case: Case, direction: str) -> Work:
 
 def tuning(case: Case) -> Tuning:
     return tuning_for(launch.known_capability(), case.head_dim, jnp.dtype(case.dtype).itemsize)
+
+
+def integers(case: Case, launched: launch.Launch) -> list[jax.Array]:
+    """The integer operands of a kernel that `with_tuning` launches."""
+    is_by_key = launched.kernel.__name__.endswith("backward_kv")
+    tiles_of = tiles.query_tiles if is_by_key else tiles.key_tiles
+    blocks = (launched.constants[name] for name in ("BLOCK_M", "BLOCK_N"))
+    windows = case.windows.within(case.length)
+    return [tiles_of(tiles.bands(windows), case.length, case.length, *blocks)]
 
 
 def with_tuning(case: Case, tuning: Tuning) -> Callable[..., Any]:

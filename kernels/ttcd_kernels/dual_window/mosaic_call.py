@@ -157,11 +157,11 @@ def _facts(
 ) -> Any:
     from ttcd_kernels.dual_window.mosaic_block import Facts
 
-    teacher_window, student_window, scale = windows.within(k.shape[1])
-    near, far = (0, student_window), (student_window, teacher_window)
+    windows = windows.within(k.shape[1])
+    near, far = tiles.bands(windows)
     bands = (near,) if far[0] == far[1] else (near, far)
     halo = k.shape[1] - q.shape[1]
-    return Facts(bands, halo, scale, tile, segment_ids is not None, interpret)
+    return Facts(bands, halo, windows.scale, tile, segment_ids is not None, interpret)
 
 
 def _operands(

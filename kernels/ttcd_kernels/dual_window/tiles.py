@@ -12,8 +12,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ttcd_kernels.windows import Windows
+
 # (min, max) distance from query to key, max excluded; equal ones are an empty band.
 type Band = tuple[int, int]
+
+
+def bands(windows: Windows) -> tuple[Band, Band]:
+    """The near and the far band, which is empty where the windows are equal."""
+    return (0, windows.student), (windows.student, windows.teacher)
 
 
 class Documents(NamedTuple):

@@ -172,10 +172,14 @@ def _operands(
 ) -> tuple[jax.Array, ...]:
     """q, k, v, ids and tiles; without documents the ids are a pointer that is never read."""
     rows = None if segment_ids is None else tiles.documents(segment_ids)
-    teacher, student, _ = shape.windows
-    bands = (0, student), (student, teacher)
     sizes = q.shape[1], k.shape[1], tile.block_m, tile.block_n
-    return q, k, v, q if rows is None else rows.ids, tiles_of(bands, *sizes, rows)
+    return (
+        q,
+        k,
+        v,
+        q if rows is None else rows.ids,
+        tiles_of(tiles.bands(shape.windows), *sizes, rows),
+    )
 
 
 def _sizes(q: jax.Array, k: jax.Array, windows: Windows) -> tuple[int, ...]:

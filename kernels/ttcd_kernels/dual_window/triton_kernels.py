@@ -100,8 +100,10 @@ def _attend(
     HAS_SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The softmax state (m, l, acc) carried through a band's tiles, the nearest first."""
+    """The softmax state (m, l, acc) carried through a band's tiles, the nearest first; l is in
+    parts [BLOCK_M, R], part r the sum over keys r, r + R, ..."""
     peak, total, acc = state
+    num_parts: tl.constexpr = total.shape[1]
     for part in tl.static_range(3):  # the near edge, the inner tiles, the far edge
         part_start, part_stop = tiles[2 - part], tiles[3 - part]
         for step in range(0, part_stop - part_start):
@@ -128,7 +130,8 @@ def _attend(
             weight = tl.exp2(score * scale_log2 - shift[:, None])
             shrink = tl.exp2(peak - shift)
             v = _load_rows(v_base, start, stride, S, BLOCK_N, H, part != 1)
-            total = total * shrink + tl.sum(weight, 1)
+            parts = tl.reshape(weight, weight.shape[0], BLOCK_N // num_parts, num_parts)
+            total = total * shrink[:, None] + tl.sum(parts, 1)
             acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
             peak = new_peak
     return peak, total, acc
@@ -170,7 +173,10 @@ def dual_window_forward(
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     acc = tl.zeros([BLOCK_M, triton.next_power_of_2(H)], tl.float32)
-    state = peak, tl.zeros([BLOCK_M], tl.float32), acc
+    # Where each warp has whole rows, a thread holds the same of every eight keys: it adds those
+    # alone, and threads exchange sums once at the end instead of in every tile.
+    num_parts: tl.constexpr = 8 if BLOCK_M >= 128 else 1
+    state = peak, tl.zeros([BLOCK_M, num_parts], tl.float32), acc
     at_lse = (tl.cast(batch, tl.int64) * N + head) * T + row
     for band in tl.static_range(2):  # near, then far on the same state
         min_distance = 0 if band == 0 else student_window
@@ -194,7 +200,8 @@ def dual_window_forward(
             HAS_SEGMENTS,
             PRECISION,
         )
-        peak, total, acc = state
+        peak, parts, acc = state
+        total = tl.sum(parts, 1)
         out_ptr = student_ptr if band == 0 else teacher_ptr
         lse_ptr = student_lse_ptr if band == 0 else teacher_lse_ptr
         out = acc / total[:, None]
