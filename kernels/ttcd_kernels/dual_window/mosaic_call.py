@@ -1,4 +1,4 @@
-"""Dual-window attention by the Mosaic forward for Hopper: launch, gradients, support."""
+"""Dual-window attention by the Mosaic kernels for Hopper: launches, gradients, support."""
 
 from collections.abc import Callable
 from typing import Any
