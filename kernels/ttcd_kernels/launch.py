@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 _OLDEST_GPU = 80
 DTYPES = ("bfloat16", "float16", "float32")
@@ -43,7 +44,7 @@ def capability(*arrays: Any) -> int | None:
 
 def _device(arrays: Iterable[Any]) -> Any:
     for array in arrays:
-        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+        if isinstance(array, jax.Array) and not isinstance(array, Tracer):
             return next(iter(array.devices()))
     default = jax.config.jax_default_device
     return jax.devices(default)[0] if default is None or isinstance(default, str) else default

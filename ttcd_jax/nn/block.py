@@ -135,6 +135,8 @@ class Sublayer(nnx.Module):
 class Mixer(Sublayer):
     """A sub-layer that mixes the tokens of a row."""
 
+    config: Any  # with `dims`
+
     def __call__(
         self,
         h: Float[Array, "B T D"],

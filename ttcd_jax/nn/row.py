@@ -76,6 +76,7 @@ class Piece(NamedTuple):
         attention window (None: full attention). Single tokens may have a `start` per row [B], even
         a traced one. Raises `UserError` for a longer piece that does not fit the chunks."""
         batch, length = h.shape[:2]
+        halo, has_gap = 0, False
         if length > 1:
             if not isinstance(start, int):
                 raise UserError(
@@ -90,11 +91,12 @@ class Piece(NamedTuple):
                     f"{chunk_size} has room for: pass at most {room}, or whole chunks at the start "
                     "of one"
                 )
-        halo = 0 if length == 1 else start if window is None else window - 1
+            halo = start if window is None else window - 1
+            has_gap = start < halo
         starts = jnp.broadcast_to(jnp.asarray(start, jnp.int32), (batch,))
         counts = jnp.full(batch, length, jnp.int32) if lengths is None else lengths
         phases = None if chunk_size is None else starts % chunk_size
-        return cls(starts, counts, phases, halo, length > 1 and start < halo)
+        return cls(starts, counts, phases, halo, has_gap)
 
     def positions(self, length: int) -> Int[Array, "B T"]:
         return self.start[:, None] + jnp.arange(length, dtype=jnp.int32)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Hashable
 from typing import Any, Literal
 
 import jax
@@ -83,7 +84,8 @@ def build_optimizer(
     `train.state.logical_axes` makes it. `factors`: what multiplies the rate of each, as
     `train.groups.rate_factors` makes them of `config.rates`; frozen ones have no moments.
     """
-    directions = {"adamw": optax.scale_by_adam(config.beta1, config.beta2, config.eps)}
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    directions: dict[Hashable, optax.GradientTransformation] = {"adamw": adam}
     if config.kind == "muon":
         directions["muon"] = scale_by_muon(
             axes,
