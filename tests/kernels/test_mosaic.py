@@ -190,8 +190,16 @@ def test_the_gradient_adds_two_kernels():
 
 
 @pytest.mark.skipif(mosaic_aot.unavailable() is not None, reason=str(mosaic_aot.unavailable()))
-@pytest.mark.parametrize(("head_dim", "has_documents"), [(64, True), (128, False)])
-def test_machine_code_multiplies_by_warpgroups_and_spills_little(head_dim, has_documents):
+@pytest.mark.parametrize(
+    ("head_dim", "has_documents", "spilled"),  # bytes of each kernel
+    [
+        (64, False, (0, 96, 32)),
+        (64, True, (0, 264, 40)),
+        (128, False, (116, 0, 104)),
+        (128, True, (340, 0, 524)),
+    ],
+)
+def test_machine_code_multiplies_by_warpgroups_and_spills_no_more(head_dim, has_documents, spilled):
     kernels = mosaic_aot.compile_mosaic(head_dim, has_documents)
     assert [kernel.name for kernel in kernels] == [f"{x}_mosaic_gpu_kernel" for x in KERNELS]
     # Two bands of two loops. An instruction sums over 16 numbers of the head or, in the values
@@ -203,8 +211,8 @@ def test_machine_code_multiplies_by_warpgroups_and_spills_little(head_dim, has_d
         4 * (2 * head_dim + backward_q.block_kv) // 16,
         4 * (2 * head_dim + 2 * backward_kv.block_q) // 16,
     ]
-    for kernel in kernels:
-        assert kernel.spill_bytes <= (288 if has_documents else 128)  # outside inner loops
+    for kernel, bound in zip(kernels, spilled, strict=True):
+        assert kernel.spill_bytes <= bound
         assert kernel.registers * 3 * 128 <= REGISTERS
         assert kernel.shared_bytes <= SHARED_LIMIT[90]
 

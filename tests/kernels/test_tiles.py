@@ -64,7 +64,7 @@ def _check(ids, T, low, high, by_query, by_key):
     np.testing.assert_array_equal(found_t & needed, needed)
     np.testing.assert_array_equal(found_t, tiles(band & is_before, False).any(-1))
     assert not (inner_t & hidden).any()
-    if (ids == 0).all():  # what is whole is inner, from both sides
+    if (np.diff(ids) >= 0).all():  # what is whole is inner, from both sides
         whole = tiles(visible, True).all(-1) & needed
         assert (inner_t >= whole).all()
         assert (inner | ~whole | ~tiles(visible, False).all(-1)).all()
