@@ -43,6 +43,14 @@ def test_lines_without_a_point_give_no_warning(tmp_path):
             _lines(tmp_path / "loss.png", series={"SWA": points})
 
 
+def test_a_long_legend_makes_the_picture_higher_not_its_panel_smaller(tmp_path):
+    path, name = tmp_path / "loss.png", "IP-TTCD (a run with a long name), fast weights on"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a legend that leaves no room
+        _lines(path, series={f"{name} {run}": ([1, 2], [3.0, 2.0]) for run in range(24)})
+    assert _png_size(path) == (1600, 900 + 21 * 50)
+
+
 def test_bars_are_drawn_with_missing_values(tmp_path):
     path = tmp_path / "tasks.png"
     plot_bars(

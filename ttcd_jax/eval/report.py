@@ -193,7 +193,8 @@ def _save_picture(
     y_label: str,
     chance: float | None = None,
 ) -> None:
-    """A picture of one panel, 1600 x 900 pixels, legible at half its size."""
+    """A picture of one panel, 1600 x 900 pixels, higher under more than three lines of legend;
+    legible at half its size."""
 
     def fill(figure: Any) -> None:
         axes = figure.subplots()
@@ -206,6 +207,8 @@ def _save_picture(
         if len(labels) > 1:
             columns = max(1, min(len(labels), 90 // (max(map(len, labels)) + 6)))
             figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+            lines_below = -(-len(labels) // columns) - 3
+            figure.set_figheight(4.5 + 0.25 * max(0, lines_below))
 
     save_figure(path, fill, size=(8, 4.5), dpi=200)
 
