@@ -43,7 +43,8 @@ def test_the_full_sweep_is_data():
 
 
 @pytest.mark.parametrize(
-    ("name", "num_tasks"), [("mad/default.gin", 6), ("mad/cpu.gin", 4), ("mad/cpu_short.gin", 2)]
+    ("name", "num_tasks"),
+    [("mad/default.gin", 6), ("mad/cpu.gin", 2), ("mad/cpu_long.gin", 2), ("mad/cpu_short.gin", 2)],
 )
 def test_a_file_names_its_command_and_its_hardware(name, num_tasks):
     header = (CONFIG_DIR / name).read_text()
