@@ -24,6 +24,7 @@ BINDINGS = (
     *("STEPS=32", "RunConfig.mesh=@MeshConfig()", "MeshConfig.data=2", "MeshConfig.seq=2"),
 )
 TOLERANCE = 1e-5
+CHANGE = ["--change=RunConfig.checkpoint_every"]
 # Gloo's threads print piece by piece, mixed with each other.
 GLOO = re.compile(
     r"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is|\d|:"
@@ -66,9 +67,9 @@ def start():
 
 @pytest.fixture(scope="module")
 def launch(start, text):
-    def launch(run_dir, *bindings, num_processes=2, devices=2, **options):
+    def launch(run_dir, *bindings, num_processes=2, devices=2, changes=(), **options):
         flags = tiny_run.flags("text.gin", f"TEXT='{text}'", *BINDINGS, *bindings)
-        arguments = [*flags, f"--run_dir={run_dir}", "--hang_seconds=5"]
+        arguments = [*flags, *changes, f"--run_dir={run_dir}", "--hang_seconds=5"]
         return start("launch", [arguments] * num_processes, devices, **options)
 
     return launch
@@ -157,13 +158,14 @@ def test_the_same_command_goes_on_after_every_end(whole, launch, tmp_path):
     # A device may notice the loss while its neighbour waits for it: then the watchdog reports.
     assert re.match("error: (another process was lost|no step for)", line)
 
-    job = launch(run_dir)
+    # Without a save, in which the watchdog waits and JAX's heartbeat would report.
+    job = launch(run_dir, "RunConfig.checkpoint_every=100", changes=CHANGE)
     tiny_run.wait_for_step(run_dir, 13, *job)
     job[1].send_signal(signal.SIGSTOP)
     assert _end(job[0], PEER_LOST)[1].startswith("error: no step for ")
     job[1].kill()
 
-    job = launch(run_dir)
+    job = launch(run_dir, changes=CHANGE)
     tiny_run.wait_for_step(run_dir, 18, *job)
     job[1].send_signal(signal.SIGTERM)
     outputs = [_end(process, RESUME_ME)[0] for process in job]
