@@ -208,7 +208,7 @@ def _save_picture(
             columns = max(1, min(len(labels), 90 // (max(map(len, labels)) + 6)))
             figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
             lines_below = -(-len(labels) // columns) - 3
-            figure.set_figheight(4.5 + 0.25 * max(0, lines_below))
+            figure.set_figheight(figure.get_figheight() + 0.25 * max(0, lines_below))
 
     save_figure(path, fill, size=(8, 4.5), dpi=200)
 
