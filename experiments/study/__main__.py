@@ -6,8 +6,7 @@
 --param binds fields of the study and of its evaluations (StudyConfig.seeds=(3,)), any other one
 those of all recipes. Every run has a folder DIR/NAME-SEED; the same command continues after an
 interruption and computes what is missing. At the end it prints the tables and writes
-DIR/index.html. Intervals are those of resampled documents, over the mean of the seeds; a table
-shows every seed.
+DIR/index.html. Intervals are over documents, of the mean of the seeds; a table shows every seed.
 """
 
 from pathlib import Path

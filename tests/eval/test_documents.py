@@ -6,14 +6,15 @@ import re
 
 import numpy as np
 import pytest
+import scipy.stats
 import tokenizers
 
 from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
 from ttcd_jax.errors import DataError
-from ttcd_jax.eval.bootstrap import NUM_RESAMPLES, Means, bootstrap
 from ttcd_jax.eval.by_document import cells, means_of
+from ttcd_jax.eval.means import Means, means_over_documents
 from ttcd_jax.eval.selection import Selection, plain_documents, read_manifest, select
 
 TEXTS = {"a": b"abcdefghij", "b": b" \n\t ", "c": b"klm", "d": b"nopqrstuvwxyz", "e": b"0123456"}
@@ -155,34 +156,30 @@ def test_a_tokenizer_has_one_digest(tmp_path):
     assert first.digest == second.digest != ByteTokenizer().digest
 
 
-def test_intervals_are_those_of_the_mean_of_independent_documents():
-    rng = np.random.default_rng(0)
-    sums = rng.normal(5, 2, (400, 3))
-    mean, low, high = bootstrap(sums, np.ones_like(sums))
+def test_intervals_of_equal_documents_are_students_t():
+    sums = np.random.default_rng(0).normal(5, 2, (5, 3))
+    mean, low, high = means_over_documents(7 * sums, np.full_like(sums, 7))
+    expected = scipy.stats.ttest_1samp(sums, 0).confidence_interval(0.95)
     np.testing.assert_allclose(mean, sums.mean(0))
-    expected = 2 * 1.96 * sums.std(0) / np.sqrt(len(sums))
-    np.testing.assert_allclose(high - low, expected, rtol=0.1)
-    np.testing.assert_array_equal(bootstrap(sums, np.ones_like(sums)).low, low)
+    np.testing.assert_allclose((low, high), (expected.low, expected.high))
 
 
-def test_intervals_cover_the_mean_of_documents_of_any_length():
-    """95 % of them, of 200 draws of 40 documents whose loss does not depend on their length."""
+@pytest.mark.parametrize(("documents", "least", "most"), [(5, 0.92, 0.97), (40, 0.93, 0.97)])
+def test_intervals_cover_the_mean_of_documents_of_any_length(documents, least, most):
+    """About 95 % of 2,000 draws of documents whose loss does not depend on their length."""
     rng = np.random.default_rng(1)
-    tokens = np.tile(rng.integers(10, 1000, (40, 1)), 200).astype(float)
-    _, low, high = bootstrap(tokens * rng.normal(3, 1, (40, 200)), tokens)
-    assert 0.87 < np.mean((low < 3) & (high > 3)) < 0.98
+    tokens = np.tile(rng.integers(500, 1000, (documents, 1)), 2_000).astype(float)
+    _, low, high = means_over_documents(tokens * rng.normal(3, 1, (documents, 2_000)), tokens)
+    assert least < np.mean((low < 3) & (high > 3)) < most
 
 
-def test_bootstrap_in_blocks_and_without_data(monkeypatch):
+def test_intervals_of_one_document_or_none_are_unknown():
     sums, counts = np.array([[6.0, 4, 0], [2, 0, 0]]), np.array([[2.0, 2, 0], [2, 0, 0]])
-    mean, low, high = bootstrap(sums, counts)
+    mean, low, high = means_over_documents(sums, counts)
     assert mean[:2].tolist() == [2, 2]
-    assert (low[0], high[0]) == (1, 3)
+    # The sums of the two documents differ from 2 tokens at the mean by 2: t(1) sqrt(16) / 4.
+    np.testing.assert_allclose((low[0], high[0]), (2 - 12.7062, 2 + 12.7062), rtol=1e-4)
     assert np.isnan([mean[2], *low[1:], *high[1:]]).all()
-    monkeypatch.setattr("ttcd_jax.eval.bootstrap._MOST_WEIGHTS", 14)
-    blocks = bootstrap(sums, counts)
-    assert NUM_RESAMPLES % 7
-    assert (blocks.low[0], blocks.high[0]) == (1, 3)
 
 
 def test_differences_of_variants_are_paired_by_document():

@@ -15,7 +15,7 @@ from experiments.study import runs
 from experiments.study.config import StudyConfig
 from experiments.study.page import write_study
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.bootstrap import bootstrap
+from ttcd_jax.eval.means import means_over_documents
 
 BASE = """
 include 'data/text_bytes.gin'
@@ -120,7 +120,7 @@ def test_tables_are_means_of_seeds_and_paired_differences(computed):
         return nll
 
     tokens = np.full((4, 1), 2.0 * 31)
-    expected = bootstrap(sums("other", ", fast weights on") - sums("base", ""), tokens)
+    expected = means_over_documents(sums("other", ", fast weights on") - sums("base", ""), tokens)
     tables = (path / "tables.txt").read_text()
     table = tables.split("Loss by position (corpus): nats per token, less base\n")[1]
     header, _, first, *_ = table.splitlines()

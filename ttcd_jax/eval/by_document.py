@@ -12,13 +12,13 @@ import numpy as np
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.data.tokenizer import check_tokens
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.bootstrap import Means, bootstrap
+from ttcd_jax.eval.means import Means, means_over_documents
 from ttcd_jax.eval.report import Picture, plot_lines
 from ttcd_jax.eval.selection import Selection, plain_documents, read_manifest
 from ttcd_jax.eval.task import MEMORY_OFF, MEMORY_ON, Records, Series, Subject, Task
 
 _DIFFERENCE = "Fast weights on minus off, on the same tokens: below 0 they help."
-_BAND = "Bands: 95 % intervals by resampling the documents; lower is better."
+_BAND = "Bands: 95 % intervals over documents; lower is better."
 
 type Curves = dict[str, tuple[list[Any], Means]]  # by label: the buckets, and their means
 
@@ -29,7 +29,7 @@ def means_of(series: Series, bucket: Callable[[dict[str, Any]], Any]) -> tuple[C
     means, pairs = {}, {}
     for label, records in series.items():
         names, nll, tokens = _sums(records, bucket)
-        means[label] = names, bootstrap(nll, tokens)
+        means[label] = names, means_over_documents(nll, tokens)
         run = label.removesuffix(f", {MEMORY_ON}")
         if run != label and (off := series.get(f"{run}, {MEMORY_OFF}")):
             pairs[run] = differences(records, off, bucket)
@@ -49,7 +49,7 @@ def differences(
             "two models were evaluated on other tokens or in other buckets: evaluate both with the "
             "same options (of recurrence, window and reach too)"
         )
-    return names, bootstrap(nll - base_nll, tokens)
+    return names, means_over_documents(nll - base_nll, tokens)
 
 
 def cells(names: list[Any], means: Means) -> dict[Any, str | None]:
