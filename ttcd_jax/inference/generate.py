@@ -190,11 +190,12 @@ def _prompts(
         )
     prompts = []
     for row, request in enumerate(requests):
-        prompt = np.asarray(request.tokens, np.int64)
+        prompt = np.asarray(request.tokens)
         try:
             check_tokens(prompt, model.config.vocab_size)
         except DataError as error:
             raise DataError(f"request {row}: {error}") from error
+        prompt = prompt.astype(np.int64)
         if not position[row] and prompt[:1].tolist() != [tokenizer.bos_id]:
             prompt = np.concatenate([[tokenizer.bos_id], prompt])
         if not prompt.size:
