@@ -7,8 +7,10 @@ so its command `lm_eval` has to be started here. All flags are the harness'.
 """
 
 import sys
+import traceback
 
 from ttcd_jax.errors import UserError
+from ttcd_jax.units import printable
 
 
 def main() -> None:
@@ -26,8 +28,17 @@ def main() -> None:
         with jax.set_mesh(build_mesh(MeshConfig())):
             cli_evaluate()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(_told(error, error.exit_code))
+    except (ValueError, LookupError, TypeError, OSError, NotImplementedError) as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not frames[-1].f_globals["__name__"].startswith("lm_eval."):
+            raise
+        sys.exit(_told(error, UserError.exit_code))  # the harness' way to refuse
+
+
+def _told(error: Exception, status: int) -> int:
+    print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

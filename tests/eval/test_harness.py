@@ -1,5 +1,6 @@
 """lm-evaluation-harness on a run: likelihoods, prompts, groups, texts, its command, mistakes."""
 
+import functools
 import json
 import sys
 from unittest import mock
@@ -9,6 +10,7 @@ import datasets
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
@@ -16,13 +18,14 @@ from small_models import byte_model
 from tiny_run import save_text_model
 
 from experiments import harness
-from ttcd_jax.data.tokenizer import ByteTokenizer
+from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.eval.harness import ScorerLM, load_tasks, measure
 from ttcd_jax.eval.results import merged
 from ttcd_jax.eval.scorer import Scorer
 from ttcd_jax.eval.task import Subject
 from ttcd_jax.eval.tasks import find_task
+from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.run.directory import load_run
 from ttcd_jax.run.harness import RunLM
@@ -99,6 +102,70 @@ def folder(tmp_path_factory):
 def scorer(folder):
     run = load_run(folder / "run")
     return Scorer(run.model, run.tokenizer, batch_size=4)
+
+
+def test_an_answer_inside_a_token_of_its_prompt_is_read_apart(scorer, tmp_path):
+    lm, path = ScorerLM(scorer), tmp_path / "tokenizer.json"
+    words = {"<bos>": 0, "<eos>": 1, "x": 2, "m": 3, "e": 4, "mem": 5, "ory": 6, "memory": 7}
+    model = tokenizers.models.WordPiece(words, unk_token="x", continuing_subword_prefix="")
+    tokenizers.Tokenizer(model).save(str(path))
+    lm._tokenizer = JsonTokenizer(str(path), bos_id=0, eos_id=1)
+    whole, prompt, answer = map(lm.tok_encode, ("memory", "mem", "ory"))
+    assert len(whole) <= len(prompt)  # nothing is left of it
+    found = lm.loglikelihood(_requests("loglikelihood", ("mem", "ory"), ("mem", "x")))
+    bos = lm.prefix_token_id
+    expected = scorer.loglikelihoods([(np.array([bos, *prompt]), np.array(answer))])[0]
+    assert found[0] == pytest.approx(tuple(expected))
+    assert found[0][0] < -1
+    with pytest.raises(UserError, match="continuation 1 is empty and has no likelihood"):
+        scorer.loglikelihoods([(np.array([bos]), np.array(x, int)) for x in ([1], [])])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"stepp": 4}, "no argument 'stepp'; did you mean 'step'"),
+        ({"params": "x"}, "no argument 'params'; did you mean 'param'"),
+        ({"batch_size": 0}, "batch_size 0 is not a number of rows, or 'auto'"),
+        ({"batch_size": "x"}, "batch_size 'x' is not a number of rows"),
+        ({"step": "x"}, "step 'x' is not a number"),
+        ({"trust_remote_code": True}, "no argument 'trust_remote_code'"),
+    ],
+)
+def test_arguments_of_a_run_are_refused_by_name(folder, arguments, words):
+    config = {"batch_size": "1", "max_batch_size": None, "device": None}
+    with pytest.raises(UserError, match=words):
+        RunLM.create_from_arg_obj({"run_dir": folder / "run"} | arguments, config)
+    with pytest.raises(UserError, match="give run_dir=DIR"):
+        RunLM.create_from_arg_obj({"step": 7}, config)
+
+
+def test_automatic_batches_are_ours(folder, caplog):
+    config = {"batch_size": "auto:4", "max_batch_size": 8, "device": "cuda:0"}
+    lm = RunLM.create_from_arg_obj({"run_dir": folder / "run"}, config)
+    assert lm._scorer.batch_size == 16
+    assert "device cuda:0 has no effect: JAX computes on cpu" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"num_beams": 1, "top_k": 0, "use_cache": True}, SamplingConfig()),
+        ({"repetition_penalty": 1.2, "top_p": 0.5}, SamplingConfig(repetition_penalty=1.2)),
+        ({"do_sample": True, "top_k": -1}, SamplingConfig(temperature=1)),
+        ({"temperature": 0.7, "top_k": 5}, SamplingConfig(temperature=0.7, top_k=5)),
+        ({"num_beams": 4}, "generate with num_beams: not supported"),
+        ({"temperature": -1.0}, "temperature -1.0 must be 0 or more"),
+        ({"do_sample": True, "top_p": 2}, "top_p 2 must be above 0"),
+    ],
+)
+def test_settings_of_generation_are_ours_or_refused(scorer, settings, expected):
+    request = functools.partial(ScorerLM(scorer)._request, 0, "text", {"until": "x"} | settings)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            request()
+    else:
+        assert request().sampling == expected
 
 
 def _log_probs(scorer, text):
@@ -432,6 +499,7 @@ def test_the_command_of_the_harness_runs_a_run(folder, scorer, monkeypatch, caps
     (record, _) = measure(load_tasks(["four_questions"], include_path=tasks[3]), scorer)
     (line,) = [line for line in output.splitlines() if "four_questions" in line]
     assert float(line.split("|")[7]) == record["value"]
+    assert "Tasks not found: nope" in commands.refused("harness", *model, "--tasks", "nope")
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: RunLM("/nowhere"))
     with pytest.raises(SystemExit, match="2"):
         harness.main()

@@ -41,11 +41,15 @@ from ttcd_jax.inference.sampling import SamplingConfig
 _RESAMPLES = 1000  # for the standard error of what is no mean
 # Errors of the Python and the templates of a user's task, without its data or with others.
 _IN_TASKS = OSError, ImportError, ValueError, TypeError, LookupError, AttributeError
-_IN_TASKS += AssertionError, jinja2.TemplateError
+_IN_TASKS += AssertionError, StopIteration, jinja2.TemplateError
 # The harness' own tasks on the data sets that `LocalData` knows; all others are read when a name is
 # none of them, which takes seconds.
 _OWN = ("hellaswag", "arc", "mmlu", "ruler", "babilong")
 _FOLDERS = [Path(lm_eval.tasks.__file__).with_name(x) for x in _OWN]
+# Settings of other libraries that change nothing at these values.
+_OFF = [("top_k", 0), ("top_k", -1), ("num_beams", 1), ("num_return_sequences", 1)]
+_OFF += [("length_penalty", 1), ("typical_p", 1), ("no_repeat_ngram_size", 0), ("use_cache", True)]
+_SETTINGS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 
 
 class ScorerLM(TemplateLM):
@@ -80,8 +84,10 @@ class ScorerLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        # A token that spans the end of the prompt leaves none to the answer, which is read apart.
         pairs = [
-            (self._row(prompt), np.asarray(answer, np.int64)) for _, prompt, answer in requests
+            (self._row(prompt), np.asarray(answer or self.tok_encode(texts[1]), np.int64))
+            for texts, prompt, answer in requests
         ]
         return [(x.log_likelihood, x.is_greedy) for x in self._scorer.loglikelihoods(pairs)]
 
@@ -103,11 +109,15 @@ class ScorerLM(TemplateLM):
     def _request(self, index: int, context: str, settings: Mapping[str, Any]) -> Request:
         values: dict[str, Any] = {**normalize_gen_kwargs({**settings})}
         stop, most, is_drawn = (values.pop(x) for x in ("until", "max_gen_toks", "do_sample"))
-        if surplus := sorted(values.keys() - {"temperature", "top_p", "top_k", "min_p"}):
+        values = {name: x for name, x in values.items() if (name, x) not in _OFF}
+        if surplus := sorted(values.keys() - _SETTINGS):
             raise UserError(f"a task wants to generate with {listed(surplus)}: not supported")
         if not all(isinstance(text, str) for text in stop):
             raise UserError(f"a task wants to generate until {stop}: give texts")
-        drawn = {"temperature": 1.0, "seed": index} | values if is_drawn else {}
+        if not is_drawn:  # greedy: what shapes a draw has no effect, but a wrong temperature is one
+            least = min(values.pop("temperature", 0), 0)
+            values = {x: y for x, y in values.items() if x == "repetition_penalty"}
+        drawn = {"temperature": 1.0 if is_drawn else least, "seed": index} | values
         options = {"max_new_tokens": most, "stop": tuple(filter(None, stop))}
         tokens = self.tok_encode(context)
         return Request(tokens=tokens, sampling=SamplingConfig(**drawn), **options)

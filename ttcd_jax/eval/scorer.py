@@ -133,13 +133,15 @@ class Scorer:
         return [Scores(*answer) for answer in found]
 
     def loglikelihoods(self, requests: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Likelihood]:
-        """The likelihood of every (context, continuation), tokens [C] and [T]; a context has at
-        least one token, bos for example. Equal contexts are read once, except few short ones."""
+        """The likelihood of every (context, continuation), tokens [C] and [T], each of at least one
+        token. Equal contexts are read once, except few short ones."""
         pairs = [(np.asarray(context), np.asarray(rest)) for context, rest in requests]
         for tokens in itertools.chain(*pairs):
             check_tokens(tokens, self.model.config.vocab_size)
         if not all(len(context) for context, _ in pairs):
             raise UserError("a context is empty: give it at least one token, bos for example")
+        if empty := [index for index, (_, rest) in enumerate(pairs) if not len(rest)]:
+            raise UserError(f"continuation {empty[0]} is empty and has no likelihood: leave it out")
         groups: dict[bytes, list[int]] = {}
         for index, (context, _) in enumerate(pairs):
             groups.setdefault(context.astype(np.int64).tobytes(), []).append(index)

@@ -1,34 +1,60 @@
 """Runs as models of lm-evaluation-harness' own command."""
 
+import inspect
 import os
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+from absl import logging
+
+from ttcd_jax.config import closest
+from ttcd_jax.errors import UserError
 from ttcd_jax.eval.harness import ScorerLM
 from ttcd_jax.eval.scorer import Scorer
 from ttcd_jax.run.directory import load_run
 
+_AUTO = 16  # rows at once
+
 
 class RunLM(ScorerLM):
     """The model of a run directory at its newest checkpoint, or at `step`, by the arguments of
-    `--model_args`; `param`: a change of the model, or a list of them, as in `load_run`."""
+    `--model_args`; `param`: a change of the model, or a list of them, as in `load_run`;
+    `batch_size` "auto" is our own choice. `device` and `max_batch_size` are the harness', without
+    effect: JAX has chosen the devices."""
 
     def __init__(
         self,
         run_dir: str | os.PathLike[str],
         step: int | None = None,
-        batch_size: int | str = 16,
+        batch_size: int | str = _AUTO,
         param: str | Sequence[str] = (),
-        **ignored: Any,
+        device: str | None = None,
+        max_batch_size: int | None = None,
     ) -> None:
-        """`ignored`: what the harness passes to every model, as a device."""
+        size = str(batch_size).partition(":")[0]
+        size = str(_AUTO) if size == "auto" else size
+        if not (size.isascii() and size.isdecimal() and int(size)):
+            raise UserError(f"batch_size {batch_size!r} is not a number of rows, or 'auto'")
+        if step is not None and type(step) is not int:
+            raise UserError(f"step {step!r} is not a number")
+        if device is not None:
+            found = jax.devices()[0].platform
+            logging.warning("device %s has no effect: JAX computes on %s", device, found)
         run = load_run(run_dir, step, [param] if isinstance(param, str) else param)
-        size = int(batch_size)
-        super().__init__(Scorer(run.model, run.tokenizer, batch_size=size, name="lm_eval"))
+        super().__init__(Scorer(run.model, run.tokenizer, batch_size=int(size), name="lm_eval"))
 
     @classmethod
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> "RunLM":
-        """The harness passes its own batch_size too: the one in `--model_args` counts."""
+        """The harness passes its own batch_size too: the one in `--model_args` counts. Raises
+        `UserError` for an argument that a run does not have."""
+        known = [*inspect.signature(cls).parameters]
+        for name in arg_dict:
+            if name not in known:
+                takes = f"{closest(name, known)}: it takes {', '.join(known)}"
+                raise UserError(f"--model_args: a run has no argument {name!r}{takes}")
+        if "run_dir" not in arg_dict:
+            raise UserError("--model_args: give run_dir=DIR")
         return cls(**(additional_config or {}) | arg_dict)

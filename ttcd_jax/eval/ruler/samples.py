@@ -64,7 +64,8 @@ def _sample(place: Path, line: bytes) -> Sample:
     prompt, outputs = record.get("input"), record.get("outputs")
     prefix = record.get("answer_prefix", "")  # older files have it in the input
     is_whole = prompt and outputs and isinstance(outputs, list)
-    if not is_whole or not all(isinstance(text, str) for text in (prompt, prefix, *outputs)):
+    texts = is_whole and all(isinstance(text, str) for text in (prompt, prefix, *outputs))
+    if not texts or not all(text.strip() for text in outputs):  # an empty answer is in every text
         raise DataError(f"{place} is no sample of RULER: it needs the texts 'input' and 'outputs'")
     return Sample(prompt, prefix, tuple(outputs))
 

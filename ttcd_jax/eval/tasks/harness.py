@@ -21,9 +21,9 @@ class Harness(Task):
     `tasks`: names of tasks, groups and tags, also several separated by commas. `data`: a folder
     with hellaswag.jsonl, arc_easy.jsonl, arc_challenge.jsonl, mmlu_test.jsonl, mmlu_dev.jsonl, and
     the texts of RULER and BABILong (docs/evaluation.md).
-    `include_path`: a folder of YAML files that define more tasks. `limit`: the first items of every
-    task. `num_fewshot`: examples before a question; None: as the task says. `metadata`: a JSON
-    object that some tasks read; RULER and BABILong: `max_seq_lengths`.
+    `include_path`: a folder of YAML files that define more tasks, and may run Python. `limit`: the
+    first items of every task. `num_fewshot`: examples before a question; None: as the task says.
+    `metadata`: a JSON object that some tasks read; RULER and BABILong: `max_seq_lengths`.
     """
 
     name = "harness"
