@@ -24,6 +24,8 @@ those under --param or --label to a folder of their own next to it; an interrupt
 on. All devices are used; of several processes the first prints and writes.
 """
 
+import os
+
 from absl import flags
 
 from experiments import cli, processes
@@ -47,6 +49,7 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.eval.tasks import find_task
     from ttcd_jax.run.directory import RunDirectory, load_run
     from ttcd_jax.run.model_changes import describe
+    from ttcd_jax.sharding.distributed import agree
     from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
     from ttcd_jax.train.watchdog import Watchdog
     from ttcd_jax.units import printable
@@ -56,6 +59,10 @@ def main(argv: list[str]) -> None:
     mesh_config = cli.parse_options(MeshConfig, "--mesh", FLAGS.mesh)
     processes.connect()
     with Watchdog(jax.process_count()), jax.set_mesh(build_mesh(mesh_config)):
+        facts = {name: FLAGS[name].value for name in ("task", "step", "mesh", "label", "param")}
+        agree(
+            "evaluation", facts | {"run_dir": os.path.abspath(FLAGS.run_dir), "options": argv[1:]}
+        )
         run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
         changes = describe(FLAGS.param)
         subject = Subject(run.model, run.tokenizer, data, FLAGS.run_dir, FLAGS.label, changes)

@@ -33,6 +33,7 @@ from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.config import LAYOUT, accepted_changes
 from ttcd_jax.run.model_changes import changed_model
+from ttcd_jax.sharding.distributed import PACKAGES
 from ttcd_jax.train.checkpoint import Checkpoints, complete_steps
 from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, with_params
 
@@ -281,11 +282,10 @@ def tokenizer_config(directory: RunDirectory) -> TokenizerConfig | None:
 
 
 def _environment() -> dict[str, Any]:
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     return {
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: metadata.version(name) for name in packages},
+        "packages": {name: metadata.version(name) for name in PACKAGES},
         "devices": [device.device_kind for device in jax.devices()],
     }

@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 
 from ttcd_jax.data.pipeline import MakeBatches, StepBatches
 from ttcd_jax.errors import CheckpointError, NonFiniteError
+from ttcd_jax.files import sha256
 from ttcd_jax.run import build
-from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.config import RunConfig, common_facts
 from ttcd_jax.run.directory import METRICS, RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.layout import num_parts, run_mesh
@@ -29,6 +30,7 @@ from ttcd_jax.run.start import plan_start, started_state
 from ttcd_jax.run.terminal import phase, say, say_started
 from ttcd_jax.run.trackers import Tracker, named
 from ttcd_jax.sharding.batch import Placement, replicated
+from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.checkpoint import Checkpoints, Kept
 from ttcd_jax.train.distillation import measured
@@ -74,7 +76,10 @@ def train_run(
     for data, checkpoints and a loss that is not finite.
     """
     directory, trackers = RunDirectory(run_dir), [*named(config.trackers), *trackers]
+    options = {"run_dir": str(directory.path), "changes": [*changes], "profile": str(profile)}
+    options |= {"hang_seconds": hang_seconds} | common_facts(config.to_dict())
     with Watchdog(jax.process_count(), minimum_seconds=hang_seconds) as watchdog:
+        agree("configuration", options, watchdog.save_seconds)
         check(config, directory)
         mesh = run_mesh(config)
         build.check_bytes(config, mesh)
@@ -83,10 +88,13 @@ def train_run(
             placement = build.placement(config, mesh)
             with phase("reading data"):
                 data, manifest = build.build_data(config, placement.rows, batches)
+            agree("data", common_facts(manifest), watchdog.save_seconds)
             if is_first:
                 _check_kept(directory)
                 directory.claim(config.to_dict(), source, manifest, changes=changes)
-            multihost_utils.sync_global_devices("the run directory is claimed")
+            agree("claim", {}, watchdog.save_seconds)
+            seen = {path.name: sha256(path) for path in directory.path.glob("*.json")}
+            agree("run directory", seen, watchdog.save_seconds)
             calls = on_metrics, trackers
             return _train(config, directory, mesh, watchdog, data, placement, *calls, profile)
 
@@ -138,6 +146,7 @@ def _train(
         rows_at_once = config.batch_size // num_parts(config, mesh)
         fields = build.batch_fields(config)
 
+        @watchdog.paused(watchdog.save_seconds)
         def save(step: int, state: TrainState) -> None:
             checkpoints.save(step, dict(state))
             signals.note_save()
@@ -165,7 +174,7 @@ def _train(
                 on_metrics=[*callbacks, *on_metrics, beat],
                 on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
                 is_stopping=signals.is_stopping,
-                on_bad=watchdog.paused()(
+                on_bad=watchdog.paused(watchdog.save_seconds)(
                     functools.partial(_stop_after_too_many, config, checkpoints)
                 ),
             )
@@ -205,7 +214,7 @@ def _checkpoints(
         watchdog.leave_if_lost(error)  # the writer would wait for the lost process
         raise
     finally:
-        with watchdog.paused():
+        with watchdog.paused(watchdog.save_seconds):
             checkpoints.close()
         error, steps = sys.exception(), checkpoints.steps()
         is_told = isinstance(error, CheckpointError) or "last good" in str(error)
