@@ -24,8 +24,6 @@ those under --param or --label to a folder of their own next to it; an interrupt
 on. All devices are used; of several processes the first prints and writes.
 """
 
-import os
-
 from absl import flags
 
 from experiments import cli, processes
@@ -55,14 +53,13 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.units import printable
 
     task = cli.parse_options(find_task(FLAGS.task), f"task {FLAGS.task}", argv[1:])
-    data = RunDirectory(FLAGS.run_dir).read_part("data")
+    directory = RunDirectory(FLAGS.run_dir)
+    data = directory.read_part("data")
     mesh_config = cli.parse_options(MeshConfig, "--mesh", FLAGS.mesh)
     processes.connect()
     with Watchdog(jax.process_count()), jax.set_mesh(build_mesh(mesh_config)):
         facts = {name: FLAGS[name].value for name in ("task", "step", "mesh", "label", "param")}
-        agree(
-            "evaluation", facts | {"run_dir": os.path.abspath(FLAGS.run_dir), "options": argv[1:]}
-        )
+        agree("evaluation", facts | {"run_dir": str(directory.path), "options": argv[1:]})
         run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
         changes = describe(FLAGS.param)
         subject = Subject(run.model, run.tokenizer, data, FLAGS.run_dir, FLAGS.label, changes)

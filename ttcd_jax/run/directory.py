@@ -28,7 +28,7 @@ from ttcd_jax.data.records import sealed
 from ttcd_jax.data.sources import text_data
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError, UserError
-from ttcd_jax.files import read_json, write_json, write_whole
+from ttcd_jax.files import lock, read_json, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.config import LAYOUT, accepted_changes
@@ -108,17 +108,12 @@ class RunDirectory:
         fields `layout`, and those of `changes`, which are recorded. Called under the lock:
         unfinished files of a killed process are removed. Raises `UserError` naming differing
         fields, `DataError` for other data."""
-        for path in (x for name in (*_CLAIM, METRICS) for x in self.path.glob(f".{name}.*")):
+        for path in self._unfinished():
             path.unlink()
         old = self.read_config() if self.is_claimed else config
         accepted = accepted_changes(self.path, old, config, changes, layout)
         if not self.is_claimed:
-            names = {path.name for path in self.path.iterdir()} - {"lock"}
-            if names != set(_CLAIM[: len(names)]):
-                raise UserError(
-                    f"{self.path} is not empty and holds no run (no config.json): choose another "
-                    "--run_dir"
-                )
+            self.check_free()
             self._write(config, "data.json", data, source)
             return
         # Earlier versions stored no digest of the tokenizer.
@@ -138,6 +133,19 @@ class RunDirectory:
             )
         history = self._read("config.json").get("changes", [])
         self._write_config(config, source, [*history, *({"step": done} | x for x in accepted)])
+
+    def _unfinished(self) -> list[Path]:
+        return [x for name in (*_CLAIM, METRICS) for x in self.path.glob(f".{name}.*")]
+
+    def check_free(self) -> None:
+        """Raises `UserError` for a folder that is not empty and holds no run."""
+        found = {*self.path.iterdir()} if self.path.is_dir() and not self.is_claimed else ()
+        names = {path.name for path in found} - {"lock", *(x.name for x in self._unfinished())}
+        if names != set(_CLAIM[: len(names)]):
+            raise UserError(
+                f"{self.path} is not empty and holds no run (no config.json): choose another "
+                "--run_dir"
+            )
 
     def write_import(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
         """Writes the files of an imported run: its configuration and its origin."""
@@ -176,7 +184,7 @@ class RunDirectory:
             ) from error
         with handle:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+                lock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             except BlockingIOError as error:
                 handle.seek(0)
                 owner = handle.read().strip() or "another process"  # that has not written its name

@@ -4,9 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from absl import logging
-
 from ttcd_jax.config import closest
+from ttcd_jax.errors import UserError, listed
 from ttcd_jax.eval.task import Subject
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.run.config import RunConfig
@@ -49,7 +48,11 @@ def evaluation_callbacks(
         }
         if config.best_metric not in {None, *metrics}:
             near = closest(str(config.best_metric), [*metrics])
-            logging.warning("no metric is RunConfig.best_metric %r%s", config.best_metric, near)
+            raise UserError(
+                f"no metric is RunConfig.best_metric {config.best_metric!r}{near}: go on from the "
+                f"last good checkpoint with one of {listed([*metrics])} "
+                "(--change=RunConfig.best_metric)"
+            )
         write(step, metrics)
 
     return [StateCallback(every, evaluate)]

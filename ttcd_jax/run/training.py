@@ -32,7 +32,7 @@ from ttcd_jax.run.trackers import Tracker, named
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.train.bad_steps import no_skips
-from ttcd_jax.train.checkpoint import Checkpoints, Kept
+from ttcd_jax.train.checkpoint import Checkpoints, Kept, check_place
 from ttcd_jax.train.distillation import measured
 from ttcd_jax.train.loop import HostMetrics, MetricCallback, StateCallback, train
 from ttcd_jax.train.profile import profiled
@@ -100,8 +100,11 @@ def train_run(
 
 
 def check(config: RunConfig, directory: RunDirectory) -> None:
-    """Raises `UserError` for a model that does not fit its data or `start_from`."""
+    """Raises `UserError` for a model that does not fit its data or `start_from`, and for a place
+    that cannot hold checkpoints."""
     build.check(config)
+    check_place(directory.checkpoints)
+    directory.check_free()
     if config.start_from is not None and not directory.is_claimed:
         plan_start(config)
 
@@ -192,12 +195,14 @@ def _stop_after_too_many(
         return
     checkpoints.wait()
     saved, (first, last) = checkpoints.steps(), batch_rows(config, step)
-    good = f"step {saved[-1]}" if saved else "none"
+    good, memory = f"step {saved[-1]}" if saved else "none", config.model.settings
+    is_written = memory is not None and memory.to_dict().get("eta")
+    eta = f" or {type(memory).__name__}.eta" if is_written else ""
     raise NonFiniteError(
         f"{reason} at step {step}, in rows {first} .. {last} of the data; bad steps: {skipped}, "
         f"RunConfig.max_skipped_steps: {most}; last good checkpoint: {good}. Resume with "
         f"--param=RunConfig.max_skipped_steps={skipped + 9} to skip such steps, or start anew with "
-        "a lower ScheduleConfig.peak or MemoryConfig.eta"
+        f"a lower ScheduleConfig.peak{eta}"
     )
 
 

@@ -211,14 +211,14 @@ def _call(processes: Processes, timeout_seconds: int) -> None:
 
 def _telling(whom: Callable[[], str]) -> contextlib.ExitStack:
     """A context that says on standard error for whom it waits, if it takes some seconds."""
+    stack, is_over = contextlib.ExitStack(), threading.Event()
 
     def tell() -> None:
-        print(f"waiting for {whom()}", file=sys.stderr, flush=True)
+        if not is_over.wait(_SILENT_SECONDS):
+            print(f"waiting for {whom()}", file=sys.stderr, flush=True)
 
-    timer, stack = threading.Timer(_SILENT_SECONDS, tell), contextlib.ExitStack()
-    timer.daemon = True
-    timer.start()
-    stack.callback(timer.cancel)
+    threading.Thread(target=tell, daemon=True).start()
+    stack.callback(is_over.set)
     return stack
 
 
@@ -230,7 +230,10 @@ def agree(what: str, facts: Mapping[str, Any], seconds: float = 600) -> None:
         return
     place, limit = f"ttcd_jax/agree/{next(_calls)}", int(1000 * seconds)
     client, number = ocp.multihost.get_jax_distributed_client(), jax.process_index()
-    own = {name: _shown(value) for name, value in {**facts, **_versions()}.items()}
+    code = [verified.source(), verified.source(Path(__file__).parents[1])]
+    facts = {**facts, "code": code, **{name: metadata.version(name) for name in PACKAGES}}
+    facts |= {name: str(jax.config.values[name]) for name in _SETTINGS}
+    own = {name: _shown(value) for name, value in facts.items()}
     if number == 0:
         client.key_value_set(f"{place}/facts", json.dumps(own))
     client.wait_at_barrier(f"{what}: told ({place})", limit)
@@ -245,15 +248,6 @@ def agree(what: str, facts: Mapping[str, Any], seconds: float = 600) -> None:
     found = sorted(text for _, text in client.key_value_dir_get(f"{place}/differing/") if text)
     if found:
         raise UserError(f"the processes of this job differ: {found[0]}; start all of them alike")
-
-
-def _versions() -> dict[str, Any]:
-    """What a process computes with: packages, the source of this one, settings of JAX."""
-    return {
-        "source": [verified.source(), verified.source(Path(__file__).parents[1])],
-        **{name: metadata.version(name) for name in PACKAGES},
-        **{name: str(jax.config.values[name]) for name in _SETTINGS},
-    }
 
 
 def _shown(value: Any) -> str:
