@@ -20,7 +20,7 @@ from tensorboardX.summary import scalar
 from tensorboardX.writer import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
 from ttcd_jax import units
-from ttcd_jax.errors import DataError, listed
+from ttcd_jax.errors import DataError
 from ttcd_jax.files import GrowingFile, write_whole
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import METRICS
@@ -55,7 +55,7 @@ def reporter(
         odd = {x for x, y in record.items() if isinstance(y, float) and not math.isfinite(y)}
         if "skipped" not in record and (new := sorted(odd - nulls)):
             nulls.update(new)
-            logging.warning("step %d: not finite, null in the metrics: %s", step, listed(new))
+            logging.warning("step %d: not finite, null in the metrics: %s", step, ", ".join(new))
         is_new = files.write(step, record | dict.fromkeys(odd))
         for tracker in others if is_new else ():
             tracker.write(step, {x: y for x, y in record.items() if x not in odd})

@@ -334,12 +334,12 @@ class Checkpoints:
             self._manager.reload()
             kind, reason = CheckpointError, _reason(error)
             if full := full_disk(error):
-                kind, free = ResourceError, os.statvfs(self._directory)
-                files = " and no inode" if free.f_files and not free.f_favail else ""
+                kind, free = ResourceError, shutil.disk_usage(self._directory).free
+                disk = os.statvfs(self._directory)
+                files = " and no inode" if disk.f_files and not disk.f_favail else ""
                 reason = (
                     f"{full} (it needs about {units.size(need)}, {self._directory} has "
-                    f"{units.size(free.f_bavail * free.f_frsize)}{files} free), so make room or "
-                    "keep fewer steps"
+                    f"{units.size(free)}{files} free), so make room or keep fewer steps"
                 )
             sealed = [good for good in self.steps() if digest.is_sealed(self._step_dir(good))]
             raise kind(
