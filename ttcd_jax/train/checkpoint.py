@@ -63,13 +63,13 @@ def _is_not_orbax(record: LogRecord) -> bool:
 @functools.cache
 def _silence_orbax() -> None:
     """Keeps Orbax's log off the terminal: its progress, and the failures that it also raises, each
-    repeated by the event loop that it closes over the other writes."""
+    repeated by the event loop that it closes over the other reads and writes."""
     for name in ("absl", "asyncio"):
         getLogger(name).addFilter(_is_not_orbax)
     report = sys.unraisablehook
 
     def report_unless_closed(failure: Any) -> None:
-        if str(failure.exc_value) != "Event loop is closed":
+        if not str(failure.exc_value).startswith(("Event loop is closed", "Encountered error")):
             report(failure)
 
     sys.unraisablehook = report_unless_closed
