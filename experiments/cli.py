@@ -44,20 +44,19 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     try:
         try:
-            if re.fullmatch("1|y|yes|t|true|on", os.environ.get("JAX_DISABLE_JIT", ""), re.I):
-                raise UserError("JAX_DISABLE_JIT is set, and programs here are compiled: unset it")
+            check_environment()
             app.run(main, flags_parser=functools.partial(_parse_flags, arguments))
         finally:
             sys.stdout.flush()
     except UserError as error:
         _leave(f"error: {error}{_notes(error)}", error.exit_code)
     except (ValueError, AssertionError) as error:
-        _leave_if_unsupported(error)
+        leave_if_unsupported(error)
         raise
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
     except (MemoryError, RuntimeError) as error:
-        _leave_if_unsupported(error)
+        leave_if_unsupported(error)
         is_memory = re.search("RESOURCE_EXHAUSTED|Out of memory", str(error))
         if isinstance(error, RuntimeError) and not is_memory:
             raise
@@ -79,6 +78,12 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
             sys.exit(OUTPUT_CLOSED)
         _leave(f"error: {error}: make room", ResourceError.exit_code)
     raise AssertionError("app.run ends in SystemExit")
+
+
+def check_environment() -> None:
+    """Raises `UserError` for a variable of JAX that no command can work with."""
+    if re.fullmatch("1|y|yes|t|true|on", os.environ.get("JAX_DISABLE_JIT", ""), re.IGNORECASE):
+        raise UserError("JAX_DISABLE_JIT is set, and programs here are compiled: unset it")
 
 
 def clean_up_on_sigterm() -> None:
@@ -182,7 +187,7 @@ def _leave(message: str, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _leave_if_unsupported(error: Exception) -> None:
+def leave_if_unsupported(error: Exception) -> None:
     """Ends the process if a kernel refused to run here (it has imported `dispatch`, which is slow),
     or JAX to start with its variables; that there is no device it asserts without a word."""
     dispatch, text = sys.modules.get("ttcd_kernels.dispatch"), str(error)

@@ -8,6 +8,7 @@ so its command `lm_eval` has to be started here. All flags are the harness'.
 
 import sys
 
+from experiments import cli
 from ttcd_jax.errors import UserError
 
 
@@ -23,11 +24,15 @@ def main() -> None:
 
     model_registry.register("ttcd_jax", target="ttcd_jax.run.harness:RunLM")
     try:
+        cli.check_environment()
         with jax.set_mesh(build_mesh(MeshConfig())):
             cli_evaluate()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        cli.leave_if_unsupported(error)
+        raise
 
 
 if __name__ == "__main__":
