@@ -8,6 +8,7 @@ removed. Any other exception keeps its traceback.
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import os
 import re
@@ -69,7 +70,7 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
     except OSError as error:
         is_closed = isinstance(error, BrokenPipeError) and _output_is_closed()
         if not is_closed and not full_disk(error):
-            if error.filename is not None:
+            if error.filename is not None and not _is_ours(error.filename):
                 _leave(f"error: {error.filename}: {error.strerror}", UserError.exit_code)
             raise
         # Python flushes stdout once more when it exits: give it somewhere to write.
@@ -113,7 +114,8 @@ def parse_options[C: Config](
     """A configuration from `name=value` or `--name=value`; other fields keep their value in
     `defaults` or the class. The values of a tuple are separated by commas, except strings, which
     take one option each. Raises `UserError` for an option that `owner` does not take."""
-    hints, values = typing.get_type_hints(config), {}
+    types, values = typing.get_type_hints(config), {}
+    hints = {field.name: types[field.name] for field in dataclasses.fields(config)}
     for option in options:
         name, equals, text = option.removeprefix("--").partition("=")
         if name not in hints or not equals:
@@ -174,6 +176,14 @@ def _check_texts(arguments: Sequence[str]) -> None:
             texts += [(f"--{name}", value) for value in values if isinstance(value, str)]
     for name, text in texts:
         check_text(name, text)
+
+
+def _is_ours(file: str | bytes) -> bool:
+    """Whether a file is a part of the program: that it is missing is no user's mistake."""
+    import ttcd_jax
+
+    folders = (Path(__file__).parent, *map(Path, ttcd_jax.__path__))
+    return any(Path(os.fsdecode(file)).absolute().is_relative_to(x) for x in folders)
 
 
 def _notes(error: Exception) -> str:

@@ -47,19 +47,15 @@ def main(argv: list[str]) -> None:
     from ttcd_jax.eval.tasks import find_task
     from ttcd_jax.run.directory import RunDirectory, load_run
     from ttcd_jax.run.model_changes import describe
-    from ttcd_jax.sharding.distributed import agree
     from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
     from ttcd_jax.train.watchdog import Watchdog
     from ttcd_jax.units import printable
 
     task = cli.parse_options(find_task(FLAGS.task), f"task {FLAGS.task}", argv[1:])
-    directory = RunDirectory(FLAGS.run_dir)
-    data = directory.read_part("data")
+    data = RunDirectory(FLAGS.run_dir).read_part("data")
     mesh_config = cli.parse_options(MeshConfig, "--mesh", FLAGS.mesh)
     processes.connect()
     with Watchdog(jax.process_count()), jax.set_mesh(build_mesh(mesh_config)):
-        facts = {name: FLAGS[name].value for name in ("task", "step", "mesh", "label", "param")}
-        agree("evaluation", facts | {"run_dir": str(directory.path), "options": argv[1:]})
         run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
         changes = describe(FLAGS.param)
         subject = Subject(run.model, run.tokenizer, data, FLAGS.run_dir, FLAGS.label, changes)

@@ -59,7 +59,9 @@ def whole_folder(path: Path, keeps: Callable[[Path], object] = lambda _: False) 
 
 def write_whole(path: Path, content: str | bytes) -> None:
     with whole_file(path) as unfinished:
-        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+        unfinished.write_bytes(
+            content.encode(errors="backslashreplace") if isinstance(content, str) else content
+        )
 
 
 def write_json(path: Path, value: Any) -> None:

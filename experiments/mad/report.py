@@ -100,7 +100,7 @@ def footnotes(records: list[Record]) -> list[str]:
     )
     return [
         "cells: macro / micro accuracy on the test rows (published macro accuracy; all settings, "
-        "200 epochs, 3 rates, 2 decays)",
+        "200 epochs, 3 rates, 2 decays); means in brackets are ours, of the scores in brackets",
         f"settings: {', '.join(counts)}",
         *(f"budget of {', '.join(tasks)}: {text}" for text, tasks in _budgets(records).items()),
         f"runs: rates {rates}, decays {decays}, seeds {seeds}; {failed} of {len(runs)} not finite, "

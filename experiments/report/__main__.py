@@ -28,7 +28,8 @@ def main(argv: list[str]) -> None:
     from experiments.report.sections import write_report
     from ttcd_jax.units import printable
 
-    run_dirs = [Path(path) for path in FLAGS.run_dir]
+    paths = map(Path, FLAGS.run_dir)
+    run_dirs = [*{path.resolve(): path for path in reversed([*paths])}.values()][::-1]
     output = Path(FLAGS.output) if FLAGS.output else run_dirs[0] / "report"
     for section in write_report(run_dirs, output, FLAGS.next):
         print(f"\n{section.title}\n{format_table(section.table)}")

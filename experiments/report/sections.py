@@ -96,7 +96,7 @@ def _training(runs: Sequence[Run], output: Path) -> list[Section]:
 def _numbers(run: Run, name: str) -> dict[int, float]:
     """The values of a metric by step, where it is a number."""
     found = {record["step"]: record.get(name) for record in run.metrics}
-    return {step: x for step, x in found.items() if isinstance(x, int | float)}
+    return {n: x for n, x in found.items() if isinstance(x, int | float) and abs(x) < 1e300}
 
 
 def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:

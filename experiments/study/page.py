@@ -12,6 +12,7 @@ from ttcd_jax.eval.by_document import DocumentTask, cells, differences, draw_cur
 from ttcd_jax.eval.means import Means
 from ttcd_jax.eval.page import Section, write_page
 from ttcd_jax.eval.report import Picture, coloured_by_run, plot_lines
+from ttcd_jax.eval.results import check_comparable
 from ttcd_jax.eval.task import MEMORY_OFF, MEMORY_ON, Records, Series, Task
 from ttcd_jax.files import read_json, write_whole
 from ttcd_jax.run.directory import METRICS
@@ -56,14 +57,18 @@ def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None
 
 def _measured(config: StudyConfig, task: Task, text: str, path: Path) -> Measured:
     found: Measured = {}
+    results = []
     for name, seed in config.chosen():
         file = results_file(run_dir(path, name, seed), task, name, text)
         if file.exists():
-            series = read_json(file)["series"]
+            results.append(read_json(file))
+            series = results[-1]["series"]
             old = f"{name}, {text}"
             found.setdefault(name, {})[seed] = {
                 name + label.removeprefix(old): records for label, records in series.items()
             }
+    if results:
+        check_comparable(type(task), results)
     return found
 
 

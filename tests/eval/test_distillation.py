@@ -91,8 +91,8 @@ def test_runs_of_other_layers_share_table_and_pictures(result, text, tmp_path):
     ]
     folder = write_results(other)
     assert (folder / "distillation_1.png").stat().st_size > 1000
-    elsewhere = {**other, "options": {**other["options"], "text": "another"}}
-    with pytest.raises(UserError, match="evaluate both with the same options"):
+    elsewhere = other | {"measured_on": {"": "another"}}
+    with pytest.raises(UserError, match="not measured on the same text"):
         merged(StudentTeacher, [result, elsewhere])
 
 

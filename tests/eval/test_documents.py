@@ -173,12 +173,13 @@ def test_intervals_cover_the_mean_of_documents_of_any_length(documents, least, m
     assert least < np.mean((low < 3) & (high > 3)) < most
 
 
-def test_intervals_of_one_document_or_none_are_unknown():
-    sums, counts = np.array([[6.0, 4, 0], [2, 0, 0]]), np.array([[2.0, 2, 0], [2, 0, 0]])
+def test_intervals_of_fewer_than_five_documents_are_unknown():
+    sums = np.array([[6.0, 4, 0], [2, 2, 0], [4, 4, 0], [4, 4, 0], [4, 0, 0]])
+    counts = np.where(sums > 0, 2.0, 0)
     mean, low, high = means_over_documents(sums, counts)
-    assert mean[:2].tolist() == [2, 2]
-    # The sums 6 and 2 differ by 2 from two tokens at the mean: the half is t(1) sqrt(16) / 4.
-    np.testing.assert_allclose((low[0], high[0]), (2 - 12.7062, 2 + 12.7062), rtol=1e-4)
+    assert mean[:2].tolist() == [2, 1.75]
+    # The sums 6 and 2 differ by 2 from two tokens at the mean: the half is t(4) sqrt(8 * 5/4) / 10.
+    np.testing.assert_allclose((low[0], high[0]), (2 - 0.877989, 2 + 0.877989), rtol=1e-5)
     assert np.isnan([mean[2], *low[1:], *high[1:]]).all()
 
 
@@ -201,5 +202,7 @@ def test_differences_of_variants_are_paired_by_document():
 def test_a_mean_and_its_interval_are_one_cell():
     nan = float("nan")
     means = Means(*np.array([[2.3456, 2.3, nan, 5e9], [2.3, nan, nan, 4e9], [2.4, nan, nan, 6e9]]))
-    expected = ["2.346 ± 0.050", "2.300", None, "5.000e+09 ± 1.000e+09"]
-    assert cells([8, 16, 32, 64], means) == dict(zip([8, 16, 32, 64], expected, strict=True))
+    expected = ["2.346 ± 0.050", "2.300 (no interval)", None, "5.000e+09 ± 1.000e+09"]
+    assert [*cells([8, 16, 32, 64], means).values()] == expected
+    ends = cells([8], Means(*np.exp([[0.7], [0.1], [1.3]])), has_ends=True)
+    assert ends == {8: "2.014 (1.105 to 3.669)"}

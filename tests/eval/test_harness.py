@@ -409,7 +409,8 @@ def test_runs_with_other_tasks_share_a_table_but_not_with_other_items():
     def result(name, limit):
         record = {"task": name, "metric": "acc", "value": 0.5, "chance": 0.25, "depth": 0}
         options = find_task("harness")(limit=limit).to_dict()
-        return {"run_dir": name, "options": options, "series": {name: [record]}}
+        result = {"run_dir": name, "options": options, "series": {name: [record]}}
+        return result | {"folder": "harness", "measured_on": {name: "digest"}}
 
     task = find_task("harness")
     one, two, three = result("a", None), result("b", None), result("c", 3)

@@ -163,12 +163,18 @@ def test_pictures_are_lines_and_heat_maps(tmp_path, monkeypatch):
 
 def test_runs_with_other_tasks_share_a_table_but_not_with_other_samples():
     options = {"samples": 1, "seed": 42}
-    one = {"run_dir": "a", "options": options, "series": {"a": [_record("vt", 4096, 9)]}}
-    two = {"run_dir": "b", "options": options, "series": {"b": [_record("cwe", 8192, 8)]}}
+    shared = {"options": options, "folder": "ruler"}
+    one = {"run_dir": "a", "series": {"a": [_record("vt", 4096, 9)]}} | shared
+    two = {"run_dir": "b", "series": {"b": [_record("cwe", 8192, 8)]}} | shared
+    one["measured_on"], two["measured_on"] = {"vt, 4096": "v"}, {"cwe, 8192": "c", "fwe, 8192": "f"}
     table = Ruler.table(merged(Ruler, [one, two])["series"])
     assert table[0] == {"task": "vt", "a, 4K": 9, "b, 8K": None}
     with pytest.raises(UserError, match="evaluate both with the same options"):
         merged(Ruler, [one, two | {"options": options | {"seed": 1}}])
+    with pytest.raises(UserError, match="not measured on the same text"):
+        merged(Ruler, [one, two | {"measured_on": {"vt, 4096": "of other prose"}}])
+    with pytest.raises(UserError, match=r"not measured on the same text.*not stored"):
+        merged(Ruler, [one, {name: two[name] for name in two if name != "measured_on"}])
 
 
 def test_a_model_is_evaluated_on_prose_of_its_own(tmp_path):

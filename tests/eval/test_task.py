@@ -139,6 +139,36 @@ def test_runs_of_one_label_are_named_by_their_folders(result, tmp_path):
     assert [[*x["series"]] for (x,) in found.values()] == [[f"{name}, long"] for name in names]
 
 
+def test_a_bucket_may_be_a_number_and_results_are_there_before_pictures(toy, result, tmp_path):
+    series = {"mine": [{"half": 1, "loss": 2.0}, {"half": 2, "loss": None}]}
+    written = result | {"run_dir": str(tmp_path), "series": series}
+    assert (write_results(written) / "halves.png").stat().st_size > 1000
+
+    def fail(*args):
+        raise TypeError("of a picture")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "pictures", fail)
+        with pytest.raises(TypeError):
+            write_results(written | {"step": 8})
+    assert read_all_results([tmp_path])["mine"][0]["step"] == 8
+
+
+def test_other_cases_are_not_the_same_measure(toy, result, tmp_path, caplog):
+    assert [*result["measured_on"]] == [""]
+    again = evaluate(toy(batch_size=5), _subject(tmp_path, "mine"), 7)
+    assert again["measured_on"] == result["measured_on"]  # by the cases, not by how they are read
+    longer = evaluate(toy(length=16), _subject(tmp_path, "other"), 7)
+    with pytest.raises(
+        UserError, match=r"halves was not measured on the same text in .*halves.mine"
+    ):
+        merged(toy, [result, longer])
+    write_results(again)
+    write_json(tmp_path / "eval/halves.mine/results.json", again | {"measured_on": {"": "older"}})
+    evaluate(toy(batch_size=5), _subject(tmp_path, "mine"), 7)
+    assert "halves.mine/results.json was measured on other text: it is replaced" in caplog.text
+
+
 def test_runs_share_a_table_when_their_buckets_are_the_same(toy, result):
     series = {"other": result["series"]["mine, fast weights on"]}
     whole = merged(toy, [result, result | {"series": series}])
@@ -153,6 +183,10 @@ def _parsed(name, options):
 
 
 def test_options_are_those_of_the_task(toy):
+    with pytest.raises(
+        UserError, match="no option '--title=x': it takes batch_size=VALUE, max_rows"
+    ):
+        parse_options(toy, "task halves", ["--title=x"])
     options = ["--length=4", "--text=12", "--batch_size=3"]
     assert _parsed("halves", options) == toy(length=4, text="12", batch_size=3)
     several = ["--sizes=4,8", "--names=a,b", "--names=c"]

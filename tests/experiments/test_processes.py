@@ -256,7 +256,10 @@ def test_evaluations_that_differ_end_before_they_measure(whole, start):
     arguments = [f"--run_dir={whole[0]}", "--task=ppl", "--batch_size=4"]
     job = start("evaluate", [arguments, [*arguments, "--max_rows=10"]], 2)
     for process in job:
-        assert "options: process 1 has " in _end(process, UserError.exit_code)[1]
+        assert (
+            "max_rows: process 1 has 10, process 0 has 512, "
+            in _end(process, UserError.exit_code)[1]
+        )
 
 
 def test_evaluation_on_any_devices_is_that_of_one(whole, start):

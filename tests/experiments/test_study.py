@@ -39,7 +39,7 @@ StudyConfig.once = ('{folder}/third.gin',)
 StudyConfig.seeds = (3, 5)
 StudyConfig.evaluations = (@Position(), @Recurrence())
 StudyConfig.piece_bytes = 40
-StudyConfig.max_pieces = 4
+StudyConfig.max_pieces = 6
 Position.seq_len = 40
 Recurrence.seq_len = 40
 Recurrence.window = 8
@@ -99,7 +99,7 @@ def test_every_run_is_trained_once_and_evaluated_on_the_same_pieces(computed):
         *("base-3", "base-5", "other-3", "other-5", "third-3")
     ]
     pieces = [x.read_text() for x in sorted((path / "texts" / "corpus").iterdir())]
-    assert [len(piece) for piece in pieces] == [40] * 4
+    assert [len(piece) for piece in pieces] == [40] * 6
     corpus = [x.read_text() for x in sorted((path.parent / "corpus" / "validation").iterdir())]
     assert all(any(piece in text for text in corpus) for piece in pieces)
 
@@ -113,13 +113,13 @@ def test_tables_are_means_of_seeds_and_paired_differences(computed):
         return [x for x in found if x["positions"] == "1-31"]
 
     def sums(name, label):
-        nll = np.zeros((4, 1))
+        nll = np.zeros((6, 1))
         for seed in (3, 5):
             for x in records(name, seed, label):
                 nll[x["document"]] += x["nll"]
         return nll
 
-    tokens = np.full((4, 1), 2.0 * 31)
+    tokens = np.full((6, 1), 2.0 * 31)
     expected = means_over_documents(sums("other", ", fast weights on") - sums("base", ""), tokens)
     tables = (path / "tables.txt").read_text()
     table = tables.split("Loss by position (corpus): nats per token, less base\n")[1]

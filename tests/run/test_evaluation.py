@@ -1,5 +1,6 @@
 """Evaluation during training happens when it is due and compiles once."""
 
+import json
 import re
 
 import jax
@@ -71,6 +72,18 @@ def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir):
         UserError, match=re.escape(f"best_metric '{name}x'; did you mean '{name}'?")
     ):
         callback.call(2, state)
+
+
+def test_a_run_is_evaluated_on_the_same_cases_to_its_end(run_dir):
+    evaluation_callbacks(CONFIG, run_dir, print, 2)
+    evaluation_callbacks(CONFIG, run_dir, print, 1)  # another batch, the same rows
+    evaluation_callbacks(CONFIG.replace(evaluations=(Recall(max_rows=3),)), run_dir, print, 2)
+    path = run_dir.path / "evaluations.json"
+    digests = json.loads(path.read_text())
+    assert len(digests) == 2
+    path.write_text(json.dumps({name: {"": "of other text"} for name in digests}))
+    with pytest.raises(UserError, match=r"the text that task recall measures .* on changed since"):
+        evaluation_callbacks(CONFIG, run_dir, print, 2)
 
 
 def test_a_run_evaluates_nothing_unless_asked(run_dir):

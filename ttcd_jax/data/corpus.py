@@ -197,7 +197,7 @@ def _parts(
     path, num_held_out = pathlib.Path(config.path or ""), config.validation_files
     has_splits = all((path / split).is_dir() for split in SPLITS)
     if not (path.is_file() or path.is_dir() or path.is_fifo()):  # but a device
-        raise DataError(f"no file or folder at {path}; set CorpusConfig.path")
+        raise DataError(f"no file or folder at {path}: give the path of the text")
     if num_held_out and (has_splits or not path.is_dir()):
         raise DataError(f"{path} has no files to hold out: it is one file or has its own splits")
     if not path.is_dir():
@@ -218,7 +218,10 @@ def _folder_files(root: pathlib.Path, part: str, glob: str) -> dict[str, pathlib
     folder = root / part
     files = _files(folder, glob)
     if not files:
-        raise DataError(f"no file under {folder} matches {glob!r}; set CorpusConfig.glob")
+        raise DataError(
+            f"no file under {folder} matches {glob!r} (CorpusConfig.glob of a recipe): put text "
+            "there, or name a file"
+        )
     _check_links(root, files.values())
     return files
 

@@ -221,5 +221,8 @@ class RecordsConfig(WeightedConfig):
         per_document = self.weights_per == "document"
         scale = [float(x.sizes.mean()) if per_document else 1.0 for x in corpora]
         rows, num_rows = self.mixed(parts, batch_size, scale)
-        digests = [manifest["sha256"] for manifest in self.manifests()]
-        return rows, {"kind": "records", "num_rows": num_rows, "sha256": digests}
+        return rows, self.identity() | {"num_rows": num_rows}
+
+    def identity(self) -> dict[str, Any]:
+        """The part of the manifest that identifies the records."""
+        return {"kind": "records", "sha256": [manifest["sha256"] for manifest in self.manifests()]}

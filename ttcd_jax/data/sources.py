@@ -4,11 +4,11 @@ open splits of text as token records. Equal manifests mean equal data."""
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from ttcd_jax.config import AtLeast, Bound, Config
+from ttcd_jax.config import AtLeast, Bound, Config, differences
 from ttcd_jax.data.corpus import CorpusConfig, Split, load_documents, manifest
 from ttcd_jax.data.mixture import Packing, RecordsConfig, WeightedConfig, corpus_rows, that_have
 from ttcd_jax.data.packing import encode_documents
@@ -18,6 +18,8 @@ from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_json, sha256
+
+MANIFEST = "data.json"  # of a run's data, in its directory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,10 @@ class TextConfig(Config):
     @property
     def vocab_size(self) -> int:
         return build_tokenizer(self.tokenizer).vocab_size
+
+    def identity(self) -> dict[str, Any]:
+        """The part of the manifest that identifies the training text."""
+        return manifest(self.corpus, load_documents(self.corpus, "train"))
 
     def open(self, split: Split) -> list[TokenRecords]:
         """The documents of a split as records in memory."""
@@ -94,6 +100,10 @@ class MixtureConfig(WeightedConfig):
     def vocab_size(self) -> int:
         return self._alike[0].vocab_size
 
+    def identity(self) -> dict[str, Any]:
+        """The part of the manifest that identifies the training text."""
+        return {"kind": "mixture", "parts": [part.identity() for part in self._alike]}
+
     def open(self, split: Split) -> list[TokenRecords]:
         return that_have(self._alike, lambda part: part.open(split))
 
@@ -134,8 +144,8 @@ def text_records(
     option: str = "text",
 ) -> list[TokenRecords]:
     """The text to evaluate a run on: that of `text` (a file or a folder), else the validation split
-    of `data`, its data configuration. Raises `UserError` for a run without text or tokenizer, which
-    names the `option` that gives text."""
+    of `data`, its data configuration. Raises `UserError` for a run without text or tokenizer, and
+    `DataError` for a text that is missing or changed, each naming the `option` that gives text."""
     if data["type"] == RecallConfig.__name__:
         raise UserError(
             f"{run_dir} was trained on recall data, not on text: measure it by "
@@ -151,4 +161,36 @@ def text_records(
         return [encode_documents(load_documents(corpus, "train"), tokenizer)]
     if (config := text_data(data)) is None:
         raise UserError(f"{run_dir} was imported and has no corpus: pass --{option}=PATH")
-    return config.open("validation")
+    try:
+        check_unchanged(run_dir, config.identity)
+        return config.open("validation")
+    except DataError as error:
+        error.add_note(f"--{option}=PATH gives another text")
+        raise
+
+
+def check_unchanged(
+    run_dir: str | os.PathLike[str], identity: Callable[[], dict[str, Any]]
+) -> None:
+    """Raises `DataError` unless the data are those of the run's manifest, if it has one.
+    `identity`: of the data as they are now, the fields of a manifest that are to agree."""
+    path = Path(run_dir) / MANIFEST
+    if not path.is_file():
+        return
+    facts = identity()
+    # Earlier versions stored no digest of the tokenizer.
+    stored = {"tokenizer": facts.get("tokenizer")} | read_json(path)
+    if changed := differences(_shared(stored, facts), facts):
+        raise DataError(
+            f"the training data changed since {run_dir} was started ({changed[0]}): restore it, or "
+            "choose another --run_dir"
+        )
+
+
+def _shared(stored: Any, facts: Any) -> Any:
+    """The fields of `stored` that `facts` has too, in lists of parts as well."""
+    if isinstance(stored, dict) and isinstance(facts, dict):
+        return {name: _shared(stored.get(name), value) for name, value in facts.items()}
+    if isinstance(stored, list) and isinstance(facts, list) and len(stored) == len(facts):
+        return [_shared(*pair) for pair in zip(stored, facts, strict=True)]
+    return stored

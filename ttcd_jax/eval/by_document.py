@@ -52,13 +52,18 @@ def differences(
     return names, means_over_documents(nll - base_nll, tokens)
 
 
-def cells(names: list[Any], means: Means) -> dict[Any, str | None]:
-    """The means by name with half of their intervals, "2.345 ± 0.012"; None for an unknown one."""
+def cells(names: list[Any], means: Means, *, has_ends: bool = False) -> dict[Any, str | None]:
+    """The means by name with half of their intervals, "2.345 ± 0.012", or with their ends, "9.310
+    (8.204 to 10.633)"; None for an unknown mean."""
     result: dict[Any, str | None] = dict.fromkeys(names)
     for name, mean, low, high in zip(names, *means, strict=True):
         form = ",.3f" if abs(mean) < 1e6 else ".3e"
-        half = "" if math.isnan(high - low) else f" ± {(high - low) / 2:{form}}"
-        result[name] = None if math.isnan(mean) else f"{mean:{form}}{half}"
+        interval = f" ± {(high - low) / 2:{form}}"
+        if math.isnan(high - low):
+            interval = " (no interval)"
+        elif has_ends:
+            interval = f" ({low:{form}} to {high:{form}})"
+        result[name] = None if math.isnan(mean) else f"{mean:{form}}{interval}"
     return result
 
 
@@ -123,14 +128,17 @@ class DocumentTask(Task):
         return chosen
 
     def facts(self, rows: Selection) -> dict[str, Any]:
-        return {"documents": rows.digest, "document_stats": rows.stats}
+        return {"document_stats": rows.stats}
+
+    def measured_on(self, rows: Selection, subject: Subject) -> dict[str, str]:
+        return {"": rows.digest}
 
     def files(self, rows: Selection) -> dict[str, bytes]:
         return {"documents.npz": rows.manifest()}
 
     @classmethod
     def comparable(cls, result: dict[str, Any]) -> Any:
-        return result["facts"]["documents"], [result["options"][name] for name in cls.shaping]
+        return [result["options"][name] for name in cls.shaping]
 
     @classmethod
     def shown(cls, means: Means) -> Means:
@@ -148,7 +156,8 @@ class DocumentTask(Task):
                 columns[f"{run}, on - off (nats)"] = pair
         rows: dict[Any, dict[str, Any]] = {}
         for label, curve in columns.items():
-            for name, cell in cells(*curve).items():
+            has_ends = cls.value == "perplexity" and label in means  # those of nats, exponentiated
+            for name, cell in cells(*curve, has_ends=has_ends).items():
                 rows.setdefault(name, {cls.key: name})[label] = cell
         return [*rows.values()]
 

@@ -122,6 +122,11 @@ class Items(list[tuple[str, int]]):
         super().__init__((name, i) for name, x in tasks for i in range(len(x.eval_docs))[:limit])
         self.loaded, self.limit = loaded, limit
 
+    def documents(self) -> dict[str, list[str]]:
+        """What is asked, by task."""
+        tasks = self.loaded["tasks"].items()
+        return {name: [str(x) for x in task.eval_docs][: self.limit] for name, task in tasks}
+
 
 def load_tasks(
     names: Sequence[str],

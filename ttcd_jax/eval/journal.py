@@ -18,7 +18,6 @@ from safetensors.numpy import load, save
 from ttcd_jax import units
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_whole
-from ttcd_jax.sharding.distributed import agree
 
 Answer = tuple[np.ndarray, ...]  # to one request: arrays [n]
 
@@ -49,8 +48,7 @@ class Journal:
         return digest.hexdigest()
 
     def read(self, key: str) -> dict[int, list[Answer]]:
-        """The answers found, by the index of their batch. All processes ask for the same."""
-        agree("requests", {"requests": key})
+        """The answers found, by the index of their batch."""
         arrays: dict[str, np.ndarray] = {}
         if jax.process_index() == 0:
             for path in sorted(self._folder.glob(f"{key}.*")):

@@ -53,6 +53,8 @@ def write_page(
         jinja2.FileSystemLoader(Path(__file__).parent),
         ("trim_blocks", "lstrip_blocks"),
     )
+    drawn = [(x, [y for y in x.pictures if (path.parent / y.path).exists()]) for x in sections]
+    sections = [section._replace(pictures=pictures) for section, pictures in drawn]
     options: dict[str, Any] = {"undefined": jinja2.StrictUndefined} | dict.fromkeys(blocks, True)
     environment = jinja2.Environment(loader=folder, autoescape=True, **options)
     colours = dict(colours or {})

@@ -1,6 +1,6 @@
 """Pictures of evaluations. Files are written atomically.
 
-matplotlib is optional: without it the functions raise `UserError`.
+matplotlib is optional: without it there are no pictures, and a warning.
 """
 
 import contextlib
@@ -12,8 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from absl import logging
+
 from ttcd_jax import units
-from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_whole
 
 # Okabe and Ito's colours, distinct in every common form of colour blindness, without yellow,
@@ -128,7 +129,7 @@ def plot_bars(
     title: str,
     x_label: str,
     y_label: str,
-    groups: Sequence[str],
+    groups: Sequence[Any],
     series: Mapping[str, Sequence[float | None]],
     chance: float | None = None,
 ) -> None:
@@ -146,8 +147,9 @@ def plot_bars(
             labels = ["n/a" if value is None else numbers.format(value) for value in values]
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
             axes.bar_label(bars, labels, padding=3, fontsize=9, bbox=box, zorder=3)
-        slant = {"rotation": 25, "ha": "right"} if sum(map(len, groups)) > 70 else {}
-        axes.set_xticks(range(len(groups)), groups, **slant)
+        names = [str(group) for group in groups]
+        slant = {"rotation": 25, "ha": "right"} if sum(map(len, names)) > 70 else {}
+        axes.set_xticks(range(len(names)), names, **slant)
         axes.grid(visible=False, axis="x")
         axes.margins(y=0.12)
 
@@ -221,13 +223,16 @@ def save_figure(
     dpi: int,
     style: Mapping[Any, Any] = STYLE,
 ) -> None:
-    """A PNG of the figure of `size` inches that `draw` fills. Raises `UserError` without
-    matplotlib."""
+    """A PNG of the figure of `size` inches that `draw` fills; without matplotlib none, not even an
+    older one, and a warning."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("pictures need matplotlib; install ttcd_jax[report]") from error
+    except ImportError:
+        path.unlink(missing_ok=True)
+        message = "no pictures: matplotlib is missing, install ttcd_jax[report]"
+        logging.log_first_n(logging.WARNING, message, 1)
+        return
     # A bare Figure draws with Agg and keeps no global state, unlike pyplot.
     with matplotlib.rc_context(dict(style)):
         figure = Figure(figsize=size, layout="constrained")

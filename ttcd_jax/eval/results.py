@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from absl import logging
 
 from ttcd_jax.errors import DataError, NonFiniteError, UserError
 from ttcd_jax.eval.journal import Journal
@@ -20,6 +21,7 @@ from ttcd_jax.eval.published import published
 from ttcd_jax.eval.task import Series, Subject, Task
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.files import read_json, write_json, write_whole
+from ttcd_jax.sharding.distributed import agree
 
 _UNFINISHED = ".unfinished"  # in the folder of results: the journal of answers
 
@@ -38,8 +40,13 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
         "step": step,
     }
     folder = _path(result)
-    _check_model(folder / "results.json", result)
+    old = _replaced(folder / "results.json", result)
     rows = task.rows(subject)
+    result["measured_on"] = task.measured_on(rows, subject)
+    agree("evaluation", task.to_dict() | result | {"mesh": str(jax.sharding.get_mesh().shape)})
+    is_repeated = "measured_on" in old and old["options"] == result["options"]
+    if is_repeated and _differing([old, result]):
+        logging.warning("%s was measured on other text: it is replaced", folder / "results.json")
     if jax.process_index() == 0:
         for name, content in task.files(rows).items():
             write_whole(folder / name, content)
@@ -67,16 +74,19 @@ def _check_finite(task: Task, series: Series, step: int) -> None:
             )
 
 
-def _check_model(path: Path, result: dict[str, Any]) -> None:
-    """Raises `UserError` where `path` has results of a model under another label or changes."""
-    with contextlib.suppress(DataError):  # damaged ones are replaced
-        old = read_json(path) if path.exists() else {}
-        for name in ("label", "changes"):
-            if old.get(name, result[name]) != result[name]:
-                raise UserError(
-                    f"{path} is of {name} {old[name]!r}, not {result[name]!r}: choose another "
-                    "--label"
-                )
+def _replaced(path: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """The results at `path`; `result` if there are none, or damaged ones. Raises `UserError` for
+    those of a model under another label or changes."""
+    try:
+        old = result | (read_json(path) if path.exists() else {})
+    except DataError:
+        return result
+    for name in ("label", "changes"):
+        if old[name] != result[name]:
+            raise UserError(
+                f"{path} is of {name} {old[name]!r}, not {result[name]!r}: choose another --label"
+            )
+    return old
 
 
 def folder_name(task: str, text: str) -> str:
@@ -104,8 +114,8 @@ def write_results(result: dict[str, Any]) -> Path:
     writer.writeheader()
     writer.writerows(rows)
     write_whole(folder / "results.csv", table.getvalue())
-    task.pictures(folder, series, result["chance"])
     write_json(folder / "results.json", result)
+    task.pictures(folder, series, result["chance"])
     shutil.rmtree(folder / _UNFINISHED, ignore_errors=True)
     return folder
 
@@ -145,7 +155,14 @@ def damage_named(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        StopIteration,
+    ) as error:
         cause = f"{type(error).__name__}: {error}"
         raise DataError(f"{what} is damaged ({cause}): measure it again") from error
 
@@ -153,14 +170,39 @@ def damage_named(what: str) -> Iterator[None]:
 def merged(task: type[Task], results: list[dict[str, Any]]) -> dict[str, Any]:
     """The series of several runs in one result. Raises `UserError` for results that cannot be
     compared."""
+    check_comparable(task, results)
+    series = {x: y for result in results for x, y in result["series"].items()}
+    return results[0] | {"series": series}
+
+
+def check_comparable(task: type[Task], results: Sequence[dict[str, Any]]) -> None:
+    """Raises `UserError` for results of other cases or options, which share no table."""
     first = results[0]
     for result in results:
         if task.comparable(result) != task.comparable(first):
             raise UserError(
-                f"task {task.name}: {result['run_dir']} was evaluated in other buckets, or on "
-                f"other text, than {first['run_dir']}: evaluate both with the same options"
+                f"task {task.name}: {result['run_dir']} was evaluated with other options, or in "
+                f"other buckets, than {first['run_dir']}: evaluate both with the same options"
             )
-    return first | {"series": {x: y for result in results for x, y in result["series"].items()}}
+    if pair := _differing(results):
+        found = (f"{_path(x)} (sha256 {y[:12] if y else 'not stored'})" for x, y in pair)
+        raise UserError(
+            f"task {task.name} was not measured on the same text in {' and '.join(found)}: "
+            "evaluate both again with the same options and text"
+        )
+
+
+def _differing(results: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str | None]]:
+    """Two results, each with its digest, that were not measured on the same; none if all were."""
+    known: dict[str, tuple[dict[str, Any], str | None]] = {}
+    for result in results if len(results) > 1 else ():
+        # Earlier versions stored the digest of documents alone.
+        parts = result.get("measured_on", {"": result.get("facts", {}).get("documents")})
+        for part, digest in parts.items():
+            pair = [known.setdefault(part, (result, digest)), (result, digest)]
+            if pair[0][1] != digest or digest is None:
+                return pair
+    return []
 
 
 def task_sections(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> list[Section]:

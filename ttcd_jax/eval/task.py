@@ -6,10 +6,12 @@ A new evaluation is one file in `eval/tasks`: a subclass of `Task` with `@regist
 
 import abc
 import dataclasses
+import hashlib
 import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -105,6 +107,11 @@ class Task(Config, abc.ABC):
             journal=subject.journal,
         )
 
+    def measured_on(self, rows: Any, subject: Subject) -> dict[str, str]:
+        """The sha256 of the cases, by part: results share a table where the parts that they have in
+        common are equal."""
+        return {"": digest(rows)}
+
     def facts(self, rows: Any) -> dict[str, Any]:
         """Facts about the cases, for `results.json`."""
         return {}
@@ -158,7 +165,7 @@ class Task(Config, abc.ABC):
 
     @classmethod
     def comparable(cls, result: dict[str, Any]) -> Any:
-        """Results of several runs share a table where this is equal."""
+        """Results of the same cases share a table where this is equal."""
         return [row[cls.key] for row in cls.table(result["series"])]
 
 
@@ -180,6 +187,24 @@ class RowTask(Task):
         rows = {name: np.stack([row[name] for row in examples]) for name in examples[0]}
         check_tokens(rows["targets"], subject.model.config.vocab_size)
         return rows
+
+    def measured_on(self, rows: dict[str, np.ndarray], subject: Subject) -> dict[str, str]:
+        """Of text its characters, so that runs of other tokenizers compare."""
+        if subject.tokenizer is None:
+            return super().measured_on(rows, subject)
+        return {"": digest(subject.tokenizer.decode(rows["targets"][rows["loss_mask"]]))}
+
+
+def digest(cases: Any) -> str:
+    """The sha256 of texts, numbers and arrays, in any nesting."""
+    leaves = (x if isinstance(x, np.ndarray) else str(x) for x in jax.tree.leaves(cases))
+    result = hashlib.sha256()
+    for leaf in leaves:
+        is_text = isinstance(leaf, str)
+        content = leaf.encode(errors="surrogatepass") if is_text else leaf.tobytes()
+        header = str if is_text else (leaf.dtype, leaf.shape)
+        result.update(f"{header}, {len(content)}:".encode() + content)
+    return result.hexdigest()
 
 
 def row_scores(scorer: Scorer, rows: dict[str, np.ndarray]) -> Scores:

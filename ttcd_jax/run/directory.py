@@ -4,6 +4,7 @@ config.json      configuration, its changes    config.gin        the recipe and 
 data.json        manifest of the data          environment.json  versions and device
 checkpoints/     Orbax steps with digests      metrics.jsonl, tensorboard/
 metrics.jsonl.repeated                         records before an interruption, made again
+evaluations.json                               digests of what the run is evaluated on
 eval/            results of evaluations        lock              held by the training process
 
 An imported run has import.json (origin, digests, dtypes) instead of data.json, and its
@@ -23,11 +24,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ttcd_jax.config import check_text, differences
+from ttcd_jax.config import check_text
 from ttcd_jax.data.records import sealed
-from ttcd_jax.data.sources import text_data
+from ttcd_jax.data.sources import MANIFEST, check_unchanged, text_data
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
-from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.files import lock, read_json, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
@@ -46,7 +47,7 @@ FORMAT = 3
 
 _IMPORT = "import.json"
 # The files of a claim in the order they are written: without the last it was not finished.
-_CLAIM = ("environment.json", "data.json", "config.gin", "config.json")
+_CLAIM = ("environment.json", MANIFEST, "config.gin", "config.json")
 # The files that describe a run, its parameters apart.
 SMALL_FILES = (*_CLAIM, _IMPORT, TOKENIZER, METRICS)
 
@@ -114,15 +115,9 @@ class RunDirectory:
         accepted = accepted_changes(self.path, old, config, changes, layout)
         if not self.is_claimed:
             self.check_free()
-            self._write(config, "data.json", data, source)
+            self._write(config, MANIFEST, data, source)
             return
-        # Earlier versions stored no digest of the tokenizer.
-        stored = {"tokenizer": data.get("tokenizer")} | self._read("data.json")
-        if changed := differences(stored, data):
-            raise DataError(
-                f"the training data changed since {self.path} was started ({changed[0]}): restore "
-                "it, or choose another --run_dir"
-            )
+        check_unchanged(self.path, lambda: data)
         if not accepted:
             return
         done = max(complete_steps(self.checkpoints), default=0)

@@ -1,17 +1,25 @@
 """Evaluation during training: the tasks of a run on its current parameters, as metrics."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
+
 from ttcd_jax.config import closest
-from ttcd_jax.errors import UserError, listed
-from ttcd_jax.eval.task import Subject
+from ttcd_jax.errors import DataError, UserError, listed
+from ttcd_jax.eval.task import Subject, Task
 from ttcd_jax.eval.tasks import TASKS
+from ttcd_jax.files import read_json, write_json
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, run_tokenizer
+from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.train.loop import StateCallback
 from ttcd_jax.train.state import TrainState, abstract_model, with_params
+
+_CASES = "evaluations.json"
 
 
 def evaluation_callbacks(
@@ -33,6 +41,7 @@ def evaluation_callbacks(
     data, tokenizer = config.data.to_dict(), run_tokenizer(run_dir)
     subject = Subject(abstract_model(config.model), tokenizer, data, run_dir.path)
     inputs = [(task, task.rows(subject)) for task in tasks]
+    _check_cases(run_dir.path / _CASES, inputs, subject)
 
     def evaluate(step: int, state: TrainState) -> None:
         if step % every and step != config.steps:
@@ -56,6 +65,25 @@ def evaluation_callbacks(
         write(step, metrics)
 
     return [StateCallback(every, evaluate)]
+
+
+def _check_cases(path: Path, inputs: Sequence[tuple[Task, Any]], subject: Subject) -> None:
+    """Raises `DataError` where a task would be measured on other cases than in the steps before;
+    their digests are in `path`."""
+    old = read_json(path) if path.is_file() else {}
+    new = {}
+    for task, rows in inputs:
+        options = {x: y for x, y in task.to_dict().items() if x != "batch_size"}
+        name = f"{task.name} {json.dumps(options, sort_keys=True)}"
+        new[name] = task.measured_on(rows, subject)
+        if old.get(name, new[name]) != new[name]:
+            raise DataError(
+                f"the text that task {task.name} measures {path.parent} on changed since its last "
+                "step: restore it, or choose another --run_dir"
+            )
+    agree("evaluations", new)
+    if jax.process_index() == 0 and new.keys() - old.keys():
+        write_json(path, old | new)
 
 
 def best_scores(config: RunConfig, records: Sequence[dict[str, Any]]) -> dict[int, float]:

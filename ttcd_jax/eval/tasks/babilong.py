@@ -146,7 +146,8 @@ class BabiLong(Task):
 
     @classmethod
     def comparable(cls, result: dict[str, Any]) -> Any:
-        return {x: y for x, y in result["options"].items() if x != "batch_size"}
+        places = "batch_size", "babi", "background"
+        return {x: y for x, y in result["options"].items() if x not in places}
 
 
 def _accuracies(records: Records) -> dict[str, dict[str, float]]:

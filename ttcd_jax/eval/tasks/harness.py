@@ -10,7 +10,7 @@ from ttcd_jax.config import NonNegative, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.report import Picture
 from ttcd_jax.eval.scorer import Scorer
-from ttcd_jax.eval.task import Records, Series, Subject, Task, register
+from ttcd_jax.eval.task import Records, Series, Subject, Task, digest, register
 
 
 @register
@@ -56,6 +56,10 @@ class Harness(Task):
             return [tokenizer.bos_id, *tokenizer.encode(text.encode())]
 
         return _library().load_tasks(names, **options, metadata=metadata, encode=encode)
+
+    def measured_on(self, rows: Any, subject: Subject) -> dict[str, str]:
+        """By task."""
+        return {name: digest(documents) for name, documents in rows.documents().items()}
 
     def measure(self, scorer: Scorer, rows: Any, subject: Subject) -> Records:
         return _library().measure(rows, scorer)

@@ -18,7 +18,7 @@ from ttcd_jax.eval.ruler import NIAH, SINGLE, TASKS, make_samples
 from ttcd_jax.eval.ruler.documents import Sources, prose_of, read_essay
 from ttcd_jax.eval.ruler.samples import Sample, read_samples, sample_file, score
 from ttcd_jax.eval.scorer import Scorer
-from ttcd_jax.eval.task import Records, Series, Subject, Task, register
+from ttcd_jax.eval.task import Records, Series, Subject, Task, digest, register
 from ttcd_jax.inference.generate import Request
 from ttcd_jax.inference.sampling import SamplingConfig
 
@@ -101,7 +101,7 @@ class Ruler(Task):
             return read_essay(self.essay)
         if text_data(subject.data) is None:
             return ""
-        records = text_records(subject.run_dir, subject.data, tokenizer, None)
+        records = text_records(subject.run_dir, subject.data, tokenizer, None, "essay")
         return prose_of(records, tokenizer, max(self.lengths))
 
     def _samples(
@@ -201,6 +201,13 @@ class Ruler(Task):
             line = "Score of a single needle, by the share of the text before it and by length."
             pictures.append(Picture(Path("depth.png"), line))
         return pictures
+
+    def measured_on(self, rows: list[Case], subject: Subject) -> dict[str, str]:
+        """By task and length."""
+        parts: dict[str, list[Sample]] = {}
+        for case in rows:
+            parts.setdefault(f"{case.task}, {case.length}", []).append(case.sample)
+        return {name: digest(samples) for name, samples in parts.items()}
 
     @classmethod
     def comparable(cls, result: dict[str, Any]) -> Any:

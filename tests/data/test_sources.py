@@ -1,0 +1,42 @@
+"""The text of a run is that it was trained on."""
+
+import json
+
+import pytest
+
+from ttcd_jax.data.corpus import CorpusConfig
+from ttcd_jax.data.sources import MixtureConfig, TextConfig, text_records
+from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
+from ttcd_jax.errors import DataError
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_changed_text_is_refused_with_the_option_that_gives_another(tmp_path, is_mixed):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"The text of file {number}.\n")
+    corpus = CorpusConfig(kind="text", path=str(folder), validation_files=2)
+    data = TextConfig(corpus=corpus, tokenizer=TokenizerConfig(), seq_len=8)
+    if is_mixed:
+        data = MixtureConfig(parts=(data, data), seq_len=8)
+    tokenizer, stored = build_tokenizer(TokenizerConfig()), data.to_dict()
+    (tmp_path / "data.json").write_text(json.dumps(data.rows(0)[1]))
+
+    def read(text=None):
+        return sum(map(len, text_records(tmp_path, stored, tokenizer, text, "background")))
+
+    assert read() == (4 if is_mixed else 2)
+    (folder / "1.txt").write_text("The text of file one.\n")
+    with pytest.raises(DataError, match=r"data changed since .* was started") as caught:
+        read()
+    assert caught.value.__notes__ == ["--background=PATH gives another text"]
+    assert read(str(folder)) == 40
+    (tmp_path / "data.json").unlink()  # of a run that was not trained on text of its own
+    assert read() == (4 if is_mixed else 2)
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    with pytest.raises(DataError, match=f"no file or folder at {folder}: give the path") as caught:
+        read()
+    assert caught.value.__notes__ == ["--background=PATH gives another text"]

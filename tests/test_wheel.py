@@ -1,0 +1,115 @@
+"""The wheel: it has every file of the packages, and its commands run outside of the repository."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from commands import ROOT, cpu_environment
+
+PACKAGES = {"ttcd_jax": "ttcd_jax", "experiments": "experiments", "kernels/ttcd_kernels": ""}
+TINY = ["--param=RunConfig.steps=1", "--param=RunConfig.batch_size=2"]
+TEXT = ["--gin=text.gin", "--param=TEXT='text'", "--param=TextConfig.seq_len=128", *TINY]
+PPL = ["--task=ppl", "--max_rows=2", "--seq_len=32"]
+# Each in the folder of the ones before it.
+COMMANDS = {
+    "launch": [*TEXT, "--run_dir=run"],
+    "evaluate": ["--run_dir=run", *PPL],
+    "report": ["--run_dir=run", "--output=page"],
+    "generate": ["--run_dir=run", "--prompt_file=text/0.txt", "--max_new_tokens=2"],
+    "convert": ["export", "--format=huggingface", "run", "exported"],
+    "prepare_data": ["--input=text", "--output=records", "--train_tokenizer=300"],
+    "mad": ["--gin=mad/cpu.gin", "--dry_run"],
+    "study": ["--help"],
+    "equivalence": ["--help"],
+    "proposition": ["--help"],
+    "soak": ["--help"],
+    "bench": ["data", "--quick"],
+    "parity": ["--golden_dir=golden"],
+    "harness": ["--help"],
+}
+# Of examples, which run in this order after the others.
+ARGUMENTS = {
+    "train_on_your_iterator": ["trained"],
+    "continue_from_checkpoint": ["trained", "grown"],
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel of the files that git knows."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in _tracked(".", "pyproject.toml", "README.md", "LICENSE", *PACKAGES):
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, folder / "source" / name)
+    options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(folder)]
+    line = [sys.executable, "-m", "pip", "wheel", *options, str(folder / "source")]
+    subprocess.run(line, check=True, capture_output=True, timeout=120)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def _tracked(*paths: str) -> list[str]:
+    line = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *paths[1:]]
+    names = subprocess.run(line, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [name for name in names.splitlines() if (ROOT / name).is_file()]
+
+
+def test_the_wheel_has_every_file_of_the_packages(wheel):
+    names = {name.removeprefix("kernels/") for name in _tracked(".", *PACKAGES)}
+    with zipfile.ZipFile(wheel) as archive:
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert found == {name for name in names if not name.endswith(".md")}
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """Runs a program with the wheel, and the packages that it needs, in a folder elsewhere."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "packages")
+    (folder / "text").mkdir()
+    (folder / "golden").mkdir()
+    shutil.copy(ROOT / "tests" / "golden" / "delta_op.npz", folder / "golden")
+    for number in range(30):
+        (folder / "text" / f"{number}.txt").write_text(f"Sentence {number} of a text.\n" * 20)
+    packages = os.pathsep.join([str(folder / "packages"), *_without_repository()])
+
+    def run(*arguments: str) -> str:
+        line = [sys.executable, "-S", *arguments]
+        environment = cpu_environment(PYTHONPATH=packages, PYTHONNOUSERSITE="1")
+        done = subprocess.run(
+            line, cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert str(ROOT / "ttcd_jax") not in done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def _without_repository() -> list[str]:
+    """The folders of installed packages. Without `site` no file of theirs adds the repository."""
+    return [path for path in sys.path if path.endswith("site-packages")]
+
+
+def test_it_is_the_wheel_that_runs(installed):
+    place = installed("-c", "import ttcd_jax, ttcd_kernels, experiments; print(ttcd_jax.__file__)")
+    assert "packages/ttcd_jax" in place
+
+
+def test_commands_run_from_the_wheel(installed):
+    for command, arguments in COMMANDS.items():
+        installed("-m", f"experiments.{command}", *arguments)
+
+
+def test_examples_run_from_the_wheel(installed):
+    examples = sorted(
+        (ROOT / "examples").glob("*.py"),
+        key=lambda x: [*ARGUMENTS].index(x.stem) + 1 if x.stem in ARGUMENTS else 0,
+    )
+    for example in examples:
+        installed(str(example), *ARGUMENTS.get(example.stem, ()))
