@@ -136,6 +136,7 @@ def is_peer_lost(error: BaseException | None) -> bool:
 def leave(reason: str) -> NoReturn:
     """Ends the process with `PEER_LOST` and one line, without exit handlers."""
     line = " ".join(reason.split())
+    time.sleep(0.5)  # what JAX's threads say of it comes first
     print(f"error: {line}; restart the job, it goes on from its last checkpoint", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
