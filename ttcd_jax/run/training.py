@@ -70,7 +70,8 @@ def train_run(
     in which a resumed run may change. The steps of `profile` are traced. SIGTERM, SIGHUP and Ctrl-C
     finish the step, save and return; a second Ctrl-C ends the process; SIGUSR1 saves after the
     step; SIGUSR2 traces three steps. To be called in the main thread of every process of the job,
-    which counts as lost when a step takes longer than `hang_seconds` and 20 times the median step.
+    alike in all; one is lost when a step takes longer than `hang_seconds` and 20 times the median
+    step, or a save 10 times `hang_seconds`.
 
     Raises `UserError` for a configuration or directory that cannot be trained, and its subclasses
     for data, checkpoints and a loss that is not finite.
@@ -148,6 +149,7 @@ def _train(
         beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
         rows_at_once = config.batch_size // num_parts(config, mesh)
         fields = build.batch_fields(config)
+        on_bad = functools.partial(_stop_after_too_many, config, checkpoints)
 
         @watchdog.paused(watchdog.save_seconds)
         def save(step: int, state: TrainState) -> None:
@@ -177,9 +179,7 @@ def _train(
                 on_metrics=[*callbacks, *on_metrics, beat],
                 on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
                 is_stopping=signals.is_stopping,
-                on_bad=watchdog.paused(watchdog.save_seconds)(
-                    functools.partial(_stop_after_too_many, config, checkpoints)
-                ),
+                on_bad=watchdog.paused(watchdog.save_seconds)(on_bad),
             )
     if done == config.steps:
         say(f"trained {done} steps; checkpoints in {directory.checkpoints}")
