@@ -315,8 +315,9 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            if not isinstance(error, _READ_ERRORS) and type(error) is not Exception:  # Orbax's
-                raise
+            if type(error) is not Exception:  # as Orbax raises
+                with contextlib.suppress(*_READ_ERRORS):
+                    raise
             reason = f"cannot be read: {_reason(error)}"
             if not digest.is_sealed(self._step_dir(step)):
                 self._unreadable[step] = reason
