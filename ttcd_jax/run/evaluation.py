@@ -55,6 +55,7 @@ def evaluation_callbacks(
             for variant, value in row.items()
             if variant != task.key and value is not None
         }
+        write(step, metrics)
         if config.best_metric not in {None, *metrics}:
             near = closest(str(config.best_metric), [*metrics])
             raise UserError(
@@ -62,7 +63,6 @@ def evaluation_callbacks(
                 f"last good checkpoint with one of {listed([*metrics])} "
                 "(--change=RunConfig.best_metric)"
             )
-        write(step, metrics)
 
     return [StateCallback(every, evaluate)]
 
