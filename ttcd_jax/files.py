@@ -74,7 +74,8 @@ class GrowingFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._waiting, self._has_failed = path, b"", False
-        with contextlib.suppress(OSError):  # `append` warns of it, and makes no folder anew
+        self._flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with contextlib.suppress(OSError):  # `append` warns of it
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, record: bytes) -> None:
@@ -82,7 +83,9 @@ class GrowingFile:
         if len(self._waiting) < _MAX_WAITING:
             self._waiting += record
         try:
-            with self._path.open("ab", buffering=0) as file:
+            descriptor = os.open(self._path, self._flags, 0o666)
+            self._flags &= ~os.O_CREAT  # what is removed under a run is not made anew
+            with os.fdopen(descriptor, "ab", buffering=0) as file:
                 while self._waiting:
                     self._waiting = self._waiting[file.write(self._waiting) :]
                 os.fsync(file)

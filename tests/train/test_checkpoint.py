@@ -2,10 +2,12 @@
 
 import contextlib
 import itertools
+import os
 import re
 import resource
 import shutil
 from logging import Handler, getLogger
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -351,13 +353,15 @@ def test_a_step_is_saved_once(saved, step):
         checkpoints.save(4, _state(4))
 
 
-def test_full_disk_is_foreseen(saved, monkeypatch):
+@pytest.mark.parametrize(("inodes", "words"), [(9, ""), (0, " and no inode")])
+def test_full_disk_is_foreseen(saved, monkeypatch, inodes, words):
     usage = shutil.disk_usage(saved)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=9, f_favail=inodes))
     with _opened(saved) as checkpoints, pytest.raises(ResourceError) as caught:
         checkpoints.save(4, {"params": {"w": jnp.ones(1_000_000)}})
     assert "step 4 was not saved: No space left on device (it needs about 3.81" in str(caught.value)
-    assert " has 100 bytes free), so make room or keep fewer steps; " in str(caught.value)
+    assert f" has 100 bytes{words} free), so make room or keep fewer steps; " in str(caught.value)
     assert str(caught.value).endswith("last good step: 3")
 
 

@@ -109,7 +109,7 @@ class RunDirectory:
         fields `layout`, and those of `changes`, which are recorded. Called under the lock:
         unfinished files of a killed process are removed. Raises `UserError` naming differing
         fields, `DataError` for other data."""
-        for path in self._unfinished():
+        for path in (x for name in (*_CLAIM, METRICS) for x in self.path.glob(f".{name}.*")):
             path.unlink()
         old = self.read_config() if self.is_claimed else config
         accepted = accepted_changes(self.path, old, config, changes, layout)
@@ -129,14 +129,12 @@ class RunDirectory:
         history = self._read("config.json").get("changes", [])
         self._write_config(config, source, [*history, *({"step": done} | x for x in accepted)])
 
-    def _unfinished(self) -> list[Path]:
-        return [x for name in (*_CLAIM, METRICS) for x in self.path.glob(f".{name}.*")]
-
     def check_free(self) -> None:
         """Raises `UserError` for a folder that is not empty and holds no run."""
-        found = {*self.path.iterdir()} if self.path.is_dir() and not self.is_claimed else ()
-        names = {path.name for path in found} - {"lock", *(x.name for x in self._unfinished())}
-        if names != set(_CLAIM[: len(names)]):
+        unfinished = tuple(f".{name}." for name in (*_CLAIM, METRICS))
+        found = os.listdir(self.path) if self.path.is_dir() else ()
+        names = {name for name in found if name != "lock" and not name.startswith(unfinished)}
+        if names != set(_CLAIM[: len(names)]) and not self.is_claimed:
             raise UserError(
                 f"{self.path} is not empty and holds no run (no config.json): choose another "
                 "--run_dir"

@@ -31,7 +31,10 @@ from ttcd_jax.config import Config, NonNegative, Positive, closest
 from ttcd_jax.errors import UserError, listed
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl")
+_SETTINGS = (
+    *("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl"),
+    *("jax_threefry_partitionable", "jax_random_seed_offset"),
+)
 _SILENT_SECONDS, _SHOWN = 5.0, 80  # characters of a value in an error
 _calls = itertools.count()  # of `agree`, the same in every process
 
