@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
+from ttcd_jax.allocation import take_device_memory
 from ttcd_jax.config import Config, check_text
 from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.files import full_disk
@@ -42,6 +43,7 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
     a flag is passed to `main`.
     """
     _open_standard_streams()
+    take_device_memory()
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     try:
         try:

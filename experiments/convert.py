@@ -120,9 +120,9 @@ def _import(name: str, run_dir: Path) -> None:
 
 
 def _tokenizer(source: Path, vocab_size: int, special: dict[str, Any]) -> "TokenizerConfig | None":
-    """The tokenizer to import, with its `special` tokens, or None. Raises `DataError` if it has
-    more tokens than the model."""
-    from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
+    """The tokenizer to import, with its `special` tokens, or None. Raises `DataError` if the model
+    lacks one of these; of other tokens, a text that has one is refused."""
+    from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer, check_tokens
 
     file = (source if source.is_dir() else source.parent) / "tokenizer.json"
     chosen = FLAGS.tokenizer or (str(file) if file.is_file() else "none")
@@ -131,13 +131,14 @@ def _tokenizer(source: Path, vocab_size: int, special: dict[str, Any]) -> "Token
     is_byte = chosen == "byte"
     config = TokenizerConfig() if is_byte else TokenizerConfig(kind="json", path=chosen, **special)
     try:
-        needed = build_tokenizer(config).vocab_size
+        tokenizer = build_tokenizer(config)
+        check_tokens([tokenizer.bos_id, tokenizer.eos_id], vocab_size)
     except DataError as error:
         raise DataError(f"{error}; or pass --tokenizer=none") from error
-    if needed > vocab_size:
-        raise DataError(
-            f"the tokenizer has {needed} tokens, the model {vocab_size}: pass another --tokenizer, "
-            "or --tokenizer=none"
+    if tokenizer.vocab_size > vocab_size:
+        print(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}: a text with "
+            "one of the others is refused"
         )
     return config
 

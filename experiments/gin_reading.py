@@ -17,6 +17,8 @@ from ttcd_jax.errors import UserError
 
 Key = tuple[str, str, str]
 
+_MAX_BYTES = 2**20  # of a file
+
 
 class Reference(NamedTuple):
     """`@scope/Name()`; without the parentheses `is_called` is False."""
@@ -114,7 +116,7 @@ def _read(path: Path, config_dir: Path, parents: tuple[Path, ...]) -> dict[Key, 
         if isinstance(statement, config_parser.IncludeStatement):
             if own:
                 raise UserError(f"{where}: includes come before the bindings that override them")
-            fragment = _fragment(statement.filename, config_dir, where)
+            fragment = _fragment(statement.filename, config_dir, where, path.parent)
             for key, binding in _read(fragment, config_dir, (*parents, path)).items():
                 first = included.setdefault(key, binding).where
                 if binding.where != first:
@@ -170,17 +172,23 @@ def _parse(text: str, locate: Callable[[int], str]) -> list[tuple[Any, str]]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise UserError(f"{path} has {size} bytes, a configuration at most {_MAX_BYTES}")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
-def _fragment(name: str, config_dir: Path, where: str) -> Path:
-    if not os.path.isfile(config_dir / name):
-        raise UserError(f"{where}: no file {name!r} to include{_nearest_files(name, config_dir)}")
-    path = (config_dir / name).resolve()
-    if os.path.isabs(name) or not path.is_relative_to(config_dir):
-        raise UserError(f"{where}: include {name!r} leaves {config_dir}; name a file below it")
+def _fragment(name: str, config_dir: Path, where: str, beside: Path | None = None) -> Path:
+    """The file of an include: in the folder of the including file, else in `config_dir`."""
+    folders = [*dict.fromkeys(filter(None, (beside, config_dir)))]
+    folder = next((folder for folder in folders if os.path.isfile(folder / name)), None)
+    if folder is None:
+        places, near = " or ".join(map(str, folders)), _nearest_files(name, config_dir)
+        raise UserError(f"{where}: no file {name!r} to include in {places}{near}")
+    path = (folder / name).resolve()
+    if os.path.isabs(name) or not path.is_relative_to(folder):
+        raise UserError(f"{where}: include {name!r} leaves {folder}; name a file below it")
     return path
 
 
@@ -190,5 +198,5 @@ def _nearest_files(name: str, config_dir: Path) -> str:
         for path in sorted(config_dir.rglob("*.gin"))
         for key in (path.name, str(path.relative_to(config_dir)))
     }
-    near = [known[key] for key in difflib.get_close_matches(name, known, n=5, cutoff=0.5)]
+    near = [known[key] for key in difflib.get_close_matches(name, known, n=3, cutoff=0.65)]
     return f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""

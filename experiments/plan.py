@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from ttcd_jax.allocation import RESERVE_BYTES, SHARE, usable_bytes
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.models.config import memory_chunk
@@ -14,11 +15,12 @@ from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import laid_out, run_mesh
 from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.flops import training_flops_per_token
-from ttcd_jax.train.hardware import Hardware, data_sheet, parse_topology
+from ttcd_jax.train.hardware import Hardware, data_sheet, device_bytes, parse_topology
 from ttcd_jax.train.state import num_params
 from ttcd_jax.units import size as size_text
 
 PEAK_SHARE = 0.4  # of the data sheet's peak FLOP/s, for the time of the FLOPs
+_MARGIN = 0.97  # of the room: changes that leave less are not the last
 
 
 class DeviceMemory(NamedTuple):
@@ -71,7 +73,7 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
     # The devices of a topology are CPUs that stand for accelerators.
     config = laid_out(config, mesh if hardware is None else mesh.abstract_mesh)
     used, _ = make_plan(config, mesh)
-    hardware = data_sheet(jax.devices()[0].device_kind) if hardware is None else hardware
+    own = data_sheet(jax.devices()[0].device_kind) if hardware is None else None
     length = config.data.seq_len
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     tokens, flops = config.batch_size * length, training_flops_per_token(config.model, length)
@@ -89,8 +91,10 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
         "decoding state": _decoding_state(config),
         "layout": f"{axes}; parts {config.accumulation_steps}; remat {config.model.remat}",
     }
-    if hardware is not None:
-        facts |= _fit(config, mesh, used, hardware, flops * tokens)
+    if sheet := hardware or own:
+        # XLA's limit on devices that are here is exact.
+        room = usable_bytes(sheet.memory_bytes) if own is None else device_bytes() - RESERVE_BYTES
+        facts |= _fit(config, mesh, used, sheet, room, flops * tokens)
     width = max(map(len, facts))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
 
@@ -108,22 +112,29 @@ def _decoding_state(config: RunConfig) -> str:
 
 
 def _fit(
-    config: RunConfig, mesh: Mesh, used: DeviceMemory, hardware: Hardware, flops: float
+    config: RunConfig,
+    mesh: Mesh,
+    used: DeviceMemory,
+    hardware: Hardware,
+    room: float,
+    flops: float,
 ) -> dict[str, str]:
-    changes = changes_to_fit(config, mesh, used, hardware)
+    changes = changes_to_fit(config, mesh, used, room)
     seconds = flops / (mesh.size * PEAK_SHARE * hardware.peak_flops)
     step = f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
-    least = changes[-1].total if changes else used.total
     # An estimate: compiled for CPUs, some bfloat16 products are in float32, attention is in XLA.
     facts = {
         "devices": f"{mesh.size} x {hardware.name}",
-        "memory: there is": _per_device(hardware.memory_bytes),
-        "fits": "yes" if used.total <= hardware.memory_bytes else "DOES NOT FIT",
+        "memory: there is": (
+            f"{_per_device(room)}: XLA's share ({SHARE}) of {size_text(hardware.memory_bytes)}, "
+            f"less {size_text(RESERVE_BYTES)} for programs and gaps"
+        ),
+        "fits": "yes" if used.total <= room else "DOES NOT FIT",
     }
     for number, change in enumerate(changes, 1):
         flags = " ".join(f'--param="{binding}"' for binding in change.param.splitlines())
         facts[f"change {number}"] = f"{flags}: {_per_device(change.total)}; {change.cost}"
-    if least > hardware.memory_bytes:
+    if used.total > room and not (changes and changes[-1].total <= _MARGIN * room):
         facts["and"] = f"more devices than {mesh.size}, or shorter rows"
     return facts | {
         f"FLOPs at {PEAK_SHARE:.0%} of peak": (
@@ -146,19 +157,19 @@ class Change(NamedTuple):
     cost: str
 
 
-def changes_to_fit(
-    config: RunConfig, mesh: Mesh, used: DeviceMemory, hardware: Hardware
-) -> list[Change]:
-    """The changes that make a step fit, the cheapest first, each on top of those before it and
-    compiled; empty if it fits. If it does not fit with the last one either, no layout of these
-    devices does."""
+def changes_to_fit(config: RunConfig, mesh: Mesh, used: DeviceMemory, room: float) -> list[Change]:
+    """The changes that make a step fit into `room` bytes with a margin, the cheapest first, each on
+    top of those before it and compiled; empty if it fits. If it does not fit with the last one
+    either, no layout of these devices does."""
+    if used.total <= room:
+        return []
     changes: list[Change] = []
     devices = mesh.devices.flatten().tolist()
     proposals = [_shrink_parts, _recompute, *[_shard_rows] * mesh.size]
-    if used.lasting > hardware.memory_bytes:
+    if used.lasting > room:
         proposals.insert(0, _shard_parameters)
     for propose in proposals:
-        if used.total <= hardware.memory_bytes:
+        if used.total <= _MARGIN * room:
             break
         if (proposal := propose(config, mesh)) is None:
             continue

@@ -1,6 +1,7 @@
 """Freed memory stays with a process that computes on the CPU, unless its user says otherwise."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,21 @@ def test_whether_jax_computes_on_the_cpu_alone(platforms, device, expected, monk
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     monkeypatch.setattr(allocation.Path, "exists", lambda path: path.name == device)
     assert allocation.is_cpu_alone() == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "share"),
+    [
+        ({}, 0.92),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, 0.5),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8"}, 0.8),
+    ],
+)
+def test_plans_count_on_the_share_that_xla_is_told_to_take(variables, share, monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(allocation.os, "environ", os.environ | variables)
+    allocation.take_device_memory()
+    assert allocation.usable_bytes(80e9) == pytest.approx(share * 80e9 - 2**30)
+    told = {name: os.environ[name] for name in os.environ if name.endswith("MEM_FRACTION")}
+    assert told == (variables or {"XLA_CLIENT_MEM_FRACTION": "0.92"})

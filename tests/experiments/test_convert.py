@@ -190,6 +190,17 @@ def test_a_tokenizer_is_copied(checkpoint, tmp_path):
     np.testing.assert_array_equal(tokenizer.encode("the dog"), expected)
 
 
+def test_tokens_that_the_model_lacks_are_refused_where_they_occur(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, folder := tmp_path / "theirs")
+    tokenizer = json.loads(train_tokenizer([b"the dog"], MODEL.vocab_size))
+    pad = {"id": MODEL.vocab_size, "content": "<pad>"}
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | pad)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    found = commands.output(*IMPORT, folder, tmp_path / "run")
+    assert f"the model {MODEL.vocab_size}: a text with one of the others is refused" in found
+    assert load_run(tmp_path / "run").tokenizer is not None
+
+
 def test_without_a_tokenizer_text_cannot_be_evaluated(imported, text, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(imported[0], run_dir)

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from experiments.gin_loading import load_config
-from experiments.gin_reading import find_gin_file
+from experiments.gin_reading import find_gin_file, read_file
 from ttcd_jax.config import Config, Positive
 from ttcd_jax.errors import DataError, UserError
 
@@ -232,7 +232,7 @@ def test_scopes_and_macros_mean_what_gin_means(load):
         ("include '/etc/hostname'", "run.gin:1: include '/etc/hostname' leaves"),
         ("include '../outside.gin'", "run.gin:1: include '../outside.gin' leaves"),
         ("include 'link.gin'", "run.gin:1: include 'link.gin' leaves"),
-        ("include 'ran.gin'", "run.gin:1: no file 'ran.gin' to include; did you mean run.gin"),
+        ("include 'ran.gin'", "run.gin:1: no file 'ran.gin' to include in"),
         ("include '\\0'", "run.gin:1: no file '\\x00' to include"),
         ("include 'run.gin'", "run.gin includes itself through run.gin"),
         ("Tree.steps = 1\ninclude 'x.gin'", "run.gin:2: includes come before the bindings"),
@@ -244,6 +244,26 @@ def test_a_mistake_is_one_line_with_its_place(refusal, tmp_path, text, expected)
     outside.write_text("Tree.steps = 1")
     (tmp_path / "configs/link.gin").symlink_to(outside)
     assert expected in refusal(text)
+
+
+def test_includes_are_found_beside_their_file_then_among_the_recipes(load, tmp_path):
+    own = tmp_path / "own"
+    (own / "sub").mkdir(parents=True)
+    (own / "sub" / "more.gin").write_text("include 'beside.gin'\nTree.steps = 5")
+    (own / "sub" / "beside.gin").write_text("Tree.name = 'beside'")
+    (own / "run.gin").write_text("include 'sub/more.gin'\ninclude 'shared.gin'")
+    (tmp_path / "configs" / "shared.gin").write_text("Tree.taps = (7,)")
+    read = read_file(own / "run.gin", tmp_path / "configs")
+    assert {(x.field, x.value) for x in read.values()} == {
+        *(("steps", 5), ("name", "beside"), ("taps", (7,)))
+    }
+    (own / "run.gin").write_text("include '../outside.gin'")
+    (tmp_path / "outside.gin").write_text("Tree.steps = 5")
+    with pytest.raises(UserError, match=r"run\.gin:1: include '\.\./outside\.gin' leaves .*own"):
+        read_file(own / "run.gin", tmp_path / "configs")
+    (own / "run.gin").write_bytes(b"Tree.steps = 1\n" * 100_000)
+    with pytest.raises(UserError, match="has 1500000 bytes, a configuration at most 1048576"):
+        read_file(own / "run.gin", tmp_path / "configs")
 
 
 def test_a_missing_choice_names_the_classes(refusal):

@@ -207,8 +207,14 @@ def test_what_cannot_be_generated_is_refused_by_name(model):
     with pytest.raises(UserError, match="request 0 is empty and its state has read 3 tokens"):
         Generation(model, TOKENIZER, [_request("")], state=state)
     small = _model(CONFIG.replace(vocab_size=200))
-    with pytest.raises(UserError, match="tokenizer has 258 tokens, the model 200"):
+    with pytest.raises(DataError, match=r"token 256 .* outside the vocabulary of 200 tokens"):
         Generation(small, TOKENIZER, [_request()])
+    narrow = _model(CONFIG.replace(vocab_size=257))  # the tokenizer has one token more: eos
+    assert [*Generation(narrow, TOKENIZER, [_request(max_new_tokens=1)])]
+    with pytest.raises(DataError, match=r"request 0: token 257 .* vocabulary of 257 tokens"):
+        Generation(narrow, TOKENIZER, [_request(tokens=[257])])
+    with pytest.raises(DataError, match="tokens are float64, not integers"):
+        Generation(model, TOKENIZER, [_request(tokens=[1.5, 2.0])])
     with pytest.raises(UserError, match=r"max_new_tokens .* -1"):
         _request(max_new_tokens=-1)
     with pytest.raises(UserError, match=r"one row of tokens \[T\], not \(1, 3\)"):

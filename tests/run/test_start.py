@@ -21,11 +21,12 @@ from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, load_params
 from ttcd_jax.run.layout import run_mesh
-from ttcd_jax.run.start import plan_start, started_state
+from ttcd_jax.run.start import inherited_model, plan_start, started_state
 from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.fit import by_name
 from ttcd_jax.train.layers_on_disk import stored_params
 from ttcd_jax.train.optimizer import OptimizerConfig
+from ttcd_jax.train.schedule import ScheduleConfig
 from ttcd_jax.train.state import with_params
 
 PLAIN = config_of(
@@ -105,6 +106,32 @@ def run_of_window(run_of, plain):
 def logits(model: TransformerConfig, params):
     tokens = jnp.asarray(TOKENS)
     return jax.jit(lambda params: with_params(model, params)(tokens))(params)
+
+
+def test_parameters_are_float32_unless_bound_by_name(run_of, tmp_path, caplog):
+    narrow = PLAIN.replace(precision=Precision(param="bfloat16", compute="bfloat16"))
+    inherit = inherited_model(RunDirectory(tmp_path / "new"))
+    model = inherit("model", {"start_from": str(run_of(narrow))})
+    assert model == narrow.replace(precision=Precision(compute="bfloat16"))
+    build.check(run_config(model))
+    assert not caplog.text
+    build.check(run_config(narrow))  # bound, or of an older run
+    assert "parameters and moments are bfloat16" in caplog.text
+
+
+def test_small_steps_are_not_lost_in_a_narrow_checkpoint(run_of, mesh, tmp_path):
+    narrow = PLAIN.replace(precision=Precision(param="bfloat16", compute="bfloat16"))
+    source = str(run_of(narrow))
+    model = inherited_model(RunDirectory(tmp_path / "new"))("model", {"start_from": source})
+    adamw = OptimizerConfig(schedule=ScheduleConfig(peak=1e-5))
+    config = run_config(model, start_from=source).replace(optimizer=adamw)
+    _, _, state = started_state(config, mesh)
+    before = {name: np.asarray(x) for name, x in by_name(state["params"]).items()}
+    rows, _ = config.data.rows(0)
+    batch = {name: x[None] for name, x in rows[0].items() if name in build.batch_fields(config)}
+    after, _ = build.build_step(config, mesh)(state, batch)
+    moved = [np.mean(np.asarray(x) != before[n]) for n, x in by_name(after["params"]).items()]
+    assert np.mean(moved) > 0.9
 
 
 def test_layers_are_stored_one_by_one_with_their_moments(run_of):

@@ -178,23 +178,19 @@ def _prompts(
     state: InferenceState | None,
 ) -> list[np.ndarray]:
     """The tokens to read, with bos where a document begins, as in packing."""
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model "
-            f"{model.config.vocab_size}: use the model's own"
-        )
     position = np.zeros(len(requests), int) if state is None else np.asarray(state.position)
     if len(position) != len(requests):
         raise UserError(
             f"{len(requests)} requests for a state of {len(position)} rows: give one for each row"
         )
+    check_tokens([tokenizer.bos_id], model.config.vocab_size)
     prompts = []
     for row, request in enumerate(requests):
-        prompt = np.asarray(request.tokens, np.int64)
         try:
-            check_tokens(prompt, model.config.vocab_size)
+            check_tokens(request.tokens, model.config.vocab_size)
         except DataError as error:
             raise DataError(f"request {row}: {error}") from error
+        prompt = np.asarray(request.tokens, np.int64)
         if not position[row] and prompt[:1].tolist() != [tokenizer.bos_id]:
             prompt = np.concatenate([[tokenizer.bos_id], prompt])
         if not prompt.size:

@@ -72,7 +72,7 @@ FAMILIES = {
 _DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "rope_theta": 10_000.0}
 # Keys of which only these values are read, and what any other would need.
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_act": (("silu",), "another activation"),
+    "hidden_act": (("silu", "swish"), "another activation"),
     "attention_bias": ((False,), "a bias of attention's output projection"),
     "mlp_bias": ((False,), "biases of the MLP"),
     "quantization_config": ((None,), "quantised weights: save the model in bfloat16"),

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from absl import logging
 from jax.sharding import Mesh, NamedSharding
 
 from ttcd_jax import units
@@ -44,7 +46,14 @@ def batch_fields(config: RunConfig) -> tuple[str, ...]:
 
 def check(config: RunConfig) -> None:
     """Raises `UserError` if vocabulary or lengths of model and data do not fit together, or if the
-    model lacks what the optimizer or `memory_warmup` names."""
+    model lacks what the optimizer or `memory_warmup` names. Warns of narrow parameters."""
+    param = config.model.precision.param
+    if jnp.finfo(param).bits < 32:
+        logging.warning(
+            "parameters and moments are %s, which small rates do not change: Precision.param = "
+            "'float32' keeps what the steps add",
+            param,
+        )
     preparation(config.model, config.optimizer.rates, config.memory_warmup)
     chunk, seq_len = memory_chunk(config.model), config.data.seq_len
     if chunk is not None and chunk >= seq_len:

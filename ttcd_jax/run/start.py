@@ -36,14 +36,18 @@ class StartPlan(NamedTuple):
 def inherited_model(
     run_dir: RunDirectory,
 ) -> Callable[[str, dict[str, Any]], TransformerConfig | None]:
-    """The `inherit` of `load_config`: a run without a model takes that of the run it starts from,
-    or of its own directory once it has started; single bound fields override it."""
+    """The `inherit` of `load_config`: a run without a model takes that of its own directory once it
+    has started, else that of the run it starts from, with float32 parameters, whatever the files
+    of a checkpoint had; single bound fields override it."""
 
     def inherit(field: str, values: dict[str, Any]) -> TransformerConfig | None:
         start_from = values.get("start_from")
         if field != "model" or not isinstance(start_from, str):
             return None
-        return model_config(run_dir if run_dir.is_claimed else RunDirectory(start_from))
+        if run_dir.is_claimed:
+            return model_config(run_dir)
+        model = model_config(RunDirectory(start_from))
+        return model.replace(precision=model.precision.replace(param="float32"))
 
     return inherit
 
