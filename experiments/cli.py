@@ -30,6 +30,7 @@ from ttcd_jax.units import printable
 
 CONFIG_DIR = Path(__file__).parent / "configs"
 _MAY_BE_EMPTY = ("compile_cache",)
+_OF_JAX = re.compile("Unable to initialize backend|for JAX flag|for environment 'JAX_")
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
 TERMINATED = 128 + signal.SIGTERM
@@ -46,18 +47,19 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     try:
         try:
+            check_environment()
             app.run(main, flags_parser=functools.partial(_parse_flags, arguments))
         finally:
             sys.stdout.flush()
     except UserError as error:
         _leave(f"error: {error}{_notes(error)}", error.exit_code)
-    except ValueError as error:
-        if not _is_unsupported(error):
-            raise
-        _leave(f"error: {error}", UserError.exit_code)
+    except (ValueError, AssertionError) as error:
+        leave_if_unsupported(error)
+        raise
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
     except (MemoryError, RuntimeError) as error:
+        leave_if_unsupported(error)
         is_memory = re.search("RESOURCE_EXHAUSTED|Out of memory", str(error))
         if isinstance(error, RuntimeError) and not is_memory:
             raise
@@ -79,6 +81,12 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
             sys.exit(OUTPUT_CLOSED)
         _leave(f"error: {error}: make room", ResourceError.exit_code)
     raise AssertionError("app.run ends in SystemExit")
+
+
+def check_environment() -> None:
+    """Raises `UserError` for a variable of JAX that no command can work with."""
+    if re.fullmatch("1|y|yes|t|true|on", os.environ.get("JAX_DISABLE_JIT", ""), re.IGNORECASE):
+        raise UserError("JAX_DISABLE_JIT is set, and programs here are compiled: unset it")
 
 
 def clean_up_on_sigterm() -> None:
@@ -191,10 +199,18 @@ def _leave(message: str, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _is_unsupported(error: ValueError) -> bool:
-    """Whether a kernel refused to run here. One that did has imported `dispatch`, which is slow."""
-    dispatch = sys.modules.get("ttcd_kernels.dispatch")
-    return dispatch is not None and isinstance(error, dispatch.Unsupported)
+def leave_if_unsupported(error: Exception) -> None:
+    """Ends the process if a kernel refused to run here (it has imported `dispatch`, which is slow),
+    or JAX to start with its variables; that there is no device it asserts without a word."""
+    dispatch, text = sys.modules.get("ttcd_kernels.dispatch"), str(error)
+    if isinstance(error, AssertionError) and not text:
+        try:
+            sys.modules["jax"].devices()
+        except AssertionError:
+            text = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')} has no device here: unset it"
+            _leave(f"error: {text}", UserError.exit_code)
+    elif _OF_JAX.search(text) or (dispatch and isinstance(error, dispatch.Unsupported)):
+        _leave(f"error: {text}", UserError.exit_code)
 
 
 def _output_is_closed() -> bool:

@@ -9,6 +9,7 @@ so its command `lm_eval` has to be started here. All flags are the harness'.
 import sys
 import traceback
 
+from experiments import cli
 from ttcd_jax.errors import UserError
 from ttcd_jax.units import printable
 
@@ -25,11 +26,13 @@ def main() -> None:
 
     model_registry.register("ttcd_jax", target="ttcd_jax.run.harness:RunLM")
     try:
+        cli.check_environment()
         with jax.set_mesh(build_mesh(MeshConfig())):
             cli_evaluate()
     except UserError as error:
         sys.exit(_told(error, error.exit_code))
-    except (ValueError, LookupError, TypeError, OSError, NotImplementedError) as error:
+    except (ValueError, LookupError, TypeError, OSError, AssertionError, RuntimeError) as error:
+        cli.leave_if_unsupported(error)
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         if not frames[-1].f_globals["__name__"].startswith("lm_eval."):
             raise

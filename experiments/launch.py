@@ -38,7 +38,8 @@ flags.DEFINE_string("topology", None, "Devices of --dry_run, as in h100x64; defa
 flags.DEFINE_float(
     "hang_seconds",
     60.0,
-    "Of several processes: the time of a step, and 20 times the median, after which one is lost.",
+    "Of several processes: the time of a step, and 20 times the median, after which one is lost; "
+    "10 times as long in a save.",
     lower_bound=1.0,
 )
 flags.DEFINE_string("profile", None, "START:STOP, the steps to trace into RUN_DIR/profile.")

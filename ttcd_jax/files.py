@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from absl import logging
 
@@ -27,6 +27,7 @@ from ttcd_jax.errors import DataError, ResourceError, UserError
 MAX_JSON_BYTES = 100_000_000  # as in the safetensors library
 
 _MAX_WAITING = 1_000_000  # bytes
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _FULL = re.compile("|".join(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))))
 
 
@@ -73,14 +74,18 @@ class GrowingFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._waiting, self._has_failed = path, b"", False
+        self._flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with contextlib.suppress(OSError):  # `append` warns of it
+            path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, record: bytes) -> None:
         """Adds a record, on disk when this returns."""
         if len(self._waiting) < _MAX_WAITING:
             self._waiting += record
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("ab", buffering=0) as file:
+            descriptor = os.open(self._path, self._flags, 0o666)
+            self._flags &= ~os.O_CREAT  # what is removed under a run is not made anew
+            with os.fdopen(descriptor, "ab", buffering=0) as file:
                 while self._waiting:
                     self._waiting = self._waiting[file.write(self._waiting) :]
                 os.fsync(file)
@@ -112,13 +117,25 @@ def _errors_of(path: Path) -> Iterator[None]:
         ) from error
 
 
+def lock(file: int | IO[Any], kind: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
+    """Locks an open file or folder until it is closed; `BlockingIOError` for one that is locked. A
+    file system without locks, such as Lustre mounted without them, is a warning, once."""
+    try:
+        fcntl.flock(file, kind)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        text = "no file is locked here (%s): start no two processes on the same folder"
+        logging.log_first_n(logging.WARNING, text, 1, error.strerror)
+
+
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Makes the folder and locks it, for as long as this process lives."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(descriptor)
         if not os.path.samestat(os.fstat(descriptor), folder.stat()):
             raise FileNotFoundError  # its owner renamed or removed it just now
     except (BlockingIOError, FileNotFoundError) as error:

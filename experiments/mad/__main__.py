@@ -44,6 +44,7 @@ def main(argv: list[str]) -> None:
     beside = [Path(other) for other in FLAGS.beside]
     gather(beside)  # a mistake in them is reported before any training
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / f"mad-{Path(FLAGS.gin).stem}")
+    run_dir.check_free()
     with run_dir.lock(waits=True):
         command, data = " ".join(sys.argv) + "\n", {"seed": DATA_SEED}
         run_dir.claim(config.to_dict(), command, data, layout=SELECTION)

@@ -1,7 +1,6 @@
 """One JSON file per finished setting and method, complete or absent."""
 
 import contextlib
-import fcntl
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from experiments.mad.config import Job
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.files import read_json, write_whole
+from ttcd_jax.files import lock, read_json, write_whole
 
 Record = dict[str, Any]
 
@@ -26,7 +25,7 @@ def claim(path: Path) -> Iterator[bool]:
     locks.mkdir(parents=True, exist_ok=True)
     with (locks / path.stem).open("w") as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(handle)
         except BlockingIOError:
             yield False
             return

@@ -59,9 +59,9 @@ def facts(capability: int) -> dict[str, Any]:
 
 
 @functools.cache
-def source() -> str:
-    """The digest of this package's files."""
-    folder, digest = Path(__file__).parent, hashlib.sha256()
+def source(folder: Path = Path(__file__).parent) -> str:
+    """The digest of a package's files."""
+    digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

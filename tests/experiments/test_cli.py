@@ -151,3 +151,26 @@ def test_an_error_that_cannot_be_printed_keeps_its_status(command):
 
 def test_control_characters_are_escaped():
     assert printable("café \x1b[2J\u202e\n\udcff") == "café \\x1b[2J\\u202e\\n\\udcff"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "line"),
+    [
+        ("JAX_PLATFORMS", "foo", "error: Unable to initialize backend 'foo': "),
+        ("JAX_PLATFORMS", "cuda", "error: JAX_PLATFORMS=cuda has no device here: unset it"),
+        ("JAX_DISABLE_JIT", "1", "error: JAX_DISABLE_JIT is set, and programs here are compiled"),
+        ("JAX_ENABLE_X64", "maybe", "error: invalid truth value 'maybe' for environment 'JAX_"),
+    ],
+)
+def test_a_variable_with_which_jax_cannot_start_is_one_line(
+    command, monkeypatch, variable, value, line
+):
+    monkeypatch.setenv(variable, value)
+    result = command("import jax.numpy as jnp; jnp.zeros(1)")
+    assert result.stderr.startswith(line)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+
+
+def test_a_failed_assertion_of_ours_keeps_its_traceback(command):
+    result = command("import jax; assert not argv")
+    assert (result.returncode, "Traceback" in result.stderr) == (1, True)

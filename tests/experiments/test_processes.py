@@ -223,6 +223,45 @@ def test_a_directory_in_use_is_refused_by_all(launch, tmp_path):
         assert "another process was lost" in _end(second, PEER_LOST, timeout=60)[1]
 
 
+@pytest.mark.parametrize(
+    ("differing", "line"),
+    [
+        ("--param=RunConfig.batch_size=8", "batch_size: process 1 has 8, process 0 has 4; "),
+        ("--param=MemoryConfig.eta=0.9", "model.memory.eta: process 1 has 0.9, process 0 has "),
+        ("--run_dir={}/other", 'run_dir: process 1 has "{}/other", process 0 has "{}/run"; '),
+        ("--profile=3:5", 'profile: process 1 has "range(3, 5)", process 0 has "range(0, 0)"; '),
+        ("--param=TEXT='{}/other.txt'", "num_bytes: process 1 has 17095, process 0 has "),
+    ],
+)
+def test_processes_that_differ_end_before_the_first_step(start, text, tmp_path, differing, line):
+    (tmp_path / "other.txt").write_text("other words\n" * 1000 + "\f" + "words\n" * 1000)
+    flags = [*tiny_run.flags("text.gin", f"TEXT='{text}'", *BINDINGS), f"--run_dir={tmp_path}/run"]
+    job = start("launch", [flags, [*flags, differing.format(tmp_path)]], 2)
+    for process in job:
+        _, error = _end(process, UserError.exit_code)
+        assert error.startswith("error: the processes of this job differ: ")
+        assert line.format(tmp_path, tmp_path) in error
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_copies_of_the_data_may_lie_elsewhere(start, text, tmp_path):
+    shutil.copy(text, tmp_path / text.name)
+    flags = [*tiny_run.flags("text.gin", *BINDINGS, "STEPS=2"), f"--run_dir={tmp_path}/run"]
+    places = [f"--param=TEXT='{path}'" for path in (text, tmp_path / text.name)]
+    for process in start("launch", [[*flags, place] for place in places], 2):
+        _end(process)
+
+
+def test_evaluations_that_differ_end_before_they_measure(whole, start):
+    arguments = [f"--run_dir={whole[0]}", "--task=ppl", "--batch_size=4"]
+    job = start("evaluate", [arguments, [*arguments, "--max_rows=10"]], 2)
+    for process in job:
+        assert (
+            "max_rows: process 1 has 10, process 0 has 512, "
+            in _end(process, UserError.exit_code)[1]
+        )
+
+
 def test_evaluation_on_any_devices_is_that_of_one(whole, start):
     run_dir, _ = whole
     arguments = [f"--run_dir={run_dir}", "--task=ppl", "--max_rows=10", "--batch_size=4"]

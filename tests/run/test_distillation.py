@@ -55,6 +55,26 @@ def test_a_run_logs_distances_and_its_losses_stay_the_same_to_the_last_bit(tmp_p
         assert record.keys() - found.keys() == other.keys()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"memory": {"eta": 0.0}},
+        {"memory": {"teacher_conv_init": "zeros"}},
+        {"memory": {"proj_init": "zeros"}},
+        {"memory_warmup": 3},
+    ],
+)
+def test_what_cannot_be_measured_is_null_and_a_warning(tmp_path, caplog, changes):
+    memory = CONFIG.model.settings.replace(**changes.pop("memory", {}))
+    changes["model"] = CONFIG.model.replace(memory=memory)
+    logged = _records(tmp_path, logs_distillation=True, log_every=1, **changes)
+    assert [record["step"] for record in logged] == [1, 2, 3, 4, 5]
+    nulls = {name for record in logged for name, value in record.items() if value is None}
+    assert nulls
+    texts = [x.partition("null in the metrics: ")[2] for x in caplog.messages]
+    assert sorted(name for text in texts for name in text.split(", ") if text) == sorted(nulls)
+
+
 def test_a_resumed_run_goes_on_with_or_without_them(tmp_path):
     _records(tmp_path, steps=3)
     train_run(CONFIG.replace(logs_distillation=True), tmp_path, _batches, changes=["steps"])

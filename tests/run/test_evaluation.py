@@ -1,6 +1,7 @@
 """Evaluation during training happens when it is due and compiles once."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def run_dir(tmp_path):
     return directory
 
 
-def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir, caplog):
+def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir):
     model = randomize(Transformer, CONFIG.model)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     state = TrainState(params=params, opt_state=(), step=jnp.array(0))
@@ -52,8 +53,7 @@ def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir, caplog):
         if event.endswith("backend_compile_duration"):
             compiled.append(kwargs["fun_name"])
 
-    config = CONFIG.replace(keep_best=1, best_metric="recall/on/al")
-    (callback,) = evaluation_callbacks(config, run_dir, written.__setitem__, 2)
+    (callback,) = evaluation_callbacks(CONFIG, run_dir, written.__setitem__, 2)
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         for step in (2, 3, 4, 5):  # at 3 the run is stopped
@@ -62,10 +62,16 @@ def test_tasks_run_every_so_many_steps_and_after_the_last(run_dir, caplog):
         jax.monitoring.unregister_event_duration_listener(note)
     assert callback.every == 2
     assert [*written] == [2, 4, 5]
-    assert "RunConfig.best_metric 'recall/on/al'" in caplog.messages[0]
     assert (
         compiled.count("jit(_forward_scores)") == 2
     )  # with the memory and without, for all evaluations
+    name = [*written[2]][-1]
+    config = CONFIG.replace(keep_best=1, best_metric=f"{name}x")
+    (callback,) = evaluation_callbacks(config, run_dir, written.__setitem__, 2)
+    with pytest.raises(
+        UserError, match=re.escape(f"best_metric '{name}x'; did you mean '{name}'?")
+    ):
+        callback.call(2, state)
 
 
 def test_a_run_is_evaluated_on_the_same_cases_to_its_end(run_dir):

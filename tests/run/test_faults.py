@@ -1,5 +1,7 @@
 """Faults of the machine under a run: full disks, power loss, kills, files that vanish."""
 
+import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -14,6 +16,7 @@ import tiny_run
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
+from experiments.mad.records import claim
 from ttcd_jax import files
 from ttcd_jax.errors import DataError, ResourceError, UserError
 from ttcd_jax.files import GrowingFile, write_whole
@@ -198,9 +201,50 @@ def test_a_file_that_cannot_grow_holds_a_bounded_number_of_bytes(tmp_path, caplo
     for _ in range(30):
         file.append(bytes(100_000))
     (tmp_path / "folder").unlink()
+    (tmp_path / "folder").mkdir()
     file.append(b"")
     assert (tmp_path / "folder" / "file").stat().st_size == files._MAX_WAITING
     assert len(caplog.messages) == 1
+
+
+def test_a_run_directory_that_is_removed_is_not_made_anew(tmp_path, caplog):
+    metrics = MetricFiles(tmp_path / "run", 0)
+    metrics.write(1, {"loss": 1.0})
+    shutil.rmtree(tmp_path / "run")
+    for step in (2, 3):
+        metrics.write(step, {"loss": 1.0})
+    assert not (tmp_path / "run").exists()
+    assert len(caplog.messages) == 2  # metrics and events
+
+
+def test_metrics_that_cannot_be_flushed_do_not_stop_the_start(tmp_path, monkeypatch, caplog):
+    def fail(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    MetricFiles(tmp_path, 0).write(1, {"loss": 1.0})
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    assert any("metrics.jsonl cannot be written: Input/output" in x for x in caplog.messages)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog, number):
+    def refused(file, kind):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with RunDirectory(tmp_path / "run").lock(), claim(tmp_path / "records" / "job") as is_ours:
+        assert is_ours
+    with files.whole_folder(tmp_path / "folder") as folder:
+        (folder / "part").write_text("text")
+    assert (tmp_path / "folder" / "part").exists()
+
+
+def test_a_folder_that_is_refused_keeps_no_lock(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    message = commands.mistake(_run(tmp_path))
+    assert "is not empty and holds no run" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_place_without_events_is_a_warning(finished_copy):

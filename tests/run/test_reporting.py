@@ -1,14 +1,21 @@
+import json
 import time
+from types import SimpleNamespace
 
+import bad_steps_run
 import numpy as np
+import pytest
 
+from ttcd_jax.run import reporting
 from ttcd_jax.run.reporting import (
     MetricFiles,
     Progress,
     _warn_of_memory,
     flat_metrics,
     read_metrics,
+    reporter,
 )
+from ttcd_jax.train.watchdog import Watchdog
 
 
 def test_arrays_of_fast_layers_become_scalars():
@@ -40,8 +47,48 @@ def test_a_log_gets_one_line_per_report(capsys, monkeypatch):
     progress.show(5, {"loss": 1.0, "tokens_per_second": 1000.0, "mfu": 0.5})
     assert capsys.readouterr().out.splitlines() == [
         "step  1/20  loss 1.5000  1,234 tokens/s  15:50 left  |eta S|/|W| 0.250",
-        "step  5/20  loss 1.0000  1,000 tokens/s  3:00 left  MFU 50.0%",
+        "step  5/20  loss 1.0000  1,000 tokens/s  0:38 left  MFU 50.0%",
     ]
+
+
+def test_what_a_run_says_of_its_speed_is_that_of_the_clock(tmp_path, capsys, monkeypatch, caplog):
+    """64 tokens per step of 1,000 FLOPs each on two devices of 1e5 FLOPs per second: 30 s for the
+    first two steps, then 4 s for each; 6 and 2 s of them waiting for batches."""
+    clock, received = [100.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(reporting, "training_flops_per_token", lambda *_: 1000.0)
+    monkeypatch.setattr(reporting, "data_sheet", lambda _: SimpleNamespace(peak_flops=1e5))
+    monkeypatch.setattr("jax.device_count", lambda: 2)
+    tracker = SimpleNamespace(
+        start=lambda *_: None, write=lambda *record: received.append(record), close=lambda: None
+    )
+    config = bad_steps_run.CONFIG.replace(batch_size=8, log_every=2, steps=100)
+    with reporter(config, tmp_path, 0, [tracker], Watchdog(1)) as ((callback,), write):
+        for step, now, waited, ratio in ((2, 130.0, 6.0, 0.5), (4, 138.0, 8.0, np.nan)):
+            clock[0] = now
+            metrics = {"loss": 1.5, "memory_ratio": [ratio, 0.25], "data_seconds": waited}
+            callback.call(step, {name: np.asarray(x) for name, x in metrics.items()})
+        write(4, {"recall/on/8": np.inf, "recall/on/16": 0.5})
+    first, second, evaluation = read_metrics(tmp_path / "metrics.jsonl")
+    speed = first["tokens_per_second"], first["data_wait"], first["mfu"]
+    assert speed == pytest.approx((2 * 64 / 30, 6 / 30, 2 * 64 / 30 * 1000 / 2e5))
+    speed = second["tokens_per_second"], second["data_wait"], second["mfu"]
+    assert speed == pytest.approx((2 * 64 / 8, 2 / 8, 2 * 64 / 8 * 1000 / 2e5))
+    assert (second["memory_ratio/0"], evaluation["recall/on/8"]) == (None, None)
+    assert capsys.readouterr().out.splitlines() == [
+        "step   2/100  loss 1.5000  4 tokens/s  24:30 left  MFU 2.1%  |eta S|/|W| 0.500  "
+        "20% waiting for data",
+        "step   4/100  loss 1.5000  16 tokens/s  6:24 left  MFU 8.0%  |eta S|/|W| 0.250  "
+        "25% waiting for data",
+    ]
+    assert [message.partition(", null")[0] for message in caplog.messages] == [
+        "step 4: not finite",
+        "step 4: not finite",
+    ]
+    assert received[-1] == (4, {"recall/on/16": 0.5})
+    assert "memory_ratio/0" not in received[1][1]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line, parse_constant=pytest.fail) for line in lines)  # no NaN
 
 
 def test_a_loud_memory_and_a_shut_gate_are_warned_of_once(caplog):

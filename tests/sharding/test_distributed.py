@@ -1,6 +1,7 @@
 """The processes of a job, from a flag and the environment, and their rendezvous before JAX."""
 
 import contextlib
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -136,7 +137,8 @@ def _connection(port):
             return socket.create_connection(("localhost", port))
 
 
-def test_processes_that_do_not_come_are_named(port, connected):
+def test_processes_that_do_not_come_are_named(port, connected, monkeypatch, capsys):
+    monkeypatch.setattr(distributed, "_SILENT_SECONDS", 0.5)
     with ThreadPoolExecutor() as pool:
         caller = pool.submit(_start, port, 4, 2, 3)
         missing = r"process 1, 3 of 4 did not call localhost:\d+ within 2 s"
@@ -146,6 +148,9 @@ def test_processes_that_do_not_come_are_named(port, connected):
         with pytest.raises(UserError, match=alone):
             caller.result(timeout=30)
     assert not connected
+    first, second = sorted(capsys.readouterr().err.splitlines())
+    assert re.fullmatch(r"waiting for process 0 at localhost:\d+ \(.*\)", first)
+    assert re.fullmatch(r"waiting for process 1, (2, )?3 of 4 to call localhost:\d+", second)
 
 
 @pytest.mark.parametrize("numbers", [(3, 2), (2, 4)])

@@ -2,10 +2,12 @@
 
 import contextlib
 import itertools
+import os
 import re
 import resource
 import shutil
 from logging import Handler, getLogger
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +18,8 @@ import pytest
 from absl import logging
 from checks import assert_same
 
-from ttcd_jax.errors import CheckpointError, ResourceError
-from ttcd_jax.train import digest
+from ttcd_jax.errors import CheckpointError, ResourceError, UserError
+from ttcd_jax.train import checkpoint, digest
 from ttcd_jax.train.checkpoint import Checkpoints, Kept
 from ttcd_jax.train.state import placed_as
 
@@ -281,7 +283,49 @@ def test_killed_before_the_first_seal_accepts_the_only_step(saved, warnings):
 def test_unreadable_unsealed_step_is_a_checkpoint_error(saved, damage, name):
     damage(saved / "3" / name)
     _delete(saved / "3" / digest.DIGEST)
-    assert "3 cannot be read: " in _refusal(saved, step=3)
+    message = _refusal(saved, step=3)
+    assert "3 is damaged: cannot be read: " in message
+    assert message.endswith("; pass step=2")
+
+
+def test_an_unsealed_step_that_cannot_be_read_gives_way_to_the_one_before(
+    saved, warnings, monkeypatch
+):
+    for step in ("1", "2", "3"):
+        _delete(saved / step / digest.DIGEST)
+    restore = ocp.CheckpointManager.restore
+
+    def raised(self, step, **options):
+        if step == 3:
+            raise Exception("Encountered error while reading array index")  # as Orbax does
+        return restore(self, step, **options)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", raised)
+    with _opened(saved, is_read_only=True) as checkpoints:
+        assert checkpoints.restore(ABSTRACT)[0] == 2
+    assert "step 3 (cannot be read: Exception: Encountered error " in warnings[-1]
+
+
+@pytest.mark.parametrize("name", ["run[1]", "sweep[lr]/a", "[ab]*?"])
+def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match=r"could not be read back, since the brackets of '.*\[.*'"):
+        Checkpoints(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["run*", "what?", "seed[0-3", "x]y"])
+def test_other_paths_are_read_back(tmp_path, name):
+    with _opened(tmp_path / name) as checkpoints:
+        checkpoints.save(1, _state(1))
+        assert checkpoints.restore(ABSTRACT)[0] == 1
+
+
+def test_a_step_that_cannot_be_opened_is_not_sealed(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "check_place", lambda directory: None)
+    with _opened(tmp_path / "run[1]") as checkpoints:
+        checkpoints.save(1, _state(1))
+        with pytest.raises(CheckpointError, match=r"step 1 was not saved: .*NOT_FOUND"):
+            checkpoints.wait()
+    assert not digest.is_sealed(tmp_path / "run[1]" / "1")
 
 
 def test_another_model_is_described(saved):
@@ -309,13 +353,15 @@ def test_a_step_is_saved_once(saved, step):
         checkpoints.save(4, _state(4))
 
 
-def test_full_disk_is_foreseen(saved, monkeypatch):
+@pytest.mark.parametrize(("inodes", "words"), [(9, ""), (0, " and no inode")])
+def test_full_disk_is_foreseen(saved, monkeypatch, inodes, words):
     usage = shutil.disk_usage(saved)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=9, f_favail=inodes))
     with _opened(saved) as checkpoints, pytest.raises(ResourceError) as caught:
         checkpoints.save(4, {"params": {"w": jnp.ones(1_000_000)}})
     assert "step 4 was not saved: No space left on device (it needs about 3.81" in str(caught.value)
-    assert " has 100 bytes free), so make room or keep fewer steps; " in str(caught.value)
+    assert f" has 100 bytes{words} free), so make room or keep fewer steps; " in str(caught.value)
     assert str(caught.value).endswith("last good step: 3")
 
 
@@ -374,6 +420,20 @@ def test_a_step_that_its_run_deletes_while_it_is_read_is_looked_for_again(saved,
         named = writer.steps()[-1]
         with pytest.raises(CheckpointError, match=f"no checkpoint step {named} in"):
             checkpoints.restore(ABSTRACT, named)
+
+
+def test_a_step_whose_deletion_has_begun_is_left_for_another(saved, monkeypatch):
+    verify = digest.verify
+
+    def begun(step_dir):
+        problems = verify(step_dir)
+        if step_dir.name == "3":
+            shutil.rmtree(step_dir / "params", ignore_errors=True)
+        return problems
+
+    monkeypatch.setattr(digest, "verify", begun)
+    with _opened(saved, is_read_only=True) as checkpoints:
+        assert checkpoints.restore(ABSTRACT)[0] == 2
 
 
 def test_directory_removed_while_training(saved):

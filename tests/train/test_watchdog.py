@@ -89,6 +89,11 @@ def test_what_takes_its_time_for_a_reason_goes_on(body):
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
 
 
+def test_a_save_that_hangs_ends_the_process():
+    body = "watchdog.beat(1)\nwith watchdog.paused(1): time.sleep(9)"
+    assert _alone(body).returncode == PEER_LOST
+
+
 def test_a_pause_is_no_step():
     """Nor does it lengthen the median of the steps, of which the limit is a multiple."""
     body = """

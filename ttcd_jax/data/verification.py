@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ttcd_jax.files import difference, user_cache
+from ttcd_jax.files import difference, lock, user_cache
 
 _THREADS = 4
 _SETTLED = 2  # seconds: of two writes within a tick of the file system's clock one leaves no trace
@@ -70,7 +70,7 @@ def _difference(path: Path, num_bytes: int, digest: str) -> str | None:
         if time.time() - path.stat().st_ctime >= _SETTLED:
             marker.parent.mkdir(parents=True, exist_ok=True)
             with marker.open("ab") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+                lock(file, fcntl.LOCK_EX)
                 if os.fstat(file.fileno()).st_size:
                     return None
                 problem = difference(path, num_bytes, digest)

@@ -128,7 +128,7 @@ class Progress:
         self._name, self._done, self._all = name, num_done, num_rows
         self._work, self._finished, self._part = sum(work), 0, 0
         self._is_live = sys.stderr.isatty()
-        self._start = self._shown = time.monotonic()
+        self._shown, self._first = time.monotonic(), None
 
     def read(self, work: int) -> None:
         """Notes a part of the batch that is computed now."""
@@ -148,11 +148,14 @@ class Progress:
     def _update(self) -> None:
         """Shows the line if it is time."""
         now, finished = time.monotonic(), self._finished + self._part
+        self._first = self._first or (now, finished)  # what is before compiles
         if now - self._shown < (_LIVE_SECONDS if self._is_live else _LOG_SECONDS):
             return
         self._shown = now
-        left = (now - self._start) * max(self._work - finished, 0) / max(finished, 1)
-        line = f"{self._name}: {self._done} of {self._all} rows, {units.clock(left)} left"
+        line, since = f"{self._name}: {self._done} of {self._all} rows", finished - self._first[1]
+        if since > 0:
+            left = (now - self._first[0]) * max(self._work - finished, 0) / since
+            line += f", {units.clock(left)} left"
         self._show(units.printable(line))
 
     def _show(self, line: str) -> None:

@@ -21,6 +21,7 @@ from ttcd_jax.eval.published import published
 from ttcd_jax.eval.task import Series, Subject, Task
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.files import read_json, write_json, write_whole
+from ttcd_jax.sharding.distributed import agree
 
 _UNFINISHED = ".unfinished"  # in the folder of results: the journal of answers
 
@@ -42,6 +43,7 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
     old = _replaced(folder / "results.json", result)
     rows = task.rows(subject)
     result["measured_on"] = task.measured_on(rows, subject)
+    agree("evaluation", task.to_dict() | result | {"mesh": str(jax.sharding.get_mesh().shape)})
     is_repeated = "measured_on" in old and old["options"] == result["options"]
     if is_repeated and _differing([old, result]):
         logging.warning("%s was measured on other text: it is replaced", folder / "results.json")

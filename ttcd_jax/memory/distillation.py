@@ -89,7 +89,8 @@ def summary(
 
     `gap`, `gap_on`, `gap_both`, `change`: means relative to |y_T|, over tokens where it is not
     zero. `cosine`, and `closer`, the share that comes closer to the teacher: over those that the
-    memory moves. `loss`, `loss_on`: L_CD. NaN where no token is left.
+    memory moves. `loss`, `loss_on`: L_CD. NaN where no token is left,
+    null in the metrics of a run.
     """
     counts = jnp.ones(found.teacher.shape[1:], bool) if counted is None else counted
     counts = jnp.broadcast_to(counts, found.teacher.shape)

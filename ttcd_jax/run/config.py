@@ -124,6 +124,12 @@ class RunConfig(Config):
             )
 
 
+def common_facts(facts: dict[str, Any]) -> dict[str, Any]:
+    """Those of a configuration or manifest in which the processes of a job must not differ, by
+    their paths: all but the places of data, which may be local to a node."""
+    return {path: value for path, (name, value) in _leaves(facts).items() if name not in PLACES}
+
+
 def accepted_changes(
     run_dir: Path,
     old: dict[str, Any],

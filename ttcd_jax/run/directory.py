@@ -29,11 +29,12 @@ from ttcd_jax.data.records import sealed
 from ttcd_jax.data.sources import MANIFEST, check_unchanged, text_data
 from ttcd_jax.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 from ttcd_jax.errors import CheckpointError, UserError
-from ttcd_jax.files import read_json, write_json, write_whole
+from ttcd_jax.files import lock, read_json, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.config import LAYOUT, accepted_changes
 from ttcd_jax.run.model_changes import changed_model
+from ttcd_jax.sharding.distributed import PACKAGES
 from ttcd_jax.train.checkpoint import Checkpoints, complete_steps
 from ttcd_jax.train.state import abstract_params, params_shardings, placed_as, with_params
 
@@ -113,12 +114,7 @@ class RunDirectory:
         old = self.read_config() if self.is_claimed else config
         accepted = accepted_changes(self.path, old, config, changes, layout)
         if not self.is_claimed:
-            names = {path.name for path in self.path.iterdir()} - {"lock"}
-            if names != set(_CLAIM[: len(names)]):
-                raise UserError(
-                    f"{self.path} is not empty and holds no run (no config.json): choose another "
-                    "--run_dir"
-                )
+            self.check_free()
             self._write(config, MANIFEST, data, source)
             return
         check_unchanged(self.path, lambda: data)
@@ -132,6 +128,17 @@ class RunDirectory:
             )
         history = self._read("config.json").get("changes", [])
         self._write_config(config, source, [*history, *({"step": done} | x for x in accepted)])
+
+    def check_free(self) -> None:
+        """Raises `UserError` for a folder that is not empty and holds no run."""
+        unfinished = tuple(f".{name}." for name in (*_CLAIM, METRICS))
+        found = os.listdir(self.path) if self.path.is_dir() else ()
+        names = {name for name in found if name != "lock" and not name.startswith(unfinished)}
+        if names != set(_CLAIM[: len(names)]) and not self.is_claimed:
+            raise UserError(
+                f"{self.path} is not empty and holds no run (no config.json): choose another "
+                "--run_dir"
+            )
 
     def write_import(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
         """Writes the files of an imported run: its configuration and its origin."""
@@ -170,7 +177,7 @@ class RunDirectory:
             ) from error
         with handle:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+                lock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             except BlockingIOError as error:
                 handle.seek(0)
                 owner = handle.read().strip() or "another process"  # that has not written its name
@@ -276,11 +283,10 @@ def tokenizer_config(directory: RunDirectory) -> TokenizerConfig | None:
 
 
 def _environment() -> dict[str, Any]:
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     return {
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: metadata.version(name) for name in packages},
+        "packages": {name: metadata.version(name) for name in PACKAGES},
         "devices": [device.device_kind for device in jax.devices()],
     }

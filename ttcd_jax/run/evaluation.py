@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import logging
 
 from ttcd_jax.config import closest
-from ttcd_jax.errors import DataError
+from ttcd_jax.errors import DataError, UserError, listed
 from ttcd_jax.eval.task import Subject, Task
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.files import read_json, write_json
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, run_tokenizer
+from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.train.loop import StateCallback
 from ttcd_jax.train.state import TrainState, abstract_model, with_params
 
@@ -55,10 +55,14 @@ def evaluation_callbacks(
             for variant, value in row.items()
             if variant != task.key and value is not None
         }
+        write(step, metrics)
         if config.best_metric not in {None, *metrics}:
             near = closest(str(config.best_metric), [*metrics])
-            logging.warning("no metric is RunConfig.best_metric %r%s", config.best_metric, near)
-        write(step, metrics)
+            raise UserError(
+                f"no metric is RunConfig.best_metric {config.best_metric!r}{near}: go on from the "
+                f"last good checkpoint with one of {listed([*metrics])} "
+                "(--change=RunConfig.best_metric)"
+            )
 
     return [StateCallback(every, evaluate)]
 
@@ -77,6 +81,7 @@ def _check_cases(path: Path, inputs: Sequence[tuple[Task, Any]], subject: Subjec
                 f"the text that task {task.name} measures {path.parent} on changed since its last "
                 "step: restore it, or choose another --run_dir"
             )
+    agree("evaluations", new)
     if jax.process_index() == 0 and new.keys() - old.keys():
         write_json(path, old | new)
 

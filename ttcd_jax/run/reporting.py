@@ -49,12 +49,16 @@ def reporter(
     tokens_per_step = config.batch_size * config.data.seq_len
     flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
     sheet = data_sheet(jax.devices()[0].device_kind)
-    waited, warned = 0.0, set()
+    waited, warned, nulls = 0.0, set(), set()
 
     def write(step: int, record: dict[str, Any]) -> None:
-        is_new = files.write(step, record)
+        odd = {x for x, y in record.items() if isinstance(y, float) and not math.isfinite(y)}
+        if "skipped" not in record and (new := sorted(odd - nulls)):
+            nulls.update(new)
+            logging.warning("step %d: not finite, null in the metrics: %s", step, ", ".join(new))
+        is_new = files.write(step, record | dict.fromkeys(odd))
         for tracker in others if is_new else ():
-            tracker.write(step, record)
+            tracker.write(step, {x: y for x, y in record.items() if x not in odd})
 
     def log(step: int, metrics: HostMetrics) -> None:
         nonlocal waited
@@ -137,16 +141,15 @@ class MetricFiles:
         self._events.append(_framed(Event(step=start + 1, session_log=begun)))
 
     def write(self, step: int, record: dict[str, Any]) -> bool:
-        """Appends one record, numbers that are not finite as null; it is on disk when this returns.
-        TensorBoard gets the finite numbers alone. Returns whether it is the first of its kind, not
-        one that a run wrote before it was interrupted."""
-        numbers = {name: x for name, x in record.items() if isinstance(x, int | float)}
-        finite = {name: x for name, x in numbers.items() if math.isfinite(x)}
-        line = {"step": step} | record | dict.fromkeys(numbers) | finite
-        self._lines.append(json.dumps(line).encode() + b"\n")
+        """Appends one record; it is on disk when this returns. TensorBoard gets its numbers alone.
+        Returns whether it is the first of its kind, not one that a run wrote before it was
+        interrupted."""
+        line = {"step": step} | record
+        self._lines.append(json.dumps(line, allow_nan=False).encode() + b"\n")
         event = Event(step=step)
-        for name, value in finite.items():
-            event.summary.MergeFrom(scalar(name, value))
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                event.summary.MergeFrom(scalar(name, value))
         self._events.append(_framed(event))
         return _key(line) not in self._repeated
 
@@ -157,7 +160,9 @@ def _key(record: dict[str, Any]) -> tuple[int, str]:
 
 
 def _write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    if content != (path.read_bytes() if path.exists() else b""):  # else nothing can fail
+        write_whole(path, content)
 
 
 def _framed(event: Event) -> bytes:
@@ -199,16 +204,18 @@ class Progress:
 
     def __init__(self, start: int, steps: int) -> None:
         self._steps, self._is_live = steps, is_live()
-        self._first = self._last = start, time.monotonic()
+        self._marks = [(start, time.monotonic())]  # the start, the first report, the last one
 
     def update(self, step: int) -> tuple[int, float]:
         """(steps, seconds) since the last call."""
-        (last_step, last_time), self._last = self._last, (step, time.monotonic())
-        return step - last_step, max(self._last[1] - last_time, 1e-9)
+        (last_step, last_time), now = self._marks[-1], time.monotonic()
+        self._marks = [*self._marks[:2], (step, now)]
+        return step - last_step, max(now - last_time, 1e-9)
 
     def show(self, step: int, record: dict[str, float]) -> None:
-        """Prints the line of `step`."""
-        (first_step, first_time), (last_step, last_time) = self._first, self._last
+        """Prints the line of `step`. The time left is by the steps since the first report, without
+        the slow ones of a start."""
+        (first_step, first_time), (last_step, last_time) = self._marks[-2:]
         left = (last_time - first_time) / (last_step - first_step) * (self._steps - step)
         parts = [
             f"step {step:>{len(str(self._steps))}}/{self._steps}",
@@ -218,7 +225,8 @@ class Progress:
         ]
         if "mfu" in record:
             parts.append(f"MFU {record['mfu']:.1%}")
-        if ratios := [x for name, x in record.items() if name.startswith("memory_ratio")]:
+        ratios = [x for name, x in record.items() if name.startswith("memory_ratio")]
+        if ratios := [x for x in ratios if math.isfinite(x)]:
             parts.append(f"|eta S|/|W| {max(ratios):.3f}")
         if (wait := record.get("data_wait", 0)) > 0.02:
             parts.append(f"{wait:.0%} waiting for data")

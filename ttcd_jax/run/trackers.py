@@ -29,7 +29,7 @@ class Tracker(Protocol):
         """Called once, when `step` steps are done."""
 
     def write(self, step: int, record: dict[str, Any]) -> None:
-        """Receives one record of `step`: numbers, and of a skipped step the reason and the rows. Of
+        """Receives one record of `step`: finite numbers, of a skipped step reason and rows too. Of
         a run that goes on after kills, no record comes twice that `metrics.jsonl` had before."""
 
     def close(self) -> None:

@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 
 from ttcd_jax.data.pipeline import MakeBatches, StepBatches
 from ttcd_jax.errors import CheckpointError, NonFiniteError
+from ttcd_jax.files import sha256
 from ttcd_jax.run import build
-from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.config import RunConfig, common_facts
 from ttcd_jax.run.directory import METRICS, RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.layout import num_parts, run_mesh
@@ -29,8 +30,9 @@ from ttcd_jax.run.start import plan_start, started_state
 from ttcd_jax.run.terminal import phase, say, say_started
 from ttcd_jax.run.trackers import Tracker, named
 from ttcd_jax.sharding.batch import Placement, replicated
+from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.train.bad_steps import no_skips
-from ttcd_jax.train.checkpoint import Checkpoints, Kept
+from ttcd_jax.train.checkpoint import Checkpoints, Kept, check_place
 from ttcd_jax.train.distillation import measured
 from ttcd_jax.train.loop import HostMetrics, MetricCallback, StateCallback, train
 from ttcd_jax.train.profile import profiled
@@ -68,13 +70,17 @@ def train_run(
     in which a resumed run may change. The steps of `profile` are traced. SIGTERM, SIGHUP and Ctrl-C
     finish the step, save and return; a second Ctrl-C ends the process; SIGUSR1 saves after the
     step; SIGUSR2 traces three steps. To be called in the main thread of every process of the job,
-    which counts as lost when a step takes longer than `hang_seconds` and 20 times the median step.
+    alike in all; one is lost when a step takes longer than `hang_seconds` and 20 times the median
+    step, or a save 10 times `hang_seconds`.
 
     Raises `UserError` for a configuration or directory that cannot be trained, and its subclasses
     for data, checkpoints and a loss that is not finite.
     """
     directory, trackers = RunDirectory(run_dir), [*named(config.trackers), *trackers]
+    options = {"run_dir": str(directory.path), "changes": [*changes], "profile": str(profile)}
+    options |= {"hang_seconds": hang_seconds} | common_facts(config.to_dict())
     with Watchdog(jax.process_count(), minimum_seconds=hang_seconds) as watchdog:
+        agree("configuration", options, watchdog.save_seconds)
         check(config, directory)
         mesh = run_mesh(config)
         build.check_bytes(config, mesh)
@@ -83,17 +89,23 @@ def train_run(
             placement = build.placement(config, mesh)
             with phase("reading data"):
                 data, manifest = build.build_data(config, placement.rows, batches)
+            agree("data", common_facts(manifest), watchdog.save_seconds)
             if is_first:
                 _check_kept(directory)
                 directory.claim(config.to_dict(), source, manifest, changes=changes)
-            multihost_utils.sync_global_devices("the run directory is claimed")
+            agree("claim", {}, watchdog.save_seconds)
+            seen = {path.name: sha256(path) for path in directory.path.glob("*.json")}
+            agree("run directory", seen, watchdog.save_seconds)
             calls = on_metrics, trackers
             return _train(config, directory, mesh, watchdog, data, placement, *calls, profile)
 
 
 def check(config: RunConfig, directory: RunDirectory) -> None:
-    """Raises `UserError` for a model that does not fit its data or `start_from`."""
+    """Raises `UserError` for a model that does not fit its data or `start_from`, and for a place
+    that cannot hold checkpoints."""
     build.check(config)
+    check_place(directory.checkpoints)
+    directory.check_free()
     if config.start_from is not None and not directory.is_claimed:
         plan_start(config)
 
@@ -137,7 +149,9 @@ def _train(
         beat = MetricCallback(1, lambda step, _: watchdog.beat(step))
         rows_at_once = config.batch_size // num_parts(config, mesh)
         fields = build.batch_fields(config)
+        on_bad = functools.partial(_stop_after_too_many, config, checkpoints)
 
+        @watchdog.paused(watchdog.save_seconds)
         def save(step: int, state: TrainState) -> None:
             checkpoints.save(step, dict(state))
             signals.note_save()
@@ -165,9 +179,7 @@ def _train(
                 on_metrics=[*callbacks, *on_metrics, beat],
                 on_state=[x._replace(call=watchdog.paused()(x.call)) for x in on_state],
                 is_stopping=signals.is_stopping,
-                on_bad=watchdog.paused()(
-                    functools.partial(_stop_after_too_many, config, checkpoints)
-                ),
+                on_bad=watchdog.paused(watchdog.save_seconds)(on_bad),
             )
     if done == config.steps:
         say(f"trained {done} steps; checkpoints in {directory.checkpoints}")
@@ -183,12 +195,14 @@ def _stop_after_too_many(
         return
     checkpoints.wait()
     saved, (first, last) = checkpoints.steps(), batch_rows(config, step)
-    good = f"step {saved[-1]}" if saved else "none"
+    good, memory = f"step {saved[-1]}" if saved else "none", config.model.settings
+    is_written = memory is not None and memory.to_dict().get("eta")
+    eta = f" or {type(memory).__name__}.eta" if is_written else ""
     raise NonFiniteError(
         f"{reason} at step {step}, in rows {first} .. {last} of the data; bad steps: {skipped}, "
         f"RunConfig.max_skipped_steps: {most}; last good checkpoint: {good}. Resume with "
         f"--param=RunConfig.max_skipped_steps={skipped + 9} to skip such steps, or start anew with "
-        "a lower ScheduleConfig.peak or MemoryConfig.eta"
+        f"a lower ScheduleConfig.peak{eta}"
     )
 
 
@@ -205,7 +219,7 @@ def _checkpoints(
         watchdog.leave_if_lost(error)  # the writer would wait for the lost process
         raise
     finally:
-        with watchdog.paused():
+        with watchdog.paused(watchdog.save_seconds):
             checkpoints.close()
         error, steps = sys.exception(), checkpoints.steps()
         is_told = isinstance(error, CheckpointError) or "last good" in str(error)

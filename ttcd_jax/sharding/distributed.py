@@ -1,5 +1,5 @@
 """Several processes as one program, one per node with all its GPUs: `detect` reads a flag and the
-environment, `initialize` connects.
+environment, `initialize` connects, `agree` compares what they are to have in common.
 
 JAX 0.11.2 detects launchers too, but takes `a-b[10-11]-ib` and `rack[2-3]node[01-04]` for the nodes
 `a-b10` and `rack2`, and needs mpi4py under Open MPI 5 and the Kubernetes API for a Job. Its
@@ -9,16 +9,34 @@ missing, and does not name it.
 
 import contextlib
 import dataclasses
+import hashlib
+import itertools
+import json
 import re
 import socket
 import string
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
+from ttcd_kernels import verified
 
 from ttcd_jax.config import Config, NonNegative, Positive, closest
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import UserError, listed
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_SETTINGS = (
+    *("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl"),
+    *("jax_threefry_partitionable", "jax_random_seed_offset"),
+)
+_SILENT_SECONDS, _SHOWN = 5.0, 80  # characters of a value in an error
+_calls = itertools.count()  # of `agree`, the same in every process
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 
@@ -135,8 +153,12 @@ def _await_callers(processes: Processes, timeout_seconds: int) -> None:
     port, is_dual = processes.address[1], socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     callers, problem = [], ""
+
+    def names() -> str:
+        return f"process {', '.join(map(str, sorted(missing)))} of {processes.num_processes}"
+
     try:
-        with contextlib.ExitStack() as stack:
+        with _telling(lambda: f"{names()} to call {processes.coordinator}") as stack:
             server = socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
             stack.enter_context(server)
             while missing and not problem:
@@ -156,9 +178,8 @@ def _await_callers(processes: Processes, timeout_seconds: int) -> None:
                     caller.sendall(problem.encode() or b"go")
     except TimeoutError:
         raise UserError(
-            f"process {', '.join(map(str, sorted(missing)))} of {processes.num_processes} did not "
-            f"call {processes.coordinator} within {timeout_seconds} s: read its log, then start "
-            "all again"
+            f"{names()} did not call {processes.coordinator} within {timeout_seconds} s: read its "
+            "log, then start all again"
         ) from None
     except OSError as error:
         raise UserError(
@@ -171,19 +192,69 @@ def _await_callers(processes: Processes, timeout_seconds: int) -> None:
 def _call(processes: Processes, timeout_seconds: int) -> None:
     """Calls process 0 until it answers."""
     deadline, reason = time.monotonic() + timeout_seconds, None
-    while (remaining := deadline - time.monotonic()) > 0:
-        try:
-            with socket.create_connection(processes.address, timeout=remaining) as server:
-                server.sendall(f"{processes.process_id} {processes.num_processes}".encode())
-                if (answer := server.recv(256)) == b"go":
-                    return
-                if answer.startswith(b"process "):
-                    raise UserError(answer.decode())
-        except OSError as error:
-            reason = error
-        time.sleep(0.5)
+    with _telling(lambda: f"process 0 at {processes.coordinator} ({reason or 'it was called'})"):
+        while (remaining := deadline - time.monotonic()) > 0:
+            try:
+                with socket.create_connection(processes.address, timeout=remaining) as server:
+                    reason = None
+                    server.sendall(f"{processes.process_id} {processes.num_processes}".encode())
+                    if (answer := server.recv(256)) == b"go":
+                        return
+                    if answer.startswith(b"process "):
+                        raise UserError(answer.decode())
+            except OSError as error:
+                reason = error
+            time.sleep(0.5)
     raise UserError(
         f"process {processes.process_id} of {processes.num_processes} did not reach process 0 at "
         f"{processes.coordinator} within {timeout_seconds} s "
         f"({reason or 'another program answers'}): read its log, and check that the port is open"
     )
+
+
+def _telling(whom: Callable[[], str]) -> contextlib.ExitStack:
+    """A context that says on standard error for whom it waits, if it takes some seconds."""
+    stack, is_over = contextlib.ExitStack(), threading.Event()
+
+    def tell() -> None:
+        if not is_over.wait(_SILENT_SECONDS):
+            print(f"waiting for {whom()}", file=sys.stderr, flush=True)
+
+    threading.Thread(target=tell, daemon=True).start()
+    stack.callback(is_over.set)
+    return stack
+
+
+def agree(what: str, facts: Mapping[str, Any], seconds: float = 600) -> None:
+    """Compares `facts`, values for JSON by name, and the versions of code, packages and settings of
+    JAX in all processes, each of which waits `seconds` for the others. Raises `UserError` in every
+    process for one that differs from the first, which would change the results of all silently."""
+    if jax.process_count() == 1:
+        return
+    place, limit = f"ttcd_jax/agree/{next(_calls)}", int(1000 * seconds)
+    client, number = ocp.multihost.get_jax_distributed_client(), jax.process_index()
+    code = [verified.source(), verified.source(Path(__file__).parents[1])]
+    facts = {**facts, "code": code, **{name: metadata.version(name) for name in PACKAGES}}
+    facts |= {name: str(jax.config.values[name]) for name in _SETTINGS}
+    own = {name: _shown(value) for name, value in facts.items()}
+    if number == 0:
+        client.key_value_set(f"{place}/facts", json.dumps(own))
+    client.wait_at_barrier(f"{what}: told ({place})", limit)
+    first = json.loads(client.key_value_try_get(f"{place}/facts"))
+    differing = [
+        f"{name}: process {number} has {own.get(name)}, process 0 has {first.get(name)}"
+        for name in first | own
+        if own.get(name) != first.get(name)
+    ]
+    client.key_value_set(f"{place}/differing/{number}", listed(differing, 3))
+    client.wait_at_barrier(f"{what}: compared ({place})", limit)
+    found = sorted(text for _, text in client.key_value_dir_get(f"{place}/differing/") if text)
+    if found:
+        raise UserError(f"the processes of this job differ: {found[0]}; start all of them alike")
+
+
+def _shown(value: Any) -> str:
+    """A value for JSON, a long one by its beginning and its digest."""
+    text = json.dumps(value, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... (sha256 {digest[:12]})"

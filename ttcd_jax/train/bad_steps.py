@@ -44,9 +44,10 @@ def judged(
 
 
 def fault(metrics: Mapping[str, np.ndarray]) -> str | None:
-    """The reason why a step with these metrics is bad; None for a good one."""
-    for name in ("loss", "grad_norm", *metrics):
-        if name in metrics and not np.all(np.isfinite(metrics[name])):
+    """The reason why a step with these metrics is bad; None for a good one. Loss and gradient
+    decide, as in the compiled step: a step may measure nothing of what else it reports."""
+    for name in ("loss", "grad_norm"):
+        if not np.isfinite(metrics.get(name, 0)):
             return f"{name} is {metrics[name]}"
     if not metrics.get("is_skipped", False):
         return None

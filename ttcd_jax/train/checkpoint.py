@@ -16,10 +16,12 @@ killed between the two leaves an unsealed step, complete but not verifiable:
 
 import contextlib
 import errno
+import fnmatch
 import functools
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from logging import LogRecord, getLogger
@@ -49,7 +51,7 @@ OPTIONAL = {"skips"}  # the keys of a state that not every run stores
 # missing directory, JaxRuntimeError for a lost process.
 _WRITE_ERRORS = (ValueError, OSError, jax.errors.JaxRuntimeError)
 # Those for damaged or absent metadata, determined by damaging every file of a step in turn.
-_READ_ERRORS = (*_WRITE_ERRORS, KeyError, AttributeError, NotImplementedError, RecursionError)
+_READ_ERRORS = (*_WRITE_ERRORS, KeyError, TypeError, AttributeError, RuntimeError)
 
 
 def _is_not_orbax(record: LogRecord) -> bool:
@@ -61,13 +63,13 @@ def _is_not_orbax(record: LogRecord) -> bool:
 @functools.cache
 def _silence_orbax() -> None:
     """Keeps Orbax's log off the terminal: its progress, and the failures that it also raises, each
-    repeated by the event loop that it closes over the other writes."""
+    repeated by the event loop that it closes over the other reads and writes."""
     for name in ("absl", "asyncio"):
         getLogger(name).addFilter(_is_not_orbax)
     report = sys.unraisablehook
 
     def report_unless_closed(failure: Any) -> None:
-        if str(failure.exc_value) != "Event loop is closed":
+        if not str(failure.exc_value).startswith(("Event loop is closed", "Encountered error")):
             report(failure)
 
     sys.unraisablehook = report_unless_closed
@@ -96,14 +98,15 @@ def _reason(error: BaseException) -> str:
     return lines[0] if isinstance(error, UserError) else f"{type(error).__name__}: {lines[0][:400]}"
 
 
-@contextlib.contextmanager
-def _reporting_read(step: int) -> Iterator[None]:
-    try:
-        yield
-    except _READ_ERRORS as error:
-        raise CheckpointError(
-            f"checkpoint step {step} cannot be read: {_reason(error)}; pass an older step"
-        ) from error
+def check_place(directory: Path) -> None:
+    """Raises `UserError` for a folder that Orbax writes to and cannot read back: it takes the path
+    for a pattern when it merges what the processes have written."""
+    for name in directory.absolute().parts:
+        if not fnmatch.fnmatchcase(name, name):
+            raise UserError(
+                f"checkpoints in {directory} could not be read back, since the brackets of "
+                f"{name!r} are a pattern there: choose another folder"
+            )
 
 
 def complete_steps(directory: Path) -> list[int]:
@@ -154,6 +157,7 @@ class Checkpoints:
         if is_read_only and not self._directory.is_dir():
             raise CheckpointError(f"there is no folder {self._directory} yet: train the run first")
         if not is_read_only:
+            check_place(self._directory)
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -182,6 +186,7 @@ class Checkpoints:
         self._manager.reached_preemption = lambda step: False
         self._sealer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
         self._pending: tuple[int, int, Future[None]] | None = None
+        self._unreadable: dict[int, str] = {}  # reasons, of steps that are not sealed
 
     def steps(self) -> list[int]:
         """The complete steps on disk, in ascending order."""
@@ -231,13 +236,14 @@ class Checkpoints:
         """
         self.wait()
         for _ in range(_LOOKS):
-            seen = self.steps()
+            seen = self._files(), {*self._unreadable}
             try:
                 return self._restore(abstract_state, step)
             except CheckpointError:
-                if set(seen) <= set(self.steps()):
+                time.sleep(0.1)  # a run that deletes the step goes on with it
+                if seen == (self._files(), {*self._unreadable}) or jax.process_count() > 1:
                     raise
-            self._manager.reload()  # the run deleted a step that was to be read
+            self._manager.reload()
         raise CheckpointError(
             f"{self._directory} loses its steps faster than they are read: keep more of them "
             "(RunConfig.keep_checkpoints), or read them when the run is over"
@@ -248,14 +254,14 @@ class Checkpoints:
     ) -> tuple[int, dict[str, Any]]:
         """`restore`, of the steps there are now."""
         chosen, refused = self._chosen(step)
-        with _reporting_read(chosen):
+        with self._reporting_read(chosen):
             metadata = self._manager.item_metadata(chosen)
         if {_PARAMS, _TRAIN} & {*metadata} == {_PARAMS} != {*abstract_state}:
             raise CheckpointError(
                 f"checkpoint step {chosen} holds parameters alone, no run can go on from it: start "
                 "another run from it (RunConfig.start_from)"
             )
-        with _reporting_read(chosen):
+        with self._reporting_read(chosen):
             absent = {x for x in OPTIONAL & {*abstract_state} if x not in metadata[_TRAIN].tree}
             abstract_state = {x: abstract_state[x] for x in abstract_state if x not in absent}
             wanted = by_name(jax.tree.map(_with_sharding, abstract_state))
@@ -268,7 +274,7 @@ class Checkpoints:
                 "the configuration of its run"
             )
         args = ocp.args.Composite(**{x: ocp.args.StandardRestore(items[x]) for x in items})
-        with _reporting_read(chosen):
+        with self._reporting_read(chosen):
             leaves = _to_leaves({**self._manager.restore(chosen, args=args)})
         if not self._is_read_only:
             self._set_aside(refused)
@@ -283,9 +289,13 @@ class Checkpoints:
     def _step_dir(self, step: int) -> Path:
         return self._directory / str(step)
 
+    def _files(self) -> set[str]:
+        return {f"{where}/{name}" for where, _, names in os.walk(self._directory) for name in names}
+
     def _seal(self, step: int) -> None:
         self._manager.wait_until_finished()
         if jax.process_index() == 0:
+            self._manager.item_metadata(step)  # opens every array
             digest.seal(self._step_dir(step))
 
     def _check_place(self, step: int, need: int) -> None:
@@ -301,6 +311,21 @@ class Checkpoints:
             raise OSError(os.strerror(errno.ENOSPC))
 
     @contextlib.contextmanager
+    def _reporting_read(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if type(error) is not Exception:  # as Orbax raises
+                with contextlib.suppress(*_READ_ERRORS):
+                    raise
+            reason = f"cannot be read: {_reason(error)}"
+            if not digest.is_sealed(self._step_dir(step)):
+                self._unreadable[step] = reason
+            raise CheckpointError(
+                f"checkpoint step {step} {reason}; restore a copy, or take an older step"
+            ) from error
+
+    @contextlib.contextmanager
     def _reporting_write(self, step: int, need: int) -> Iterator[None]:
         """Turns a failed write of about `need` bytes into a `UserError` with the last good step."""
         try:
@@ -311,9 +336,11 @@ class Checkpoints:
             kind, reason = CheckpointError, _reason(error)
             if full := full_disk(error):
                 kind, free = ResourceError, shutil.disk_usage(self._directory).free
+                disk = os.statvfs(self._directory)
+                files = " and no inode" if disk.f_files and not disk.f_favail else ""
                 reason = (
                     f"{full} (it needs about {units.size(need)}, {self._directory} has "
-                    f"{units.size(free)} free), so make room or keep fewer steps"
+                    f"{units.size(free)}{files} free), so make room or keep fewer steps"
                 )
             sealed = [good for good in self.steps() if digest.is_sealed(self._step_dir(good))]
             raise kind(
@@ -337,11 +364,13 @@ class Checkpoints:
             raise CheckpointError(f"there is no checkpoint step {step} in {where}; steps: {there}")
         candidates = [known for known in reversed(steps) if step is None or known <= step]
         unsealed = [x for x in candidates if not digest.is_sealed(self._step_dir(x))]
+        unsealed = [x for x in unsealed if x not in self._unreadable]
         is_unchecked = candidates[0] in unsealed and (step is not None or unsealed == candidates)
         chosen, refused = candidates[0] if is_unchecked else None, {}
         while chosen is None and len(refused) < len(candidates):
             known = candidates[len(refused)]
-            if problems := digest.verify(self._step_dir(known)):
+            reason = self._unreadable.get(known)
+            if problems := [reason] if reason else digest.verify(self._step_dir(known)):
                 refused[known] = listed(problems, 1)
             else:
                 chosen = known

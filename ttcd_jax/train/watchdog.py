@@ -36,7 +36,7 @@ _LOST = re.compile(
 class Watchdog:
     """Ends this process with `PEER_LOST`, without exit handlers, when an exception of a collective
     leaves the block, when JAX aborts it, or when no step has ended for `factor` median steps and at
-    least `minimum_seconds`; then it prints the stacks of all threads.
+    least `minimum_seconds`, 10 times these in a save; then it prints the stacks of all threads.
 
         with Watchdog(jax.process_count()) as watchdog:
             ...
@@ -55,7 +55,7 @@ class Watchdog:
         factor: float = 20.0,
         exit_seconds: float = 10.0,
     ) -> None:
-        self._has_peers = num_processes > 1
+        self._has_peers, self.save_seconds = num_processes > 1, 10 * minimum_seconds
         self._minimum, self._factor, self._exit = minimum_seconds, factor, exit_seconds
         self._durations = collections.deque[float](maxlen=_MEDIAN_OF)
         self._step, self._last, self._deadline = 0, math.nan, math.inf
@@ -91,9 +91,9 @@ class Watchdog:
         self._await_beat(now)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context without a time limit, for a checkpoint or an evaluation."""
-        self._deadline = math.inf
+    def paused(self, seconds: float = math.inf) -> Iterator[None]:
+        """A context with its own limit after the first step, without one for an evaluation."""
+        self._deadline = math.inf if math.isnan(self._last) else time.monotonic() + seconds
         yield
         if not math.isnan(self._last):
             self._await_beat(time.monotonic())
@@ -136,6 +136,7 @@ def is_peer_lost(error: BaseException | None) -> bool:
 def leave(reason: str) -> NoReturn:
     """Ends the process with `PEER_LOST` and one line, without exit handlers."""
     line = " ".join(reason.split())
+    time.sleep(0.5)  # what JAX's threads say of it comes first
     print(f"error: {line}; restart the job, it goes on from its last checkpoint", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
