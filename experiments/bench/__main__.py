@@ -8,8 +8,6 @@
     layer    loss and gradient of fast layers by --forms, --lengths and --remat: time, peak memory
     prefill  long prompts by several --models: time and FLOPs over SWA and IP-TTT, memory
     decode   steps after prompts of --lengths tokens by --models and --batch_sizes
-    peer     our training step, prefill or decoding (--work) and, with --authors=CHECKOUT, that of
-             the authors' PyTorch code
     mad      a sweep of --runs as one program and one run after another
 
 The programs of a table are warmed up, then take turns; a time is the median of --rounds. A program
@@ -34,7 +32,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_bool("quick", False, "Tiny sizes where no option gives one.")
 flags.DEFINE_string("json", None, "File for the report, rewritten after every table.")
 CASES = {"step": "step", "data": "step", "layer": "layer", "mad": "mad"}
-CASES |= {"prefill": "prefill", "decode": "prefill", "peer": "peer"}
+CASES |= {"prefill": "prefill", "decode": "prefill"}
 
 
 def main(argv: list[str]) -> None:
