@@ -488,8 +488,7 @@ def _attention_form(
     z, keys, errors, log_decay, reads, resets = operands
     B, C, L, _ = z.shape
     chunk = jnp.arange(C)
-    is_earlier = chunk[:, None] > chunk[None, :]
-    visible = jnp.broadcast_to(is_earlier, (B, C, C))
+    visible = jnp.broadcast_to(chunk[:, None] > chunk[None, :], (B, C, C))
     reads = jnp.ones((B, C, L), bool) if reads is None else reads
     resets = jnp.zeros((B, C), bool) if resets is None else resets
     # Chunk i still holds what chunk j wrote if no chunk in between, j + 1 .. i - 1, reset the
@@ -510,10 +509,7 @@ def _attention_form(
     else:
         after = jnp.cumsum(log_decay, axis=1)
         between = (after - log_decay)[:, :, None] - after[:, None]
-        # No clamp to 0: the derivative of `minimum` compares its argument, which XLA computes
-        # again with another rounding, with its result.
-        between = jnp.where(is_earlier[..., None], between, 0)
-        weight = jnp.exp(between)[:, :, None, :, None]
+        weight = jnp.exp(jnp.minimum(between, 0))[:, :, None, :, None]
         groups = jnp.split(errors, log_decay.shape[-1], axis=-1)
         fast = jnp.concatenate(
             [

@@ -160,7 +160,7 @@ class RenormalizedMemory(ChunkedMemory):
         norm = jnp.linalg.norm(self.w_base.astype(self.options.state_dtype))
         matrix = group_start + self.options.eta * total
         size = jnp.linalg.norm(matrix, axis=(-2, -1), keepdims=True)
-        return matrix * (norm / jnp.where(size > NORM_EPS, size, NORM_EPS))
+        return matrix * (norm / jnp.maximum(size, NORM_EPS))
 
 
 def _read(weight: Float[Array, "B F D"], z: Float[Array, "B L F"]) -> Float[Array, "B L D"]:

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -13,7 +12,6 @@ from ttcd_kernels.dual_window.cotangents import ATTENTION
 
 from ttcd_jax.allocation import keep_freed_memory
 from ttcd_jax.axes import param
-from ttcd_jax.errors import UserError
 from ttcd_jax.memory.distillation import Distillation
 from ttcd_jax.models.config import Remat, TransformerConfig, block_configs
 from ttcd_jax.nn.block import Block, BlockConfig, MemoryStats
@@ -137,14 +135,8 @@ class Transformer(nnx.Module):
         """(final normed hidden states, statistics [fast layers] in layer order).
 
         Tokens of different segments do not see each other, in attention, convolutions or memory.
-        Positions (default: from 0 in every segment) matter by their differences only, except to
-        LaCT, whose memory reads rotated keys. Raises `UserError` for tokens of another rank or
-        dtype, or outside the vocabulary; where they are traced, such a token makes NaN.
+        Positions (default: 0 .. T-1) matter by their differences only.
         """
-        tokens = self._checked(tokens)
-        if not tokens.size:
-            shape = *tokens.shape, self.config.dim
-            return jnp.zeros(shape, self.config.precision.compute_dtype), None
         h, stats = self._blocks(Row.of(tokens, positions, segment_ids), tokens)
         return self.normed(h), stats
 
@@ -153,20 +145,8 @@ class Transformer(nnx.Module):
     ) -> Distillation:
         """Of every token the distances to the teacher [layers with a teacher, B, T], measured in a
         forward pass. The model must have such layers (`models.config.layers_with_teacher`)."""
-        tokens = self._checked(tokens)
         row = Row.of(tokens, None, segment_ids)._replace(measures=True)
         return self._blocks(row, tokens)[1]
-
-    def _checked(self, tokens: Any) -> jax.Array:
-        tokens, size = jnp.asarray(tokens), self.config.vocab_size
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            shape = list(tokens.shape)
-            raise UserError(f"tokens are {tokens.dtype} {shape}: the model needs int [B, T]")
-        if not isinstance(tokens, jax.core.Tracer) and tokens.is_fully_addressable:
-            values = np.asarray(tokens)
-            if (wrong := values[(values < 0) | (values >= size)]).size:
-                raise UserError(f"token {wrong[0]} is outside the vocabulary of {size} tokens")
-        return tokens
 
     def _blocks(self, row: Row, tokens: jax.Array) -> tuple[jax.Array, Any]:
         """(residual stream after all blocks, the reports of the memories in layer order)."""

@@ -12,7 +12,7 @@ from ttcd_jax.errors import UserError
 class Row(NamedTuple):
     """Whole rows, several documents packed into each."""
 
-    positions: Int[Array, "B T"]  # in attention only differences inside a document matter
+    positions: Int[Array, "B T"]  # only differences inside a document matter
     segment_ids: Int[Array, "B T"] | None = None  # one value per document; None: one document
     embeddings: Float[Array, "B T D"] | None = None  # of the tokens, as the model looked them up
     # Static, and no leaf by default: memories with a teacher report `memory.distillation` in place
@@ -27,8 +27,8 @@ class Row(NamedTuple):
         segment_ids: Int[Array, "B T"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
     ) -> "Row":
-        """The row of `h`; positions count from 0 in every document by default. Raises `UserError`
-        for positions and documents of another shape, or not int."""
+        """The row of `h`; positions default to 0 .. T-1. Raises `UserError` for positions and
+        documents of another shape, or not int."""
         for name, x in (("positions", positions), ("segment_ids", segment_ids)):
             if x is None:
                 continue
@@ -38,10 +38,6 @@ class Row(NamedTuple):
                 )
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(h.shape[1], dtype=jnp.int32), h.shape[:2])
-            if segment_ids is not None and h.size:
-                before = jnp.concatenate([segment_ids[:, :1] - 1, segment_ids[:, :-1]], axis=1)
-                starts = jnp.where(segment_ids != before, positions, 0)
-                positions = positions - jax.lax.cummax(starts, axis=1)
         return cls(positions, segment_ids, embeddings)
 
 
@@ -64,9 +60,6 @@ class Piece(NamedTuple):
     # Rows that bypass in-place memories; True: all do, and the memories are not even computed.
     is_plain: Bool[Array, " B"] | Literal[True] | None = None
     embeddings: Float[Array, "B T D"] | None = None
-    fits: tuple[int | None, int | None] | None = (
-        None  # static: chunk and window that `of` was given
-    )
 
     @classmethod
     def of(
@@ -84,10 +77,6 @@ class Piece(NamedTuple):
         a traced one. Raises `UserError` for a longer piece that does not fit the chunks."""
         batch, length = h.shape[:2]
         halo, has_gap = 0, False
-        if isinstance(start, int) and start < 0:
-            raise UserError(f"a piece starts at position {start}: positions count from 0")
-        if lengths is not None and lengths.shape != (batch,):
-            raise UserError(f"lengths have shape {lengths.shape}: the piece has {batch} rows")
         if length > 1:
             if not isinstance(start, int):
                 raise UserError(
@@ -107,18 +96,7 @@ class Piece(NamedTuple):
         starts = jnp.broadcast_to(jnp.asarray(start, jnp.int32), (batch,))
         counts = jnp.full(batch, length, jnp.int32) if lengths is None else lengths
         phases = None if chunk_size is None else starts % chunk_size
-        return cls(starts, counts, phases, halo, has_gap, fits=(chunk_size, window))
-
-    def check(self, **own: int | None) -> None:
-        """Raises `UserError` where `of` was given another `chunk_size` or `window` than the layer's
-        own."""
-        given = dict(zip(("chunk_size", "window"), self.fits or (), strict=False))
-        for name, value in own.items():
-            if not isinstance(given.get(name), jax.Array) and given.get(name, value) != value:
-                raise UserError(
-                    f"the piece is for {name} {given[name]} and the layer has {value}: pass "
-                    f"{name}={value} to Piece.of"
-                )
+        return cls(starts, counts, phases, halo, has_gap)
 
     def positions(self, length: int) -> Int[Array, "B T"]:
         return self.start[:, None] + jnp.arange(length, dtype=jnp.int32)

@@ -80,8 +80,7 @@ class BandCotangents(NamedTuple):
 
 
 def by_band(saved: Residuals, cotangents: Results) -> BandCotangents:
-    """The operands of each band from the results' cotangents. The near dO is rounded once, and D is
-    that of the rounded one, so that the dS of a query sum to its d_lse."""
+    """The operands of each band from the results' cotangents. The near dO is rounded once."""
     d_teacher, d_student, d_teacher_lse, d_student_lse = cotangents
     state = saved.teacher_lse.dtype
 
@@ -90,8 +89,6 @@ def by_band(saved: Residuals, cotangents: Results) -> BandCotangents:
 
     rho = jnp.exp(saved.student_lse - saved.teacher_lse)
     far_delta = row_dot(d_teacher, saved.teacher) - d_teacher_lse
-    exact = d_student.astype(state) + rho[..., None] * d_teacher.astype(state)
-    near_out = exact.astype(saved.q.dtype)
     near_delta = row_dot(d_student, saved.student) - d_student_lse + rho * far_delta
-    near_delta += row_dot(near_out.astype(state) - exact, saved.student)
-    return BandCotangents(near_out, near_delta, d_teacher, far_delta)
+    near_out = d_student.astype(state) + rho[..., None] * d_teacher.astype(state)
+    return BandCotangents(near_out.astype(saved.q.dtype), near_delta, d_teacher, far_delta)
