@@ -25,6 +25,8 @@ def short_conv(
     rounded once. The backward keeps x, not R shifted copies.
     """
     R = len(taps)
+    if x.ndim != 4 or taps.shape != (R, x.shape[3]) or not R:
+        raise ValueError(f"taps {taps.shape} and z {x.shape} differ in the number of features")
     before = R - 1 if is_causal else R // 2
     return cast(jax.Array, _convolve(before, x, taps, segment_ids))
 
@@ -106,8 +108,6 @@ def short_conv_residual(
             f"teacher_taps have shape {taps} and student_taps {student_taps.shape}: they must be "
             "equal; pad the shorter ones with zeros"
         )
-    if taps[-1] != z[-1]:
-        raise ValueError(f"taps {taps} and z {z} differ in the number of features")
     if segment_ids is not None and segment_ids.shape != z[:3]:
         raise ValueError(f"segment_ids {segment_ids.shape} must match the tokens, {z[:3]}")
     convolve = functools.partial(short_conv, is_causal=is_causal, segment_ids=segment_ids)
