@@ -52,9 +52,10 @@ def check_operands(axes: str, **arrays: jax.Array) -> None:
     do not fit each other."""
     (_, q), (k_name, k), (v_name, v) = arrays.items()
     for (name, x), wanted in zip(arrays.items(), (axes, "B S K H", "B S K H"), strict=True):
-        if np.ndim(x) != len(wanted.split()):
-            raise ValueError(f"{name} has shape {np.shape(x)}: it must be [{wanted}]")
-    dtypes = [jnp.result_type(x) for x in (q, k, v)]
+        if not hasattr(x, "dtype") or x.ndim != len(wanted.split()):
+            got = getattr(x, "shape", type(x).__name__)
+            raise ValueError(f"{name} is {got}: it must be an array [{wanted}]")
+    dtypes = [x.dtype for x in (q, k, v)]
     if len(set(dtypes)) > 1 or not jnp.issubdtype(dtypes[0], jnp.floating):
         found = ", ".join(map(str, dtypes))
         raise ValueError(f"{', '.join(arrays)} are {found}: they must be of one floating dtype")

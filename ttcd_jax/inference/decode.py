@@ -33,7 +33,7 @@ def decode(
     check_memory(model.config, memory)
     tokens = jnp.asarray(tokens)
     check_array("the state", "tokens", tokens, "int", len(state.position))
-    active = jnp.ones(len(tokens), bool) if is_active is None else jnp.asarray(is_active)
+    active = jnp.ones(len(tokens), bool) if is_active is None else jnp.asarray(is_active, bool)
     hidden, state = one_token(model, state, tokens, active, memory)
     return head_logits(model, hidden), state
 

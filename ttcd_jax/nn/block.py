@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import itertools
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ class Configured(nnx.Module):
 
     config_class: ClassVar[type[Config]] = Config
 
-    def __new__(cls, *args: Any, **facts: Any) -> Self:
+    def __new__(cls, *args: Any, **facts: Any) -> "Configured":
         """Raises `UserError` for another configuration, and for rngs that are none."""
         config, rngs = args[0] if args else facts.get("config"), facts.get("rngs")
         if not isinstance(config, cls.config_class):
@@ -97,8 +97,10 @@ class Configured(nnx.Module):
 
 
 def check_hidden(name: str, x: Any, dim: int) -> None:
-    """Raises `UserError` unless x is [B, T, dim] of a floating dtype."""
+    """Raises `UserError` unless x is [B, T, dim] of a floating dtype, with a token."""
     check_array("the layer", name, x, "float", "B", "T", dim)
+    if not x.size:
+        raise UserError(f"{name} is empty, {list(x.shape)}: a layer alone needs a token")
 
 
 class Views(NamedTuple):
@@ -240,12 +242,14 @@ class Block(Configured):
     ) -> Float[Array, "B T D"]:
         """The block's output. `embeddings` of the tokens are the targets of an IP-TTT memory
         that stores them."""
-        check_hidden("h", h, self.config.mixer.dims.dim)
+        check_array("the layer", "h", h, "float", "B", "T", self.config.mixer.dims.dim)
         return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]
 
     def forward(self, h: Float[Array, "B T D"], row: Row) -> tuple[Float[Array, "B T D"], Any]:
         """(output, the report of the block's memory over the row; None without one)."""
         stats, student = None, None
+        if not h.size:
+            return h, None
         for name in self.config.order:
             x, t = self._normed(name, h, student)
             y, layer_stats = getattr(self, name).forward(x, row, t)

@@ -54,10 +54,10 @@ def decode_attention_with_lse(
     """
     _check_arrays(q, k_cache, v_cache, position)
     windows = checked(teacher_window, student_window, scale, *k_cache.shape[1::2])
-    if k_cache.shape[1] < teacher_window:
+    if k_cache.shape[1] < windows.teacher:
         raise ValueError(
-            f"a cache of {k_cache.shape[1]} slots cannot hold the {teacher_window} positions of "
-            f"teacher_window: give it at least {teacher_window}"
+            f"a cache of {k_cache.shape[1]} slots cannot hold the {windows.teacher} positions of "
+            f"teacher_window: give it at least {windows.teacher}"
         )
     run = choose("decode attention", implementation, CANDIDATES, q, k_cache, v_cache)
     return _run(run, windows, q, k_cache, v_cache, position)

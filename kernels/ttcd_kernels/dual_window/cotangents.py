@@ -92,8 +92,9 @@ def by_band(saved: Residuals, cotangents: Results) -> BandCotangents:
     far_delta = row_dot(d_teacher, saved.teacher) - d_teacher_lse
     near_delta = row_dot(d_student, saved.student) - d_student_lse + rho * far_delta
     exact = d_student.astype(state) + rho[..., None] * d_teacher.astype(state)
-    # D of the dO that is used: XLA folds a cast there and back, so the rounding is one of its own.
-    dtype = jnp.finfo(saved.q.dtype)
-    near_out = jax.lax.reduce_precision(exact, dtype.nexp, dtype.nmant)
-    near_delta += row_dot(near_out - exact, saved.student)
-    return BandCotangents(near_out.astype(saved.q.dtype), near_delta, d_teacher, far_delta)
+    if saved.q.dtype != state:
+        # Of the dO that is used; not by a cast, as XLA folds one there and back.
+        narrow = jnp.finfo(saved.q.dtype)
+        rounded = jax.lax.reduce_precision(exact, narrow.nexp, narrow.nmant)
+        near_delta += row_dot(rounded - exact, saved.student)
+    return BandCotangents(exact.astype(saved.q.dtype), near_delta, d_teacher, far_delta)
