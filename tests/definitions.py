@@ -95,16 +95,12 @@ def short_conv_residual(
 def in_place(settings, params: dict, x, t, ids):
     """y [T, D] of one row of an in-place MLP (IP-TTCD; IP-TTT where `settings` have a target),
     token by token. x, t [T, D]; ids [T] numpy, every document one run."""
-    T, D = x.shape
-    is_target = hasattr(settings, "target")
+    T, is_target = len(x), hasattr(settings, "target")
     document = ids if settings.resets_at_document else 0 * ids
     tokens, w = range(T), params["down"]
 
     def features(h):
         return jax.nn.silu(h @ params["gate"]) * (h @ params["up"])
-
-    def unit(v):
-        return v / jnp.sqrt((v * v).sum())
 
     def convolved(vectors, name, p):
         if name not in params:
@@ -117,31 +113,18 @@ def in_place(settings, params: dict, x, t, ids):
                 total = total + tap * vectors[s]
         return total
 
-    def log_left(p):
-        """[D]: the logarithm of what a token leaves of every column."""
-        rates = []
-        for q, half_life in enumerate(settings.half_lives):
-            rate = jnp.log(2.0) / half_life
-            if settings.decay != "constant":
-                rate = rate * jnp.exp(params["decay"][q])
-            if settings.decay == "gated":
-                gate = x[p] @ params["decay_gate"][:, q]
-                rate = rate * jnp.log1p(jnp.exp(gate)) / jnp.log(2.0)
-            rates += [rate] * (D // len(settings.half_lives))
-        return -jnp.stack(rates) if rates else jnp.zeros(D)
-
     def read_and_written(p):
         """(features that read, key, error, rate of the correction) of token p."""
         if is_target:
             z_out = convolved(z, "activation_conv", p)
             error, key, rate = convolved(t, "target_conv", p), z_out, 1.0
-            key = unit(key) if settings.corrects_errors else key
+            key = _unit(key) if settings.corrects_errors else key
         else:
             target, student = convolved(z, "teacher_conv", p), convolved(z_s, "student_conv", p)
             z_out = {"teacher": target, "teacher_raw": z[p], "student": student}[settings.output]
-            key = unit(student) if settings.normalizes_keys else student
+            key = _unit(student) if settings.normalizes_keys else student
             error, rate = (target - student) @ w, 1.0
-            error = unit(error) if settings.normalizes_errors else error
+            error = _unit(error) if settings.normalizes_errors else error
             if "rate" in params:
                 rate = 1 / (1 + jnp.exp(-(t[p] @ params["rate"])))
                 error = rate * error
@@ -158,7 +141,10 @@ def in_place(settings, params: dict, x, t, ids):
             weight = _held(settings, w, base + settings.eta * total)
             for p in own:
                 y[p] = found[p][0] @ weight
-            total, delta = total * jnp.exp(sum(log_left(p) for p in own)), jnp.zeros_like(w)
+            total, delta = (
+                total * jnp.exp(sum(_log_left(settings, params, x[p]) for p in own)),
+                jnp.zeros_like(w),
+            )
             for p in own:
                 _, key, error, rate = found[p]
                 if settings.corrects_errors:
@@ -166,6 +152,23 @@ def in_place(settings, params: dict, x, t, ids):
                 delta = delta + key[:, None] * error[None, :]
             states[d] = _ended(settings, w, base, total + delta, count + 1)
     return jnp.stack(y)
+
+
+def _unit(v):
+    return v / jnp.sqrt((v * v).sum())
+
+
+def _log_left(settings, params, x):
+    """[D]: the logarithm of what the token x leaves of every column."""
+    rates = []
+    for q, half_life in enumerate(settings.half_lives):
+        rate = jnp.log(2.0) / half_life
+        if settings.decay != "constant":
+            rate = rate * jnp.exp(params["decay"][q])
+        if settings.decay == "gated":
+            rate = rate * jnp.log1p(jnp.exp(x @ params["decay_gate"][:, q])) / jnp.log(2.0)
+        rates += [rate] * (len(x) // len(settings.half_lives))
+    return -jnp.stack(rates) if rates else jnp.zeros(len(x))
 
 
 def _held(settings, w, weight):
