@@ -122,7 +122,8 @@ def _import(name: str, run_dir: Path) -> None:
 def _tokenizer(source: Path, vocab_size: int, special: dict[str, Any]) -> "TokenizerConfig | None":
     """The tokenizer to import, with its `special` tokens, or None. Raises `DataError` if the model
     lacks one of these; of other tokens, a text that has one is refused."""
-    from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer, check_tokens
+    from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
+    from ttcd_jax.tokens import check_tokens
 
     file = (source if source.is_dir() else source.parent) / "tokenizer.json"
     chosen = FLAGS.tokenizer or (str(file) if file.is_file() else "none")

@@ -90,3 +90,97 @@ def short_conv_residual(
         norm = jnp.sqrt(jnp.sum(wide * wide, axis=-1, keepdims=True))
         key = (wide / jnp.maximum(norm, NORM_EPS)).astype(student.dtype)
     return target - student, target, key
+
+
+def in_place(settings, params: dict, x, t, ids):
+    """y [T, D] of one row of an in-place MLP (IP-TTCD; IP-TTT where `settings` have a target),
+    token by token. x, t [T, D]; ids [T] numpy, every document one run."""
+    T, is_target = len(x), hasattr(settings, "target")
+    document = ids if settings.resets_at_document else 0 * ids
+    tokens, w = range(T), params["down"]
+
+    def features(h):
+        return jax.nn.silu(h @ params["gate"]) * (h @ params["up"])
+
+    def convolved(vectors, name, p):
+        if name not in params:
+            return vectors[p]
+        taps, total = params[name], jnp.zeros_like(vectors[p])
+        for r, tap in enumerate(taps):
+            s = p + r - (len(taps) - 1 if settings.is_conv_causal else len(taps) // 2)
+            is_near = 0 <= s < T and s // settings.chunk_size == p // settings.chunk_size
+            if is_near and document[s] == document[p]:
+                total = total + tap * vectors[s]
+        return total
+
+    def read_and_written(p):
+        """(features that read, key, error, rate of the correction) of token p."""
+        if is_target:
+            z_out = convolved(z, "activation_conv", p)
+            error, key, rate = convolved(t, "target_conv", p), z_out, 1.0
+            key = _unit(key) if settings.corrects_errors else key
+        else:
+            target, student = convolved(z, "teacher_conv", p), convolved(z_s, "student_conv", p)
+            z_out = {"teacher": target, "teacher_raw": z[p], "student": student}[settings.output]
+            key = _unit(student) if settings.normalizes_keys else student
+            error, rate = (target - student) @ w, 1.0
+            error = _unit(error) if settings.normalizes_errors else error
+            if "rate" in params:
+                rate = 1 / (1 + jnp.exp(-(t[p] @ params["rate"])))
+                error = rate * error
+        return z_out, key, error @ params["proj"] if "proj" in params else error, rate
+
+    z, z_s = [features(x[p]) for p in tokens], [features(t[p]) for p in tokens]
+    found, y = [read_and_written(p) for p in tokens], [None] * T
+    states = {d: (w, jnp.zeros_like(w), 0) for d in document.tolist()}
+    for first in range(0, T, settings.chunk_size):
+        chunk = range(first, min(first + settings.chunk_size, T))
+        for d in dict.fromkeys(document[p] for p in chunk):
+            own = [p for p in chunk if document[p] == d]
+            base, total, count = states[d]
+            weight = _held(settings, w, base + settings.eta * total)
+            for p in own:
+                y[p] = found[p][0] @ weight
+            total, delta = (
+                total * jnp.exp(sum(_log_left(settings, params, x[p]) for p in own)),
+                jnp.zeros_like(w),
+            )
+            for p in own:
+                _, key, error, rate = found[p]
+                if settings.corrects_errors:
+                    error = error - rate * (key @ (total + delta))
+                delta = delta + key[:, None] * error[None, :]
+            states[d] = _ended(settings, w, base, total + delta, count + 1)
+    return jnp.stack(y)
+
+
+def _unit(v):
+    return v / jnp.sqrt((v * v).sum())
+
+
+def _log_left(settings, params, x):
+    """[D]: the logarithm of what the token x leaves of every column."""
+    rates = []
+    for q, half_life in enumerate(settings.half_lives):
+        rate = jnp.log(2.0) / half_life
+        if settings.decay != "constant":
+            rate = rate * jnp.exp(params["decay"][q])
+        if settings.decay == "gated":
+            rate = rate * jnp.log1p(jnp.exp(x @ params["decay_gate"][:, q])) / jnp.log(2.0)
+        rates += [rate] * (len(x) // len(settings.half_lives))
+    return -jnp.stack(rates) if rates else jnp.zeros(len(x))
+
+
+def _held(settings, w, weight):
+    """The weight at the size of W_base, where `renorm_chunks` holds it there."""
+    if getattr(settings, "renorm_chunks", None) is None:
+        return weight
+    return weight * jnp.sqrt((w * w).sum() / (weight * weight).sum())
+
+
+def _ended(settings, w, base, total, count):
+    """The state after a chunk."""
+    group = getattr(settings, "renorm_chunks", None)
+    if group is None or count % group:
+        return base, total, count
+    return _held(settings, w, base + settings.eta * total), jnp.zeros_like(total), count

@@ -19,11 +19,12 @@ from experiments.equivalence.compare import (
 from experiments.equivalence.ways import Computed
 from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.records import TokenRecords
-from ttcd_jax.data.tokenizer import Tokenizer, check_tokens
+from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError
 from ttcd_jax.eval.report import plot_bars
 from ttcd_jax.eval.ruler import make_samples
 from ttcd_jax.eval.ruler.documents import Sources, prose_of
+from ttcd_jax.tokens import check_tokens
 
 Pair = tuple[Computed, Computed]  # reference, candidate
 Facts = dict[str, Any]

@@ -58,12 +58,6 @@ def everywhere(
     return folds_batch(mapped)(*arrays)
 
 
-def query_heads(kv_heads: int, group: int) -> str:
-    """The axis of `group` query heads per kv head in Shardy's notation, where kv heads are k: a
-    compound axis must have no part of size 1."""
-    return "k" if group == 1 else "g" if kv_heads == 1 else "(k g)"
-
-
 def _names(array: str) -> list[str]:
     """The name of each axis; of a compound axis, that of its first part."""
     return [name.strip("()").split()[0] for name in re.findall(r"\([^)]*\)|\w+", array)]

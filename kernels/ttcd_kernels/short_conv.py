@@ -24,9 +24,12 @@ def short_conv(
     tap that would reach another segment reads zero. Accumulated in float32 (float64 for float64),
     rounded once. The backward keeps x, not R shifted copies.
     """
-    R = len(taps)
-    before = R - 1 if is_causal else R // 2
-    return cast(jax.Array, _convolve(before, x, taps, segment_ids))
+    return cast(jax.Array, _convolve(_before(taps, is_causal), x, taps, segment_ids))
+
+
+def _before(taps: jax.Array, is_causal: bool) -> int:
+    """The number of taps before that of the token itself."""
+    return len(taps) - 1 if is_causal else len(taps) // 2
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -34,6 +37,12 @@ def _convolve(
     before: int, x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None
 ) -> jax.Array:
     """y_t = sum_r taps[r] x_{t + r - before}, accumulated in float32 or wider."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim != 4:
+        raise ValueError(f"z is {x.dtype} {x.shape}: it must be float [B, C, L, F]")
+    if taps.ndim != 2 or taps.shape[1] != x.shape[3] or not len(taps):
+        raise ValueError(f"taps {taps.shape} and z {x.shape} differ in the number of features")
+    if segment_ids is not None and segment_ids.shape != x.shape[:3]:
+        raise ValueError(f"segment_ids {segment_ids.shape} must match the tokens, {x.shape[:3]}")
     wide = jnp.promote_types(x.dtype, jnp.float32)
     moved = _moved(before, len(taps), x, segment_ids)
     terms = (x.astype(wide) * tap.astype(wide) for x, tap in zip(moved, taps, strict=True))
@@ -106,11 +115,8 @@ def short_conv_residual(
             f"teacher_taps have shape {taps} and student_taps {student_taps.shape}: they must be "
             "equal; pad the shorter ones with zeros"
         )
-    if taps[-1] != z[-1]:
-        raise ValueError(f"taps {taps} and z {z} differ in the number of features")
-    if segment_ids is not None and segment_ids.shape != z[:3]:
-        raise ValueError(f"segment_ids {segment_ids.shape} must match the tokens, {z[:3]}")
-    convolve = functools.partial(short_conv, is_causal=is_causal, segment_ids=segment_ids)
-    target, student = convolve(z_teacher, teacher_taps), convolve(z_student, student_taps)
+    before = _before(teacher_taps, is_causal)
+    target = cast(jax.Array, _convolve(before, z_teacher, teacher_taps, segment_ids))
+    student = cast(jax.Array, _convolve(before, z_student, student_taps, segment_ids))
     key = l2_normalize(student, zero_slope) if normalizes_keys else student
     return target - student, target, key

@@ -10,10 +10,10 @@ from ttcd_jax.data.tokenizer import (
     JsonTokenizer,
     TokenizerConfig,
     build_tokenizer,
-    check_tokens,
     train_tokenizer,
 )
 from ttcd_jax.errors import DataError, ResourceError, UserError
+from ttcd_jax.tokens import check_tokens
 
 TEXT = "def größe(x):\n    return '<|endoftext|>' * x  # 日本\n"
 

@@ -213,7 +213,7 @@ def test_what_cannot_be_generated_is_refused_by_name(model):
     assert [*Generation(narrow, TOKENIZER, [_request(max_new_tokens=1)])]
     with pytest.raises(DataError, match=r"request 0: token 257 .* vocabulary of 257 tokens"):
         Generation(narrow, TOKENIZER, [_request(tokens=[257])])
-    with pytest.raises(DataError, match="tokens are float64, not integers"):
+    with pytest.raises(DataError, match="token ids are float64"):
         Generation(model, TOKENIZER, [_request(tokens=[1.5, 2.0])])
     with pytest.raises(UserError, match=r"max_new_tokens .* -1"):
         _request(max_new_tokens=-1)

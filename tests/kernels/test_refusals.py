@@ -32,6 +32,10 @@ def _both(name, *arrays):
     return {f"teacher_{name}": arrays[0], f"student_{name}": arrays[-1]}
 
 
+def _z(array):
+    return {"z_teacher": array, "z_student": array}
+
+
 Z, TAPS = _zeros(1, 2, 8, 4, dtype="bfloat16"), _zeros(5, 4)
 CALLS = {
     "dual": (
@@ -46,8 +50,7 @@ CALLS = {
     ),
     "conv": (
         short_conv_residual,
-        {"z_teacher": Z, "z_student": Z, "is_causal": True, "normalizes_keys": True}
-        | _both("taps", TAPS),
+        _z(Z) | {"is_causal": True, "normalizes_keys": True} | _both("taps", TAPS),
     ),
 }
 
@@ -69,6 +72,17 @@ def _call(op, **changes):
         ("dual", {"v": _zeros(1, 4, 2, 5)}, ["(1, 4, 2, 4)", "(1, 4, 2, 5)"]),
         ("dual", {"q": _zeros(2, 4, 2, 4)}, ["(2, 4, 2, 4)", "(1, 4, 2, 4)"]),
         ("dual", {"segment_ids": _zeros(1, 3, dtype="int32")}, ["(1, 3)", "(1, 4)"]),
+        ("dual", {"segment_ids": _zeros(1, 4)}, ["segment_ids float32", "int"]),
+        ("dual", {"student_window": None}, ["student_window None", "teacher_window 4"]),
+        ("dual", {"teacher_window": 4.5}, ["teacher_window is 4.5", "integer"]),
+        ("dual", {"scale": float("nan")}, ["scale nan is not finite"]),
+        ("dual", {"q": _zeros(4, 2, 4)}, ["q is (4, 2, 4)", "[B T N H]"]),
+        ("dual", {"q": [[1.0]]}, ["q is list", "[B T N H]"]),
+        ("dual", {"q": _zeros(1, 4, 2, 4, dtype="bfloat16")}, ["bfloat16, float32, float32"]),
+        ("dual", _qkv((1, 4, 2, 4), (1, 4, 2, 4), "int32"), ["int32, int32, int32", "floating"]),
+        ("dual", _qkv((1, 4, 2, 0), (1, 4, 2, 0)), ["head dimension"]),
+        ("dual", _qkv((1, 4, 2, 4), (1, 4, 0, 4)), ["0 kv heads"]),
+        ("decode", {"q": _zeros(2, 4, 8, dtype="bfloat16")}, ["bfloat16, float32, float32"]),
         ("dual", {"implementation": "fused"}, ["'fused'", "auto, triton, xla, mosaic"]),
         ("decode", {"v_cache": _zeros(2, 16, 1, 8)}, ["k_cache", "(2, 16, 2, 8)", "(2, 16, 1, 8)"]),
         ("decode", {"q": _zeros(2, 4, 4)}, ["(2, 4, 4)", "(2, 16, 2, 8)", "head dimension"]),
@@ -87,6 +101,7 @@ def _call(op, **changes):
             {"student_taps": _zeros(4, 4)},
             ["(5, 4) and student_taps (4, 4)", "pad the shorter"],
         ),
+        ("conv", _z(_zeros(1, 2, 8, 4, dtype="int32")), ["z is int32"]),
         ("conv", _both("taps", _zeros(5, 3)), ["(5, 3) and z (1, 2, 8, 4) differ"]),
         (
             "conv",

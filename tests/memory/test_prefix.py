@@ -144,6 +144,23 @@ def test_no_initial_state_is_an_empty_one(float64):
     assert_same(run(), run(jnp.zeros_like(initial)))
 
 
+def test_a_decay_of_exactly_nothing_has_its_whole_gradient(float64):
+    """At log_decay = 0, where a clamp of the sums at 0 is a tie."""
+    z, keys, errors, w_base, initial = _operands(5)
+    mask, log_decay = memory_mask(None, 14, L), jnp.zeros((B, 5, L, 2))
+
+    def slope(form):
+        def loss(log_decay):
+            options = _options(form=form)
+            y, _ = read_prefix(options, z, keys, errors, w_base, mask, initial, log_decay)
+            return (y**2).sum()
+
+        return jax.grad(loss)(log_decay)
+
+    for form in ("associative", "attention"):
+        assert_close(slope(form), slope("blocked"))
+
+
 def test_decayed_sum_is_associative(float64):
     rng = np.random.default_rng(0)
     for zeros in np.ndindex(2, 2, 2):

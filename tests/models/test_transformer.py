@@ -265,3 +265,32 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
 
     eqns = traced(jax.grad(loss), params, jnp.asarray(TOKENS))
     assert dot_operand_types(eqns) == {"bfloat16"}
+
+
+def test_a_document_reads_as_a_row_of_its_own_also_by_absolute_positions(float64):
+    """A memory of LaCT is not shift-invariant: positions restart with documents."""
+    model = randomize(Transformer, config_of("lact"), std=0.3)
+    ids = jnp.asarray(np.repeat([[0, 7]], 8, axis=1))  # the second begins at a chunk
+    tokens = jnp.asarray(np.concatenate([TOKENS[:1, :8], TOKENS[1:, :8]], axis=1))
+    together = nnx.jit(lambda model, tokens, ids: model(tokens, ids))(model, tokens, ids)
+    alone = nnx.jit(lambda model, tokens: model(tokens))(model, tokens[:, 8:])
+    assert_close(together[:, 8:], alone, 1e-6)  # angles are float32
+
+
+def test_a_token_outside_the_vocabulary_is_nan_where_it_cannot_be_refused():
+    model = randomize(Transformer, config_of("swa", precision=Precision()))
+    tokens = jnp.asarray([[1, 2, V, 3], [1, -1, 2, 3], [1, 2, 3, 4]])
+    logits = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
+    assert jnp.isnan(logits[0, 2:]).all()
+    assert jnp.isnan(logits[1, 1:]).all()
+    assert jnp.isfinite(logits[2]).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+@pytest.mark.parametrize("method", ["ipttcd", "lact", "deltanet_hybrid"])
+def test_no_tokens_give_no_logits_and_no_gradient(method, shape):
+    model = randomize(Transformer, config_of(method, precision=Precision()))
+    tokens = jnp.zeros(shape, jnp.int32)
+    assert model(tokens, tokens).shape == (*shape, V)
+    gradient = nnx.grad(lambda model: model(tokens).sum())(model)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(gradient))

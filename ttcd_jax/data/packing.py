@@ -18,8 +18,9 @@ from numpy.typing import ArrayLike
 
 from ttcd_jax.data.documents import Document
 from ttcd_jax.data.records import TokenRecords, token_dtype
-from ttcd_jax.data.tokenizer import Tokenizer, check_tokens
+from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError
+from ttcd_jax.tokens import check_tokens
 
 Row = dict[str, np.ndarray]
 

@@ -7,8 +7,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from ttcd_jax.data.tokenizer import check_tokens
 from ttcd_jax.errors import DataError
+from ttcd_jax.tokens import check_tokens
 
 # start step -> the caller's batches from that step on, each int [batch_size, seq_len + 1].
 MakeBatches = Callable[[int], Iterable[Any]]

@@ -280,15 +280,3 @@ def _decoded(text: bytes, start: int = 0, stop: int | None = None) -> str:
             f"text is not UTF-8 at byte {start + error.start} of {len(text)}; convert it, or use "
             "the byte tokenizer"
         ) from error
-
-
-def check_tokens(ids: ArrayLike, vocab_size: int) -> None:
-    """Raises `DataError` naming the first of `ids` (any shape) outside 0..vocab_size-1."""
-    ids = np.asarray(ids)
-    bad = np.argwhere((ids < 0) | (ids >= vocab_size))
-    if bad.size:
-        position = ", ".join(map(str, bad[0]))
-        raise DataError(
-            f"token {ids[tuple(bad[0])]} at position {position} is outside the vocabulary of "
-            f"{vocab_size} tokens (ids 0..{vocab_size - 1}); encode with this model's tokenizer"
-        )

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ttcd_jax.data.sources import text_records
-from ttcd_jax.data.tokenizer import check_tokens
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.means import Means, means_over_documents
 from ttcd_jax.eval.report import Picture, plot_lines
 from ttcd_jax.eval.selection import Selection, plain_documents, read_manifest
 from ttcd_jax.eval.task import MEMORY_OFF, MEMORY_ON, Records, Series, Subject, Task
+from ttcd_jax.tokens import check_tokens
 
 _DIFFERENCE = "Fast weights on minus off, on the same tokens: below 0 they help."
 _BAND = "Bands: 95 % intervals over documents; lower is better."

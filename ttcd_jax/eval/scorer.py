@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from ttcd_jax.data.tokenizer import Tokenizer, check_tokens
+from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.journal import Answer, Journal, Progress
 from ttcd_jax.inference.advance import head_weight
@@ -33,6 +33,7 @@ from ttcd_jax.models.config import TransformerConfig, memory_chunk
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.sharding import rules
 from ttcd_jax.sharding.batch import Placement, replicated
+from ttcd_jax.tokens import check_tokens
 from ttcd_jax.train.loss import token_scores
 
 _LEAST_CAPACITY = 128

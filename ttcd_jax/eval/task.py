@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from ttcd_jax.config import Bound, Config, Positive, closest
-from ttcd_jax.data.tokenizer import Tokenizer, check_tokens
+from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.journal import Journal
 from ttcd_jax.eval.report import Picture, plot_bars
@@ -24,6 +24,7 @@ from ttcd_jax.eval.scorer import Scorer, Scores
 from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import has_in_place_memory, switched_off
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.tokens import check_tokens
 from ttcd_jax.train.state import with_params
 
 Records = list[dict[str, Any]]  # flat, for JSON and CSV

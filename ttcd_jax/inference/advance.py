@@ -11,7 +11,7 @@ from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState
 from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.nn.norm import rms_norm
-from ttcd_jax.nn.row import Piece
+from ttcd_jax.nn.row import Cut, Piece
 from ttcd_jax.sharding.rules import constrain, gathered
 from ttcd_jax.sharding.vocabulary import lookup
 
@@ -37,7 +37,8 @@ def advance(
     chunk_size, dtype = memory_chunk(model.config), model.config.precision.compute_dtype
     phase = None if chunk_size is None else (state.position - state.chunk_start) % chunk_size
     h, layers = lookup(_whole(model, model.embedding).astype(dtype), tokens), []
-    piece = Piece(state.position, lengths, phase, halo, has_gap, is_plain, h)
+    cut = Cut(chunk_size, model.config.window)
+    piece = Piece(state.position, lengths, phase, halo, has_gap, is_plain, h, cut)
     for graph, params, before in zip(model.blocks, model.layers, state.layers, strict=True):
         params = jax.tree.map(
             lambda weight: weight.replace(_whole(model, weight)),

@@ -11,6 +11,7 @@ from ttcd_jax.inference.advance import advance, head_logits
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.prefill import MemoryMode, check_memory
 from ttcd_jax.inference.state import InferenceState, cache_slots
+from ttcd_jax.nn.row import check_array
 
 
 @functools.partial(jax.jit, static_argnames="memory", donate_argnums=1)
@@ -26,11 +27,14 @@ def decode(
 
     A row's memory is written at the token that fills its chunk. Rows that are not `is_active` [B]
     (default: all) keep their state; ignore their logits. With full attention a token beyond the
-    state's `max_length` gives NaN, since raising would have to wait for every token.
+    state's `max_length` gives NaN, and so does one outside the vocabulary, since raising would have
+    to wait for every token. Raises `UserError` for tokens that are not int [B].
     """
     check_memory(model.config, memory)
-    active = jnp.ones(len(tokens), bool) if is_active is None else jnp.asarray(is_active)
-    hidden, state = one_token(model, state, jnp.asarray(tokens), active, memory)
+    tokens = jnp.asarray(tokens)
+    check_array("the state", "tokens", tokens, "int", len(state.position))
+    active = jnp.ones(len(tokens), bool) if is_active is None else jnp.asarray(is_active, bool)
+    hidden, state = one_token(model, state, tokens, active, memory)
     return head_logits(model, hidden), state
 
 

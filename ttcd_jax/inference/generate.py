@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ttcd_jax.data.tokenizer import Tokenizer, check_tokens
+from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.advance import head_logits
 from ttcd_jax.inference.decode import one_token
@@ -24,6 +24,7 @@ from ttcd_jax.inference.sampling import Sampler, SamplingConfig, batch_sampler, 
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.inference.text import TextStream
 from ttcd_jax.sharding.rules import constrain
+from ttcd_jax.tokens import check_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

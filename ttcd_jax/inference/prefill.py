@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ttcd_jax.data.tokenizer import check_tokens
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.advance import advance, head_logits
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState, cache_slots, fresh_memories
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory, memory_chunk
+from ttcd_jax.tokens import check_tokens
 
 # "kept": the memory is written by prompts and by decoding. "published": as in the authors' code,
 # it is empty before every prompt, and off in decoding and in prompts shorter than a chunk.
@@ -58,7 +58,7 @@ def prefill(
     """
     pieces = stream(model, state, tokens, lengths, piece_size=piece_size, memory=memory)
     counts = np.full(len(tokens), np.shape(tokens)[1]) if lengths is None else np.asarray(lengths)
-    if counts.min() < 1:
+    if counts.min(initial=1) < 1:
         raise UserError(
             f"row {int(counts.argmin())} has no token: logits need at least one, a bos for example"
         )
@@ -90,7 +90,7 @@ def stream(
         position, slots = np.asarray(state.position), cache_slots(state)
         phase = (position - np.asarray(state.chunk_start)) % (chunk_size or 1)
         done = np.zeros_like(lengths)
-        most = even_size(model.config, int(lengths.max()), piece_size)
+        most = even_size(model.config, int(lengths.max(initial=0)), piece_size)
         while (done < lengths).any():
             size, counts = next_piece(lengths - done, phase + done, chunk_size, most)
             index = np.minimum(done[:, None] + np.arange(size), tokens.shape[1] - 1)
@@ -166,7 +166,7 @@ def check_capacity(config: TransformerConfig, state: InferenceState, lengths: np
     slots = cache_slots(state)
     if config.window is not None or slots is None:
         return
-    most = int((np.asarray(state.position) + lengths).max())
+    most = int((np.asarray(state.position) + lengths).max(initial=0))
     if most > slots:
         raise UserError(
             f"a row would have {most} tokens and the state of full attention holds {slots}: start "
@@ -203,14 +203,17 @@ def _check(
             f"tokens have shape {tokens.shape} and the state {batch_size} rows: they must be "
             f"({batch_size}, T)"
         )
-    lengths = np.full(batch_size, tokens.shape[1]) if lengths is None else np.asarray(lengths)
-    if lengths.shape != (batch_size,) or lengths.min() < 0 or lengths.max() > tokens.shape[1]:
+    most = tokens.shape[1]
+    lengths = np.full(batch_size, most) if lengths is None else np.asarray(lengths)
+    is_count = lengths.shape == (batch_size,) and np.issubdtype(lengths.dtype, np.integer)
+    if not is_count or ((lengths < 0) | (lengths > most)).any():
         raise UserError(
             f"lengths {lengths.tolist()} do not fit tokens of shape {tokens.shape}: one length "
-            f"from 0 to {tokens.shape[1]} per row"
+            f"from 0 to {most} per row"
         )
     for row, length in zip(tokens, lengths, strict=True):
         check_tokens(row[:length], config.vocab_size)
     check_capacity(config, state, lengths)
     check_memory(config, memory)
-    return tokens.astype(np.int32, copy=False), lengths.astype(np.int32)
+    tokens = np.where(np.arange(most) < lengths[:, None], tokens, 0)  # padding may be any number
+    return tokens.astype(np.int32), lengths.astype(np.int32)

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float
 
 from ttcd_jax.memory.newton_schulz import newton_schulz
 from ttcd_jax.memory.protocol import ChunkedMemory
+from ttcd_jax.nn.norm import length
 from ttcd_jax.nn.product import product
 
 UNIT_EPS = 1e-5
@@ -62,12 +63,6 @@ class FastState(NamedTuple):
     weights: FastWeights  # the ones that reads use
     raw: FastWeights | None  # the same, never normalized (`keeps_raw`)
     previous: FastWeights | None  # the last update with its momentum, before Newton-Schulz
-
-
-def length(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """|x| over `axis`, kept with size 1; its derivative at a zero vector is taken as 0."""
-    square = jnp.sum(x * x, axis=axis, keepdims=True)
-    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
 
 
 def unit(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ttcd_jax.nn.norm import length
 from ttcd_jax.nn.product import product
 
 # Quintic Newton-Schulz coefficients (a, b, c), one triple per iteration, as published.
@@ -26,10 +27,7 @@ def newton_schulz(matrix: Float[Array, "... X Z"]) -> Float[Array, "... X Z"]:
     narrow, wide = matrix.dtype, jnp.promote_types(matrix.dtype, jnp.float32)
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = (matrix.mT if is_tall else matrix).astype(wide)
-    square = jnp.sum(x * x, axis=(-2, -1), keepdims=True)
-    # The norm's derivative at a zero matrix (a chunk that writes nothing) is taken as 0.
-    norm = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
-    x = (x / (norm + 1e-7)).astype(narrow)
+    x = (x / (length(x, (-2, -1)) + 1e-7)).astype(narrow)
     for a, b, c in NEWTON_SCHULZ:
         gram = product("...XZ,...YZ->...XY", x, x, wide)
         gram_squared = product("...XY,...YW->...XW", gram.astype(narrow), gram.astype(narrow), wide)

@@ -57,6 +57,7 @@ def over_piece(
     """
     length = jax.tree.leaves(reads)[0].shape[1]
     chunk_size = jax.tree.leaves(state.open)[0].shape[1]
+    piece.cut.check("chunk_size", chunk_size)
     if length <= chunk_size:
         return _inside_chunk(memory, state, reads, writes, piece)
 

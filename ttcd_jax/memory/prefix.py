@@ -508,8 +508,12 @@ def _attention_form(
         fast = _product(options, "BCLJM,BJMD->BCLD", score.astype(z.dtype), errors)
     else:
         after = jnp.cumsum(log_decay, axis=1)
-        between = (after - log_decay)[:, :, None] - after[:, None]
-        weight = jnp.exp(jnp.minimum(between, 0))[:, :, None, :, None]
+        until = jnp.pad(after[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        # No clamp at 0: JAX's derivative of minimum compares x with the result, and fused code
+        # rounds the two differently.
+        is_past = (chunk[:, None] > chunk)[..., None]
+        between = jnp.where(is_past, until[:, :, None] - after[:, None], 0)
+        weight = jnp.exp(between)[:, :, None, :, None]
         groups = jnp.split(errors, log_decay.shape[-1], axis=-1)
         fast = jnp.concatenate(
             [
@@ -520,7 +524,7 @@ def _attention_form(
             ],
             axis=-1,
         )
-        carried = times(jnp.exp(after - log_decay), carried)
+        carried = times(jnp.exp(until), carried)
         kept = times(jnp.exp(after[:, -1:] - after).astype(kept.dtype), kept)
         carry = times(jnp.exp(after[:, -1]), carry)
     y = _product(options, "BCLF,FD->BCLD", z, w_base) + options.eta * (fast + carried)

@@ -15,6 +15,7 @@ from ttcd_jax.memory.delta import chunk_delta
 from ttcd_jax.memory.delta_rule import unit_lower_solve
 from ttcd_jax.memory.prefix import PrefixOptions, Writes, decayed, read_state
 from ttcd_jax.memory.protocol import ChunkedMemory
+from ttcd_jax.nn.norm import length
 from ttcd_jax.nn.product import product
 
 
@@ -157,10 +158,10 @@ class RenormalizedMemory(ChunkedMemory):
 
     def _weight(self, state: Any) -> Float[Array, "B F D"]:
         group_start, total, _ = state
-        norm = jnp.linalg.norm(self.w_base.astype(self.options.state_dtype))
+        norm = length(self.w_base.astype(self.options.state_dtype), (-2, -1))
         matrix = group_start + self.options.eta * total
-        size = jnp.linalg.norm(matrix, axis=(-2, -1), keepdims=True)
-        return matrix * (norm / jnp.maximum(size, NORM_EPS))
+        size = length(matrix, (-2, -1))
+        return matrix * (norm / jnp.where(size > NORM_EPS, size, NORM_EPS))
 
 
 def _read(weight: Float[Array, "B F D"], z: Float[Array, "B L F"]) -> Float[Array, "B L D"]:

@@ -261,6 +261,7 @@ class IPTTCDBlock(Block):
     x = norm(r) and t = norm(h + attention_S), same norm, the MLP reads and writes its memory:
     r + MLP(x, t)."""
 
+    config_class = IPTTCDBlockConfig
     mixer: DualWindowAttention
     mlp: InPlaceMLP
 

@@ -14,13 +14,14 @@ from ttcd_jax.allocation import keep_freed_memory
 from ttcd_jax.axes import param
 from ttcd_jax.memory.distillation import Distillation
 from ttcd_jax.models.config import Remat, TransformerConfig, block_configs
-from ttcd_jax.nn.block import Block, BlockConfig, MemoryStats
+from ttcd_jax.nn.block import Block, BlockConfig, Configured, MemoryStats
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.nn.product import PRODUCT
-from ttcd_jax.nn.row import Row
+from ttcd_jax.nn.row import Row, check_array
 from ttcd_jax.sharding.rules import constrain, gathered, is_distributed, never_saves_gathered
 from ttcd_jax.sharding.vocabulary import lookup
+from ttcd_jax.tokens import check_tokens
 
 keep_freed_memory()
 
@@ -94,8 +95,14 @@ def _stacked(run: Run, rngs: nnx.Rngs) -> _Unit:
     return unit
 
 
-class Transformer(nnx.Module):
-    """tokens [B, T] -> logits [B, T, V]; `forward` returns hidden states and memory statistics."""
+class Transformer(Configured):
+    """tokens [B, T] -> logits [B, T, V]; `forward` returns hidden states and memory statistics.
+
+    Raises `UserError` for arrays that are not of these shapes, or not int, and for tokens outside
+    the vocabulary; inside `jit`, where values are not known, such a token's outputs are NaN.
+    """
+
+    config_class = TransformerConfig
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -135,17 +142,25 @@ class Transformer(nnx.Module):
         """(final normed hidden states, statistics [fast layers] in layer order).
 
         Tokens of different segments do not see each other, in attention, convolutions or memory.
-        Positions (default: 0 .. T-1) matter by their differences only.
+        Positions (default: 0, 1, ... from the start of each document) matter by their differences
+        inside a document; to the fast weights of LaCT also as they are.
         """
-        h, stats = self._blocks(Row.of(tokens, positions, segment_ids), tokens)
+        h, stats = self._blocks(self._row(tokens, positions, segment_ids), tokens)
         return self.normed(h), stats
+
+    def _row(self, tokens: Any, positions: Any, segment_ids: Any) -> Row:
+        """The row of tokens, checked."""
+        check_array("the model", "tokens", tokens, "int", "B", "T")
+        if not isinstance(tokens, jax.core.Tracer):
+            check_tokens(tokens, self.config.vocab_size)
+        return Row.of(tokens, positions, segment_ids)
 
     def distillation(
         self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
     ) -> Distillation:
         """Of every token the distances to the teacher [layers with a teacher, B, T], measured in a
         forward pass. The model must have such layers (`models.config.layers_with_teacher`)."""
-        row = Row.of(tokens, None, segment_ids)._replace(measures=True)
+        row = self._row(tokens, None, segment_ids)._replace(measures=True)
         return self._blocks(row, tokens)[1]
 
     def _blocks(self, row: Row, tokens: jax.Array) -> tuple[jax.Array, Any]:

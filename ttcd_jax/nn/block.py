@@ -14,7 +14,7 @@ from ttcd_jax.axes import param
 from ttcd_jax.config import Config, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.nn.norm import rms_norm
-from ttcd_jax.nn.row import Piece, Row
+from ttcd_jax.nn.row import Piece, Row, check_array
 from ttcd_jax.precision import Precision
 
 # Reference name -> (our name, how the array is laid out there).
@@ -80,10 +80,27 @@ class MemoryStats(NamedTuple):
     gate_mean: Any
 
 
-def check_hidden(name: str, x: jax.Array, dim: int) -> None:
-    """Raises `UserError` unless x is [B, T, dim] of a floating dtype."""
-    if x.ndim != 3 or x.shape[2] != dim or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise UserError(f"{name} is {x.dtype} {list(x.shape)}: the layer needs float [B, T, {dim}]")
+class Configured(nnx.Module):
+    """A module that is built from a `config_class`: `Module(config, rngs=nnx.Rngs(0))`."""
+
+    config_class: ClassVar[type[Config]] = Config
+
+    def __new__(cls, *args: Any, **facts: Any) -> "Configured":
+        """Raises `UserError` for another configuration, and for rngs that are none."""
+        config, rngs = args[0] if args else facts.get("config"), facts.get("rngs")
+        if not isinstance(config, cls.config_class):
+            got, wanted = type(config).__name__, cls.config_class.__name__
+            raise UserError(f"{cls.__name__} is built from a {wanted}, not from a {got}")
+        if not isinstance(rngs, nnx.Rngs):
+            raise UserError(f"{cls.__name__} needs rngs=nnx.Rngs(seed), got {rngs!r}")
+        return super().__new__(cls)
+
+
+def check_hidden(name: str, x: Any, dim: int) -> None:
+    """Raises `UserError` unless x is [B, T, dim] of a floating dtype, with a token."""
+    check_array("the layer", name, x, "float", "B", "T", dim)
+    if not x.size:
+        raise UserError(f"{name} is empty, {list(x.shape)}: a layer alone needs a token")
 
 
 class Views(NamedTuple):
@@ -94,7 +111,7 @@ class Views(NamedTuple):
     student: Float[Array, "B T D"]
 
 
-class Sublayer(nnx.Module):
+class Sublayer(Configured):
     """Normed hidden states [B, T, D] -> the addition to the residual stream.
 
     `student`: the student's normed hidden states, after a layer that returned `Views`.
@@ -104,7 +121,7 @@ class Sublayer(nnx.Module):
     def __init_subclass__(cls, config: type[SublayerConfig] | None = None, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if config is not None:
-            config.layer = cls
+            config.layer, cls.config_class = cls, config
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         raise AssertionError(f"{type(self).__name__} defines its own parameters")
@@ -196,13 +213,14 @@ class BlockConfig(Config):
         return names
 
 
-class Block(nnx.Module):
+class Block(Configured):
     """h -> h + layer(norm(h)), sub-layer after sub-layer.
 
     After a sub-layer that returns `Views`, h + teacher continues, and the next sub-layer also gets
     norm(h + student), same norm.
     """
 
+    config_class = BlockConfig
     mixer: Any
     mlp: Any
     mixer_norm: nnx.Param
@@ -224,12 +242,14 @@ class Block(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """The block's output. `embeddings` of the tokens are the targets of an IP-TTT memory
         that stores them."""
-        check_hidden("h", h, self.config.mixer.dims.dim)
+        check_array("the layer", "h", h, "float", "B", "T", self.config.mixer.dims.dim)
         return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]
 
     def forward(self, h: Float[Array, "B T D"], row: Row) -> tuple[Float[Array, "B T D"], Any]:
         """(output, the report of the block's memory over the row; None without one)."""
         stats, student = None, None
+        if not h.size:
+            return h, None
         for name in self.config.order:
             x, t = self._normed(name, h, student)
             y, layer_stats = getattr(self, name).forward(x, row, t)

@@ -16,3 +16,9 @@ def rms_norm(
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale * weight.astype(wide.dtype)).astype(x.dtype)
+
+
+def length(x: Float[Array, "..."], axis: int | tuple[int, ...]) -> Float[Array, "..."]:
+    """|x| over `axis`, kept with size 1; its derivative at a zero vector is taken as 0."""
+    square = jnp.sum(x * x, axis=axis, keepdims=True)
+    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)

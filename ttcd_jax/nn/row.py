@@ -1,18 +1,40 @@
 """Positions, documents and embeddings of the tokens of whole rows, or of pieces of rows."""
 
+import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
+from ttcd_kernels.dual_window.tiles import documents
 
 from ttcd_jax.errors import UserError
+
+
+def check_array(owner: str, name: str, x: Any, kind: str, *shape: int | str) -> None:
+    """Raises `UserError` unless x is an array of this kind ("int" or "float") and shape, in which a
+    letter stands for any size."""
+    is_array = isinstance(x, jax.Array | np.ndarray | nnx.Variable)
+    wanted = {"int": jnp.integer, "float": jnp.floating}[kind]
+    if not (
+        is_array
+        and jnp.issubdtype(x.dtype, wanted)
+        and x.ndim == len(shape)
+        and all(isinstance(n, str) or n == found for n, found in zip(shape, x.shape, strict=True))
+    ):
+        got = f"{x.dtype} {list(x.shape)}" if is_array else f"a {type(x).__name__}, no array"
+        verb = "are" if name.endswith("s") else "is"
+        sizes = ", ".join(map(str, shape))
+        raise UserError(f"{name} {verb} {got}: {owner} needs {kind} [{sizes}]")
 
 
 class Row(NamedTuple):
     """Whole rows, several documents packed into each."""
 
-    positions: Int[Array, "B T"]  # only differences inside a document matter
+    # Rotary attention takes differences inside a document only, a memory of LaCT does not.
+    positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"] | None = None  # one value per document; None: one document
     embeddings: Float[Array, "B T D"] | None = None  # of the tokens, as the model looked them up
     # Static, and no leaf by default: memories with a teacher report `memory.distillation` in place
@@ -27,18 +49,33 @@ class Row(NamedTuple):
         segment_ids: Int[Array, "B T"] | None = None,
         embeddings: Float[Array, "B T D"] | None = None,
     ) -> "Row":
-        """The row of `h`; positions default to 0 .. T-1. Raises `UserError` for positions and
-        documents of another shape, or not int."""
+        """The row of `h`; positions default to 0, 1, ... from the start of each document. Raises
+        `UserError` for positions and documents of another shape, or not int."""
         for name, x in (("positions", positions), ("segment_ids", segment_ids)):
-            if x is None:
-                continue
-            if x.shape != h.shape[:2] or not jnp.issubdtype(x.dtype, jnp.integer):
-                raise UserError(
-                    f"{name} are {x.dtype} {list(x.shape)}: the row needs int {list(h.shape[:2])}"
-                )
+            if x is not None:
+                check_array("the row", name, x, "int", *h.shape[:2])
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(h.shape[1], dtype=jnp.int32), h.shape[:2])
+            if segment_ids is not None:
+                positions = positions - documents(segment_ids).start
         return cls(positions, segment_ids, embeddings)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """The chunks and the attention window that a piece was made for; None as in `Piece.of`."""
+
+    chunk_size: int | None = None
+    window: int | None = None
+
+    def check(self, name: str, own: int | None) -> None:
+        """Raises `UserError` for a layer whose `name` is another."""
+        if getattr(self, name) != own:
+            raise UserError(
+                f"the piece was made for {name} {getattr(self, name)} and the layer has {own}: "
+                f"give Piece.of {name}={own}"
+            )
 
 
 class Piece(NamedTuple):
@@ -60,6 +97,7 @@ class Piece(NamedTuple):
     # Rows that bypass in-place memories; True: all do, and the memories are not even computed.
     is_plain: Bool[Array, " B"] | Literal[True] | None = None
     embeddings: Float[Array, "B T D"] | None = None
+    cut: Cut = Cut()
 
     @classmethod
     def of(
@@ -74,8 +112,18 @@ class Piece(NamedTuple):
         """The piece h of rows in which `start` tokens came before, the first `lengths` (default:
         all) of which are tokens; of a layer with these chunks (None: no memory has any) and this
         attention window (None: full attention). Single tokens may have a `start` per row [B], even
-        a traced one. Raises `UserError` for a longer piece that does not fit the chunks."""
+        a traced one. Raises `UserError` for a longer piece that does not fit the chunks, and for
+        starts and lengths that cannot be."""
         batch, length = h.shape[:2]
+        if not isinstance(start, int):
+            check_array("the piece", "start", start, "int", *np.shape(start) and (batch,))
+        if lengths is not None:
+            check_array("the piece", "lengths", lengths, "int", batch)
+        for name, counts, most in (("start", start, np.inf), ("lengths", lengths, length)):
+            if counts is None or isinstance(counts, jax.core.Tracer):
+                continue
+            if np.size(counts) and not 0 <= np.min(counts) <= np.max(counts) <= most:
+                raise UserError(f"{name} {np.asarray(counts).tolist()} is not in 0 .. {most}")
         halo, has_gap = 0, False
         if length > 1:
             if not isinstance(start, int):
@@ -96,7 +144,8 @@ class Piece(NamedTuple):
         starts = jnp.broadcast_to(jnp.asarray(start, jnp.int32), (batch,))
         counts = jnp.full(batch, length, jnp.int32) if lengths is None else lengths
         phases = None if chunk_size is None else starts % chunk_size
-        return cls(starts, counts, phases, halo, has_gap)
+        cut = Cut(chunk_size, window)
+        return cls(starts, counts, phases, halo, has_gap, cut=cut)
 
     def positions(self, length: int) -> Int[Array, "B T"]:
         return self.start[:, None] + jnp.arange(length, dtype=jnp.int32)

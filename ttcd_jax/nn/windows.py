@@ -91,6 +91,7 @@ def attend_cached(
     if q.shape[1] == 1:
         cache = _appended(cache, k, v, piece)
         return _one_token(q, piece, cache, windows, implementation), cache
+    piece.cut.check("window", windows[0])
     ids, keys, values = None, k, v
     if piece.halo:
         keys, values = (

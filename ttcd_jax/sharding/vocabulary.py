@@ -20,6 +20,8 @@ def own_entries(
 
 
 def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Rows of the table, NaN for a token outside of it: a compiled program cannot refuse."""
+
     def on_shard(shard: Shard, table: jax.Array, tokens: jax.Array) -> jax.Array:
         if shard.size(TENSOR) == 1:
             return table[tokens]
@@ -27,4 +29,6 @@ def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array
         return shard.sum(jnp.where(is_own[..., None], table[row], 0), TENSOR)
 
     rows = ("batch", "length")
-    return sharded(on_shard, (("vocab",), rows), rows)(table, tokens)
+    found = sharded(on_shard, (("vocab",), rows), rows)(table, tokens)
+    is_known = (tokens >= 0) & (tokens < len(table))
+    return jnp.where(is_known[..., None], found, jnp.nan)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ttcd_jax.errors import UserError
 from ttcd_jax.sharding import rules
 from ttcd_jax.sharding.rules import Shard
 from ttcd_jax.sharding.vocabulary import TENSOR, own_entries
@@ -165,5 +166,7 @@ def next_token_loss(
     `hidden`: the model's hidden states for `tokens`, if already computed."""
     hidden = model.forward(tokens)[0] if hidden is None else hidden
     targets = tokens[:, 1:]
+    if not targets.size:
+        raise UserError(f"tokens {list(tokens.shape)} have no next token: give rows of two or more")
     mask = jnp.ones(targets.shape, bool)
     return summed_loss(hidden[:, :-1], model.head_weight(), targets, mask) / targets.size

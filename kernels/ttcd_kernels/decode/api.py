@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.decode import triton_call, xla
 from ttcd_kernels.dispatch import Candidate, choose
-from ttcd_kernels.windows import Windows, checked
+from ttcd_kernels.windows import Windows, check_operands, checked
 
 Implementation = Literal["auto", "triton", "xla"]
 # "auto" takes the first that can run and needs no check, or has had it.
@@ -53,11 +53,11 @@ def decode_attention_with_lse(
     do not fit, naming both numbers, and when differentiated.
     """
     _check_arrays(q, k_cache, v_cache, position)
-    windows = checked(teacher_window, student_window, scale, q.shape[-1])
-    if k_cache.shape[1] < teacher_window:
+    windows = checked(teacher_window, student_window, scale, *k_cache.shape[1::2])
+    if k_cache.shape[1] < windows.teacher:
         raise ValueError(
-            f"a cache of {k_cache.shape[1]} slots cannot hold the {teacher_window} positions of "
-            f"teacher_window: give it at least {teacher_window}"
+            f"a cache of {k_cache.shape[1]} slots cannot hold the {windows.teacher} positions of "
+            f"teacher_window: give it at least {windows.teacher}"
         )
     run = choose("decode attention", implementation, CANDIDATES, q, k_cache, v_cache)
     return _run(run, windows, q, k_cache, v_cache, position)
@@ -99,15 +99,8 @@ def _refuse(*_: Any) -> NoReturn:
 def _check_arrays(
     q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, position: jax.Array
 ) -> None:
-    B, N, H = q.shape
-    if k_cache.shape != v_cache.shape:
-        raise ValueError(
-            f"k_cache has shape {k_cache.shape} and v_cache {v_cache.shape}: they must be equal"
-        )
-    if k_cache.shape[3] != H:
-        raise ValueError(f"q {q.shape} and k_cache {k_cache.shape} differ in head dimension")
-    if N % k_cache.shape[2]:
-        raise ValueError(f"{k_cache.shape[2]} kv heads do not divide {N} query heads")
+    check_operands("B N H", q=q, k_cache=k_cache, v_cache=v_cache)
+    B = len(q)
     if k_cache.shape[0] != B:
         raise ValueError(f"q has {B} rows and the cache {k_cache.shape[0]}: give each row its ring")
     if position.shape != (B,):

@@ -2,12 +2,12 @@
 
 from typing import Literal, TypedDict, Unpack
 
-import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ttcd_kernels.dispatch import Candidate, choose
 from ttcd_kernels.dual_window import mosaic_call, triton_call, xla
-from ttcd_kernels.windows import checked
+from ttcd_kernels.windows import check_operands, checked
 
 Implementation = Literal["auto", "triton", "mosaic", "xla"]
 # "auto" takes the first that can run and needs no check, or has had it.
@@ -56,12 +56,20 @@ def dual_window_attention_with_lse(
     Raises `ValueError` for shapes or windows that do not fit, naming both numbers, and for an
     implementation that cannot take them here.
     """
-    _check_shapes(q, k, v, segment_ids)
-    S = k.shape[1]
-    teacher, student = (
-        S if window is None else min(window, S) for window in (teacher_window, student_window)
-    )
-    windows = checked(teacher, student, scale, q.shape[-1])
+    check_operands("B T N H", q=q, k=k, v=v)
+    (S, H), ids = k.shape[1::2], segment_ids
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q {q.shape} and k {k.shape} differ in batch")
+    if q.shape[1] > S:
+        raise ValueError(f"{q.shape[1]} queries need at least as many keys, got {S}")
+    if ids is not None and (ids.shape != k.shape[:2] or not jnp.issubdtype(ids.dtype, jnp.integer)):
+        raise ValueError(
+            f"segment_ids {ids.dtype} {ids.shape} must be int and match the keys, {k.shape[:2]}"
+        )
+    windows = checked(teacher_window, student_window, scale, S, H).within(S)
+    if not q.size:
+        lse = jnp.zeros(q.shape[:3], jnp.promote_types(q.dtype, jnp.float32))
+        return jnp.zeros_like(q), jnp.zeros_like(q), lse, lse
     run = choose("dual-window attention", implementation, CANDIDATES, q, k, v, segment_ids)
     return run(q, k, v, segment_ids, windows)
 
@@ -99,16 +107,3 @@ def window_attention(
     """Causal attention under one sliding window: the dual call with an empty far band."""
     windows = {"teacher_window": window, "student_window": window}
     return dual_window_attention(q, k, v, **windows, **options)[1]
-
-
-def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> None:
-    if k.shape != v.shape:
-        raise ValueError(f"k has shape {k.shape} and v {v.shape}: they must be equal")
-    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q {q.shape} and k {k.shape} differ in batch or head dimension")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{k.shape[2]} kv heads do not divide {q.shape[2]} query heads")
-    if k.shape[1] < q.shape[1]:
-        raise ValueError(f"{q.shape[1]} queries need at least as many keys, got {k.shape[1]}")
-    if segment_ids is not None and segment_ids.shape != k.shape[:2]:
-        raise ValueError(f"segment_ids {segment_ids.shape} must match the keys, {k.shape[:2]}")

@@ -80,7 +80,8 @@ class BandCotangents(NamedTuple):
 
 
 def by_band(saved: Residuals, cotangents: Results) -> BandCotangents:
-    """The operands of each band from the results' cotangents. The near dO is rounded once."""
+    """The operands of each band from the results' cotangents. The near dO is rounded once,
+    and its D is that of the rounded one."""
     d_teacher, d_student, d_teacher_lse, d_student_lse = cotangents
     state = saved.teacher_lse.dtype
 
@@ -90,5 +91,10 @@ def by_band(saved: Residuals, cotangents: Results) -> BandCotangents:
     rho = jnp.exp(saved.student_lse - saved.teacher_lse)
     far_delta = row_dot(d_teacher, saved.teacher) - d_teacher_lse
     near_delta = row_dot(d_student, saved.student) - d_student_lse + rho * far_delta
-    near_out = d_student.astype(state) + rho[..., None] * d_teacher.astype(state)
-    return BandCotangents(near_out.astype(saved.q.dtype), near_delta, d_teacher, far_delta)
+    exact = d_student.astype(state) + rho[..., None] * d_teacher.astype(state)
+    if saved.q.dtype != state:
+        # Of the dO that is used; not by a cast, as XLA folds one there and back.
+        narrow = jnp.finfo(saved.q.dtype)
+        rounded = jax.lax.reduce_precision(exact, narrow.nexp, narrow.nmant)
+        near_delta += row_dot(rounded - exact, saved.student)
+    return BandCotangents(exact.astype(saved.q.dtype), near_delta, d_teacher, far_delta)
