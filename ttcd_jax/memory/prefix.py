@@ -264,7 +264,7 @@ def _kept(log_decay: jax.Array | None, resets: jax.Array | None) -> jax.Array | 
     if resets is None:
         return None if log_decay is None else jnp.exp(log_decay)
     if log_decay is None:
-        return 1.0 - resets[..., None]
+        return 1 - resets[..., None].astype(jnp.float32)  # never wider than the state
     return jnp.where(resets[..., None], 0, jnp.exp(log_decay))
 
 
@@ -417,7 +417,9 @@ def _decay_cotangent(
     def until_reset(x: jax.Array, goes_on: jax.Array) -> jax.Array:
         return _decayed_sums((goes_on, x[:, :, None]), reverse=True)[1][:, :, 0]
 
-    goes_on = jnp.pad(1.0 - resets, ((0, 0), (0, 1)), constant_values=1)[..., None]
+    goes_on = jnp.pad(1 - resets.astype(jnp.float32), ((0, 0), (0, 1)), constant_values=1)[
+        ..., None
+    ]
     found = until_reset(read, goes_on)[:, 1:] - until_reset(written, goes_on[:, 1:])
     return jnp.where(resets[..., None], 0, found)
 
