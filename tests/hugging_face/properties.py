@@ -243,6 +243,8 @@ def losses(s, right):
 def test_losses_and_gradients_with_padding_are_those_of_the_rows(s):
     model, row = s.model.train(), s.rows[0]
     named = dict(model.named_parameters())
+    rest = inspect.signature(model.forward).parameters["loss_kwargs"]  # for the Trainer of 4.46
+    assert rest.kind == rest.VAR_KEYWORD
 
     def gradients(loss):
         model.zero_grad()
@@ -297,6 +299,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(s):
     refused("0 and 1", m, row, attention_mask=ones * 2)
     right, empty = s.mask.flip(1), s.mask.clone()
     empty[1] = 0
+    read = {"labels": s.batch, "past_key_values": m(s.batch)[CACHE], "use_cache": False}
+    later = torch.cat([torch.ones_like(right), right], 1)
+    refused("pad on the left", m, s.batch, attention_mask=later, **read)
     for options in ({}, {"use_cache": False}, {"labels": s.batch, "use_cache": True}):
         refused("pad on the left", m, s.batch, attention_mask=right, **options)
     for options in ({}, {"use_cache": False}):
@@ -334,6 +339,8 @@ def test_generation_modes_are_right_or_refused(s):
         "made_up",
     ):
         refused("ache", s.generate, row, cache_implementation=kind)
+    tokenizer = AutoTokenizer.from_pretrained(s.folder, trust_remote_code=True)
+    assert s.generate(row, stop_strings=["a"], tokenizer=tokenizer).shape[1] > row.shape[1]
     if RELEASE > [4, 50]:
         found = s.generate(row, cache_implementation="dynamic")
         assert (found[0, -COUNT:] == s.expected[0]).all()
@@ -398,7 +405,7 @@ def test_a_tokenizer_pads_and_a_pipeline_generates(s):
     for row, single in zip(found, singles, strict=True):
         texts_of = [tokenizer.decode(x, skip_special_tokens=True) for x in (row, single)]
         assert texts_of[0] == texts_of[1]
-    write = pipeline("text-generation", model=s.model, tokenizer=tokenizer)
+    write = pipeline("text-generation", model=str(s.folder), trust_remote_code=True)
     options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
     alone = [write(x, **options)[0]["generated_text"] for x in texts]
     assert alone == [x[0]["generated_text"] for x in write(texts, batch_size=3, **options)]

@@ -36,6 +36,7 @@ TRIED = tuple(re.findall(r"\d[\d.]+", _LINE))
 _CLASSES = {"AutoConfig": "TTCDConfig", "AutoModelForCausalLM": "TTCDForCausalLM"}
 # Settings that this code does not compute, and the values that it assumes.
 _ASSUMED = {"renorm_chunks": None, "orthogonalizes_updates": False}
+_TOKENIZER = "PreTrainedTokenizerFast"
 _THEIRS = "Hugging Face transformers"
 
 
@@ -157,6 +158,7 @@ def _own_config(config: TransformerConfig) -> dict[str, Any]:
         "architectures": [_CLASSES["AutoModelForCausalLM"]],
         "auto_map": code,
         "transformers_version": TRIED[-1],
+        "tokenizer_class": _TOKENIZER,
         "model": config.replace(memory=settings).to_dict(),
         "rotary": {"frequencies": [float(x) for x in frequencies], "magnitude": magnitude},
         "sliding_window": config.window,
@@ -176,7 +178,7 @@ def text_files(tokenizer: Tokenizer, stored: Mapping[str, str]) -> dict[str, str
     else:
         for role, token_id in (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id)):
             names[f"{role}_token"] = tokenizer.token(token_id)
-    names |= {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": names["eos_token"]}
+    names |= {"tokenizer_class": _TOKENIZER, "pad_token": names["eos_token"]}
     settings = {"padding_side": "left", "model_input_names": ["input_ids", "attention_mask"]}
     files["tokenizer_config.json"] = _json(names | settings)
     return files | dict(stored)

@@ -49,7 +49,7 @@ class TTCDConfig(PretrainedConfig):
     of a head, and the factor on cos and sin."""
 
     model_type = "ttcd"
-    keys_to_ignore_at_inference = (_CACHE,)
+    keys_to_ignore_at_inference = [_CACHE]  # noqa: RUF012
 
     def __init__(self, model: Any = None, rotary: Any = None, **kwargs: Any) -> None:
         self.model, self.rotary = model or {}, rotary or {}
@@ -121,10 +121,9 @@ def rows_of(
     is_span = mask is None or bool((mask == real).all())
     require(is_span, "attention_mask has padding between tokens, or is not of 0 and 1")
     real, columns = real[:, past:], columns[past:]
-    found = given(positions, columns)
-    fits = found.shape in ((T,), (1, T), (B, T)) and any(
-        bool(((found == x) | ~real).all()) for x in (columns, columns - first)
-    )
+    fits = positions is None or positions.shape in ((T,), (1, T), (B, T))
+    if fits and positions is not None:
+        fits = any(bool(((positions == x) | ~real).all()) for x in (columns, columns - first))
     require(fits, f"position_ids are not those that cache and attention_mask give: {what}")
     return list(zip(starts, ends, strict=True)), real
 
@@ -446,9 +445,9 @@ class TTCDForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
+        **loss_kwargs: Any,
     ) -> Any:
-        """As that of a Llama, in every version of transformers. `kwargs`: what the loss takes."""
+        """As that of a Llama of any version. `loss_kwargs`: what the loss takes by name."""
         config = self.config
         require(cache is None or past_key_values is None, "cache or past_key_values: pass one")
         old = given(given(cache, past_key_values), TTCDCache())
@@ -457,8 +456,9 @@ class TTCDForCausalLM(PreTrainedModel, GenerationMixin):
         require(token_type_ids is None or not token_type_ids.any(), "token_type_ids are not all 0")
         asked = given(output_attentions, config.output_attentions)
         require(not asked, "output_attentions: weights of attention are never made")
-        columns = kwargs.pop("cache_position", None)  # one too many in 5.0, after pieces
-        has_loss = self._has_loss(labels, logits_to_keep, kwargs)
+        loss_kwargs.pop("tokenizer", None)  # that generate hands over with stop strings
+        columns = loss_kwargs.pop("cache_position", None)  # one too many in 5.0, after pieces
+        has_loss = self._has_loss(labels, logits_to_keep, loss_kwargs)
         wants = config.use_cache and not (has_loss or self.model.is_recomputed)
         every = given(output_hidden_states, config.output_hidden_states)
         keeps = given(use_cache, wants)
@@ -467,7 +467,9 @@ class TTCDForCausalLM(PreTrainedModel, GenerationMixin):
         require(in_turn, "cache_position is not one after the other")
         spans, real = rows_of(embedded, attention_mask, position_ids, old)
         total = old.length + embedded.shape[1]
-        is_left = {end for _, end in spans} == {total} or (has_loss and not keeps)
+        is_left = {end for _, end in spans} == {total} or (
+            has_loss and not keeps and not old.length
+        )
         require(is_left, "attention_mask ends with padding: pad on the left, or give labels alone")
         is_new = cache is None and past_key_values is None
         is_empty = is_new and any(first == total for first, _ in spans)
@@ -477,14 +479,12 @@ class TTCDForCausalLM(PreTrainedModel, GenerationMixin):
         logits, loss = self.lm_head(states[-1][:, kept]), None
         if has_loss:  # padding predicts nothing, and nothing predicts it
             is_pair = torch.cat([real[:, :1], real[:, 1:] & real[:, :-1]], 1)
-            ignored, whole = (
-                kwargs.get("ignore_index", -100),
-                labels is not None or bool(real.all()),
-            )
-            require(whole, "shift_labels with padding: pass labels")
-            labels = labels if labels is None else labels.masked_fill(~is_pair, ignored)
+            is_whole = loss_kwargs.get("shift_labels") is None or bool(real.all())
+            require(is_whole, "shift_labels with padding: pass labels alone")
+            if labels is not None:
+                labels = labels.masked_fill(~is_pair, loss_kwargs.get("ignore_index", -100))
             names = {"logits": logits, "labels": labels, "vocab_size": config.vocab_size}
-            loss = self.loss_function(**names, **kwargs)
+            loss = self.loss_function(**names, **loss_kwargs)
         hidden, last = tuple(states) if every else None, {_CACHE: old if keeps else None}
         output = CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=hidden, **last)
         return output if given(return_dict, config.return_dict) else output.to_tuple()
