@@ -411,6 +411,21 @@ def test_a_tokenizer_pads_and_a_pipeline_generates(s):
     assert alone == [x[0]["generated_text"] for x in write(texts, batch_size=3, **options)]
 
 
+def test_another_version_is_refused_or_warned_of(s):
+    library, code = sys.modules["transformers"], (s.folder / "modeling_ttcd.py").read_text()
+    found = library.__version__
+    try:
+        library.__version__ = "4.46.0"
+        refused("4.46.0", exec, code, {"__name__": "x"})
+        library.__version__ = "99.1.dev0"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            exec(code, {"__name__": "x"})
+        assert "not 99.1" in str(caught[-1].message), caught
+    finally:
+        library.__version__ = found
+
+
 def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -133,6 +133,9 @@ def test_bytes_are_tokens_of_transformers_too():
     assert json.loads(files["generation_config.json"]) == ids
     own = text_files(ByteTokenizer(), {"generation_config.json": "{}"})
     assert own["generation_config.json"] == "{}"
+    for stored, pad in (({"pad_token": None, "eos_token": "e"}, "e"), ({"pad_token": "p"}, "p")):
+        files = text_files(ByteTokenizer(), {"tokenizer_config.json": json.dumps(stored)})
+        assert json.loads(files["tokenizer_config.json"]) == stored | {"pad_token": pad}
 
 
 def test_a_run_is_exported_with_its_card_and_an_import_of_it_as_it_was(tmp_path):

@@ -36,7 +36,7 @@ TRIED = tuple(re.findall(r"\d[\d.]+", _LINE))
 _CLASSES = {"AutoConfig": "TTCDConfig", "AutoModelForCausalLM": "TTCDForCausalLM"}
 # Settings that this code does not compute, and the values that it assumes.
 _ASSUMED = {"renorm_chunks": None, "orthogonalizes_updates": False}
-_TOKENIZER = "PreTrainedTokenizerFast"
+_NAMES, _TOKENIZER = "tokenizer_config.json", "PreTrainedTokenizerFast"
 _THEIRS = "Hugging Face transformers"
 
 
@@ -167,8 +167,8 @@ def _own_config(config: TransformerConfig) -> dict[str, Any]:
 
 def text_files(tokenizer: Tokenizer, stored: Mapping[str, str]) -> dict[str, str]:
     """The files that generation in transformers needs besides `tokenizer.json`: the `stored` ones
-    of the imported checkpoint, or such that name bos, eos, and as padding eos; the byte tokenizer
-    as a `tokenizer.json`."""
+    of the imported checkpoint, or such that name bos and eos; eos is the padding where there is
+    none; the byte tokenizer as a `tokenizer.json`."""
     ends = [tokenizer.eos_id, *tokenizer.stop_ids]
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if ends[1:] else ends[0]}
     files = {"generation_config.json": _json(ids | {"pad_token_id": ends[0]})}
@@ -180,8 +180,11 @@ def text_files(tokenizer: Tokenizer, stored: Mapping[str, str]) -> dict[str, str
             names[f"{role}_token"] = tokenizer.token(token_id)
     names |= {"tokenizer_class": _TOKENIZER, "pad_token": names["eos_token"]}
     settings = {"padding_side": "left", "model_input_names": ["input_ids", "attention_mask"]}
-    files["tokenizer_config.json"] = _json(names | settings)
-    return files | dict(stored)
+    named = names | settings
+    if (text := stored.get(_NAMES)) is not None:
+        named = parse_json(text.encode(), Path(_NAMES))
+        named["pad_token"] = named.get("pad_token") or named.get("eos_token") or names["eos_token"]
+    return files | dict(stored) | {_NAMES: _json(named)}
 
 
 def _byte_tokenizer() -> str:

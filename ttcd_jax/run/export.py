@@ -44,7 +44,8 @@ def exported_run(
         params, config, length=row_length(data), facts=facts, dtype=dtype
     )
     if (tokenizer := tokenizer_config(directory)) is not None:
-        files = text_files(build_tokenizer(tokenizer), _imported_texts(directory)) | files
+        stored = _imported_texts(directory)
+        files |= text_files(build_tokenizer(tokenizer), stored) | (stored if facts else {})
         if tokenizer.path is not None:
             files["tokenizer.json"] = Path(tokenizer.path).read_text()
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
