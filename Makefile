@@ -1,5 +1,6 @@
 # make quickstart [STEPS=20]   environment, then training, evaluation and report
 # make test                    the whole suite
+# make transformers            exports are tested with transformers, old and new
 # make continued BOOKS=FOLDER  a checkpoint gets a memory: a proof at small scale
 
 PYTHON := .venv/bin/python
@@ -9,7 +10,7 @@ SHORT := $(if $(STEPS),--param=STEPS=$(STEPS))
 LAUNCH := $(PYTHON) -m experiments.launch $(SHORT)
 EVALUATE := $(PYTHON) -m experiments.evaluate
 
-.PHONY: help quickstart continued test lint
+.PHONY: help quickstart continued transformers test lint
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -82,6 +83,20 @@ continued: .venv ## train a base, export and import it, continue at 8 times its 
 .venv/harness: requirements-harness.txt | .venv
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
+
+# Exports are tested with these transformers (2 GB). torch for Python 3.11: a CPU build, where one is at hand.
+TRIED := $(shell sed -n 's/^TRIED = (\(.*\)).*/\1/p' ttcd_jax/interop/modeling_ttcd.py | tr -d '",')
+PIP := -m pip install --quiet --disable-pip-version-check
+
+transformers: $(TRIED:%=.venv/transformers/%) ## torch, and the versions of transformers that exports are tested with
+
+.venv/transformers/torch: | .venv
+	@rm -rf $@.new && mkdir -p $(@D) && $(firstword $(shell command -v python3.11) $(PYTHON)) -m venv $@.new
+	@$@.new/bin/python $(PIP) torch==2.13.0 numpy && mv $@.new $@
+
+.venv/transformers/%: | .venv/transformers/torch
+	@rm -rf $@.new
+	@$|/bin/python $(PIP) --target $@.new transformers==$* && mv $@.new $@
 
 test: .venv .venv/hopper .venv/harness ## the whole test suite, on two workers
 	$(PYTHON) -m pytest -n 2 --dist=worksteal

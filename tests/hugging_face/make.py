@@ -3,7 +3,7 @@ for our models as `own.py` exports them.
 
     python make.py DIR        in an environment with torch and transformers: writes logits.npz
 
-DIR: the folders that own.py wrote. Transformers 5.23.0 and torch 2.13.0 wrote the file that is
+DIR: the folders that own.py wrote. Transformers 5.24.0 and torch 2.13.0 wrote the file that is
 here. Of our models the tokens in pieces, and generated ones, are checked against one pass.
 """
 

@@ -88,9 +88,9 @@ def params_of(config):
     return unflatten_dict(params, sep="/")
 
 
-def write(name, folder, max_bytes=10**9):
+def write(name, folder, max_bytes=10**9, **changes):
     """The exported checkpoint."""
-    config = MODELS[name]
+    config = MODELS[name].replace(**changes)
     tensors, files = export_hugging_face(params_of(config), config, length=64)
     folder.mkdir(parents=True)
     write_safetensors(folder, tensors, max_bytes)

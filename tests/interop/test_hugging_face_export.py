@@ -4,6 +4,7 @@ import functools
 import hashlib
 import http.server
 import json
+from pathlib import Path
 
 import commands
 import fake_hub
@@ -15,12 +16,18 @@ from checks import assert_same, distance
 from hugging_face.make import FILE, TOKENS
 from hugging_face.own import MODELS, params_of, write
 from small_models import config_of
+from tiny_run import RECALL, flags
 from tiny_run import params as bindings
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.interop.hugging_face import open_hugging_face
-from ttcd_jax.interop.hugging_face_export import MODELING, export_hugging_face, text_files
+from ttcd_jax.interop.hugging_face_export import (
+    MODELING,
+    TRIED,
+    export_hugging_face,
+    text_files,
+)
 from ttcd_jax.methods import METHODS
 from ttcd_jax.precision import Precision
 from ttcd_jax.run.directory import load_params
@@ -28,6 +35,7 @@ from ttcd_jax.train.fit import by_name
 from ttcd_jax.train.layers_on_disk import unstacked
 from ttcd_jax.train.state import with_params
 
+ROOT = Path(__file__).parents[2]
 EXPORT = ("convert", "export", "--format=huggingface")
 IMPORT = ("convert", "import", "--format=huggingface")
 
@@ -121,9 +129,13 @@ def test_bytes_are_tokens_of_transformers_too():
     assert (ids[0], ids[-1]) == (ByteTokenizer.bos_id, ByteTokenizer.eos_id)
     assert ids[1:-1] == ByteTokenizer().encode(text.removesuffix("</s>")).tolist()
     assert tokenizer.decode(ids) == text.removesuffix("</s>")
-    assert json.loads(files["generation_config.json"]) == {"bos_token_id": 256, "eos_token_id": 257}
+    ids = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
+    assert json.loads(files["generation_config.json"]) == ids
     own = text_files(ByteTokenizer(), {"generation_config.json": "{}"})
     assert own["generation_config.json"] == "{}"
+    for stored, pad in (({"pad_token": None, "eos_token": "e"}, "e"), ({"pad_token": "p"}, "p")):
+        files = text_files(ByteTokenizer(), {"tokenizer_config.json": json.dumps(stored)})
+        assert json.loads(files["tokenizer_config.json"]) == stored | {"pad_token": pad}
 
 
 def test_a_run_is_exported_with_its_card_and_an_import_of_it_as_it_was(tmp_path):
@@ -169,6 +181,23 @@ def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
     narrow = {name: x.astype("bfloat16") for name, x in by_name(ours).items()}
     assert_same(by_name(read), narrow)
     assert "not an empty folder" in commands.refused(*EXPORT, run_dir, folder)
+
+
+def test_a_run_on_recall_data_is_exported_and_imported(tmp_path):
+    run_dir, folder, again = tmp_path / "run", tmp_path / "out", tmp_path / "again"
+    line = flags("recall.gin", *RECALL, "STEPS=1")
+    commands.output("launch", *line, f"--run_dir={run_dir}")
+    commands.output(*EXPORT, run_dir, folder)
+    card = (folder / "README.md").read_text()
+    for text in ("| tokens in a row | 15 |", "| tokens | 30 |", *TRIED):
+        assert text in card
+    commands.output(*IMPORT, folder, again)
+    assert_same(by_name(load_params(run_dir)[0]), by_name(load_params(again)[0]))
+
+
+def test_the_page_names_the_versions_that_exports_were_tried_with():
+    page = " ".join((ROOT / "docs/checkpoints.md").read_text().split())
+    assert f"with transformers {', '.join(TRIED[:-1])} and {TRIED[-1]}" in page
 
 
 def test_a_model_of_the_hub_is_imported_through_its_cache(tmp_path):

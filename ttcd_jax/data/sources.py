@@ -136,6 +136,11 @@ def text_data(data: dict[str, Any]) -> TextConfig | RecordsConfig | MixtureConfi
     return config and config.from_dict(data)
 
 
+def row_length(data: dict[str, Any]) -> int:
+    """Tokens in a row of a run with this data configuration."""
+    return data["seq_len"] if "seq_len" in data else RecallConfig.from_dict(data).seq_len
+
+
 def text_records(
     run_dir: str | os.PathLike[str],
     data: dict[str, Any],

@@ -2,6 +2,7 @@
 models with a memory in their down projections with code of their own (`modeling_ttcd.py`)."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +30,13 @@ from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.nn.rope import RopeConfig, pair_frequencies
 
 MODELING = Path(__file__).with_name("modeling_ttcd.py")
+# The versions of transformers with which the code was tried: it names them itself.
+_LINE = next(x for x in MODELING.read_text().splitlines() if x.startswith("TRIED = "))
+TRIED = tuple(re.findall(r"\d[\d.]+", _LINE))
 _CLASSES = {"AutoConfig": "TTCDConfig", "AutoModelForCausalLM": "TTCDForCausalLM"}
 # Settings that this code does not compute, and the values that it assumes.
 _ASSUMED = {"renorm_chunks": None, "orthogonalizes_updates": False}
+_NAMES, _TOKENIZER = "tokenizer_config.json", "PreTrainedTokenizerFast"
 _THEIRS = "Hugging Face transformers"
 
 
@@ -152,6 +157,8 @@ def _own_config(config: TransformerConfig) -> dict[str, Any]:
         "model_type": OWN_TYPE,
         "architectures": [_CLASSES["AutoModelForCausalLM"]],
         "auto_map": code,
+        "transformers_version": TRIED[-1],
+        "tokenizer_class": _TOKENIZER,
         "model": config.replace(memory=settings).to_dict(),
         "rotary": {"frequencies": [float(x) for x in frequencies], "magnitude": magnitude},
         "sliding_window": config.window,
@@ -160,20 +167,24 @@ def _own_config(config: TransformerConfig) -> dict[str, Any]:
 
 def text_files(tokenizer: Tokenizer, stored: Mapping[str, str]) -> dict[str, str]:
     """The files that generation in transformers needs besides `tokenizer.json`: the `stored` ones
-    of the imported checkpoint, or such that name bos and eos; the byte tokenizer as a
-    `tokenizer.json`."""
+    of the imported checkpoint, or such that name bos and eos; eos is the padding where there is
+    none; the byte tokenizer as a `tokenizer.json`."""
     ends = [tokenizer.eos_id, *tokenizer.stop_ids]
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if ends[1:] else ends[0]}
-    files = {"generation_config.json": _json(ids)}
-    names = {}
+    files = {"generation_config.json": _json(ids | {"pad_token_id": ends[0]})}
+    names = {"bos_token": BOS_NAMES[0], "eos_token": EOS_NAMES[0]}
     if isinstance(tokenizer, ByteTokenizer):
         files["tokenizer.json"] = _byte_tokenizer()
-        names = {"bos_token": BOS_NAMES[0], "eos_token": EOS_NAMES[0]}
     else:
         for role, token_id in (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id)):
             names[f"{role}_token"] = tokenizer.token(token_id)
-    files["tokenizer_config.json"] = _json({"tokenizer_class": "PreTrainedTokenizerFast"} | names)
-    return files | dict(stored)
+    names |= {"tokenizer_class": _TOKENIZER, "pad_token": names["eos_token"]}
+    settings = {"padding_side": "left", "model_input_names": ["input_ids", "attention_mask"]}
+    named = names | settings
+    if (text := stored.get(_NAMES)) is not None:
+        named = parse_json(text.encode(), Path(_NAMES))
+        named["pad_token"] = named.get("pad_token") or named.get("eos_token") or names["eos_token"]
+    return files | dict(stored) | {_NAMES: _json(named)}
 
 
 def _byte_tokenizer() -> str:

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from ttcd_kernels.table import Row, cells
 
+from ttcd_jax.data.sources import row_length
 from ttcd_jax.data.tokenizer import build_tokenizer
 from ttcd_jax.files import read_json
 from ttcd_jax.interop.hugging_face_export import (
     MODELING,
+    TRIED,
     export_hugging_face,
     text_files,
 )
@@ -21,6 +23,10 @@ from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.run.directory import IMPORTED, RunDirectory, load_params, tokenizer_config
 
 _FORMAT = "huggingface"
+_NOTE = (
+    "Prompts of different lengths are padded on the left. Refused are what would take tokens back "
+    "(assistants, prompt lookup), other classes of cache, and weights of attention."
+)
 
 
 def exported_run(
@@ -35,10 +41,11 @@ def exported_run(
     data = directory.read_part("data")
     params, config, step = load_params(run_dir, step)
     tensors, files = export_hugging_face(
-        params, config, length=data["seq_len"], facts=facts, dtype=dtype
+        params, config, length=row_length(data), facts=facts, dtype=dtype
     )
     if (tokenizer := tokenizer_config(directory)) is not None:
-        files = text_files(build_tokenizer(tokenizer), _imported_texts(directory)) | files
+        stored = _imported_texts(directory)
+        files |= text_files(build_tokenizer(tokenizer), stored) | (stored if facts else {})
         if tokenizer.path is not None:
             files["tokenizer.json"] = Path(tokenizer.path).read_text()
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
@@ -60,6 +67,7 @@ def _card(
 ) -> str:
     method = method_named(config.method)
     flag = ", trust_remote_code=True" if has_code else ""
+    notes = [f"Tried with transformers {', '.join(TRIED)}.", _NOTE, ""] if has_code else []
     lines = [
         "---",
         "library_name: transformers",
@@ -76,6 +84,7 @@ def _card(
         f'model = AutoModelForCausalLM.from_pretrained("FOLDER"{flag})',
         "```",
         "",
+        *notes,
         *_table([{"": name, "value": x} for name, x in _facts(directory, config, step).items()]),
     ]
     for path in sorted(directory.path.glob("eval/*/results.json")):
@@ -98,13 +107,13 @@ def _facts(directory: RunDirectory, config: TransformerConfig, step: int) -> dic
     }
     if run["data"]["type"] == IMPORTED:
         return facts | {"imported from": (directory.read_import() or {}).get("path")}
-    tokens = step * run["batch_size"] * run["data"]["seq_len"]
+    length = row_length(run["data"])
     schedule = run["optimizer"]["schedule"]
     return facts | {
         "started from": run["start_from"],
         "steps": step,
-        "tokens": tokens,
-        "tokens in a row": run["data"]["seq_len"],
+        "tokens": step * run["batch_size"] * length,
+        "tokens in a row": length,
         "optimizer": run["optimizer"]["kind"],
         "peak learning rate": schedule["peak"],
         "seed": run["seed"],
