@@ -221,8 +221,19 @@ def decoded(data: bytes) -> str:
 
 def is_file_name(name: Any) -> bool:
     """Whether a value out of a file, a manifest or an index, names a file in its folder."""
-    is_name = isinstance(name, str) and name.isprintable() and name not in ("", "..")
-    return is_name and Path(name).name == name
+    is_text = isinstance(name, str) and name.isprintable() and 0 < len(name.encode()) < 256
+    return is_text and name[0] != "." and Path(name).name == name
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor, in the folder of the index that says so."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DataError(f"{index} has no weight_map of tensor names to files")
+    for name, shard in weight_map.items():
+        if not is_file_name(shard) or not shard.endswith(".safetensors"):
+            raise DataError(f"{index}: tensor {name!r} in {shard!r}, which is no plain file name")
+    return weight_map
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:

@@ -151,3 +151,15 @@ def test_an_error_that_cannot_be_printed_keeps_its_status(command):
 
 def test_control_characters_are_escaped():
     assert printable("café \x1b[2J\u202e\n\udcff") == "café \\x1b[2J\\u202e\\n\\udcff"
+
+
+def test_control_characters_are_escaped_where_text_leaves():
+    code = (
+        "import sys; from absl import logging; from experiments import cli; "
+        "cli._open_standard_streams();"
+        "print('a\\x1b]0;x\\x07\\u202e\\udcff\\tb'); logging.warning('c\\x1b[2J');"
+        "print('\\r\\x1b[Kd', end='')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert done.stdout == b"a\\x1b]0;x\\x07\\u202e\\udcff\tb\n\r\x1b[Kd"
+    assert b"c\\x1b[2J\n" in done.stderr

@@ -15,8 +15,7 @@ from ttcd_jax import units
 from ttcd_jax.data.documents import glob_of, lists_files
 from ttcd_jax.data.special_tokens import TEXT_FILES
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.files import whole_file
-from ttcd_jax.interop.weight_files import read_index
+from ttcd_jax.files import read_index, whole_file
 
 _HTTP_ERROR = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
 _ERRORS = (OSError, _HTTP_ERROR, LookupError, TypeError, ValueError)

@@ -120,9 +120,8 @@ def _is_sound(manifest: dict[str, Any]) -> bool:
         item = token_dtype(vocab_size).itemsize
         for facts in manifest["splits"].values():
             sizes = [files[name]["num_bytes"] for name in (facts["starts"], *facts["shards"])]
-            if [sizes[0], sum(sizes[1:])] != [
-                *(8 * (facts["num_documents"] + 1), item * facts["num_tokens"])
-            ]:
+            num_starts = facts["num_documents"] + 1
+            if sizes[0] != 8 * num_starts or sum(sizes[1:]) != item * facts["num_tokens"]:
                 return False
         is_inside = all(map(is_file_name, files)) and all(0 <= x < vocab_size for x in ids)
         counts += ids

@@ -6,7 +6,6 @@ that overlap, leave a gap or do not end with the file, and sizes that contradict
 Duplicate names, control characters in names, and NaN are rejected here.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.files import parse_json, read_json, whole_file, write_json
+from ttcd_jax.files import parse_json, read_index, whole_file, write_json
 from ttcd_jax.interop.torch_files import TORCH_SUFFIXES, read_torch_file
 
 SINGLE = "model.safetensors"
@@ -34,7 +33,6 @@ _DTYPES = {
 DTYPES = {dtype.name: dtype for dtype in _DTYPES.values()}
 _MAX_NAME = 256
 _MAX_HEADER = 20_000_000  # bytes: more than 100,000 tensors
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 
 
 class StoredTensor(NamedTuple):
@@ -148,17 +146,6 @@ def _stored_in(file: Path) -> dict[str, StoredTensor]:
         name: StoredTensor(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
         for name, entry in header.items()
     }
-
-
-def read_index(index: Path) -> dict[str, str]:
-    """The file of each tensor, in the folder of the index that says so."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise DataError(f"{index} has no weight_map of tensor names to files")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not _PLAIN_NAME.fullmatch(shard):
-            raise DataError(f"{index}: tensor {name!r} in {shard!r}, which is no plain file name")
-    return weight_map
 
 
 def _open_indexed(index: Path) -> WeightFiles:
