@@ -26,9 +26,10 @@ from ttcd_jax.allocation import take_device_memory
 from ttcd_jax.config import Config, check_text
 from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.files import full_disk
-from ttcd_jax.units import printable
+from ttcd_jax.units import OF_OUTPUT, printable
 
 CONFIG_DIR = Path(__file__).parent / "configs"
+_MOST_QUOTED = 1000  # characters at either end of a longer error
 _MAY_BE_EMPTY = ("compile_cache",)
 _OF_JAX = re.compile("Unable to initialize backend|for JAX flag|for environment 'JAX_")
 INTERRUPTED = 130
@@ -162,10 +163,17 @@ def _parse_flags(names: Sequence[str] | None, command_line: list[str]) -> list[s
 
 
 def _open_standard_streams() -> None:
-    """Opens those that the caller closed, or files of ours would get their numbers."""
+    """Opens those that the caller closed, or files of ours would get their numbers. What is printed
+    or logged may quote anything: control characters are escaped here, for all."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    for stream in {sys.stdout, sys.stderr}:
+        stream.write = functools.partial(_write, stream.write)
+
+
+def _write(write: Callable[[str], int], text: str) -> int:
+    return write(printable(text, OF_OUTPUT))
 
 
 def _check_texts(arguments: Sequence[str]) -> None:
@@ -194,6 +202,8 @@ def _notes(error: Exception) -> str:
 
 
 def _leave(message: str, status: int) -> NoReturn:
+    if len(message) > 3 * _MOST_QUOTED:  # it quotes a value; the remedy is at the end
+        message = f"{message[:_MOST_QUOTED]} ... {message[-_MOST_QUOTED:]}"
     with contextlib.suppress(OSError):  # the log may be on the same full disk
         print(printable(message), file=sys.stderr)
     sys.exit(status)

@@ -19,7 +19,6 @@ Texts go to standard output, everything else to standard error.
 """
 
 import contextlib
-import re
 import signal
 import sys
 import threading
@@ -219,10 +218,10 @@ def _texts(
         text["finish_reason"] = event.finish_reason
         is_over = bool(text["tokens"]) and (event.finish_reason is not None or is_stopped)
         if len(texts) == 1:
-            print(_shown(event.text), end="\n" * is_over, flush=True)
+            _show(event.text + "\n" * is_over)
         elif is_over:
             name = units.printable(FLAGS.prompt_file[event.row])
-            print(f"--- {name}\n{_shown(text['text'])}", flush=True)
+            _show(f"--- {name}\n{text['text']}\n")
         if is_stopped:
             break
     later = sum(len(text["tokens"]) for text in texts) - len(texts)
@@ -234,11 +233,14 @@ def _texts(
     return texts
 
 
-def _shown(text: str) -> str:
-    """`text` exactly; on a terminal without the control characters that could command it."""
-    if not sys.stdout.isatty():
-        return text
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: units.printable(found[0]), text)
+def _show(text: str) -> None:
+    """Prints `text` exactly; on a terminal without the control characters that could command it."""
+    if sys.stdout.isatty():
+        print(text, end="", flush=True)
+    else:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
 
 
 def _read(generation: "Generation") -> str:

@@ -19,7 +19,8 @@ tokenizer_config.json, generation_config.json and config.json next to it name, o
 name. .txt.gz, .jsonl.gz, .json.gz and .zst are unpacked while they are read. Subfolders `train/`
 and `validation/` are the splits. .zst, .parquet and .arrow need zstandard and pyarrow (pip install
 'ttcd-jax[data]'). A document, or a line, has 256 MiB at most. A line without a document is left out
-and reported; more than 0.1 % of them are refused.
+and reported; more than one, and more than 0.1 % of them, are refused. A document is its bytes:
+marks of order and ends of lines stay.
 
 NAME is a data set of the Hugging Face hub, OWNER/NAME[@REVISION][:GLOB], which is downloaded into
 its cache (or CACHE) and read as --input, or one of

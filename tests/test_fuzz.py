@@ -2,20 +2,31 @@
 line. A seed draws thousands of changes; nothing else may be raised."""
 
 import copy
+import hashlib
 import json
 import random
+import zipfile
+from pathlib import Path
 
 import numpy as np
+import pytest
 import tokenizers
 from checks import randomize
+from safetensors.numpy import save
 from small_models import byte_model, config_of
 
 from experiments import cli
 from experiments.gin_loading import load_config
+from ttcd_jax.data.corpus import CorpusConfig
+from ttcd_jax.data.preparation import prepare_records
+from ttcd_jax.data.records import MANIFEST, sealed, verify_records
 from ttcd_jax.data.sources import text_records
-from ttcd_jax.data.tokenizer import JsonTokenizer
-from ttcd_jax.errors import UserError
+from ttcd_jax.data.tokenizer import JsonTokenizer, TokenizerConfig
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.eval.journal import Journal
 from ttcd_jax.eval.results import read_all_results, task_sections
+from ttcd_jax.eval.selection import read_manifest
+from ttcd_jax.files import parse_json, read_arrays
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.saved_state import load_state, save_state
 from ttcd_jax.inference.state import start_state
@@ -178,6 +189,91 @@ def test_results_by_document(tmp_path):
         if name == "position":
             variants = {"on": [x | {"positions": "1-2"} for x in records]}
         fuzz({"task": name, "series": variants} | shared, read, 12)
+
+
+def test_manifests_of_records(tmp_path):
+    documents = [b"one text", b"another"]
+    (tmp_path / "text").mkdir()
+    for number, text in enumerate(documents):
+        (tmp_path / "text" / f"{number}.txt").write_bytes(text)
+    corpus = CorpusConfig(kind="text", path=str(tmp_path / "text"), validation_percent=0)
+    folder = tmp_path / "records"
+    folder.mkdir()
+    source = prepare_records(corpus, TokenizerConfig(), folder)
+
+    def read(value):
+        body = {name: x for name, x in value.items() if name != "sha256"} if value else {}
+        (folder / MANIFEST).write_text(json.dumps(sealed(body)))
+        verify_records(folder)
+
+    fuzz(source, lambda value: read(value if isinstance(value, dict) else {}), 400)
+    facts = source["splits"]["train"]
+    for change in (
+        *({"bos_id": 10**9}, {"stop_ids": [-1]}, {"stop_ids": ["x"]}),
+        *({"splits": {"train": facts | {x: 10**18}}} for x in ("num_tokens", "num_documents")),
+        {"splits": {"train": facts | {"shards": ["a\0b"]}}},
+    ):
+        with pytest.raises(UserError):
+            read(source | change)
+
+
+def test_npz_files(tmp_path):
+    """The size and checksum of each array fit; its header is another."""
+    header = b"\x93NUMPY\x01\x00v\x00{'descr': '<i4', 'fortran_order': False, 'shape': (3,), }"
+    source = header.ljust(127) + b"\n" + np.arange(3, dtype=np.int32).tobytes()
+    path = tmp_path / "a.npz"
+
+    def write(source, draw):
+        data = bytearray(source)
+        for _ in range(draw.choice((1, 2, 4))):
+            data[draw.randrange(len(header))] = draw.choice(b"\0(){}[]'\",:#\\\n \xff<09zO")
+        return bytes(data[: len(data) - draw.choice((0, 0, 4, 60))])
+
+    def read(data):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(draw_name(data), data)
+        arrays = read_arrays(path)
+        assert all(isinstance(x, np.ndarray) for x in arrays.values())
+        read_manifest(path, "")
+
+    def draw_name(data):
+        return "flat_tokens" if data[-1] % 3 == 0 else "flat_tokens.npy"
+
+    fuzz(source, read, 1000, write=write)
+
+
+def test_journals(tmp_path):
+    """Forged ones, with a digest that fits: ignored, or read."""
+    source = {"0/sizes": [2, 1], "0/0": [1, 2, 3], "0/1": [3, 4, 5]}
+
+    def read(value):
+        arrays = {}
+        for name, x in value.items() if isinstance(value, dict) else ():
+            if isinstance(x, list) and all(type(n) is int and abs(n) < 2**31 for n in x):
+                arrays[name.encode(errors="replace").decode()] = np.array(x, np.int64)
+        content = save(arrays)
+        digest = hashlib.sha256(b"key" + content).digest()
+        (tmp_path / "key.0").write_bytes(digest + content)
+        if not Journal(tmp_path, None).read("key"):
+            raise UserError("nothing")
+
+    fuzz(source, read, 500)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"a": "\\udcff"}',
+        b'{"a": ' + b"9" * 400 + b"}",
+        b'{"a": 1e999}',
+        b"[" + b"{}," * 10**7 + b"]",
+    ],
+    ids=["surrogate", "digits", "infinity", "values"],
+)
+def test_json_that_no_reader_could_use_is_refused(data):
+    with pytest.raises(DataError, match=r"x is not JSON"):
+        parse_json(data, Path("x"))
+    assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83e\\uddee"}', Path("x")) == {"a": "🧮"}
 
 
 def test_tokenizers(tmp_path):

@@ -159,7 +159,7 @@ def test_no_error_is_swallowed_whole():
                 caught = caught[0].elts if caught and isinstance(caught[0], ast.Tuple) else caught
                 names = {getattr(x, "id", getattr(x, "attr", "")) for x in caught}
                 # A library may raise the bare class, which is caught alone.
-                is_bare = ast.unparse(node.body[0]).startswith("if type(error) is not Exception:")
+                is_bare = ast.unparse(node.body[0]).startswith("if type(error) is not Exception")
                 if not names or (names & {"Exception", "BaseException"} and not is_bare):
                     wide.append(f"{_name(path)}:{node.lineno}")
     assert wide == []

@@ -13,19 +13,32 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import numpy as np
 from absl import logging
 
 from ttcd_jax.errors import DataError, ResourceError, UserError
 
 MAX_JSON_BYTES = 100_000_000  # as in the safetensors library
 
+_MOST_VALUES = 10_000_000  # of JSON: each takes about 80 bytes of memory
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_MOST_ARRAY_BYTES = 2**31
+# Of a file that is no npz, that is damaged, or whose headers contradict its size.
+_ARRAY_DAMAGE = (
+    *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, SyntaxError, SystemError, MemoryError),
+    *(EOFError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError),
+)
 _MAX_WAITING = 1_000_000  # bytes
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _FULL = re.compile("|".join(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))))
@@ -214,9 +227,48 @@ def read_json(path: Path, kind: type = dict) -> Any:
 def read_text(path: Path) -> str:
     """The UTF-8 text of a file of at most `MAX_JSON_BYTES`; otherwise a `DataError`."""
     try:
-        return _content(path).decode()
+        return decoded(_content(path))
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 at byte {error.start}; copy it again") from error
+
+
+def decoded(data: bytes) -> str:
+    """The text of UTF-8 `data` without the mark of its encoding: that of every file but documents,
+    which are their bytes. Raises `UnicodeDecodeError`."""
+    return data.decode("utf-8-sig")
+
+
+def is_file_name(name: Any) -> bool:
+    """Whether a value out of a file, a manifest or an index, names a file in its folder."""
+    is_text = isinstance(name, str) and name.isprintable() and 0 < len(name.encode()) < 256
+    return is_text and name[0] != "." and Path(name).name == name
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor, in the folder of the index that says so."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DataError(f"{index} has no weight_map of tensor names to files")
+    for name, shard in weight_map.items():
+        if not is_file_name(shard) or not shard.endswith(".safetensors"):
+            raise DataError(f"{index}: tensor {name!r} in {shard!r}, which is no plain file name")
+    return weight_map
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an npz file; `DataError` for one that is damaged, holds anything else, or says
+    that its arrays have more than 2 GiB."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+        if size > _MOST_ARRAY_BYTES:
+            raise ValueError(f"{size} bytes of arrays, at most {_MOST_ARRAY_BYTES} are read")
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: np.asarray(arrays[name][...]) for name in arrays.files}
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    except _ARRAY_DAMAGE as error:
+        raise DataError(f"{path} is no intact npz file ({error})") from error
 
 
 def _content(path: Path) -> bytes:
@@ -232,10 +284,15 @@ def _content(path: Path) -> bytes:
 
 
 def parse_json(data: bytes, path: Path, kind: type = dict) -> Any:
-    """The JSON object (or list) in `data`, the UTF-8 content of `path`, with unique names and
-    finite numbers; otherwise a `DataError`."""
+    """The JSON object (or list) in `data`, the UTF-8 content of `path`, with unique names, finite
+    numbers and Unicode texts; otherwise a `DataError`."""
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+        if sum(map(data.count, (b"{", b"[", b","))) > _MOST_VALUES:
+            raise ValueError(f"more than {_MOST_VALUES:,} values")
+        hooks = {"parse_constant": _refuse, "parse_int": _integer, "parse_float": _float}
+        value = json.loads(decoded(data), object_pairs_hook=_unique, **hooks)
+        if _SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise DataError(f"the JSON of {path} is nested too deeply") from error
     except ValueError as error:
@@ -253,6 +310,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the name {name!r} is there twice")
         result[name] = value
     return result
+
+
+def _integer(text: str) -> int:
+    return int(text) if math.isfinite(float(text)) else _refuse(f"an integer of {len(text)} digits")
+
+
+def _float(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _refuse(text)
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -1,6 +1,14 @@
 """Sizes, counts, times and names as commands print them. Bytes and token counts have binary
 units."""
 
+import re
+from collections.abc import Collection
+
+_CLEARED = "\r\x1b[K"  # of our own: a line that the next one overwrites
+_CONTROLS = re.compile(
+    "\r\x1b\\[K|[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+OF_OUTPUT = ("\n", "\t", _CLEARED)
 _SCALES = (("G", 2**30), ("M", 2**20), ("K", 2**10))
 
 
@@ -20,11 +28,12 @@ def count(tokens: int) -> str:
     return f"{tokens:,}"
 
 
-def printable(text: str) -> str:
-    """`text` on one line, control characters escaped: a file name may hold terminal commands."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in text
+def printable(text: str, kept: Collection[str] = ()) -> str:
+    """`text` with control characters escaped but for those in `kept`, by default on one line: a
+    file name may hold terminal commands, marks of direction, and bytes that are no text."""
+    return _CONTROLS.sub(
+        lambda found: found[0] if found[0] in kept else found[0].encode("unicode_escape").decode(),
+        text,
     )
 
 

@@ -27,7 +27,7 @@ def cells(
 ) -> tuple[list[tuple[str, bool]], list[list[str]]]:
     """(name, is_numeric) per column, all of them by default, and the text of every cell."""
     names = list(dict.fromkeys(x for row in rows for x in row)) if columns is None else columns
-    header = [(name, _is_numeric(rows, name)) for name in names]
+    header = [(_cell(name), _is_numeric(rows, name)) for name in names]
     return header, [[_cell(row.get(name)) for name in names] for row in rows]
 
 

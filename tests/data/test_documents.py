@@ -77,6 +77,8 @@ def test_json_lines(tmp_path):
 def test_a_line_that_holds_no_text_is_named(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n' + line + b"\n")
+    assert _texts(path) == [b"good"]  # a single one is left out
+    path.write_bytes(b'{"text": "good"}\n' + line + b"\n" + line)
     with pytest.raises(DataError, match=rf"a\.jsonl, {message}"):
         _texts(path)
 
@@ -91,8 +93,9 @@ def test_a_few_lines_that_hold_no_text_are_counted_and_left_out(tmp_path, caplog
     # The number of a document does not change when a line before it is repaired.
     assert names == [f"a.jsonl:{i}" for i in range(1999) if i != 7]
     assert f"1 of 1,999 lines hold no document: {path}, line 8 is not JSON" in caplog.text
+    lines[8] = "{\n"
     path.write_text("".join(lines[:500]))
-    with pytest.raises(DataError, match=r"1 of 499 lines hold no document: .*, line 8 .* 0\.1%"):
+    with pytest.raises(DataError, match=r"2 of 499 lines hold no document: .*, line 8 .* 0\.1%"):
         list(stream_documents(corpus))
 
 
@@ -182,3 +185,36 @@ def test_the_kind_of_a_folder(tmp_path):
     (tmp_path / "deep" / "a.parquet").write_text("")
     with pytest.raises(UserError, match=r"--glob \(\*\*/\*\.txt, \*\*/\*\.parquet\)"):
         readable_glob(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["\ufeffa mark", "a\r\nb\r\n", "\x00\x1b[2J", "\u2028é\U0001f9ee\ufffe"]
+)
+def test_every_reader_has_the_bytes_of_a_text(tmp_path, text):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
+    line = json.dumps({"text": text}).encode()
+    contents = {
+        "a.txt": text.encode(),
+        "a.txt.gz": gzip.compress(text.encode()),
+        "a.txt.zst": _frames([text.encode()]),
+        "a.jsonl": line,
+        "b.jsonl": b"\xef\xbb\xbf" + json.dumps({"text": text}, ensure_ascii=False).encode(),
+        "a.json.gz": gzip.compress(line + b"\r\n"),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    for name, value in (("a", text), ("b", text.encode())):
+        parquet.write_table(pyarrow.table({"text": [value]}), tmp_path / f"{name}.parquet")
+    for path in tmp_path.iterdir():
+        (document,) = read_documents(path, path.name, "text", LeftOut())
+        assert document.text == text.encode(), path
+
+
+def test_utf_16_is_refused_by_name(tmp_path):
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_text('{"text": "x"}', encoding="utf-16")
+    with pytest.raises(DataError, match=r"a\.txt is UTF-16 text: make it UTF-8"):
+        list(read_documents(tmp_path / "a.txt", "a.txt", "text", LeftOut()))
+    with pytest.raises(DataError, match=r"1 of 1 lines .*a\.jsonl, line 1 is not JSON"):
+        _texts(tmp_path / "a.jsonl")

@@ -174,3 +174,15 @@ def test_a_variable_with_which_jax_cannot_start_is_one_line(
 def test_a_failed_assertion_of_ours_keeps_its_traceback(command):
     result = command("import jax; assert not argv")
     assert (result.returncode, "Traceback" in result.stderr) == (1, True)
+
+
+def test_control_characters_are_escaped_where_text_leaves():
+    code = (
+        "import sys; from absl import logging; from experiments import cli; "
+        "cli._open_standard_streams();"
+        "print('a\\x1b]0;x\\x07\\u202e\\udcff\\tb'); logging.warning('c\\x1b[2J');"
+        "print('\\r\\x1b[Kd', end='')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert done.stdout == b"a\\x1b]0;x\\x07\\u202e\\udcff\tb\n\r\x1b[Kd"
+    assert b"c\\x1b[2J\n" in done.stderr

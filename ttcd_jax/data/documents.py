@@ -15,6 +15,7 @@ from ttcd_jax.data.mds import INDEX, read_column
 from ttcd_jax.data.megatron import read_sequences
 from ttcd_jax.data.tables import STATE, check_one_split, read_values
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import decoded
 
 _LEAST_LINES = 10_000  # until they are read, as many lines are left out as of this number
 _PACKED = re.compile(rb"\x1f\x8b|\(\xb5/\xfd|BZh\d1AY|\xfd7zXZ|7z\xbc\xaf|PK\x03\x04|PAR1")
@@ -37,8 +38,8 @@ class Document(NamedTuple):
 
 
 class LeftOut:
-    """Number of lines without a document, at most the fraction `SHARE`, and why the first have
-    none."""
+    """Number of lines without a document, at most one or the fraction `SHARE`, never all, and why
+    the first have none."""
 
     SHARE, MOST = 0.001, 100
 
@@ -56,8 +57,9 @@ class LeftOut:
 
     def check(self, least_lines: int = 0) -> None:
         """Raises `DataError` for too many of the lines, or of `least_lines` if that is more."""
-        if self.num_lines > self.SHARE * max(self._num_read, least_lines):
-            raise DataError(f"{self} (at most {self.SHARE:.1%} are left out)")
+        most = max(self.SHARE * max(self._num_read, least_lines), 1)
+        if self.num_lines > most or self.num_lines == self._num_read > least_lines:
+            raise DataError(f"{self} (at most one, or {self.SHARE:.1%}, are left out)")
 
     def __str__(self) -> str:
         return f"{self.num_lines:,} of {self._num_read:,} lines hold no document: {self.first[0]}"
@@ -128,6 +130,8 @@ def lists_files(glob: str) -> bool:
 def _plain(path: Path) -> bytes:
     with unpacked(path) as file:
         text = file.read(MAX_BYTES + 1)
+    if text[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"{path} is UTF-16 text: make it UTF-8 (iconv -f UTF-16 -t UTF-8)")
     if _PACKED.match(text):
         raise DataError(f"{path} is packed, not text: unpack it, or name it by its kind (.txt.gz)")
     return _checked_size(str(path), text)
@@ -152,7 +156,7 @@ def _json_lines(path: Path, field: str) -> Iterator[bytes | DataError]:
 
 def _json_text(where: str, field: str, line: bytes) -> bytes:
     try:
-        record = json.loads(line)
+        record = json.loads(decoded(line))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON ({error}); repair or remove it") from error
     if not isinstance(record, dict) or field not in record:
@@ -168,6 +172,8 @@ def _rows(path: Path, field: str) -> Iterator[bytes | np.ndarray]:
 
 
 def _text(where: str, field: str, value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return _checked_size(where, value)
     if value is not None and not isinstance(value, str):
         kind = type(value).__name__
         raise DataError(f"{where}: {field!r} is no text but {kind}; pass another --field")

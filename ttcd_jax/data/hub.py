@@ -15,7 +15,7 @@ from ttcd_jax import units
 from ttcd_jax.data.documents import glob_of, lists_files
 from ttcd_jax.data.special_tokens import TEXT_FILES
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.files import read_json, whole_file
+from ttcd_jax.files import read_index, whole_file
 
 _HTTP_ERROR = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
 _ERRORS = (OSError, _HTTP_ERROR, LookupError, TypeError, ValueError)
@@ -118,12 +118,9 @@ def _from_server(address: str) -> Path:
         return folder
     try:
         if _fetched(address, folder, f"{_WEIGHTS}.index.json"):
-            shards = read_json(folder / f"{_WEIGHTS}.index.json").get("weight_map", {})
+            names = {*read_index(folder / f"{_WEIGHTS}.index.json").values()}
         else:
-            shards = {"": _WEIGHTS}
-        names = {str(name) for name in shards.values()}
-        if strange := [name for name in names if PurePosixPath(name).name != name]:
-            raise DataError(f"{address} has a shard {strange[0]!r}, which is no name of a file")
+            names = {_WEIGHTS}
         absent = [name for name in sorted(names) if not _fetched(address, folder, name)]
         for name in ("tokenizer.json", *TEXT_FILES):
             _fetched(address, folder, name)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ttcd_jax.data.compressed import unpacked
 from ttcd_jax.errors import DataError
-from ttcd_jax.files import read_json
+from ttcd_jax.files import is_file_name, read_json
 
 INDEX = "index.json"
 
@@ -102,7 +102,7 @@ def _checked_column(index: Path, shard: _Shard, column: str) -> int:
 
 def _content(folder: Path, shard: _Shard) -> tuple[Path, np.ndarray]:
     for name in filter(None, (shard.raw, shard.packed)):
-        if Path(name).name != name or name == "..":
+        if not is_file_name(name):
             raise DataError(f"{folder / INDEX} lists {name!r}, outside its folder: do not use it")
     path = folder / shard.raw
     if shard.packed and not path.is_file():

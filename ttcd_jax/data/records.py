@@ -26,7 +26,7 @@ from ttcd_jax.data.corpus import EmptySplitError, Split
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.data.verification import VerifiedFiles
 from ttcd_jax.errors import DataError
-from ttcd_jax.files import difference, read_json
+from ttcd_jax.files import difference, is_file_name, read_json
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -115,7 +115,16 @@ def _is_sound(manifest: dict[str, Any]) -> bool:
         for facts in manifest["splits"].values():
             counts += [facts["num_documents"], facts["num_tokens"], facts["text"]["num_bytes"]]
             counts += [files[name]["num_bytes"] for name in (facts["starts"], *facts["shards"])]
-        is_inside = all(Path(name).name == name not in ("", "..") for name in files)
+        vocab_size, ids = manifest["vocab_size"], [manifest["bos_id"], manifest["eos_id"]]
+        ids += manifest.get("stop_ids", [])
+        item = token_dtype(vocab_size).itemsize
+        for facts in manifest["splits"].values():
+            sizes = [files[name]["num_bytes"] for name in (facts["starts"], *facts["shards"])]
+            num_starts = facts["num_documents"] + 1
+            if sizes[0] != 8 * num_starts or sum(sizes[1:]) != item * facts["num_tokens"]:
+                return False
+        is_inside = all(map(is_file_name, files)) and all(0 <= x < vocab_size for x in ids)
+        counts += ids
         is_complete = "tokenizer" in manifest and all("sha256" in facts for facts in files.values())
     except (LookupError, TypeError, AttributeError):
         return False

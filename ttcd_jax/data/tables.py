@@ -11,7 +11,7 @@ from typing import Any
 
 from ttcd_jax.data.compressed import bytes_read, import_for, unpacked
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.files import read_json
+from ttcd_jax.files import is_file_name, read_json
 
 STATE = "state.json"
 
@@ -95,9 +95,9 @@ def _position(path: Path, column: str, names: list[str]) -> int:
 def _data_files(path: Path) -> list[Path]:
     state = read_json(path)
     try:
-        files = [path.parent / entry["filename"] for entry in state["_data_files"]]
-        if all(file.parent == path.parent for file in files) and not state.get(_INDICES):
-            return files
+        names = [entry["filename"] for entry in state["_data_files"]]
+        if all(map(is_file_name, names)) and not state.get(_INDICES):
+            return [path.parent / name for name in names]
         problem = "lists files elsewhere, or chosen rows of them"
     except (LookupError, TypeError) as error:
         problem = f"lists no files ({error!r})"

@@ -184,7 +184,8 @@ class JsonTokenizer:
             return None
 
         def split(text: str) -> list[str]:
-            return [word for word, _ in words.pre_tokenize_str(text)]
+            with _library_errors("the tokenizer cannot divide text"):
+                return [word for word, _ in words.pre_tokenize_str(text)]
 
         sides = ["".join(x) for n in range(3) for x in itertools.product(_KINDS, repeat=n)]
         heads = {text: split(text) for side in sides for text in (side + "a", side + "E")}
@@ -196,7 +197,8 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         kept = [int(i) for i in ids if i not in (self.bos_id, self.eos_id)]
-        return self._tokenizer.decode(kept, skip_special_tokens=True)
+        with _library_errors("the tokenizer cannot decode"):
+            return self._tokenizer.decode(kept, skip_special_tokens=True)
 
     def num_bytes(self, ids: ArrayLike) -> np.ndarray:
         return self._bytes_by_id[np.asarray(ids, np.int32)]
@@ -232,11 +234,12 @@ def _check_memory(num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _library_errors(problem: str) -> Iterator[None]:
-    """Errors of the library as `DataError`. It raises `Exception` itself; subclasses pass."""
+    """Errors of the library as `DataError`. It raises `Exception` itself; subclasses pass. A panic
+    of its code is a `BaseException` that no module exports."""
     try:
         yield
-    except Exception as error:
-        if type(error) is not Exception:
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         reason = str(error)[:200]
         raise DataError(f"{problem} ({reason}); copy it again") from error

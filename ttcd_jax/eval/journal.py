@@ -55,15 +55,7 @@ class Journal:
                 arrays |= _content(path, key)
         if jax.process_count() > 1:
             arrays = load(_of_first_process(save(arrays)))
-        found: dict[int, list[Answer]] = {}
-        for name in arrays:
-            batch, _, field = name.partition("/")
-            if field == "sizes":
-                fields = [arrays[f"{batch}/{i}"] for i in range(_num_fields(arrays, batch))]
-                ends = np.cumsum(arrays[name])[:-1]
-                parts = (np.split(values, ends) for values in fields)
-                found[int(batch)] = [*zip(*parts, strict=True)]
-        return found
+        return _answers(arrays)
 
     def add(self, key: str, batch: int, answers: list[Answer]) -> None:
         """Notes the answers to a batch; they are on disk after some seconds, or `write`."""
@@ -101,9 +93,23 @@ def _content(path: Path, key: str) -> dict[str, np.ndarray]:
         data = path.read_bytes()
         content = data[_DIGEST_BYTES:]
         is_whole = hashlib.sha256(key.encode() + content).digest() == data[:_DIGEST_BYTES]
-        return load(content) if is_whole else {}
-    except (OSError, SafetensorError):
+        arrays = load(content) if is_whole else {}
+        _answers(arrays)
+        return arrays
+    except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError):
         return {}
+
+
+def _answers(arrays: dict[str, np.ndarray]) -> dict[int, list[Answer]]:
+    found: dict[int, list[Answer]] = {}
+    for name in arrays:
+        batch, _, field = name.partition("/")
+        if field == "sizes":
+            fields = [arrays[f"{batch}/{i}"] for i in range(_num_fields(arrays, batch))]
+            ends = np.cumsum(arrays[name])[:-1]
+            parts = (np.split(values, ends) for values in fields)
+            found[int(batch)] = [*zip(*parts, strict=True)]
+    return found
 
 
 def _num_fields(arrays: dict[str, np.ndarray], batch: str) -> int:

@@ -6,8 +6,6 @@ import hashlib
 import io
 import json
 import math
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,11 @@ import numpy as np
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError
+from ttcd_jax.files import parse_json, read_arrays
 
 _QUANTILES = {"p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 _LENGTHS = (2048, 4096, 8192, 16384, 32768)
-_MOST_BYTES = 2**31  # of the arrays of a manifest
 _BLANK_TOKENS = 1024  # decoded at once
-# Errors of a file that is no npz, that is damaged, or whose header contradicts its size.
-_DAMAGE = (
-    *(zipfile.BadZipFile, zlib.error, EOFError, LookupError, ValueError),
-    *(RuntimeError, MemoryError),
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,22 +124,16 @@ def read_manifest(path: Path, tokenizer: str) -> Selection:
     be outside the vocabulary. Raises `DataError` for a file that is none, and for one of another
     tokenizer."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            size = sum(entry.file_size for entry in archive.infolist())
-        if size > _MOST_BYTES:
-            raise ValueError(f"{size} bytes of arrays, and it has at most {_MOST_BYTES}")
-        with np.load(path, allow_pickle=False) as arrays:
-            tokens, lengths = arrays["flat_tokens"], arrays["lengths"]
-            stats = json.loads(str(arrays["document_stats_json"]))
-            made_by = str(arrays["tokenizer"]) if "tokenizer" in arrays else ""
+        arrays = read_arrays(path)
+        tokens, lengths = arrays["flat_tokens"], arrays["lengths"]
+        stats = parse_json(str(arrays["document_stats_json"]).encode(), path)
+        made_by = str(arrays.get("tokenizer", ""))
         arrays_are_lists = all(x.ndim == 1 and x.dtype.kind in "iu" for x in (tokens, lengths))
-        if not (arrays_are_lists and lengths.size and lengths.min() > 1 and type(stats) is dict):
+        if not (arrays_are_lists and lengths.size and lengths.min() > 1):
             raise ValueError("its arrays are of another kind")
         if lengths.max() > tokens.size or lengths.sum(dtype=np.int64) != tokens.size:
             raise ValueError(f"it has {tokens.size} tokens, and other lengths: {lengths[:3]}...")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    except _DAMAGE as error:
+    except (LookupError, ValueError) as error:
         raise DataError(
             f"{path} is no manifest of documents ({error}): name the documents.npz of an evaluation"
         ) from error

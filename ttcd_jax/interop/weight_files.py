@@ -6,7 +6,6 @@ that overlap, leave a gap or do not end with the file, and sizes that contradict
 Duplicate names, control characters in names, and NaN are rejected here.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.files import parse_json, read_json, whole_file, write_json
+from ttcd_jax.files import parse_json, read_index, whole_file, write_json
 from ttcd_jax.interop.torch_files import TORCH_SUFFIXES, read_torch_file
 
 SINGLE = "model.safetensors"
@@ -34,7 +33,6 @@ _DTYPES = {
 DTYPES = {dtype.name: dtype for dtype in _DTYPES.values()}
 _MAX_NAME = 256
 _MAX_HEADER = 20_000_000  # bytes: more than 100,000 tensors
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
 
 
 class StoredTensor(NamedTuple):
@@ -97,6 +95,7 @@ def _open_folder(folder: Path) -> WeightFiles:
         raise DataError(f"{folder} holds {SINGLE} and {INDEX}: remove the one that is out of date")
     if names:
         first = folder / names[0]
+        _check_link(first)
         return _open_indexed(first) if first.name == INDEX else open_weights(first)
     if (folder / ".metadata").is_file():
         raise DataError(
@@ -151,23 +150,12 @@ def _stored_in(file: Path) -> dict[str, StoredTensor]:
 
 def _open_indexed(index: Path) -> WeightFiles:
     """The tensors of the shards that an index names; both must have the same tensors."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise DataError(f"{index} has no weight_map of tensor names to files")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not _PLAIN_NAME.fullmatch(shard):
-            raise DataError(f"{index}: tensor {name!r} in {shard!r}, which is no plain file name")
+    weight_map = read_index(index)
     files = [index.parent / shard for shard in sorted({*weight_map.values()})]
-    # The hub's cache has links from snapshots/<revision>/ to blobs/.
-    folders = [index.parent.resolve(), index.absolute().parent.parent.parent / "blobs"]
     for file in files:
         if not file.is_file():
             raise DataError(f"{file} is missing: {INDEX} names it")
-        if file.resolve().parent not in folders:
-            raise DataError(
-                f"{file} is a link that leaves its folder: copy the folder with the files "
-                "themselves (cp -rL)"
-            )
+        _check_link(file)
     weights = _open_safetensors(files)
     holders = {name: tensor.file.name for name, tensor in weights.stored.items()}
     for name in sorted(holders.keys() | weight_map.keys()):
@@ -175,6 +163,17 @@ def _open_indexed(index: Path) -> WeightFiles:
         if listed != actual:
             raise DataError(f"{index}: tensor {name!r} is in {actual}, and the index says {listed}")
     return weights
+
+
+def _check_link(file: Path) -> None:
+    """Raises `DataError` for a link out of its folder, unless it is one of the hub's cache, from
+    snapshots/<revision>/ to blobs/."""
+    folder = file.absolute().parent
+    if file.resolve().parent not in (folder.resolve(), folder.parent.parent / "blobs"):
+        raise DataError(
+            f"{file} is a link that leaves its folder: copy the folder with the files themselves "
+            "(cp -rL)"
+        )
 
 
 def cast(tensors: Mapping[str, np.ndarray], kinds: Mapping[str, str]) -> dict[str, np.ndarray]:
