@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 from ttcd_kernels.dual_window.cotangents import ATTENTION
 
@@ -151,7 +152,7 @@ class Transformer(Configured):
     def _row(self, tokens: Any, positions: Any, segment_ids: Any) -> Row:
         """The row of tokens, checked."""
         check_array("the model", "tokens", tokens, "int", "B", "T")
-        if not isinstance(tokens, jax.core.Tracer):
+        if not isinstance(tokens, Tracer):
             check_tokens(tokens, self.config.vocab_size)
         return Row.of(tokens, positions, segment_ids)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 from ttcd_kernels.dual_window.tiles import documents
 
@@ -120,7 +121,7 @@ class Piece(NamedTuple):
         if lengths is not None:
             check_array("the piece", "lengths", lengths, "int", batch)
         for name, counts, most in (("start", start, np.inf), ("lengths", lengths, length)):
-            if counts is None or isinstance(counts, jax.core.Tracer):
+            if counts is None or isinstance(counts, Tracer):
                 continue
             if np.size(counts) and not 0 <= np.min(counts) <= np.max(counts) <= most:
                 raise UserError(f"{name} {np.asarray(counts).tolist()} is not in 0 .. {most}")
