@@ -16,6 +16,7 @@ from ttcd_jax.data.megatron import read_sequences
 from ttcd_jax.data.tables import STATE, check_one_split, read_values
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import decoded
+from ttcd_jax.units import printable
 
 _LEAST_LINES = 10_000  # until they are read, as many lines are left out as of this number
 _PACKED = re.compile(rb"\x1f\x8b|\(\xb5/\xfd|BZh\d1AY|\xfd7zXZ|7z\xbc\xaf|PK\x03\x04|PAR1")
@@ -62,7 +63,8 @@ class LeftOut:
             raise DataError(f"{self} (at most one, or {self.SHARE:.1%}, are left out)")
 
     def __str__(self) -> str:
-        return f"{self.num_lines:,} of {self._num_read:,} lines hold no document: {self.first[0]}"
+        first = printable(self.first[0])
+        return f"{self.num_lines:,} of {self._num_read:,} lines hold no document: {first}"
 
 
 def read_documents(path: Path, name: str, field: str, left_out: LeftOut) -> Iterator[Document]:
