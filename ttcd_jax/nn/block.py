@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import itertools
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ class Configured(nnx.Module):
 
     config_class: ClassVar[type[Config]] = Config
 
-    def __new__(cls, *args: Any, **facts: Any) -> Self:
+    def __new__(cls, *args: Any, **facts: Any) -> Any:
         """Raises `UserError` for another configuration, and for rngs that are none."""
         config, rngs = args[0] if args else facts.get("config"), facts.get("rngs")
         if not isinstance(config, cls.config_class):
