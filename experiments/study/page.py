@@ -52,7 +52,8 @@ def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None
         sections=sections,
     )
     print(tables)
-    print(printable(f"page {path / 'index.html'}"))
+    if (path / "index.html").exists():
+        print(printable(f"page {path / 'index.html'}"))
 
 
 def _measured(config: StudyConfig, task: Task, text: str, path: Path) -> Measured:
