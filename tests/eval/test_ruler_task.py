@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -235,6 +236,13 @@ def test_a_task_without_its_source_is_left_out_of_a_group_and_refused_by_name(tm
             Ruler(tasks=tasks, lengths=(100,), samples=1).rows(subject)
     with pytest.raises(UserError, match=r"RULER has no task here \(niah_single_1 is left out: .*;"):
         Ruler(tasks="niah", lengths=(100,), samples=1).rows(subject)
+
+
+def test_a_task_whose_package_is_missing_is_left_out_of_a_group(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wonderwords.random_word", None)
+    cases = Ruler(lengths=(2048,), samples=1).rows(_subject(tmp_path))
+    assert {case.task for case in cases} & {"fwe", "cwe"} == {"fwe"}
+    assert "cwe is left out: the list of words cannot be read without wonderwords" in caplog.text
 
 
 def test_mistakes_are_refused(tmp_path):
