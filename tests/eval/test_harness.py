@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
 from lm_eval.tasks import TaskManager
 from small_models import byte_model
 from tiny_run import save_text_model
@@ -20,7 +21,7 @@ from tiny_run import save_text_model
 from experiments import harness
 from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.eval.harness import ScorerLM, load_tasks, measure
+from ttcd_jax.eval.harness import Refusals, ScorerLM, evaluate, load_tasks, measure
 from ttcd_jax.eval.results import merged
 from ttcd_jax.eval.scorer import Scorer
 from ttcd_jax.eval.task import Subject
@@ -128,6 +129,12 @@ def test_an_answer_inside_a_token_of_its_prompt_is_read_apart(scorer, tmp_path):
         ({"params": "x"}, "no argument 'params'; did you mean 'param'"),
         ({"batch_size": 0}, "batch_size 0 is not a number of rows, or 'auto'"),
         ({"batch_size": "x"}, "batch_size 'x' is not a number of rows"),
+        ({"batch_size": "auto:x"}, "batch_size 'auto:x' is not a number of rows"),
+        (
+            {"batch_size": "auto", "max_batch_size": -2},
+            "'auto', at most -2 is not a number of rows",
+        ),
+        ({"param": 5}, "5"),
         ({"step": "x"}, "step 'x' is not a number"),
         ({"trust_remote_code": True}, "no argument 'trust_remote_code'"),
     ],
@@ -143,7 +150,7 @@ def test_arguments_of_a_run_are_refused_by_name(folder, arguments, words):
 def test_automatic_batches_are_ours(folder, caplog):
     config = {"batch_size": "auto:4", "max_batch_size": 8, "device": "cuda:0"}
     lm = RunLM.create_from_arg_obj({"run_dir": folder / "run"}, config)
-    assert lm._scorer.batch_size == 16
+    assert lm._scorer.batch_size == 8
     assert "device cuda:0 has no effect: JAX computes on cpu" in caplog.text
 
 
@@ -154,7 +161,15 @@ def test_automatic_batches_are_ours(folder, caplog):
         ({"repetition_penalty": 1.2, "top_p": 0.5}, SamplingConfig(repetition_penalty=1.2)),
         ({"do_sample": True, "top_k": -1}, SamplingConfig(temperature=1)),
         ({"temperature": 0.7, "top_k": 5}, SamplingConfig(temperature=0.7, top_k=5)),
+        (
+            {"do_sample": True, "seed": 7, "temperature": None},
+            SamplingConfig(temperature=1, seed=7),
+        ),
         ({"num_beams": 4}, "generate with num_beams: not supported"),
+        ({"max_new_tokens": 2.5}, "generate with .*2.5.*: not numbers"),
+        ({"do_sample": "yes"}, "generate with .*yes.*: not numbers, or not True or False"),
+        ({"stop": [5]}, "generate until .'x', 5.: give texts"),
+        ({"top_p": 2}, "top_p 2 must be above 0"),
         ({"temperature": -1.0}, "temperature -1.0 must be 0 or more"),
         ({"do_sample": True, "top_p": 2}, "top_p 2 must be above 0"),
     ],
@@ -166,6 +181,69 @@ def test_settings_of_generation_are_ours_or_refused(scorer, settings, expected):
             request()
     else:
         assert request().sampling == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"limit": 2.5}, "limit 2.5 must be a number from 1, or a share below 1"),
+        ({"limit": -1}, "limit -1 must be a number from 1"),
+        ({"samples": {"four_questionz": [0]}}, "no task 'four_questionz'.*did you mean"),
+        ({"samples": {"four_questions": [3, 0]}}, "increasing numbers of its 4 questions.*3, 0"),
+        ({"samples": {"four_questions": [4]}}, "increasing numbers of its 4 questions"),
+        ({"samples": [1]}, "samples .1. are not numbers of questions by task"),
+        ({"apply_chat_template": True}, "no chat template"),
+        ({"cache_requests": True}, "cache_requests keeps prompts by a task's name"),
+        ({"shots": -1}, "four_questions: num_fewshot -1 must be at least 0"),
+        ({"generation": {"num_beams": 4}}, "generate with num_beams: not supported"),
+    ],
+)
+def test_what_the_harness_passes_over_is_refused_before_prompts(folder, scorer, options, words):
+    loaded = load_tasks(["four_questions"], include_path=str(folder / "tasks")).loaded
+    task = loaded["tasks"]["four_questions"]
+    options = dict(options)
+    task.set_config(key="num_fewshot", value=options.pop("shots", 0))
+    if settings := options.pop("generation", None):
+        task.OUTPUT_TYPE = "generate_until"
+        task.set_config(key="generation_kwargs", value=settings)
+    with pytest.raises(UserError, match=words):
+        evaluate(ScorerLM(scorer), loaded, **options)
+    assert not hasattr(task, "_instances")
+
+
+def test_a_share_of_the_items_is_as_in_the_harness(folder, scorer):
+    items = load_tasks(["four_questions"], include_path=str(folder / "tasks"), limit=0.3)
+    assert items == [("four_questions", 0), ("four_questions", 1)]
+    assert [len(x) for x in items.documents().values()] == [2]
+    assert {record["items"] for record in measure(items, scorer)} == {2}
+
+
+def test_answers_without_a_token_are_named(scorer):
+    for pair in (("", ""), ("Once ", "")):
+        with pytest.raises(UserError, match=r"the answer '' to .* has no token, so no l"):
+            ScorerLM(scorer).loglikelihood(_requests("loglikelihood", pair))
+
+
+def test_kept_answers_of_another_model_are_refused(folder, scorer, tmp_path):
+    cache = str(tmp_path / "kept.db")
+    request = _requests("loglikelihood", ("Once", " a"))
+    (first,) = CachingLM(ScorerLM(scorer), cache).loglikelihood(request)
+    assert CachingLM(ScorerLM(scorer), cache).loglikelihood(request) == [first]
+    other = load_run(folder / "run", changes=["TransformerConfig.window=16"])
+    with pytest.raises(UserError, match="--use_cache has answers of another model"):
+        CachingLM(ScorerLM(Scorer(other.model, other.tokenizer)), cache)
+
+
+def test_an_error_of_the_harness_is_a_line_and_a_defect_of_ours_none(folder, scorer):
+    loaded = load_tasks(["four_questions"], include_path=str(folder / "tasks")).loaded
+    loaded["tasks"]["four_questions"].set_config(key="num_fewshot", value=99)
+    words = r"cannot do this \(ValueError: Sample larger than population.*\): sorry"
+    with pytest.raises(UserError, match=words), Refusals("cannot do this", ": sorry"):
+        evaluate(ScorerLM(scorer), loaded)
+    loaded["tasks"]["four_questions"].set_config(key="num_fewshot", value=0)
+    broken = mock.patch.object(Scorer, "losses", side_effect=ZeroDivisionError)
+    with broken, pytest.raises(ZeroDivisionError), Refusals("cannot do this"):
+        evaluate(ScorerLM(scorer), loaded)
 
 
 def _log_probs(scorer, text):
@@ -546,7 +624,8 @@ def test_the_options_of_the_command_are_checked(folder):
     for option, words in [
         ("--metadata=x", "--metadata=x is not JSON"),
         ("--metadata=[1]", "is no JSON object"),
-        ("--limit=0", "limit 0 must be at least 1"),
+        ("--limit=0", "limit 0 must be a number from 1, or a share below 1"),
+        ("--limit=2.5", "limit 2.5 must be a number from 1"),
         ("--num_fewshot=-1", "num_fewshot -1 must be at least 0"),
     ]:
         assert words in commands.refused(*base, option)
