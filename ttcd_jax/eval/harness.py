@@ -85,10 +85,10 @@ class ScorerLM(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Raises `UserError` for an answer without a token, which has no likelihood."""
-        for context, answer in (request.args for request in requests):
-            if not self.tok_encode(answer):
-                where = f"the answer {answer!r} to {context[-60:]!r}"
-                raise UserError(f"{where} has no token, so no likelihood: leave the question out")
+        for request in requests:
+            if not self.tok_encode(request.args[1]):
+                pair = f"the answer {request.args[1]!r} to {request.args[0][-60:]!r}"
+                raise UserError(f"{pair} has no token, so no likelihood: leave the question out")
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
@@ -200,11 +200,9 @@ class Refusals(contextlib.AbstractContextManager[None]):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, Exception) or isinstance(error, UserError):
             return
-        modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(trace)]
-        packages = [
-            x for name in modules if (x := name.partition(".")[0]) in ("lm_eval", "ttcd_jax")
-        ]
-        if "lm_eval" not in packages or packages[-1] == "lm_eval":
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(trace)]
+        places = [name[:7] for name in modules if name.startswith(("lm_eval.", "ttcd_jax."))]
+        if "lm_eval" not in places or places[-1] == "lm_eval":
             cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise UserError(f"the harness {self._text} ({cause}){self._remedy}") from error
 
