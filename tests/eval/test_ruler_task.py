@@ -134,8 +134,8 @@ def test_tables_have_the_averages_of_what_is_given():
     assert table == [
         {"task": "niah_single_1", "on, 4K": 75, "on, 8K": None, "off, 4K": 10},
         {"task": "vt", "on, 4K": 25, "on, 8K": 15, "off, 4K": 0},
-        {"task": "average of 13 (2 given)", "on, 4K": 50, "on, 8K": None, "off, 4K": 5},
-        {"task": "average of 6 needles (1 given)", "on, 4K": 75, "on, 8K": None, "off, 4K": 10},
+        {"task": "average of 2 of 13", "on, 4K": 50, "on, 8K": None, "off, 4K": 5},
+        {"task": "average of 1 of 6 needles", "on, 4K": 75, "on, 8K": None, "off, 4K": 10},
     ]
 
 

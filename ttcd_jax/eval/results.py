@@ -63,7 +63,9 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
 
 
 def _check_finite(task: Task, series: Series, step: int) -> None:
-    """Raises `NonFiniteError` for measures that JSON has no number for."""
+    """Raises `NonFiniteError` for measures that JSON has no number for, `UserError` for none."""
+    if not all(series.values()):
+        raise UserError(f"task {task.name} finds nothing to measure in these rows: take others")
     records = ((label, record) for label in series for record in series[label])
     found = ((*where, *item) for where in records for item in where[1].items())
     for label, record, name, value in found:
