@@ -85,9 +85,10 @@ class ScorerLM(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Raises `UserError` for an answer without a token, which has no likelihood."""
-        for request in requests:
-            if not self.tok_encode(request.args[1]):
-                pair = f"the answer {request.args[1]!r} to {request.args[0][-60:]!r}"
+        pairs: list[Any] = [request.args for request in requests]
+        for context, answer in pairs:
+            if not self.tok_encode(answer):
+                pair = f"the answer {answer!r} to {context[-60:]!r}"
                 raise UserError(f"{pair} has no token, so no likelihood: leave the question out")
         return super().loglikelihood(requests, disable_tqdm=True)
 
