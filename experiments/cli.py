@@ -2,9 +2,8 @@
 
 Exit status: 0 done, 2 to 6 a `UserError` (`ttcd_jax.errors`; 2 also for a kernel chosen by name
 that cannot run here, a missing package and a file that the system refuses, 6 for any full disk and
-exhausted memory),
-130 interrupted, 141 standard output closed by its reader, 143 terminated, with the unfinished files
-removed. Any other exception keeps its traceback.
+exhausted memory), 130 interrupted, 141 standard output closed by its reader, 143 terminated, with
+the unfinished files removed. Any other exception keeps its traceback.
 """
 
 import ast
