@@ -26,7 +26,7 @@ def main() -> None:
 
     model_registry.register("ttcd_jax", target="ttcd_jax.run.harness:RunLM")
     try:
-        cli.check_environment()
+        cli.set_up_environment()
         with jax.set_mesh(build_mesh(MeshConfig())):
             cli_evaluate()
     except UserError as error:
