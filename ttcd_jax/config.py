@@ -84,7 +84,9 @@ def _refusal(value: Any, hint: Any) -> str | None:
     """`"must be ..."` for the first bound in `hint` that `value`, of the right type, violates."""
     origin, args = get_origin(hint), get_args(hint)
     if hint in (int, float):
-        return None if -(2**63) < value < 2**63 else "must be finite, below 2^63"
+        if isinstance(value, float):
+            return None if math.isfinite(value) else "must be finite"
+        return None if abs(value) < 2**63 else "must be below 2^63"
     if origin is Annotated:
         for bound in hint.__metadata__:
             if isinstance(bound, Bound) and not bound.allows(value):

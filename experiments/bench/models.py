@@ -73,7 +73,8 @@ class _TwoCalls(DualWindowAttention):
 
         def view(window: int | None) -> tuple[jax.Array, KVCache]:
             how = self.config.attention_implementation
-            (out,), after = attend_cached(q, k, v, piece, state, (window,), how)
+            cut = dataclasses.replace(piece.cut, window=window)  # the halo may be longer
+            (out,), after = attend_cached(q, k, v, piece._replace(cut=cut), state, (window,), how)
             return self.project_out(out), after
 
         (teacher, after), (student, _) = view(self.config.window), view(self.student_window)

@@ -120,7 +120,7 @@ def test_the_manifest_of_the_authors_is_read(tmp_path):
         (_npz(flat_tokens=np.ones((6, 1), int)), "its arrays are of another kind"),
         (_npz(flat_tokens=np.array([{}])), "is no manifest of documents"),
         (_npz(lengths=None), "is no manifest of documents"),
-        (_npz(document_stats_json=np.array("[]")), "its arrays are of another kind"),
+        (_npz(document_stats_json=np.array("[]")), "is a list, not"),
         (_npz(document_stats_json=np.array("{")), "is no manifest of documents"),
         (_npz()[:-40], "is no manifest of documents"),
         (_npz()[:200], "is no manifest of documents"),

@@ -139,6 +139,12 @@ def test_runs_of_one_label_are_named_by_their_folders(result, tmp_path):
     assert [[*x["series"]] for (x,) in found.values()] == [[f"{name}, long"] for name in names]
 
 
+def test_a_table_for_spreadsheets_holds_no_formula(result, tmp_path):
+    record = {"half": "-1+1", "loss": -2.0}
+    folder = write_results(result | {"run_dir": str(tmp_path), "series": {"=cmd()": [record]}})
+    assert (folder / "results.csv").read_text().splitlines()[1] == "'=cmd(),'-1+1,-2.0"
+
+
 def test_a_bucket_may_be_a_number_and_results_are_there_before_pictures(toy, result, tmp_path):
     series = {"mine": [{"half": 1, "loss": 2.0}, {"half": 2, "loss": None}]}
     written = result | {"run_dir": str(tmp_path), "series": series}

@@ -109,6 +109,7 @@ def write_results(result: dict[str, Any]) -> Path:
     folder = _path(result)
     table = io.StringIO()
     rows = [{"series": label} | record for label, records in series.items() for record in records]
+    rows = [{name: _cell(value) for name, value in row.items()} for row in rows]
     fields = dict.fromkeys(name for row in rows for name in row)
     writer = csv.DictWriter(table, fieldnames=[*fields])
     writer.writeheader()
@@ -118,6 +119,11 @@ def write_results(result: dict[str, Any]) -> Path:
     task.pictures(folder, series, result["chance"])
     shutil.rmtree(folder / _UNFINISHED, ignore_errors=True)
     return folder
+
+
+def _cell(value: Any) -> Any:
+    """`value` for CSV; a text that a spreadsheet would compute begins with an apostrophe there."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
 
 
 def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
