@@ -1,7 +1,8 @@
 """The entry point of every command: flags, and one line and an exit status for a user's mistake.
 
 Exit status: 0 done, 2 to 6 a `UserError` (`ttcd_jax.errors`; 2 also for a kernel chosen by name
-that cannot run here and a file that the system refuses, 6 for any full disk and exhausted memory),
+that cannot run here, a missing package and a file that the system refuses, 6 for any full disk and
+exhausted memory),
 130 interrupted, 141 standard output closed by its reader, 143 terminated, with the unfinished files
 removed. Any other exception keeps its traceback.
 """
@@ -10,11 +11,13 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import re
 import select
 import signal
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,19 +39,26 @@ INTERRUPTED = 130
 OUTPUT_CLOSED = 141
 TERMINATED = 128 + signal.SIGTERM
 
+type OptionsOf = Callable[[list[str]], type[Config] | None]
 
-def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ()) -> NoReturn:
+
+def run(
+    main: Callable[[list[str]], None],
+    arguments: Sequence[str] | None = (),
+    options: OptionsOf | None = None,
+) -> NoReturn:
     """Parses the flags, calls `main([program, *values of arguments])` and ends the process.
 
     `arguments` names the required arguments after the flags; with None every argument that is not
-    a flag is passed to `main`.
+    a flag is passed to `main`. `options` gives the class of the options that flags and the
+    arguments after them choose, if they choose one: --help shows its fields.
     """
     _open_standard_streams()
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     try:
         try:
             set_up_environment()
-            app.run(main, flags_parser=functools.partial(_parse_flags, arguments))
+            app.run(main, flags_parser=functools.partial(_parse_flags, arguments, options))
         finally:
             sys.stdout.flush()
     except UserError as error:
@@ -56,6 +66,10 @@ def run(main: Callable[[list[str]], None], arguments: Sequence[str] | None = ())
     except (ValueError, AssertionError) as error:
         leave_if_unsupported(error)
         raise
+    except ImportError as error:
+        if (package := _missing_package(error)) is None:
+            raise
+        _leave(f"error: this needs {package}, which is missing: pip install {package}", 2)
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
     except (MemoryError, RuntimeError) as error:
@@ -143,7 +157,35 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _parse_flags(names: Sequence[str] | None, command_line: list[str]) -> list[str]:
+def _missing_package(error: ImportError) -> str | None:
+    """The package that is absent, or raises this; None where a name of ours or in a package is."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    if error.name and not isinstance(error, ModuleNotFoundError):
+        return None  # cannot import name
+    package = error.name or frame.f_globals["__name__"].partition(".")[0]
+    ours = ("ttcd_jax", "ttcd_kernels", "experiments", "__main__", *sys.stdlib_module_names)
+    return None if "." in package or package in ours else package
+
+
+def _show_options(options: OptionsOf, command_line: list[str]) -> None:
+    """Prints the options of a command besides its flags, where the command line chooses them."""
+    line, rest = [x for x in command_line if not re.fullmatch(r"--?help\w*|-\?", x)], []
+    with contextlib.suppress(flags.Error):  # a required flag may be missing
+        rest = flags.FLAGS(line, known_only=True)
+    if (config := options(rest)) is None:
+        return
+    print(f"\n{inspect.getdoc(config)}\n\noptions and their defaults:")
+    for field in dataclasses.fields(config):
+        default = "VALUE" if field.default is dataclasses.MISSING else field.default
+        values = default if isinstance(default, tuple) else [default]
+        print(f"  --{field.name}={','.join(map(str, values))}")
+
+
+def _parse_flags(
+    names: Sequence[str] | None,
+    options: OptionsOf | None,
+    command_line: list[str],
+) -> list[str]:
     flags.FLAGS.set_gnu_getopt(True)  # flags may follow arguments
     try:
         program, *rest = flags.FLAGS(command_line, known_only=names is None)
@@ -151,6 +193,8 @@ def _parse_flags(names: Sequence[str] | None, command_line: list[str]) -> list[s
         raise UserError(" ".join(str(error).split())) from None
     except SystemExit:
         # Only a help flag exits while flags are parsed, and absl calls that a failure.
+        if options is not None:
+            _show_options(options, command_line)
         sys.exit(0)
     _check_texts(rest)
     if names is None:

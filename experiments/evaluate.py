@@ -27,6 +27,7 @@ on. All devices are used; of several processes the first prints and writes.
 from absl import flags
 
 from experiments import cli, processes
+from ttcd_jax.config import Config
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(processes)
@@ -67,5 +68,11 @@ def main(argv: list[str]) -> None:
             print(printable(f"written to {folder}"))
 
 
+def _options(arguments: list[str]) -> type[Config] | None:
+    from ttcd_jax.eval.tasks import TASKS
+
+    return TASKS.get(FLAGS.task)
+
+
 if __name__ == "__main__":
-    cli.run(main, arguments=None)
+    cli.run(main, arguments=None, options=_options)

@@ -47,7 +47,7 @@ flags.DEFINE_multi_string("param", [], "A change of the model, Class.field=VALUE
 flags.DEFINE_multi_string("prompt_file", [], "A prompt, - for standard input; may be repeated.")
 flags.DEFINE_bool("interactive", False, "Ask for prompts, a line each.")
 flags.DEFINE_integer("max_new_tokens", None, "Tokens to generate; 0 reads only.")
-flags.DEFINE_multi_string("stop", [], "End before this text; may be repeated.")
+flags.DEFINE_multi_string("stop", [], "End before this text, \\n: a new line; may be repeated.")
 flags.DEFINE_float("temperature", None, "0 (the default) takes the likeliest token.")
 flags.DEFINE_integer("top_k", None, "Draw from the k likeliest tokens.")
 flags.DEFINE_float("top_p", None, "Draw from the likeliest tokens that have this mass together.")
@@ -184,9 +184,10 @@ class _Session:
     ) -> "Generation":
         from ttcd_jax.inference.generate import Generation, Request
         from ttcd_jax.inference.sampling import SamplingConfig
+        from ttcd_jax.inference.text import typed
 
-        settings = {"sampling": SamplingConfig(**_given(*_SAMPLING)), "stop": tuple(FLAGS.stop)}
-        settings |= _given("max_new_tokens") | changes
+        sampling, stop = SamplingConfig(**_given(*_SAMPLING)), tuple(map(typed, FLAGS.stop))
+        settings = {"sampling": sampling, "stop": stop} | _given("max_new_tokens") | changes
         requests = [Request(tokens=row, **settings) for row in rows]
         options = _given("piece_size", "memory")
         return Generation(self._model, self._tokenizer, requests, state=state, **options)

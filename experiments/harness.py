@@ -7,7 +7,6 @@ so its command `lm_eval` has to be started here. All flags are the harness'.
 """
 
 import sys
-import traceback
 
 from experiments import cli
 from ttcd_jax.errors import UserError
@@ -16,32 +15,28 @@ from ttcd_jax.units import printable
 
 def main() -> None:
     try:
-        from lm_eval.__main__ import cli_evaluate
-        from lm_eval.api.registry import model_registry
+        from ttcd_jax.eval import harness  # before lm_eval: it is offline from then on
     except ImportError as error:
         sys.exit(f"error: {error}: install ttcd_jax[harness]")
     import jax
+    import lm_eval.__main__
+    import lm_eval.api.registry
 
     from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
 
-    model_registry.register("ttcd_jax", target="ttcd_jax.run.harness:RunLM")
+    target = "ttcd_jax.run.harness:RunLM"
+    lm_eval.api.registry.model_registry.register("ttcd_jax", target=target)
+    lm_eval.evaluator.evaluate = harness.evaluate
     try:
         cli.set_up_environment()
-        with jax.set_mesh(build_mesh(MeshConfig())):
-            cli_evaluate()
+        with jax.set_mesh(build_mesh(MeshConfig())), harness.Refusals("refuses"):
+            lm_eval.__main__.cli_evaluate()
     except UserError as error:
-        sys.exit(_told(error, error.exit_code))
+        print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        sys.exit(error.exit_code)
     except (ValueError, LookupError, TypeError, OSError, AssertionError, RuntimeError) as error:
         cli.leave_if_unsupported(error)
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if not frames[-1].f_globals["__name__"].startswith("lm_eval."):
-            raise
-        sys.exit(_told(error, UserError.exit_code))  # the harness' way to refuse
-
-
-def _told(error: Exception, status: int) -> int:
-    print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
-    return status
+        raise
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ PositiveFloat = Annotated[float, Bound("positive and finite", lambda value: 0 < 
 NonNegativeFloat = Annotated[float, Bound("0 or more, finite", lambda value: 0 <= value < math.inf)]
 Fraction = Annotated[float, Bound("between 0 and 1", lambda value: 0 <= value <= 1)]
 Decay = Annotated[float, Bound("in [0, 1)", lambda value: 0 <= value < 1)]
+LIMIT = Bound("a number from 1, or a share below 1", lambda x: 0 < x < 1 or (x >= 1 and x % 1 == 0))
 DISTINCT = Bound("one or more, none twice", lambda values: 0 < len(values) == len(set(values)))
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from absl import flags
 
 from experiments import cli
+from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_json
 
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> None:
     name, *arguments = argv[1:] or [""]
     if name not in CASES:
         raise UserError(f"case {name!r} is not one of {', '.join(CASES)}")
-    case: Any = importlib.import_module(f"experiments.bench.{CASES[name]}").CASES[name]
+    case = _case(name)
     quick = case.quick if FLAGS.quick else {}
     options = cli.parse_options(case.options, f"case {name}", arguments, quick)
     import jax
@@ -65,5 +66,13 @@ def main(argv: list[str]) -> None:
         raise SystemExit("a result is wrong: the notes name it")
 
 
+def _case(name: str) -> Any:
+    return importlib.import_module(f"experiments.bench.{CASES[name]}").CASES[name]
+
+
+def _options(arguments: list[str]) -> type[Config] | None:
+    return _case(arguments[1]).options if CASES.keys() & {*arguments[1:2]} else None
+
+
 if __name__ == "__main__":
-    cli.run(main, None)
+    cli.run(main, None, _options)

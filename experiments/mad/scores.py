@@ -26,8 +26,8 @@ def summed_loss(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Fl
 
 def batch_scores(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Metrics:
     """macro_accuracy (the published score), micro_accuracy and loss, the mean cross entropy in
-    nats, of one batch; the prediction is the first of the likeliest classes. Without a scored
-    position the accuracies are 0 and the loss is NaN."""
+    nats, of one batch; the prediction is the first of the likeliest classes. All are NaN
+    without a scored position."""
     predictions, is_scored = jnp.argmax(logits, axis=-1), targets != IGNORE
     is_hit = is_scored & (predictions == targets)
 
@@ -39,7 +39,7 @@ def batch_scores(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> M
     num_present = jnp.sum(num_targets + count(predictions, is_scored) > 0)
     recalls = num_hits / jnp.maximum(num_targets, 1)
     return {
-        "macro_accuracy": jnp.sum(recalls) / jnp.maximum(num_present, 1),
-        "micro_accuracy": jnp.sum(is_hit) / jnp.maximum(jnp.sum(is_scored), 1),
+        "macro_accuracy": jnp.sum(recalls) / num_present,
+        "micro_accuracy": jnp.sum(is_hit) / jnp.sum(is_scored),
         "loss": summed_loss(logits, targets) / jnp.sum(is_scored),
     }

@@ -132,4 +132,6 @@ def worst(ours: Mapping[str, Any], golden: Golden, dtype: str) -> Comparison:
 
 
 def worse(*comparisons: Comparison) -> Comparison:
+    if not comparisons:
+        raise DataError("nothing is compared")
     return max(comparisons, key=lambda comparison: comparison.ratio)

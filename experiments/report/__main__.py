@@ -33,7 +33,8 @@ def main(argv: list[str]) -> None:
     output = Path(FLAGS.output) if FLAGS.output else run_dirs[0] / "report"
     for section in write_report(run_dirs, output, FLAGS.next):
         print(f"\n{section.title}\n{format_table(section.table)}")
-    print("\n" + printable(f"page {output / 'index.html'}, pictures next to it"))
+    if (page := output / "index.html").exists():
+        print("\n" + printable(f"page {page}, pictures next to it"))
     if FLAGS.next:
         print("\nnext:\n" + "\n".join(f"  {line}" for line in FLAGS.next))
 

@@ -12,7 +12,7 @@ from ttcd_jax.eval.by_document import DocumentTask, cells, differences, draw_cur
 from ttcd_jax.eval.means import Means
 from ttcd_jax.eval.page import Section, write_page
 from ttcd_jax.eval.report import Picture, coloured_by_run, plot_lines
-from ttcd_jax.eval.results import check_comparable
+from ttcd_jax.eval.results import check_comparable, damage_named
 from ttcd_jax.eval.task import MEMORY_OFF, MEMORY_ON, Records, Series, Task
 from ttcd_jax.files import read_json, write_whole
 from ttcd_jax.run.directory import METRICS
@@ -33,10 +33,10 @@ def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None
     with coloured_by_run([*config.files()]) as colours:
         for text in texts:
             for task in config.evaluations:
-                measured = _measured(config, task, text, path)
-                if measured:
-                    output = path / "pictures" / text
-                    for section in _sections(task, text, measured, output):
+                output = path / "pictures" / text
+                with damage_named(f"results.json of task {task.name} on {text} in {path}"):
+                    measured = _measured(config, task, text, path)
+                    for section in _sections(task, text, measured, output) if measured else ():
                         pictures = [_placed(picture, output) for picture in section.pictures]
                         sections.append(section._replace(pictures=pictures))
         sections += [x for name in _WATCHED if (x := _by_step(config, path, name))]
@@ -52,7 +52,8 @@ def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None
         sections=sections,
     )
     print(tables)
-    print(printable(f"page {path / 'index.html'}"))
+    if (path / "index.html").exists():
+        print(printable(f"page {path / 'index.html'}"))
 
 
 def _measured(config: StudyConfig, task: Task, text: str, path: Path) -> Measured:

@@ -17,9 +17,9 @@ from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.results import evaluate, folder_name, write_results
-from ttcd_jax.eval.task import Subject, Task
+from ttcd_jax.eval.task import Subject, Task, digest
 from ttcd_jax.files import read_json, write_whole
-from ttcd_jax.run.config import RunConfig
+from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import RunDirectory, load_run
 
 
@@ -33,9 +33,11 @@ def results_file(folder: Path, task: Task, name: str, text: str) -> Path:
 
 
 def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> dict[str, Path]:
-    """Writes the pieces of the held-out text of every corpus into a folder; the folders by name.
+    """Writes the pieces of the held-out text of every corpus into a folder of their own, whose name
+    has their digest, so that results on other pieces are made again; the folders by name.
 
-    Raises `UserError` for recipes on other data, or none, or whose held-out text is too short.
+    Raises `UserError` for recipes on other data, or none, for two corpora of one name, and for
+    held-out text that is too short.
     """
     data = None
     for file in config.files().values():
@@ -57,12 +59,15 @@ def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> di
             raise UserError(
                 f"no held-out document of {name} has {size} bytes: lower StudyConfig.piece_bytes"
             )
+        if name in texts:
+            raise UserError(f"two corpora of the study are named {name}: rename one of the folders")
         count = min(config.max_pieces, len(pieces))
-        folder = path / "texts" / name
-        for number, index in enumerate(np.linspace(0, len(pieces) - 1, count).astype(int)):
-            text = pieces[index].decode(errors="ignore")  # a cut may be inside a character
-            write_whole(folder / f"{number:03}.txt", text)
-        texts[name] = folder
+        chosen = np.linspace(0, len(pieces) - 1, count).astype(int)
+        # A cut may be inside a character.
+        shown = [pieces[index].decode(errors="ignore") for index in chosen]
+        texts[name] = path / "texts" / f"{name}-{digest(shown)[:12]}"
+        for number, text in enumerate(shown):
+            write_whole(texts[name] / f"{number:03}.txt", text)
     return texts
 
 
@@ -74,8 +79,13 @@ def compute(
     texts: dict[str, Path],
     path: Path,
 ) -> None:
-    """Trains and evaluates what is missing of a run. Raises `UserError` where training failed."""
-    folder = run_dir(path, name, seed)
+    """Trains and evaluates what is missing of a run. Raises `UserError` where training failed, and
+    for a run of another configuration."""
+    folder, file = run_dir(path, name, seed), config.files()[name]
+    params = (*params, f"RunConfig.seed={seed}")
+    if (directory := RunDirectory(folder)).is_claimed:
+        wanted = load_config(RunConfig, file, params, config_dir=cli.CONFIG_DIR)
+        accepted_changes(folder, directory.read_config(), wanted.to_dict(), ())
     missing = [
         (task, text)
         for task, text in itertools.product(config.evaluations, texts)
@@ -84,12 +94,12 @@ def compute(
     if config.evaluations and not missing:
         return
     logging.info("study: %s, seed %d", name, seed)
-    command = [sys.executable, "-m", "experiments.launch", f"--gin={config.files()[name]}"]
-    command += [f"--param={text}" for text in (*params, f"RunConfig.seed={seed}")]
+    command = [sys.executable, "-m", "experiments.launch", f"--gin={file}"]
+    command += [f"--param={text}" for text in params]
     status = subprocess.run([*command, f"--run_dir={folder}"], check=False).returncode
     if status:
         raise UserError(f"{folder.name} stopped with status {status}: {' '.join(command)}")
-    run, data = load_run(folder), RunDirectory(folder).read_part("data")
+    run, data = load_run(folder), directory.read_part("data")
     for task, text in missing:
         subject = Subject(run.model, run.tokenizer, data, folder, f"{name}, {text}")
         write_results(evaluate(_on(task, texts[text]), subject, run.step))
@@ -101,5 +111,5 @@ def _on(task: Task, text: Path) -> Task:
 
 def _is_done(task: Task, file: Path, text: Path) -> bool:
     """Whether these results are of the same options."""
-    options: Any = read_json(file)["options"] if file.exists() else None
+    options: Any = read_json(file).get("options") if file.exists() else None
     return options == _on(task, text).to_dict()

@@ -1,5 +1,6 @@
 """Errors of the implementations of an op, measured against XLA's in float64."""
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from ttcd_kernels import measure
 from ttcd_kernels.measure import FAILED, Row
 
+_NOTHING = math.nan, math.nan, math.nan  # is compared: beyond every bound
 BASELINE = "xla"  # name of the implementation that results and times are compared with
 # Of `max rel. error`: some steps of the dtype at the largest result.
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
@@ -43,7 +45,8 @@ def compare(op: Any, case: Any, names: Collection[str] | None = None) -> list[Ro
             if jax.tree.structure(actual) != jax.tree.structure(expected):
                 continue
             pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-            equal, ulp, error = zip(*(distance(x, y) for x, y in pairs), strict=True)
+            worst = [distance(x, y) for x, y in pairs] or [_NOTHING]
+            equal, ulp, error = zip(*worst, strict=True)
             numbers = 100 * min(equal), max(ulp), float(np.max(error))
             note = _fault(case.dtype, numbers[-1], actual, again)
         row = {"case": case.name, "dtype": case.dtype, "pass": direction, "implementation": name}
@@ -70,7 +73,10 @@ def _in_float64(function: Any, arrays: list[jax.Array]) -> Any:
 
 
 def distance(found: np.ndarray, expected: np.ndarray) -> tuple[float, float, float]:
-    """(share of equal elements, ulp of 99 %, largest relative error) of `found`, in its dtype."""
+    """(share of equal elements, ulp of 99 %, largest relative error) of `found`, in its dtype; NaN
+    without an element."""
+    if not found.size:
+        return _NOTHING
     ulp = ulps(found, expected)
     error = relative_error(found, expected)
     return float((ulp == 0).mean()), float(np.quantile(ulp, 0.99)), error
@@ -84,7 +90,10 @@ def ulps(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference over the largest magnitude; if only zeros are expected, undivided."""
+    """The largest difference over the largest magnitude; if only zeros are expected, undivided; NaN
+    without an element."""
+    if not found.size:
+        return math.nan
     found, expected = (x.astype(np.float64) for x in (found, expected))
     return float(np.abs(found - expected).max() / (np.abs(expected).max() or 1.0))
 

@@ -188,6 +188,7 @@ def test_damaged_stories_are_refused(tmp_path):
     )
     for old, new, message in (
         ("2 Mary", "4 Mary", "line 2: '4 Mary went to the office.' is no line 2 of a bAbI story"),
+        ("\toffice\t", "\t \t", "line 3: .* is no line 3 of a bAbI story"),
         ("\t2", "\t7", "line 3: .* is no line 3 of a bAbI story"),
         ("\toffice\t2", "\toffice", "line 3"),
         ("1 Mary", "Mary", "line 1"),

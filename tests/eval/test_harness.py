@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
 from lm_eval.tasks import TaskManager
 from small_models import byte_model
 from tiny_run import save_text_model
@@ -20,7 +21,7 @@ from tiny_run import save_text_model
 from experiments import harness
 from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.eval.harness import ScorerLM, load_tasks, measure
+from ttcd_jax.eval.harness import Refusals, ScorerLM, evaluate, load_tasks, measure
 from ttcd_jax.eval.results import merged
 from ttcd_jax.eval.scorer import Scorer
 from ttcd_jax.eval.task import Subject
@@ -53,11 +54,6 @@ metric_list:
   - {metric: acc, aggregation: mean, higher_is_better: true}
   - {metric: acc_norm, aggregation: mean, higher_is_better: true}
 """
-RULER = (
-    *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2"),
-    *("niah_multikey_3", "niah_multiquery", "niah_multivalue", "ruler_vt", "ruler_cwe"),
-    *("ruler_fwe", "ruler_qa_squad"),
-)
 MMLU = "{question}\nA. {0}\nB. {1}\nC. {2}\nD. {3}\nAnswer:"
 
 
@@ -128,6 +124,12 @@ def test_an_answer_inside_a_token_of_its_prompt_is_read_apart(scorer, tmp_path):
         ({"params": "x"}, "no argument 'params'; did you mean 'param'"),
         ({"batch_size": 0}, "batch_size 0 is not a number of rows, or 'auto'"),
         ({"batch_size": "x"}, "batch_size 'x' is not a number of rows"),
+        ({"batch_size": "auto:x"}, "batch_size 'auto:x' is not a number of rows"),
+        (
+            {"batch_size": "auto", "max_batch_size": -2},
+            "'auto', at most -2 is not a number of rows",
+        ),
+        ({"param": 5}, "5"),
         ({"step": "x"}, "step 'x' is not a number"),
         ({"trust_remote_code": True}, "no argument 'trust_remote_code'"),
     ],
@@ -143,7 +145,7 @@ def test_arguments_of_a_run_are_refused_by_name(folder, arguments, words):
 def test_automatic_batches_are_ours(folder, caplog):
     config = {"batch_size": "auto:4", "max_batch_size": 8, "device": "cuda:0"}
     lm = RunLM.create_from_arg_obj({"run_dir": folder / "run"}, config)
-    assert lm._scorer.batch_size == 16
+    assert lm._scorer.batch_size == 8
     assert "device cuda:0 has no effect: JAX computes on cpu" in caplog.text
 
 
@@ -154,7 +156,15 @@ def test_automatic_batches_are_ours(folder, caplog):
         ({"repetition_penalty": 1.2, "top_p": 0.5}, SamplingConfig(repetition_penalty=1.2)),
         ({"do_sample": True, "top_k": -1}, SamplingConfig(temperature=1)),
         ({"temperature": 0.7, "top_k": 5}, SamplingConfig(temperature=0.7, top_k=5)),
+        (
+            {"do_sample": True, "seed": 7, "temperature": None},
+            SamplingConfig(temperature=1, seed=7),
+        ),
         ({"num_beams": 4}, "generate with num_beams: not supported"),
+        ({"max_new_tokens": 2.5}, "generate with .*2.5.*: not numbers"),
+        ({"do_sample": "yes"}, "generate with .*yes.*: not numbers, or not True or False"),
+        ({"stop": [5]}, "generate until .'x', 5.: give texts"),
+        ({"top_p": 2}, "top_p 2 must be above 0"),
         ({"temperature": -1.0}, "temperature -1.0 must be 0 or more"),
         ({"do_sample": True, "top_p": 2}, "top_p 2 must be above 0"),
     ],
@@ -166,6 +176,69 @@ def test_settings_of_generation_are_ours_or_refused(scorer, settings, expected):
             request()
     else:
         assert request().sampling == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"limit": 2.5}, "limit 2.5 must be a number from 1, or a share below 1"),
+        ({"limit": -1}, "limit -1 must be a number from 1"),
+        ({"samples": {"four_questionz": [0]}}, "no task 'four_questionz'.*did you mean"),
+        ({"samples": {"four_questions": [3, 0]}}, "increasing numbers of its 4 questions.*3, 0"),
+        ({"samples": {"four_questions": [4]}}, "increasing numbers of its 4 questions"),
+        ({"samples": [1]}, "samples .1. are not numbers of questions by task"),
+        ({"apply_chat_template": True}, "no chat template"),
+        ({"cache_requests": True}, "cache_requests keeps prompts by a task's name"),
+        ({"shots": -1}, "four_questions: num_fewshot -1 must be at least 0"),
+        ({"generation": {"num_beams": 4}}, "generate with num_beams: not supported"),
+    ],
+)
+def test_what_the_harness_passes_over_is_refused_before_prompts(folder, scorer, options, words):
+    loaded = load_tasks(["four_questions"], include_path=str(folder / "tasks")).loaded
+    task = loaded["tasks"]["four_questions"]
+    options = dict(options)
+    task.set_config(key="num_fewshot", value=options.pop("shots", 0))
+    if settings := options.pop("generation", None):
+        task.OUTPUT_TYPE = "generate_until"
+        task.set_config(key="generation_kwargs", value=settings)
+    with pytest.raises(UserError, match=words):
+        evaluate(ScorerLM(scorer), loaded, **options)
+    assert not hasattr(task, "_instances")
+
+
+def test_a_share_of_the_items_is_as_in_the_harness(folder, scorer):
+    items = load_tasks(["four_questions"], include_path=str(folder / "tasks"), limit=0.3)
+    assert items == [("four_questions", 0), ("four_questions", 1)]
+    assert [len(x) for x in items.documents().values()] == [2]
+    assert {record["items"] for record in measure(items, scorer)} == {2}
+
+
+def test_answers_without_a_token_are_named(scorer):
+    for pair in (("", ""), ("Once ", "")):
+        with pytest.raises(UserError, match=r"the answer '' to .* has no token, so no l"):
+            ScorerLM(scorer).loglikelihood(_requests("loglikelihood", pair))
+
+
+def test_kept_answers_of_another_model_are_refused(folder, scorer, tmp_path):
+    cache = str(tmp_path / "kept.db")
+    request = _requests("loglikelihood", ("Once", " a"))
+    (first,) = CachingLM(ScorerLM(scorer), cache).loglikelihood(request)
+    assert CachingLM(ScorerLM(scorer), cache).loglikelihood(request) == [first]
+    other = load_run(folder / "run", changes=["TransformerConfig.window=16"])
+    with pytest.raises(UserError, match="--use_cache has answers of another model"):
+        CachingLM(ScorerLM(Scorer(other.model, other.tokenizer)), cache)
+
+
+def test_an_error_of_the_harness_is_a_line_and_a_defect_of_ours_none(folder, scorer):
+    loaded = load_tasks(["four_questions"], include_path=str(folder / "tasks")).loaded
+    loaded["tasks"]["four_questions"].set_config(key="num_fewshot", value=99)
+    words = r"cannot do this \(ValueError: Sample larger than population.*\): sorry"
+    with pytest.raises(UserError, match=words), Refusals("cannot do this", ": sorry"):
+        evaluate(ScorerLM(scorer), loaded)
+    loaded["tasks"]["four_questions"].set_config(key="num_fewshot", value=0)
+    broken = mock.patch.object(Scorer, "losses", side_effect=ZeroDivisionError)
+    with broken, pytest.raises(ZeroDivisionError), Refusals("cannot do this"):
+        evaluate(ScorerLM(scorer), loaded)
 
 
 def _log_probs(scorer, text):
@@ -343,94 +416,6 @@ def test_babilong_has_the_rows_of_a_folder(tmp_path, folder):
     assert {"torch", "transformers"}.isdisjoint(sys.modules)
 
 
-def _load_ruler(names, folder, *lengths, encode=lambda text: [0, *text.split()]):
-    return load_tasks(
-        names, data=str(folder), metadata={"max_seq_lengths": [*lengths]}, encode=encode
-    )
-
-
-@pytest.fixture(scope="module")
-def few_words():
-    """Words of needles: the harness combines all of the package, for many seconds."""
-    kinds = {kind: ["blue", "fast", "old"] for kind in ("nouns", "verbs", "adjectives")}
-    words = [f"{a}{b}" for a in "abcdefghijklmnop" for b in "qrstuvwxyz"]
-    every = mock.Mock(_categories=kinds | dict.fromkeys(["noun", "verb", "adjective"], words))
-    with mock.patch("wonderwords.RandomWord", return_value=every):
-        yield
-
-
-def test_ruler_of_the_harness_is_generated_for_a_tokenizer(tmp_path, few_words):
-    _write(tmp_path / "essays.jsonl", [{"text": "All is well. Nothing is new here. " * 40}] * 2)
-    paragraph = {"context": "Mars is red.", "qas": []}
-    for i in range(500):
-        answers = [{"text": "red"}]
-        paragraph["qas"].append({"question": f"{i}?", "answers": answers, "is_impossible": False})
-    squad = {"data": [{"paragraphs": [paragraph, {"context": "Venus is not.", "qas": []}]}]}
-    (tmp_path / "dev-v2.0.json").write_text(json.dumps(squad))
-    items = _load_ruler(["ruler"], tmp_path, 1024)
-    tasks = items.loaded["tasks"]
-    assert [*tasks] == [*RULER]
-    for name, task in tasks.items():
-        rows = task.eval_docs
-        assert len(rows) == 500
-        size = max(len(row["input"].split()) for row in rows)
-        assert (10 if name == "ruler_qa_squad" else 300) < size <= 1024
-        assert all(row["outputs"] and row["max_length"] == 1024 for row in rows)
-        assert all(x in rows[0]["input"] for x in rows[0]["outputs"])
-    assert "Nothing is new here." in tasks["niah_single_2"].eval_docs[0]["input"]
-    assert "Document 1:\n" in tasks["ruler_qa_squad"].eval_docs[0]["input"]
-    again = _load_ruler(["ruler"], tmp_path, 1024).loaded["tasks"]
-    assert all([*again[name].eval_docs] == [*tasks[name].eval_docs] for name in tasks)
-
-
-def test_ruler_of_the_harness_has_a_score(tmp_path, few_words):
-    items = _load_ruler(["niah_single_1"], tmp_path, 300, 4096)
-    rows = items.loaded["tasks"]["niah_single_1"].eval_docs
-    assert [sum(x["max_length"] == n for x in rows) for n in (300, 4096)] == [500, 500]
-    oracle, answers = mock.Mock(tokenizer=ByteTokenizer()), iter(rows)
-    oracle.generate = lambda requests: [
-        f" is {x['outputs'][0]}" if x["max_length"] == 300 else "?" for x in answers
-    ]
-    short, long = measure(items, oracle)[::-1]
-    assert [(x["metric"], x["value"]) for x in (short, long)] == [("300", 1.0), ("4096", 0.0)]
-    (prompt, settings), *_ = _prompts(items, "niah_single_1")
-    assert prompt.endswith("mentioned in the provided text is")
-    assert settings["max_gen_toks"] == 128
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("babilong_qa1", {}, "qa1.jsonl with the fields input, question and target, or"),
-        ("babilong", {"lengths": [4096]}, "BABILong is one text, such as 4k, not .4096"),
-        ("babilong", {"lengths": "../0k"}, "is one text, such as 4k, not ../0k"),
-        ("niah_single_2", {}, "niah_single_2 reads FOLDER/essays.jsonl: pass --data=FOLDER"),
-        ("ruler_qa_squad", {}, "pass --data=FOLDER with dev-v2.0.json"),
-        ("ruler_qa_hotpot", {}, "pass --data=FOLDER with hotpot_dev_distractor_v1.json"),
-        ("niah_single_1", {"lengths": "4k"}, r"of RULER are numbers of tokens, .4096., not 4k"),
-        ("niah_single_1", {"lengths": [8]}, r"niah_single_1 .ValueError: Could not generate any"),
-        ("ruler_vt", {"encode": list}, "takes .* of the run's tokens for a solved example"),
-        ("ruler_vt", {"lengths": [700]}, "ruler_vt takes .* at its smallest and has 700"),
-        ("ruler_cwe", {"lengths": [256]}, "ruler_cwe takes .* at its smallest and has 256"),
-        ("ruler_fwe", {"lengths": [90]}, "ruler_fwe takes 200 .* at its smallest and has 90"),
-    ],
-)
-def test_what_the_harness_cannot_generate_is_refused(few_words, name, options, words):
-    options = {"lengths": None, "encode": str.split} | options
-    with pytest.raises(UserError, match=words):
-        load_tasks(
-            [name],
-            metadata={"max_seq_lengths": options["lengths"]},
-            encode=options["encode"],
-        )
-
-
-def test_a_damaged_source_of_ruler_is_refused(tmp_path, few_words):
-    (tmp_path / "dev-v2.0.json").write_text('{"data": []}')
-    with pytest.raises(DataError, match=r"give the whole dev-v2.0.json, for 500 questions"):
-        _load_ruler(["ruler_qa_squad"], tmp_path, 1024)
-
-
 def test_texts_end_at_stop_strings(scorer):
     lm = ScorerLM(scorer)
     settings = {"until": [], "max_gen_toks": 24, "do_sample": False}
@@ -546,7 +531,8 @@ def test_the_options_of_the_command_are_checked(folder):
     for option, words in [
         ("--metadata=x", "--metadata=x is not JSON"),
         ("--metadata=[1]", "is no JSON object"),
-        ("--limit=0", "limit 0 must be at least 1"),
+        ("--limit=0", "limit 0 must be a number from 1, or a share below 1"),
+        ("--limit=2.5", "limit 2.5 must be a number from 1"),
         ("--num_fewshot=-1", "num_fewshot -1 must be at least 0"),
     ]:
         assert words in commands.refused(*base, option)

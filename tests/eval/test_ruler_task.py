@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -133,8 +134,8 @@ def test_tables_have_the_averages_of_what_is_given():
     assert table == [
         {"task": "niah_single_1", "on, 4K": 75, "on, 8K": None, "off, 4K": 10},
         {"task": "vt", "on, 4K": 25, "on, 8K": 15, "off, 4K": 0},
-        {"task": "average of 13 (2 given)", "on, 4K": 50, "on, 8K": None, "off, 4K": 5},
-        {"task": "average of 6 needles (1 given)", "on, 4K": 75, "on, 8K": None, "off, 4K": 10},
+        {"task": "average of 2 of 13", "on, 4K": 50, "on, 8K": None, "off, 4K": 5},
+        {"task": "average of 1 of 6 needles", "on, 4K": 75, "on, 8K": None, "off, 4K": 10},
     ]
 
 
@@ -235,6 +236,13 @@ def test_a_task_without_its_source_is_left_out_of_a_group_and_refused_by_name(tm
             Ruler(tasks=tasks, lengths=(100,), samples=1).rows(subject)
     with pytest.raises(UserError, match=r"RULER has no task here \(niah_single_1 is left out: .*;"):
         Ruler(tasks="niah", lengths=(100,), samples=1).rows(subject)
+
+
+def test_a_task_whose_package_is_missing_is_left_out_of_a_group(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wonderwords.random_word", None)
+    cases = Ruler(lengths=(2048,), samples=1).rows(_subject(tmp_path))
+    assert {case.task for case in cases} & {"fwe", "cwe"} == {"fwe"}
+    assert "cwe is left out: the list of words cannot be read without wonderwords" in caplog.text
 
 
 def test_mistakes_are_refused(tmp_path):

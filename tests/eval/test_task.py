@@ -170,9 +170,16 @@ def test_other_cases_are_not_the_same_measure(toy, result, tmp_path, caplog):
     ):
         merged(toy, [result, longer])
     write_results(again)
-    write_json(tmp_path / "eval/halves.mine/results.json", again | {"measured_on": {"": "older"}})
-    evaluate(toy(batch_size=5), _subject(tmp_path, "mine"), 7)
-    assert "halves.mine/results.json was measured on other text: it is replaced" in caplog.text
+    for digests, options in (({"": "older"}, {}), (3, {}), (again["measured_on"], {"length": 16})):
+        old = again | {"measured_on": digests, "facts": 3}
+        write_json(tmp_path / "eval/halves.mine/results.json", old)
+        evaluate(toy(batch_size=5, **options), _subject(tmp_path, "mine"), 7)
+        message = "halves.mine/results.json was measured on other text, or other rows of it: it is"
+        assert caplog.text.count(message) == 1
+        caplog.clear()
+    write_results(again)
+    evaluate(toy(), _subject(tmp_path, "mine"), 7)
+    assert not caplog.text
 
 
 def test_runs_share_a_table_when_their_buckets_are_the_same(toy, result):

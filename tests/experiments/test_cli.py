@@ -6,6 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import commands
 import pytest
 
 from ttcd_jax.units import printable
@@ -57,6 +58,11 @@ def test_success_prints_and_leaves_with_zero(command):
         ("from ttcd_kernels import dispatch as d; raise d.Unsupported('GPU')", 2, "error: GPU\n"),
         ("open('/no/such')", 2, "error: /no/such: No such file or directory\n"),
         ("raise KeyboardInterrupt", 130, "interrupted\n"),
+        (
+            "sys.path.insert(0, '/nowhere'); import absent.part",
+            2,
+            "error: this needs absent, which is missing: pip install absent\n",
+        ),
     ],
 )
 def test_an_end_that_is_no_defect_of_ours_is_one_line_and_a_status(command, body, status, line):
@@ -91,7 +97,10 @@ def test_empty_flags_and_buckets_are_refused(command, argument, message):
     assert result.stderr.startswith(message)
 
 
-@pytest.mark.parametrize("error", ["ValueError('shape')", "BrokenPipeError('worker')"])
+@pytest.mark.parametrize(
+    "error",
+    ["ValueError('shape')", "BrokenPipeError('worker')", "ImportError('name')"],
+)
 def test_our_own_defect_keeps_its_traceback(command, error):
     result = command(f"raise {error}")  # the pipe is not our output
     assert result.returncode == 1
@@ -121,6 +130,22 @@ def test_help_succeeds_without_loading_jax(command):
     assert "--width: How wide." in result.stdout
     loaded = "import sys, experiments.cli, experiments.gin_loading; print('jax' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", loaded], text=True) == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("evaluate --task=ruler --help", "--lengths=4096"),
+        ("evaluate --help --task=final_block", "documents have `min_doc_tokens`"),
+        ("bench step --help", "--rounds=5"),
+        ("evaluate --help", ""),
+        ("evaluate --task=absent --help", ""),
+    ],
+)
+def test_help_has_the_options_of_what_is_chosen(line, expected):
+    shown = commands.output(*line.split())
+    assert ("options and their defaults:" in shown) == bool(expected)
+    assert expected.lower() in shown.lower()
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -14,7 +14,7 @@ from experiments.gin_loading import load_config
 from experiments.study import runs
 from experiments.study.config import StudyConfig
 from experiments.study.page import write_study
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.eval.means import means_over_documents
 
 BASE = """
@@ -98,7 +98,8 @@ def test_every_run_is_trained_once_and_evaluated_on_the_same_pieces(computed):
     assert sorted(x.name for x in path.glob("*-*")) == [
         *("base-3", "base-5", "other-3", "other-5", "third-3")
     ]
-    pieces = [x.read_text() for x in sorted((path / "texts" / "corpus").iterdir())]
+    texts = runs.held_out_texts(_study(path.parent), [], path)["corpus"]
+    pieces = [x.read_text() for x in sorted(texts.iterdir())]
     assert [len(piece) for piece in pieces] == [40] * 6
     corpus = [x.read_text() for x in sorted((path.parent / "corpus" / "validation").iterdir())]
     assert all(any(piece in text for text in corpus) for piece in pieces)
@@ -130,6 +131,26 @@ def test_tables_are_means_of_seeds_and_paired_differences(computed):
     page = (path / "index.html").read_text()
     assert page.count("<img") == 6
     assert "other, off (eta = 0)" in page
+
+
+def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, folder):
+    path, _ = computed
+    config = _study(folder)
+    task, file = config.evaluations[0], path / "base-3/eval/position.base-corpus/results.json"
+    for params, is_done in (((), True), (["StudyConfig.max_pieces=4"], False)):
+        texts = runs.held_out_texts(_study(folder, *params), [], path)["corpus"]
+        assert len([*texts.iterdir()]) == (6 if is_done else 4)
+        assert runs._is_done(task, file, texts) == is_done
+    with pytest.raises(UserError, match="of another configuration: steps: 1 -> 2"):
+        runs.compute(config, "base", 3, ["RunConfig.steps=2"], {}, path)
+
+
+def test_damaged_results_are_one_line(computed, folder, monkeypatch):
+    path, _ = computed
+    broken = {"series": {"base, corpus": 3}, "options": {}, "run_dir": str(path)}
+    monkeypatch.setattr("experiments.study.page.read_json", lambda file: broken)
+    with pytest.raises(DataError, match=f"on corpus in {path} is damaged"):
+        write_study(_study(folder), {"corpus": path}, path)
 
 
 def test_mistakes_are_refused(folder, tmp_path):

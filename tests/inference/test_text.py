@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, train_tokenizer
-from ttcd_jax.inference.text import Detokenizer, TextStream
+from ttcd_jax.inference.text import Detokenizer, TextStream, typed
 
 TEXT = "def größe(x):\n    return x  # 日本語 👩‍🚀🎉 ends. A \ufffd stays; 日日日日日日日日\n"
 FRAME = {"<s>": 0, "</s>": 1}
@@ -62,6 +62,11 @@ def tokenizer(request, tmp_path):
 
 def _pieces(stream, ids):
     return [*(stream.push(int(token)) for token in ids), stream.finish()]
+
+
+def test_stop_strings_of_a_shell_may_be_new_lines():
+    found = [typed(text) for text in (r"\n\n", r"\r\n", r"\t", r"\newpage", r"a\n", "\n", "")]
+    assert found == ["\n\n", "\r\n", "\t", r"\newpage", r"a\n", "\n", ""]
 
 
 def test_the_pieces_are_the_text_and_never_half_a_character(tokenizer):

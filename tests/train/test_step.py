@@ -120,6 +120,14 @@ def test_a_step_that_is_not_finite_changes_nothing():
     assert_same(after["params"], broken["params"])
 
 
+def test_a_loss_over_no_target_is_no_number_and_changes_nothing():
+    state, step = _step(2)
+    batch = _batch()
+    after, metrics = step(state, batch | {"loss_mask": jnp.zeros_like(batch["loss_mask"])})
+    assert_same((after["params"], after["opt_state"]), (state["params"], state["opt_state"]))
+    assert fault(jax.device_get(metrics)) == "loss is nan, as no target of the batch counts"
+
+
 def test_the_loop_stops_at_a_loss_that_is_not_finite_and_saves_nothing_after_it():
     state, step = _step()
     saved, seen = [], []

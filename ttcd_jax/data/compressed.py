@@ -18,7 +18,7 @@ _PIECE = 2**10  # of zstandard data, which unpack to 2^15 times as much at most
 _LARGEST_WINDOW = 2**31  # `zstd --long=31`, which the library refuses by default
 
 
-def import_for(path: Path, library: str) -> Any:
+def import_for(path: Path | str, library: str) -> Any:
     """The optional module `library`, which `path` needs. Raises `UserError` if it is absent."""
     try:
         return importlib.import_module(library)

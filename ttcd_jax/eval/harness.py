@@ -4,11 +4,14 @@ Importing this module imports `lm_eval`. A process whose environment has no HF_H
 HF_DATASETS_OFFLINE has both from then on: a data set that is not here is an error, not a download.
 """
 
+import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
 import random
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,27 +24,28 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 
 import datasets
 import jinja2
+import lm_eval.evaluator
 import lm_eval.tasks
 import numpy as np
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
-from lm_eval.evaluator import evaluate
+from lm_eval.evaluator_utils import get_sample_size
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from ttcd_jax.config import closest
+from ttcd_jax.config import LIMIT, closest
 from ttcd_jax.errors import DataError, UserError, listed
 from ttcd_jax.eval.harness_data import LocalData
 from ttcd_jax.eval.harness_ruler import Encode, importable
 from ttcd_jax.eval.scorer import Scorer
+from ttcd_jax.eval.task import digest
 from ttcd_jax.inference.generate import Request
 from ttcd_jax.inference.sampling import SamplingConfig
+from ttcd_jax.inference.text import typed
 
 _RESAMPLES = 1000  # for the standard error of what is no mean
-# Errors of the Python and the templates of a user's task, without its data or with others.
-_IN_TASKS = OSError, ImportError, ValueError, TypeError, LookupError, AttributeError
-_IN_TASKS += AssertionError, StopIteration, jinja2.TemplateError
+_of_harness = lm_eval.evaluator.evaluate
 # The harness' own tasks on the data sets that `LocalData` knows; all others are read when a name is
 # none of them, which takes seconds.
 _OWN = ("hellaswag", "arc", "mmlu", "ruler", "babilong")
@@ -49,7 +53,8 @@ _FOLDERS = [Path(lm_eval.tasks.__file__).with_name(x) for x in _OWN]
 # Settings of other libraries that change nothing at these values.
 _OFF = [("top_k", 0), ("top_k", -1), ("num_beams", 1), ("num_return_sequences", 1)]
 _OFF += [("length_penalty", 1), ("typical_p", 1), ("no_repeat_ngram_size", 0), ("use_cache", True)]
-_SETTINGS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+_OFF += [("presence_penalty", 0), ("frequency_penalty", 0), ("early_stopping", False), ("n", 1)]
+_SETTINGS = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
 
 
 class ScorerLM(TemplateLM):
@@ -79,7 +84,25 @@ class ScorerLM(TemplateLM):
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
+        """Raises `UserError` for an answer without a token, which has no likelihood."""
+        pairs: list[Any] = [request.args for request in requests]
+        for context, answer in pairs:
+            if not self.tok_encode(answer):
+                pair = f"the answer {answer!r} to {context[-60:]!r}"
+                raise UserError(f"{pair} has no token, so no likelihood: leave the question out")
         return super().loglikelihood(requests, disable_tqdm=True)
+
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Raises `UserError` for kept answers of another model: the harness looks at the request
+        alone."""
+        super().set_cache_hook(cache_hook)
+        if (kept := cache_hook.dbdict) is not None:
+            config = str(self._scorer.model.config)
+            own = digest([config, self._scorer.checksum, self._tokenizer.digest])
+            if not len(kept):
+                kept["model"] = own
+            if kept.get("model") != own:
+                raise UserError("--use_cache has answers of another model: name another file")
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -107,35 +130,98 @@ class ScorerLM(TemplateLM):
         return np.asarray(tokens if tokens[:1] == [bos] else [bos, *tokens], np.int64)
 
     def _request(self, index: int, context: str, settings: Mapping[str, Any]) -> Request:
-        values: dict[str, Any] = {**normalize_gen_kwargs({**settings})}
-        stop, most, is_drawn = (values.pop(x) for x in ("until", "max_gen_toks", "do_sample"))
-        values = {name: x for name, x in values.items() if (name, x) not in _OFF}
-        if surplus := sorted(values.keys() - _SETTINGS):
-            raise UserError(f"a task wants to generate with {listed(surplus)}: not supported")
-        if not all(isinstance(text, str) for text in stop):
-            raise UserError(f"a task wants to generate until {stop}: give texts")
-        if not is_drawn:  # greedy: what shapes a draw has no effect, but a wrong temperature is one
-            least = min(values.pop("temperature", 0), 0)
-            values = {x: y for x, y in values.items() if x == "repetition_penalty"}
-        drawn = {"temperature": 1.0 if is_drawn else least, "seed": index} | values
-        options = {"max_new_tokens": most, "stop": tuple(filter(None, stop))}
-        tokens = self.tok_encode(context)
-        return Request(tokens=tokens, sampling=SamplingConfig(**drawn), **options)
+        return Request(tokens=self.tok_encode(context), **_generation(settings, index))
+
+
+def _generation(settings: Mapping[str, Any], index: int = 0) -> dict[str, Any]:
+    """Options of a `Request` by the harness' settings. Raises `UserError` for others than ours."""
+    given = {name: x for name, x in settings.items() if x is not None and (name, x) not in _OFF}
+    sampling = SamplingConfig(**{name: given[name] for name in given.keys() & _SETTINGS})
+    counts = [x for name, x in given.items() if name.startswith("max_")]
+    if {type(x) for x in counts} - {int} or type(given.get("do_sample", True)) is not bool:
+        raise UserError(f"a task wants to generate with {given}: not numbers, or not True or False")
+    more = given.pop("stop", [])
+    values: dict[str, Any] = {**normalize_gen_kwargs(given)}
+    stop, most, is_drawn = (values.pop(x) for x in ("until", "max_gen_toks", "do_sample"))
+    stop = [*stop, *(more if isinstance(more, list) else [more])]
+    if surplus := sorted(values.keys() - _SETTINGS):
+        raise UserError(f"a task wants to generate with {listed(surplus)}: not supported")
+    if not all(isinstance(text, str) for text in stop):
+        raise UserError(f"a task wants to generate until {stop}: give texts")
+    if is_drawn:
+        seed = (sampling.seed + index) % 2**32
+        sampling = sampling.replace(temperature=given.get("temperature", 1.0), seed=seed)
+    else:  # what shapes a draw has no effect
+        sampling = SamplingConfig(repetition_penalty=sampling.repetition_penalty)
+    texts = tuple(typed(text) for text in stop if text)
+    return {"sampling": sampling, "max_new_tokens": most, "stop": texts}
+
+
+def evaluate(lm: Any, task_dict: Any, **options: Any) -> Any:
+    """`lm_eval.evaluator.evaluate`. For a model of ours, raises `UserError` before prompts are
+    written for what the harness finds late, or passes over."""
+    if isinstance(getattr(lm, "lm", lm), ScorerLM):
+        _check(task_dict["tasks"], options)
+    return _of_harness(lm, task_dict, **options)
+
+
+def _check(tasks: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    limit, samples = options.get("limit"), options.get("samples") or {}
+    if limit is not None and not LIMIT.allows(limit):
+        raise UserError(f"limit {limit} must be {LIMIT.wording}")
+    if options.get("apply_chat_template"):
+        raise UserError("a run has no chat template: leave apply_chat_template out")
+    if options.get("cache_requests"):
+        raise UserError(
+            "cache_requests keeps prompts by a task's name, whatever its files hold now"
+        )
+    for name, task in tasks.items():
+        if task.OUTPUT_TYPE == "generate_until":
+            Request(tokens=[], **_generation(task.get_config("generation_kwargs") or {}))
+        if (shots := task.get_config("num_fewshot") or 0) < 0:
+            raise UserError(f"{name}: num_fewshot {shots} must be at least 0")
+    if not isinstance(samples, dict):
+        raise UserError(f"samples {samples!r} are not numbers of questions by task")
+    for name, chosen in samples.items():
+        if name not in tasks:
+            raise UserError(f"samples: no task {name!r} is measured{closest(name, [*tasks])}")
+        known = range(len(tasks[name].eval_docs))
+        if not chosen or chosen != [number for number in known if number in chosen]:
+            text = f"increasing numbers of its {len(known)} questions, from 0"
+            raise UserError(f"samples of {name} must be {text}: {chosen}")
+
+
+class Refusals(contextlib.AbstractContextManager[None]):
+    """Inside, what the harness, a task or a template raises is a `UserError`; a defect of ours in
+    what they call stays one."""
+
+    def __init__(self, text: str, remedy: str = "") -> None:
+        self._text, self._remedy = text, remedy
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, Exception) or isinstance(error, UserError):
+            return
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(trace)]
+        places = [name[:7] for name in modules if name.startswith(("lm_eval.", "ttcd_jax."))]
+        if "lm_eval" not in places or places[-1] == "lm_eval":
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise UserError(f"the harness {self._text} ({cause}){self._remedy}") from error
 
 
 class Items(list[tuple[str, int]]):
     """The (task, index) of what is asked, at most `limit` of a task; `loaded` as
     `TaskManager.load` returns it."""
 
-    def __init__(self, loaded: Any, limit: int | None) -> None:
-        tasks = loaded["tasks"].items()
-        super().__init__((name, i) for name, x in tasks for i in range(len(x.eval_docs))[:limit])
+    def __init__(self, loaded: Any, limit: float | None) -> None:
+        sizes = {name: get_sample_size(x, limit) for name, x in loaded["tasks"].items()}
+        docs = {name: loaded["tasks"][name].eval_docs for name in sizes}
+        self._asked = {x: [*itertools.islice(docs[x], size)] for x, size in sizes.items()}
+        super().__init__((name, i) for name, x in self._asked.items() for i in range(len(x)))
         self.loaded, self.limit = loaded, limit
 
     def documents(self) -> dict[str, list[str]]:
         """What is asked, by task."""
-        tasks = self.loaded["tasks"].items()
-        return {name: [str(x) for x in task.eval_docs][: self.limit] for name, task in tasks}
+        return {name: [*map(str, asked)] for name, asked in self._asked.items()}
 
 
 def load_tasks(
@@ -143,7 +229,7 @@ def load_tasks(
     *,
     data: str | None = None,
     include_path: str | None = None,
-    limit: int | None = None,
+    limit: float | None = None,
     num_fewshot: int | None = None,
     metadata: Mapping[str, Any] | None = None,
     encode: Encode | None = None,
@@ -162,20 +248,13 @@ def load_tasks(
     local = LocalData(data, encode, (metadata or {}).get("max_seq_lengths"))
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)  # noqa: NPY002  # where tasks draw
-    try:
+    remedy = ": its data are files of --data=FOLDER (docs/evaluation.md), or in datasets' cache"
+    with Refusals(f"cannot build {', '.join(names)}", remedy):
         for name in names:
             if name not in index:
                 raise UserError(f"the harness has no task {name!r}{closest(name, [*index])}")
             _localize(index, name, local)
         loaded = manager.load([*names])
-    except UserError:
-        raise
-    except _IN_TASKS as error:
-        cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise UserError(
-            f"the harness cannot build {', '.join(names)} ({cause}): its data are files of "
-            "--data=FOLDER (docs/evaluation.md), or in the cache of datasets"
-        ) from error
     for task in loaded["tasks"].values():
         _set_fewshot(task, num_fewshot)
     return Items(loaded, limit)
@@ -247,7 +326,8 @@ def measure(items: Items, scorer: Scorer) -> list[dict[str, Any]]:
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     options: Any = {"limit": items.limit, "bootstrap_iters": _RESAMPLES, "log_samples": False}
     try:
-        results: Any = evaluate(ScorerLM(scorer), loaded, **options)
+        with Refusals(f"cannot measure {', '.join(loaded['tasks'])}"):
+            results: Any = evaluate(ScorerLM(scorer), loaded, **options)
     except jinja2.TemplateError as error:
         raise DataError(f"a row does not fit the prompt of its task ({error})") from error
     members = results["group_subtasks"]

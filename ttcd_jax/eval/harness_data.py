@@ -108,7 +108,7 @@ class LocalData:
             return datasets.Dataset.from_list([*_rows(plain, _QUESTIONS)])
         columns = [[x for path in tables for x in read_values(path, name)] for name in _FIELDS]
         rows = [dict(zip(_FIELDS, row, strict=True)) for row in zip(*columns, strict=True)]
-        if not all(isinstance(text, str) for row in rows for text in row.values()):
+        if not all(isinstance(x, str) and x.strip() for row in rows for x in row.values()):
             raise DataError(f"{folder / split}-*.parquet: a text is missing or no string")
         if not rows:
             raise UserError(
@@ -135,7 +135,8 @@ def _rows(path: Path, source: _Source) -> Iterator[Row]:
             try:
                 row, choices, answer = source.read(values)
                 texts = [*choices, *(row[name] for name in _TEXTS if name in row)]
-                if "" in choices or not all(isinstance(text, str) for text in texts):
+                is_text = all(isinstance(text, str) for text in texts)
+                if not is_text or not all(map(str.strip, choices)):
                     raise ValueError("a text is missing or no string")
                 if type(answer) is not int or not 0 <= answer < len(choices):
                     raise ValueError(f"the answer {answer!r} is none of {len(choices)} choices")

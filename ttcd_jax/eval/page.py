@@ -1,6 +1,6 @@
 """The HTML page of a report, in one file: pictures are embedded, nothing is fetched.
 
-jinja2 is optional: without it `write_page` raises `UserError`.
+jinja2 is optional: without it there is no page, and a warning.
 """
 
 import base64
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from absl import logging
 from ttcd_kernels.table import Row, cells
 
-from ttcd_jax.errors import UserError
 from ttcd_jax.eval.report import Picture
 from ttcd_jax.files import write_whole
 
@@ -47,8 +47,10 @@ def write_page(
     step mark code."""
     try:
         import jinja2
-    except ImportError as error:
-        raise UserError("the report page needs jinja2; install ttcd_jax[report]") from error
+    except ImportError:
+        path.unlink(missing_ok=True)
+        logging.warning("no page: jinja2 is missing, install ttcd_jax[report]")
+        return
     folder, blocks = (
         jinja2.FileSystemLoader(Path(__file__).parent),
         ("trim_blocks", "lstrip_blocks"),

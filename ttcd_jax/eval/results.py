@@ -44,9 +44,9 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
     rows = task.rows(subject)
     result["measured_on"] = task.measured_on(rows, subject)
     agree("evaluation", task.to_dict() | result | {"mesh": str(jax.sharding.get_mesh().shape)})
-    is_repeated = "measured_on" in old and old["options"] == result["options"]
-    if is_repeated and _differing([old, result]):
-        logging.warning("%s was measured on other text: it is replaced", folder / "results.json")
+    if "series" in old and _differing([old, result]):
+        path = folder / "results.json"
+        logging.warning("%s was measured on other text, or other rows of it: it is replaced", path)
     if jax.process_index() == 0:
         for name, content in task.files(rows).items():
             write_whole(folder / name, content)
@@ -63,7 +63,9 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
 
 
 def _check_finite(task: Task, series: Series, step: int) -> None:
-    """Raises `NonFiniteError` for measures that JSON has no number for."""
+    """Raises `NonFiniteError` for measures that JSON has no number for, `UserError` for none."""
+    if not all(series.values()):
+        raise UserError(f"task {task.name} finds nothing to measure in these rows: take others")
     records = ((label, record) for label in series for record in series[label])
     found = ((*where, *item) for where in records for item in where[1].items())
     for label, record, name, value in found:
@@ -202,8 +204,9 @@ def _differing(results: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], 
     """Two results, each with its digest, that were not measured on the same; none if all were."""
     known: dict[str, tuple[dict[str, Any], str | None]] = {}
     for result in results if len(results) > 1 else ():
-        # Earlier versions stored the digest of documents alone.
-        parts = result.get("measured_on", {"": result.get("facts", {}).get("documents")})
+        parts, facts = result.get("measured_on"), result.get("facts")
+        if not isinstance(parts, dict):  # earlier versions stored the digest of documents alone
+            parts = {"": facts.get("documents") if isinstance(facts, dict) else None}
         for part, digest in parts.items():
             pair = [known.setdefault(part, (result, digest)), (result, digest)]
             if pair[0][1] != digest or digest is None:

@@ -226,7 +226,7 @@ class Scorer:
             key = journal.key(
                 [kind, plan, longest],
                 config,
-                self._checksum,
+                self.checksum,
                 content=(array.tobytes() for array in content),
             )
             found = journal.read(key)
@@ -262,7 +262,7 @@ class Scorer:
         return is_alone and not _reads_ahead(self.model.config)
 
     @functools.cached_property
-    def _checksum(self) -> list[int]:
+    def checksum(self) -> list[int]:
         """A checksum of every parameter, the same on any mesh."""
         mesh = jax.sharding.get_mesh()
         return [int(x) for x in jax.tree.leaves(_checksums(mesh, nnx.state(self.model)))]

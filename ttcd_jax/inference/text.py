@@ -1,5 +1,6 @@
 """Incremental detokenization: whole characters, up to the first stop string."""
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,14 @@ from ttcd_jax.data.tokenizer import Tokenizer
 _REPLACEMENT = "\ufffd"  # decoded from bytes that are not, or not yet, UTF-8
 _LONGEST_TAIL = 3  # bytes of an incomplete character, hence the most replacements to hold back
 _MIN_WINDOW, _MAX_WINDOW = 8, 16  # tokens, of one byte at least
+
+
+def typed(text: str) -> str:
+    r"""A text as typed in a shell: nothing but \n, \t and \r is the characters they stand for."""
+    is_escaped = re.fullmatch(r"(\\[ntr])+", text)
+    return (
+        text.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\r", "\r") if is_escaped else text
+    )
 
 
 class Detokenizer:

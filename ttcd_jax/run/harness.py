@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +21,8 @@ _AUTO = 16  # rows at once
 class RunLM(ScorerLM):
     """The model of a run directory at its newest checkpoint, or at `step`, by the arguments of
     `--model_args`; `param`: a change of the model, or a list of them, as in `load_run`;
-    `batch_size` "auto" is our own choice. `device` and `max_batch_size` are the harness', without
-    effect: JAX has chosen the devices."""
+    `batch_size` "auto" is our own choice, at most `max_batch_size`. `device` is the harness',
+    without effect: JAX has chosen the devices."""
 
     def __init__(
         self,
@@ -32,16 +33,19 @@ class RunLM(ScorerLM):
         device: str | None = None,
         max_batch_size: int | None = None,
     ) -> None:
-        size = str(batch_size).partition(":")[0]
-        size = str(_AUTO) if size == "auto" else size
-        if not (size.isascii() and size.isdecimal() and int(size)):
-            raise UserError(f"batch_size {batch_size!r} is not a number of rows, or 'auto'")
+        size = str(batch_size)
+        if re.fullmatch("auto(:[0-9]+)?", size):
+            size = str(_AUTO if max_batch_size is None else min(_AUTO, max_batch_size))
+        if not (re.fullmatch("[0-9]+", size) and int(size)):
+            most = "" if max_batch_size is None else f", at most {max_batch_size}"
+            raise UserError(f"batch_size {batch_size!r}{most} is not a number of rows, or 'auto'")
         if step is not None and type(step) is not int:
             raise UserError(f"step {step!r} is not a number")
         if device is not None:
             found = jax.devices()[0].platform
             logging.warning("device %s has no effect: JAX computes on %s", device, found)
-        run = load_run(run_dir, step, [param] if isinstance(param, str) else param)
+        changes = [*map(str, param if isinstance(param, list | tuple) else [param])]
+        run = load_run(str(run_dir), step, changes)
         super().__init__(Scorer(run.model, run.tokenizer, batch_size=int(size), name="lm_eval"))
 
     @classmethod

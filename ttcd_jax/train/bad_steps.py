@@ -48,7 +48,9 @@ def fault(metrics: Mapping[str, np.ndarray]) -> str | None:
     decide, as in the compiled step: a step may measure nothing of what else it reports."""
     for name in ("loss", "grad_norm"):
         if not np.isfinite(metrics.get(name, 0)):
-            return f"{name} is {metrics[name]}"
+            # The gradient of no target is 0, that of another such loss is none.
+            cause = ", as no target of the batch counts" if metrics.get("grad_norm") == 0 else ""
+            return f"{name} is {metrics[name]}{cause}"
     if not metrics.get("is_skipped", False):
         return None
     norm, average = metrics["grad_norm"], metrics["grad_norm_average"]

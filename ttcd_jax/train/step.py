@@ -68,9 +68,10 @@ def step_with(
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        count = jnp.maximum(batch["loss_mask"].sum(), 1)
+        count = batch["loss_mask"].sum()
         (loss, stats), grads = gradients(state["params"], batch, state["step"])
-        loss, grads = loss / count, jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
+        loss, count = loss / count, jnp.maximum(count, 1)  # no target: no mean, no gradient
+        grads = jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
         metrics = {
             "loss": loss,
             "grad_norm": global_norm(grads),

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 from checks import assert_same
+from ttcd_kernels import parity
 
 from experiments.parity.checks import CHECKS
-from experiments.parity.golden import Golden, relative_error
+from experiments.parity.golden import Comparison, Golden, relative_error, worse
 from experiments.parity.models import published_config
 from ttcd_jax.errors import DataError
 from ttcd_jax.interop import reference
@@ -114,6 +115,14 @@ def test_names_and_shapes_that_do_not_fit_are_errors(name, change, error):
     golden.arrays |= change(golden.arrays.pop(name))
     with pytest.raises(error):
         _check(golden)
+
+
+def test_a_comparison_of_nothing_fails():
+    nothing = np.zeros((0, 3), np.float32)
+    assert Comparison("out", relative_error(nothing, nothing), 1e-6).ratio == np.inf
+    assert np.isnan(parity.distance(nothing, nothing)).all()
+    with pytest.raises(DataError, match="nothing is compared"):
+        worse()
 
 
 def test_relative_error_is_the_difference_against_zeros():

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ttcd_jax.data.compressed import import_for
 from ttcd_jax.errors import DataError
 from ttcd_jax.eval.babilong.stories import Question
 
@@ -42,12 +43,11 @@ class Background:
     """
 
     def __init__(self, texts: Sequence[str], encode: Callable[[str], Any], seed: int) -> None:
-        from nltk.tokenize.punkt import PunktSentenceTokenizer
-
+        punkt = import_for("prose in sentences", "nltk.tokenize.punkt")
         assert texts, "no text"
         self._texts, self._encode = texts, encode
         self._rng = np.random.default_rng(seed)
-        self._punkt = PunktSentenceTokenizer()
+        self._punkt = punkt.PunktSentenceTokenizer()
         self._sentences: Iterator[str] = iter(())
 
     def take(self, size: int) -> list[Any]:

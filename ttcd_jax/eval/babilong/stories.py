@@ -12,7 +12,7 @@ from ttcd_jax.errors import DataError
 
 BabiTask = Literal["qa1", "qa2", "qa3", "qa4", "qa5"]
 
-_LINE = re.compile(r"([0-9]{1,6}) ([ -~]+)(?:\t([ -~]+)\t([0-9]{1,6}(?: [0-9]{1,6})*) ?)?\r?")
+_LINE = re.compile(r"([0-9]{1,6}) ([ -~]+)(?:\t([!-~][ -~]*)\t([0-9]{1,6}(?: [0-9]{1,6})*) ?)?\r?")
 
 
 class Question(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ttcd_jax.data.compressed import import_for
 from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.tokenizer import Tokenizer
@@ -112,10 +113,9 @@ class Sources:
 
     def _sentences(self, num_words: int) -> Sequence[str]:
         """The sentences of the first words of the essay, which begins again after its end."""
-        from nltk.tokenize.punkt import PunktSentenceTokenizer
-
+        punkt = import_for("prose in sentences", "nltk.tokenize.punkt")
         words = self._words * -(-num_words // len(self._words))
-        return PunktSentenceTokenizer().tokenize(" ".join(words[:num_words]).strip())
+        return punkt.PunktSentenceTokenizer().tokenize(" ".join(words[:num_words]).strip())
 
     @functools.cached_property
     def _words(self) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from ttcd_jax.data.compressed import import_for
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.ruler.documents import Sources
 from ttcd_jax.eval.ruler.search import Cell, Drawn, Prompt
@@ -30,8 +31,7 @@ _ZETA_2 = math.pi**2 / 6
 
 def words_of(kind: Literal["adjective", "noun", "verb"]) -> list[str]:
     """A list of the package wonderwords, in its order."""
-    from wonderwords import random_word
-
+    random_word = import_for("the list of words", "wonderwords.random_word")
     return random_word._get_words_from_text_file(f"{kind}list.txt")
 
 

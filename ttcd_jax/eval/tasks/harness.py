@@ -4,9 +4,9 @@ import dataclasses
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
-from ttcd_jax.config import NonNegative, Positive
+from ttcd_jax.config import LIMIT, NonNegative
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.report import Picture
 from ttcd_jax.eval.scorer import Scorer
@@ -22,7 +22,8 @@ class Harness(Task):
     with hellaswag.jsonl, arc_easy.jsonl, arc_challenge.jsonl, mmlu_test.jsonl, mmlu_dev.jsonl, and
     the texts of RULER and BABILong (docs/evaluation.md).
     `include_path`: a folder of YAML files that define more tasks, and may run Python. `limit`: the
-    first items of every task. `num_fewshot`: examples before a question; None: as the task says.
+    first items of every task, or a share of them. `num_fewshot`: examples before a question; None:
+    as the task says.
     `metadata`: a JSON object that some tasks read; RULER and BABILong: `max_seq_lengths`.
     """
 
@@ -36,7 +37,7 @@ class Harness(Task):
     tasks: tuple[str, ...] = ("hellaswag", "arc_easy", "arc_challenge", "mmlu")
     data: str | None = None
     include_path: str | None = None
-    limit: Positive | None = None
+    limit: Annotated[float, LIMIT] | None = None
     num_fewshot: NonNegative | None = None
     metadata: str | None = None
 

@@ -157,10 +157,10 @@ class Ruler(Task):
         }
         given = {record["task"] for records in columns.values() for record in records}
         rows = {task: [task] for task in TASKS if task in given}
-        for name, group in (("average of 13", _GROUPS["all"]), ("average of 6 needles", NIAH)):
+        for what, group in (("", _GROUPS["all"]), (" needles", NIAH)):
             parts = [task for task in group if task in given]
-            less = "" if len(parts) == len(group) else f" ({len(parts)} given)"
-            rows |= {name + less: parts} if parts else {}
+            few = "" if len(parts) == len(group) else f"{len(parts)} of "
+            rows |= {f"average of {few}{len(group)}{what}": parts} if parts else {}
         return [
             {"task": row} | {name: _mean(records, tasks) for name, records in columns.items()}
             for row, tasks in rows.items()
