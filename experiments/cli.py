@@ -53,11 +53,10 @@ def run(
     arguments after them choose, if they choose one: --help shows its fields.
     """
     _open_standard_streams()
-    take_device_memory()
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     try:
         try:
-            check_environment()
+            set_up_environment()
             app.run(main, flags_parser=functools.partial(_parse_flags, arguments, options))
         finally:
             sys.stdout.flush()
@@ -97,8 +96,10 @@ def run(
     raise AssertionError("app.run ends in SystemExit")
 
 
-def check_environment() -> None:
-    """Raises `UserError` for a variable of JAX that no command can work with."""
+def set_up_environment() -> None:
+    """Sets the share of a device that JAX takes. Raises `UserError` for a variable of JAX that no
+    command can work with."""
+    take_device_memory()
     if re.fullmatch("1|y|yes|t|true|on", os.environ.get("JAX_DISABLE_JIT", ""), re.IGNORECASE):
         raise UserError("JAX_DISABLE_JIT is set, and programs here are compiled: unset it")
 

@@ -98,7 +98,8 @@ def read_params(params: Sequence[str], config_dir: Path) -> dict[Key, Binding]:
         where = f"--param {param}"
         for statement, _ in _parse(param, lambda _, where=where: where):
             if isinstance(statement, config_parser.IncludeStatement):
-                bindings |= read_file(_fragment(statement.filename, config_dir, where), config_dir)
+                places = config_dir.resolve(), Path.cwd()
+                bindings |= read_file(_fragment(statement.filename, where, places), config_dir)
             else:
                 binding = _binding(statement, where)
                 bindings[binding.key] = binding
@@ -116,7 +117,7 @@ def _read(path: Path, config_dir: Path, parents: tuple[Path, ...]) -> dict[Key, 
         if isinstance(statement, config_parser.IncludeStatement):
             if own:
                 raise UserError(f"{where}: includes come before the bindings that override them")
-            fragment = _fragment(statement.filename, config_dir, where, path.parent)
+            fragment = _fragment(statement.filename, where, (path.parent, config_dir))
             for key, binding in _read(fragment, config_dir, (*parents, path)).items():
                 first = included.setdefault(key, binding).where
                 if binding.where != first:
@@ -167,6 +168,8 @@ def _parse(text: str, locate: Callable[[int], str]) -> list[tuple[Any, str]]:
     _, failed, token = message.partition("Failed to parse token ")
     if failed:
         message = f"cannot read the value {token}; a string needs quotes"
+        if (name := token.strip("'"))[:1].isupper() and f"{name}(" in text:
+            message = f"write @{name}() for {name}(...), and each field as {name}.field = value"
     raise UserError(f"{locate(line)}: {' '.join(message.split())}")
 
 
@@ -179,12 +182,12 @@ def _text(path: Path) -> str:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
-def _fragment(name: str, config_dir: Path, where: str, beside: Path | None = None) -> Path:
-    """The file of an include: in the folder of the including file, else in `config_dir`."""
-    folders = [*dict.fromkeys(filter(None, (beside, config_dir)))]
+def _fragment(name: str, where: str, folders: Sequence[Path]) -> Path:
+    """The file of an include, in the first of `folders` that has it."""
     folder = next((folder for folder in folders if os.path.isfile(folder / name)), None)
     if folder is None:
-        places, near = " or ".join(map(str, folders)), _nearest_files(name, config_dir)
+        places = " or ".join(dict.fromkeys(map(str, folders)))
+        near = "".join(_nearest_files(name, folder) for folder in dict.fromkeys(folders))
         raise UserError(f"{where}: no file {name!r} to include in {places}{near}")
     path = (folder / name).resolve()
     if os.path.isabs(name) or not path.is_relative_to(folder):

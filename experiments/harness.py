@@ -28,7 +28,7 @@ def main() -> None:
     lm_eval.api.registry.model_registry.register("ttcd_jax", target=target)
     lm_eval.evaluator.evaluate = harness.evaluate
     try:
-        cli.check_environment()
+        cli.set_up_environment()
         with jax.set_mesh(build_mesh(MeshConfig())), harness.Refusals("refuses"):
             lm_eval.__main__.cli_evaluate()
     except UserError as error:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from ttcd_jax.allocation import RESERVE_BYTES, SHARE, usable_bytes
+from ttcd_jax.allocation import RESERVE_BYTES, SHARE, memory_share
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.models.config import memory_chunk
@@ -64,16 +64,15 @@ def make_plan(config: RunConfig, mesh: Mesh) -> tuple[DeviceMemory, jax.stages.C
 
 
 def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
-    """Prints parameters, memory per device, FLOPs and, with a data sheet, whether the step
-    fits, the changes that make it fit, and the time of its FLOPs at a share of the peak. Compiles
-    the real step for this process's devices. Raises `UserError` for a mesh that does not fit them
-    or the batch."""
+    """Prints parameters, memory per device, FLOPs and, on accelerators, whether the step fits, the
+    changes that make it fit, and by a data sheet the time of its FLOPs at a share of the peak.
+    Compiles the real step for this process's devices. Raises `UserError` for a mesh that does not
+    fit them or the batch."""
     mesh = run_mesh(config)
     build.placement(config, mesh)
     # The devices of a topology are CPUs that stand for accelerators.
     config = laid_out(config, mesh if hardware is None else mesh.abstract_mesh)
     used, _ = make_plan(config, mesh)
-    own = data_sheet(jax.devices()[0].device_kind) if hardware is None else None
     length = config.data.seq_len
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     tokens, flops = config.batch_size * length, training_flops_per_token(config.model, length)
@@ -91,10 +90,17 @@ def print_plan(config: RunConfig, hardware: Hardware | None) -> None:
         "decoding state": _decoding_state(config),
         "layout": f"{axes}; parts {config.accumulation_steps}; remat {config.model.remat}",
     }
-    if sheet := hardware or own:
-        # XLA's limit on devices that are here is exact.
-        room = usable_bytes(sheet.memory_bytes) if own is None else device_bytes() - RESERVE_BYTES
-        facts |= _fit(config, mesh, used, sheet, room, flops * tokens)
+    if hardware is not None:
+        share, whole = memory_share(), hardware.memory_bytes
+        origin = f"{share:.4g} ({SHARE}) of {size_text(whole)}"
+        facts |= _fit(config, mesh, used, share * whole, origin)
+    elif (device := jax.devices()[0]).platform != "cpu":
+        hardware, whole = data_sheet(device.device_kind), device_bytes()
+        facts |= _fit(
+            config, mesh, used, whole, f"XLA's {size_text(whole)} of {device.device_kind}"
+        )
+    if hardware is not None:
+        facts |= _time(config, mesh, hardware, flops * tokens)
     width = max(map(len, facts))
     print("\n".join(f"{name:<{width}}  {value}" for name, value in facts.items()))
 
@@ -112,22 +118,15 @@ def _decoding_state(config: RunConfig) -> str:
 
 
 def _fit(
-    config: RunConfig,
-    mesh: Mesh,
-    used: DeviceMemory,
-    hardware: Hardware,
-    room: float,
-    flops: float,
+    config: RunConfig, mesh: Mesh, used: DeviceMemory, whole: float, origin: str
 ) -> dict[str, str]:
+    """Whether a step fits into the `whole` memory of a device less the reserve."""
+    room = whole - RESERVE_BYTES
     changes = changes_to_fit(config, mesh, used, room)
-    seconds = flops / (mesh.size * PEAK_SHARE * hardware.peak_flops)
-    step = f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
     # An estimate: compiled for CPUs, some bfloat16 products are in float32, attention is in XLA.
     facts = {
-        "devices": f"{mesh.size} x {hardware.name}",
         "memory: there is": (
-            f"{_per_device(room)}: XLA's share ({SHARE}) of {size_text(hardware.memory_bytes)}, "
-            f"less {size_text(RESERVE_BYTES)} for programs and gaps"
+            f"{_per_device(room)}: {origin}, less {size_text(RESERVE_BYTES)} for programs and gaps"
         ),
         "fits": "yes" if used.total <= room else "DOES NOT FIT",
     }
@@ -136,7 +135,14 @@ def _fit(
         facts[f"change {number}"] = f"{flags}: {_per_device(change.total)}; {change.cost}"
     if used.total > room and not (changes and changes[-1].total <= _MARGIN * room):
         facts["and"] = f"more devices than {mesh.size}, or shorter rows"
-    return facts | {
+    return facts
+
+
+def _time(config: RunConfig, mesh: Mesh, hardware: Hardware, flops: float) -> dict[str, str]:
+    seconds = flops / (mesh.size * PEAK_SHARE * hardware.peak_flops)
+    step = f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+    return {
+        "devices": f"{mesh.size} x {hardware.name}",
         f"FLOPs at {PEAK_SHARE:.0%} of peak": (
             f"{step} per step, {seconds * config.steps / 3600:,.1f} hours in all "
             f"(arithmetic, no prediction; peak {hardware.peak_flops / 1e12:,.0f} TFLOP/s)"

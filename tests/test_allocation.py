@@ -8,6 +8,7 @@ import pytest
 
 from tests.commands import cpu_environment, output
 from ttcd_jax import allocation
+from ttcd_jax.errors import UserError
 
 PAGES = 64 * 2**20 // 4096
 
@@ -38,7 +39,9 @@ def test_whether_jax_computes_on_the_cpu_alone(platforms, device, expected, monk
     [
         ({}, 0.92),
         ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, 0.5),
+        ({"XLA_CLIENT_MEM_FRACTION": ""}, 0.92),  # JAX takes it as not set
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8"}, 0.8),
+        ({"XLA_CLIENT_MEM_FRACTION": "4"}, 1.0),  # with the host's memory
     ],
 )
 def test_plans_count_on_the_share_that_xla_is_told_to_take(variables, share, monkeypatch):
@@ -46,6 +49,26 @@ def test_plans_count_on_the_share_that_xla_is_told_to_take(variables, share, mon
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(allocation.os, "environ", os.environ | variables)
     allocation.take_device_memory()
-    assert allocation.usable_bytes(80e9) == pytest.approx(share * 80e9 - 2**30)
+    assert allocation.memory_share() == share
     told = {name: os.environ[name] for name in os.environ if name.endswith("MEM_FRACTION")}
-    assert told == (variables or {"XLA_CLIENT_MEM_FRACTION": "0.92"})
+    assert told == ({x: y for x, y in variables.items() if y} or {allocation.SHARE: "0.92"})
+
+
+@pytest.mark.parametrize("share", ["abc", "nan", "0", "-1", "inf", "1 twice"])
+def test_a_share_that_is_none_is_refused(share, monkeypatch):
+    monkeypatch.setenv(allocation.SHARE, share.split()[0])
+    if share.endswith("twice"):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    with pytest.raises(UserError, match="set XLA_CLIENT_MEM_FRACTION alone, to a share such as"):
+        allocation.take_device_memory()
+
+
+def test_the_memory_of_a_host_is_that_of_the_cgroup(tmp_path, monkeypatch):
+    (tmp_path / "job" / "step").mkdir(parents=True)
+    (tmp_path / "job" / "memory.max").write_text("1000000\n")
+    (tmp_path / "job" / "step" / "memory.max").write_text("max\n")
+    assert allocation.host_bytes() > 1_000_000
+    monkeypatch.setattr(allocation, "_GROUPS", tmp_path)
+    monkeypatch.setattr(allocation, "_OWN_GROUP", tmp_path / "own")
+    (tmp_path / "own").write_text("1:x:/other\n0::/job/step\n")
+    assert allocation.host_bytes() == 1_000_000

@@ -21,7 +21,9 @@ from ttcd_jax.config import (
 )
 from ttcd_jax.data.sources import BatchesConfig
 from ttcd_jax.errors import UserError
+from ttcd_jax.methods.delta_net import DeltaRuleConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.nn.rope import RopeConfig, YarnConfig
 from ttcd_jax.precision import Precision
 
@@ -107,6 +109,25 @@ def test_a_value_outside_its_bounds_is_named_with_what_is_allowed(field, value, 
     with pytest.raises(UserError) as caught:
         Bounded(**{field: value})
     assert str(caught.value) == f"Bounded.{field} {value} {refusal}"
+
+
+@pytest.mark.parametrize(
+    ("cls", "values"),
+    [
+        (MemoryConfig, {"eta": -1.0}),
+        (MemoryConfig, {"zero_slope": -1.0}),
+        (TransformerConfig, {"init_std": -0.02}),
+        (TransformerConfig, {"norm_eps": -1e-6}),
+        (TransformerConfig, {"qk_norm_eps": -1e-6}),
+        (DeltaRuleConfig, {"value_expansion": -1.0}),
+        (YarnConfig, {"factor": 2.0, "original_length": 8, "slow_turns": 0.0}),
+        (YarnConfig, {"factor": 2.0, "original_length": 8, "slow_turns": 64.0}),
+    ],
+)
+def test_rates_scales_and_turns_below_zero_are_refused(cls, values):
+    whole = {**config_of("ipttcd").to_dict(), **values} if cls is TransformerConfig else values
+    with pytest.raises(UserError, match="must be"):
+        cls.from_dict(whole)
 
 
 def test_bounds_include_their_ends_and_leave_types_as_they_are():

@@ -6,8 +6,12 @@ that size to the kernel, which then clears and maps every page again at the next
 page faults and an eighth of the time of a small model's step.
 """
 
+import contextlib
 import ctypes
+import math
 import os
+import re
+import resource
 from pathlib import Path
 
 from ttcd_jax.errors import UserError
@@ -16,6 +20,7 @@ MEMORY_SHARE = 0.92  # the rest is for contexts and communication, outside of XL
 RESERVE_BYTES = 2**30  # of the pool, for programs and the gaps between arrays: no plan sees them
 SHARE = "XLA_CLIENT_MEM_FRACTION"
 _OLD_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_OWN_GROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 # Parameters of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -36,18 +41,40 @@ def keep_freed_memory() -> None:
 
 def take_device_memory() -> None:
     """Lets XLA take `MEMORY_SHARE` of an accelerator's memory unless the environment says how much.
-    Call it before JAX's first array."""
-    if _OLD_SHARE not in os.environ:
-        os.environ.setdefault(SHARE, str(MEMORY_SHARE))
+    Call it before JAX's first array. Raises `UserError` where that is no share."""
+    if _told_share() is None:
+        os.environ[SHARE] = str(MEMORY_SHARE)
 
 
-def usable_bytes(memory_bytes: float) -> float:
-    """What a step may take of an accelerator's memory: XLA's share, less `RESERVE_BYTES`."""
-    share = os.environ.get(_OLD_SHARE) or os.environ.get(SHARE) or MEMORY_SHARE
-    try:
-        return float(share) * memory_bytes - RESERVE_BYTES
-    except ValueError as error:
-        raise UserError(f"{SHARE}={share} is no number, such as {MEMORY_SHARE}") from error
+def memory_share() -> float:
+    """The share of an accelerator's own memory that XLA takes."""
+    return min(_told_share() or MEMORY_SHARE, 1.0)  # more than all is the host's
+
+
+def _told_share() -> float | None:
+    told = [(x, os.environ[x]) for x in (SHARE, _OLD_SHARE) if os.environ.get(x)]
+    if not told:
+        return None
+    share = math.nan
+    with contextlib.suppress(ValueError):
+        share = float(told[0][1])
+    if len(told) > 1 or not 0 < share < math.inf:
+        given = " and ".join(f"{name}={text}" for name, text in told)
+        raise UserError(f"{given}: set {SHARE} alone, to a share such as {MEMORY_SHARE}")
+    return share
+
+
+def host_bytes() -> int:
+    """What this process may take of the host's memory: all, or less by its cgroup or `ulimit`."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    sizes += [x for x in resource.getrlimit(resource.RLIMIT_AS)[:1] if x != resource.RLIM_INFINITY]
+    with contextlib.suppress(OSError):
+        own = re.search("^0::/(.*)$", _OWN_GROUP.read_text(), re.MULTILINE)
+        group = _GROUPS / (own[1] if own else "")
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                sizes.append(int((folder / "memory.max").read_text()))
+    return min(sizes)
 
 
 def is_cpu_alone() -> bool:

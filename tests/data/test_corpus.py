@@ -127,7 +127,9 @@ def test_missing_or_empty_text_names_the_path_and_the_remedy(tmp_path):
         ({"kind": "text"}, "kind 'text' takes the path"),
         ({"kind": "text", "path": ""}, "CorpusConfig.path is empty, as after a shell variable"),
         ({"path": "x"}, "kind 'stdlib' takes none"),
-        ({"validation_files": 2}, "validation_files 2 are files of a folder: set kind 'text'"),
+        ({"validation_files": 2}, "validation_files 2 is for files of yours: set kind 'text'"),
+        ({"field": "body"}, "field 'body' is for files of yours"),
+        ({"glob": "**/*.py"}, "is for files of yours"),
         ({"validation_percent": 100}, "validation_percent 100 must be between 0 and 99"),
         ({"glob": "/etc/*"}, r"glob /etc/\* must be a pattern below path, such as"),
         ({"glob": "../*"}, r"glob \.\./\* must be a pattern below path"),
@@ -266,3 +268,13 @@ def test_links_of_the_hugging_face_cache_are_good_and_others_are_not(tmp_path):
     (cache / "snapshots" / "1" / "b.txt").symlink_to("../../a.txt")
     with pytest.raises(DataError, match=r"b\.txt is a link that leaves"):
         load_documents(config, "train")
+
+
+def test_a_field_that_no_file_has_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    corpus = CorpusConfig(kind="text", path=str(tmp_path), field="nope", validation_percent=0)
+    with pytest.raises(DataError, match="field 'nope' is for files of many documents"):
+        load_documents(corpus, "train")
+    (tmp_path / "b.jsonl").write_text('{"nope": "more"}')
+    both = load_documents(corpus.replace(glob="**/*"), "train")
+    assert [document.content for document in both] == [b"text", b"more"]

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from experiments.gin_loading import load_config
-from experiments.gin_reading import find_gin_file, read_file
+from experiments.gin_reading import find_gin_file, read_file, read_params
 from ttcd_jax.config import Config, Positive
 from ttcd_jax.errors import DataError, UserError
 
@@ -226,6 +226,7 @@ def test_scopes_and_macros_mean_what_gin_means(load):
         ("Tree.name = small", "run.gin:1: cannot read the value 'small'; a string needs quotes"),
         ("Tree.taps = [1,\n", "run.gin:1: unexpected EOF in multi-line statement"),
         ("Tree.name = 'open\n", "run.gin:1: unterminated string literal"),
+        ("Tree.data = Recall(n=1)", "run.gin:1: write @Recall() for Recall(...), and each field"),
         ("Tree.name = __import__('os')", "cannot read the value '__import__'"),
         ("import os", "run.gin:1: a configuration may not import 'os', only bind values"),
         ("\nfrom __gin__ import dynamic_registration", "run.gin:2: a configuration may not import"),
@@ -246,9 +247,10 @@ def test_a_mistake_is_one_line_with_its_place(refusal, tmp_path, text, expected)
     assert expected in refusal(text)
 
 
-def test_includes_are_found_beside_their_file_then_among_the_recipes(load, tmp_path):
+def test_includes_are_found_beside_their_file_then_among_the_recipes(tmp_path, monkeypatch):
     own = tmp_path / "own"
-    (own / "sub").mkdir(parents=True)
+    for folder in (own / "sub", tmp_path / "configs"):
+        folder.mkdir(parents=True)
     (own / "sub" / "more.gin").write_text("include 'beside.gin'\nTree.steps = 5")
     (own / "sub" / "beside.gin").write_text("Tree.name = 'beside'")
     (own / "run.gin").write_text("include 'sub/more.gin'\ninclude 'shared.gin'")
@@ -257,6 +259,9 @@ def test_includes_are_found_beside_their_file_then_among_the_recipes(load, tmp_p
     assert {(x.field, x.value) for x in read.values()} == {
         *(("steps", 5), ("name", "beside"), ("taps", (7,)))
     }
+    monkeypatch.chdir(own)
+    params = read_params(["include 'sub/more.gin'", "include 'shared.gin'"], tmp_path / "configs")
+    assert {x.field for x in params.values()} == {"steps", "name", "taps"}
     (own / "run.gin").write_text("include '../outside.gin'")
     (tmp_path / "outside.gin").write_text("Tree.steps = 5")
     with pytest.raises(UserError, match=r"run\.gin:1: include '\.\./outside\.gin' leaves .*own"):

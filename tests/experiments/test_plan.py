@@ -4,6 +4,7 @@ import ctypes
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import commands
 import jax
@@ -19,6 +20,7 @@ from experiments.gin_loading import load_config
 from ttcd_jax.run import build, layout
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.mesh import AXES, MeshConfig
+from ttcd_jax.train.hardware import Hardware
 
 PARTS = "RunConfig.accumulation_steps=1"
 BATCH = ("RunConfig.batch_size=64", PARTS, "TransformerConfig.remat='dots'")
@@ -84,6 +86,28 @@ def test_a_recipe_fits_a_node_without_data(name):
     assert "fsdp 8 x seq 1 x tensor 1; parts 2; remat block" in result.stdout
     assert "RECORDS='DIR'" in result.stderr
     assert "experiments.prepare_data --input=" in result.stderr
+
+
+def test_a_plan_prints_what_it_compares(monkeypatch, capsys):
+    used = plan.DeviceMemory(params=2**30, gradients=2**30, optimizer=2**30, rest=2**30)
+    monkeypatch.setattr(plan, "make_plan", lambda config, mesh: (used, None))
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    plan.print_plan(CONFIG, Hardware("T1", peak_flops=1e12, memory_bytes=10.5 * 2**30))
+    there = "4.25 GiB per device: 0.5 (XLA_CLIENT_MEM_FRACTION) of 10.50 GiB, less 1.00 GiB"
+    found = capsys.readouterr().out
+    assert there in found
+    assert re.search("fits +yes", found)
+    mesh = layout.run_mesh(CONFIG)  # of a device without a data sheet, which is here
+    monkeypatch.setattr(plan, "run_mesh", lambda *_: mesh)
+    monkeypatch.setattr(
+        jax, "devices", lambda: [SimpleNamespace(platform="gpu", device_kind="New")]
+    )
+    monkeypatch.setattr(plan, "device_bytes", lambda: 4 * 2**30)
+    plan.print_plan(CONFIG, None)
+    found = capsys.readouterr().out
+    assert "3.00 GiB per device: XLA's 4.00 GiB of New, less 1.00 GiB" in found
+    assert re.search("fits +DOES NOT FIT", found)
+    assert "peak" not in found
 
 
 def _resident(key):

@@ -19,6 +19,7 @@ from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.interop.hugging_face import model_of, open_hugging_face
 from ttcd_jax.interop.weight_files import write_safetensors
 from ttcd_jax.nn.rope import YarnConfig
+from ttcd_jax.precision import Precision
 from ttcd_jax.run.directory import load_run
 from ttcd_jax.train.fit import by_name
 from ttcd_jax.train.layers_on_disk import stacked
@@ -156,6 +157,24 @@ def test_weights_of_another_model_are_refused(write):
         open_hugging_face(write("qwen2", num_hidden_layers=9000))
     with pytest.raises(CheckpointError, match=r"up_proj.weight \(40, 24\) not \(64, 24\)"):
         open_hugging_face(write("qwen3", intermediate_size=64))
+
+
+@pytest.mark.parametrize(
+    ("mlp", "rest", "expected"),
+    [
+        (ml_dtypes.bfloat16, np.float16, "float32"),
+        (ml_dtypes.bfloat16, np.float32, "float32"),
+        (np.float16, np.float16, "float16"),
+    ],
+)
+def test_dtypes_of_one_folder_have_one_that_holds_them(write, stored, mlp, rest, expected):
+    folder = write("llama")
+    params = drawn(json.loads(str(stored["llama.shapes"])))
+    narrow = {x: params[x].astype(mlp if "mlp" in x else rest) for x in params}
+    write_safetensors(folder, narrow)
+    read, config, _ = open_hugging_face(folder)
+    assert config.precision == Precision(param=expected)
+    assert {leaf.read().dtype.name for leaf in by_name(read).values()} == {expected}
 
 
 def test_an_import_is_a_run_in_the_dtype_of_its_files(write, stored, tmp_path):

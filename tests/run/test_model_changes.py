@@ -85,6 +85,7 @@ def test_a_window_or_none_makes_the_other_plain_transformer():
         ("TransformerConfig.window=" + "[" * 5000, "window must be int"),
         ("TransformerConfig.window=2", "student_window 4 is wider than the teacher's window 2"),
         ("RopeConfig.yarn={'factor': 8}", "YarnConfig lacks original_length"),
+        ("RopeConfig.yarn=@YarnConfig()", r"write YarnConfig\(field=value, ...\) in place of"),
         ("RopeConfig.yarn=Yarn(factor=8)", "'Yarn' is allowed here"),
         (
             "RopeConfig.yarn=YarnConfig(factor=0.5, original_length=4)",

@@ -12,7 +12,7 @@ from orbax.checkpoint import StandardCheckpointer
 from small_models import config_of
 
 from ttcd_jax.data.synthetic.recall import RecallConfig
-from ttcd_jax.errors import CheckpointError, UserError
+from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import TransformerConfig
@@ -117,6 +117,18 @@ def test_parameters_are_float32_unless_bound_by_name(run_of, tmp_path, caplog):
     assert not caplog.text
     build.check(run_config(narrow))  # bound, or of an older run
     assert "parameters and moments are bfloat16" in caplog.text
+
+
+def test_tokens_beyond_the_vocabulary_of_a_checkpoint_are_refused_where_they_occur(caplog):
+    narrow = run_config(PLAIN.replace(vocab_size=5))  # of 8 that recall may draw
+    with pytest.raises(UserError, match="vocab_size 5 is smaller than the data's 8: set Tran"):
+        build.check(narrow)
+    config = narrow.replace(start_from="theirs")  # has a vocabulary of its own
+    build.check(config)
+    assert "a batch with one of the other tokens is refused" in caplog.text
+    batches, _ = build.build_data(config, range(1))
+    with pytest.raises(DataError, match="outside the vocabulary of 5 tokens"):
+        list(batches.iterate(0, 1))
 
 
 def test_small_steps_are_not_lost_in_a_narrow_checkpoint(run_of, mesh, tmp_path):

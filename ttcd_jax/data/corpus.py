@@ -20,6 +20,7 @@ from ttcd_jax.errors import DataError, UserError
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
+GLOB, TEXT = "**/*.txt", "text"  # by default
 MAX_TEXT_BYTES = 2**30  # of one split in memory
 
 # Installed packages and test suites differ between installations of one Python release.
@@ -49,8 +50,8 @@ class CorpusConfig(Config):
 
     kind: Literal["stdlib", "text"] = "stdlib"
     path: str | None = None
-    glob: Annotated[str, _BELOW] = "**/*.txt"
-    field: str = "text"
+    glob: Annotated[str, _BELOW] = GLOB
+    field: str = TEXT
     validation_percent: Annotated[int, Bound("between 0 and 99", lambda p: 0 <= p < 100)] = 5
     validation_files: NonNegative = 0
 
@@ -60,11 +61,13 @@ class CorpusConfig(Config):
                 f"CorpusConfig kind={self.kind!r} with path={self.path!r}; "
                 "kind 'text' takes the path of a file or a folder, kind 'stdlib' takes none"
             )
-        if self.path is None and self.validation_files:
-            raise UserError(
-                f"CorpusConfig.validation_files {self.validation_files} are files of a folder: set "
-                "kind 'text' and path"
-            )
+        of_text = {"validation_files": 0, "glob": GLOB, "field": TEXT}
+        for name, default in of_text.items():
+            if self.path is None and getattr(self, name) != default:
+                raise UserError(
+                    f"CorpusConfig.{name} {getattr(self, name)!r} is for files of yours: set kind "
+                    "'text' and path"
+                )
 
 
 class Census:
@@ -178,7 +181,15 @@ def _split_documents(
         yield from _held_out_by_name(_stdlib_documents(), config)
         return
     root = pathlib.Path(config.path)
-    for split, files in _parts(config, splits):
+    parts = _parts(config, splits)
+    if config.field != TEXT and not any(
+        holds_many(x) for _, files in parts for x in files.values()
+    ):
+        raise DataError(
+            f"field {config.field!r} is for files of many documents, and {root} has plain text "
+            "alone: leave it out"
+        )
+    for split, files in parts:
         for name, path in files.items():
             documents = read_documents(path, name, config.field, left_out)
             if split is not None:

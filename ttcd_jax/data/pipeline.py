@@ -21,22 +21,31 @@ class Batches:
     """Batches of a random-access source of rows (dicts of arrays of one shape).
 
     Row r of step s is row s * batch_size + r of the source, which is repeated forever. `rows`: the
-    rows of a batch that this process makes, by default all.
+    rows of a batch that this process makes, by default all. With `vocab_size`, raises `DataError`
+    for a batch with tokens outside.
     """
 
     def __init__(
-        self, source: RowSource, *, batch_size: int, rows: Sequence[int] | None = None
+        self,
+        source: RowSource,
+        *,
+        batch_size: int,
+        rows: Sequence[int] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         # grain types rows as optional, for datasets with filters; there are none here.
         self._data: Any = grain.MapDataset.source(source).repeat(None)
-        self._batch_size = batch_size
+        self._batch_size, self._vocab_size = batch_size, vocab_size
         self._rows = range(batch_size) if rows is None else rows
 
     def at(self, step: int) -> Fields:
         """The rows of the batch of `step`: fields [len(rows), ...]."""
         assert step >= 0, step
         rows = [self._data[step * self._batch_size + row] for row in self._rows]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        fields = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        if self._vocab_size is not None:
+            check_tokens([fields["tokens"], fields["targets"]], self._vocab_size)
+        return fields
 
     def iterate(self, start_step: int, num_steps: int) -> Iterator[tuple[int, Fields]]:
         """(step, at(step)) for `num_steps` steps, prefetched by a thread that ends with it."""

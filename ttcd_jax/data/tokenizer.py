@@ -6,7 +6,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from absl import logging
 from numpy.typing import ArrayLike
 
 from ttcd_jax import units
+from ttcd_jax.allocation import host_bytes
 from ttcd_jax.config import Config, NonNegative
 from ttcd_jax.errors import DataError, ResourceError, UserError
 from ttcd_jax.files import read_json
@@ -222,7 +222,7 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def _check_memory(num_bytes: int) -> None:
-    needed, there = 150 * num_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed, there = 150 * num_bytes, host_bytes()
     line = f"{units.size(num_bytes)} of text without a place to cut take {units.size(needed)}"
     if needed > there:
         raise ResourceError(

@@ -6,12 +6,14 @@ A folder has `config.json`, weights (.safetensors, one file or shards), and usua
 tensor while they are written into a run directory, in the dtype that they have.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
@@ -120,7 +122,7 @@ def open_hugging_face(path: Path) -> ImportedModel:
             problem = f"has {layers} layers, {path} {len(weights)} tensors"
             raise CheckpointError(f"{path / CONFIG} {problem}")
     kinds = {tensor.dtype for tensor in weights.stored.values()}
-    dtype = np.result_type(*kinds) if len(kinds) > 1 else next(iter(kinds))
+    dtype = functools.reduce(jnp.promote_types, kinds)
     try:
         config = model_of(source, _precision(dtype))
     except UserError as error:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels.short_conv import short_conv
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import Positive
+from ttcd_jax.config import Positive, PositiveFloat
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.delta_rule import DeltaMemory, DeltaWrites, l2_normalize_inside
 from ttcd_jax.memory.rows import over_rows
@@ -50,7 +50,7 @@ class DeltaRuleConfig(Settings):
     """The settings of the method. `chunk_size` changes the speed, not the result."""
 
     num_taps: Positive = 4
-    value_expansion: float = 1  # value head dim over key head dim
+    value_expansion: PositiveFloat = 1  # value head dim over key head dim
     chunk_size: Positive = 64
 
 

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import Positive, PositiveFloat
+from ttcd_jax.config import NonNegativeFloat, Positive, PositiveFloat
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
 from ttcd_jax.memory.distillation import Distillation, distances
@@ -36,7 +36,7 @@ class InPlaceSettings(Settings):
     eta."""
 
     chunk_size: Positive = 1024
-    eta: float = 0.3
+    eta: NonNegativeFloat = 0.3
     resets_at_document: bool = True  # published: the memory leaks from document to document
 
     def switched_off(self, length: int) -> "InPlaceSettings":

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels import short_conv_residual
 from ttcd_kernels.normalize import l2_normalize
 
-from ttcd_jax.config import Positive
+from ttcd_jax.config import NonNegativeFloat, Positive
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.memory.delta import chunk_errors
 from ttcd_jax.memory.prefix import PrefixMemory, Writes
@@ -71,7 +71,9 @@ class MemoryConfig(PrefixSettings):
     student_conv_init: ConvInit = "normal"
     renorm_chunks: Positive | None = None  # hold |W| at |W_base|, in groups of this many chunks
     orthogonalizes_updates: bool = False  # Newton-Schulz on every delta_w
-    zero_slope: float = 1.0  # gradient of a normalization at a zero vector; published: 1e6
+    zero_slope: NonNegativeFloat = (
+        1.0  # gradient of a normalization at a zero vector; published: 1e6
+    )
 
     def validate(self) -> None:
         super().validate()

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from ttcd_kernels.dual_window.api import Implementation
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import Positive
+from ttcd_jax.config import NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.nn.block import Dims, Mixer, Names, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param
@@ -36,7 +36,7 @@ class Heads(Dims):
     rope: RopeConfig = RopeConfig()
     has_qk_norm: bool = False
     has_qkv_bias: bool = False
-    qk_norm_eps: float = 1e-6
+    qk_norm_eps: NonNegativeFloat = 1e-6
     attention_implementation: Implementation = "auto"
 
     def validate(self) -> None:

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ttcd_jax.axes import param
-from ttcd_jax.config import Config, Positive
+from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.nn.norm import rms_norm
 from ttcd_jax.nn.row import Piece, Row, check_array
@@ -26,8 +26,8 @@ class Dims(Config):
     """The sizes and dtypes that all layers of a model share."""
 
     dim: Positive
-    norm_eps: float = 1e-6
-    init_std: float = 0.02
+    norm_eps: NonNegativeFloat = 1e-6
+    init_std: NonNegativeFloat = 0.02
     precision: Precision = Precision()
 
     @property

@@ -26,7 +26,7 @@ class DualWindowConfig(SublayerConfig):
         if teacher is not None and self.student_window > teacher:
             raise UserError(
                 f"student_window {self.student_window} is wider than the teacher's window "
-                f"{teacher}: give the teacher the longer one"
+                f"{teacher}: bind student_window, or its default holds, to the shorter one"
             )
 
     @property

@@ -18,34 +18,36 @@ from ttcd_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class YarnConfig(Config):
-    """YaRN (Peng et al. 2023) as Hugging Face applies it: pairs that turn fewer than `slow_turns`
-    times over the original length are interpolated by `factor`, those above `fast_turns` are kept,
-    a linear ramp between; cos and sin are multiplied by `magnitude`, None: 0.1 ln(factor) + 1."""
+class _ByTurns(Config):
+    """Pairs that turn fewer than `slow_turns` times over the original length are interpolated by
+    `factor`, those above `fast_turns` are kept."""
 
     factor: Annotated[float, AtLeast(1)]
     original_length: Positive
-    fast_turns: float = 32.0
-    slow_turns: float = 1.0
-    magnitude: PositiveFloat | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Config(Config):
-    """The scaling of Llama 3.1: pairs that turn fewer than `slow_turns` times over the original
-    length are interpolated by `factor`, those above `fast_turns` are kept, and between the two the
-    share of the frequency that is kept grows linearly with the turns."""
-
-    factor: Annotated[float, AtLeast(1)]
-    original_length: Positive
-    fast_turns: float = 4.0
-    slow_turns: float = 1.0
+    fast_turns: PositiveFloat = 32.0
+    slow_turns: PositiveFloat = 1.0
 
     def validate(self) -> None:
         if not self.fast_turns > self.slow_turns:
             raise UserError(
                 f"fast_turns {self.fast_turns} must be more than slow_turns {self.slow_turns}"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnConfig(_ByTurns):
+    """YaRN (Peng et al. 2023) as Hugging Face applies it: a linear ramp between the two; cos and
+    sin are multiplied by `magnitude`, None: 0.1 ln(factor) + 1."""
+
+    magnitude: PositiveFloat | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Config(_ByTurns):
+    """The scaling of Llama 3.1: between the two the share of the frequency that is kept grows
+    linearly with the turns."""
+
+    fast_turns: PositiveFloat = 4.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -50,8 +50,8 @@ def check(config: RunConfig) -> None:
     param = config.model.precision.param
     if jnp.finfo(param).bits < 32:
         logging.warning(
-            "parameters and moments are %s, which small rates do not change: Precision.param = "
-            "'float32' keeps what the steps add",
+            "parameters and moments are %s, in which small steps are lost: a new run with "
+            "--param=\"Precision.param='float32'\" keeps them",
             param,
         )
     preparation(config.model, config.optimizer.rates, config.memory_warmup)
@@ -59,14 +59,15 @@ def check(config: RunConfig) -> None:
     if chunk is not None and chunk >= seq_len:
         raise UserError(
             f"chunk_size {chunk} of the memory is not below the seq_len {seq_len} of the data: no "
-            "token would read what a chunk wrote; lower chunk_size or take longer rows"
+            "token would read what a chunk wrote; bind a smaller chunk_size, or its default "
+            "holds, or take longer rows"
         )
-    needed = config.data.vocab_size
-    if config.model.vocab_size < needed:
-        raise UserError(
-            f"model vocab_size {config.model.vocab_size} is smaller than the data's {needed}: set "
-            f"TransformerConfig.vocab_size to at least {needed}"
-        )
+    needed, there = config.data.vocab_size, config.model.vocab_size
+    if there < needed:
+        problem = f"model vocab_size {there} is smaller than the data's {needed}"
+        if config.start_from is None:
+            raise UserError(f"{problem}: set TransformerConfig.vocab_size to at least {needed}")
+        logging.warning("%s: a batch with one of the other tokens is refused", problem)
 
 
 def placement(config: RunConfig, mesh: Mesh) -> Placement:
@@ -109,11 +110,11 @@ def build_data(
 ) -> tuple[StepBatches, dict[str, Any]]:
     """(batches of the training split, or those that the caller makes; manifest). This process
     uses `rows` of every batch."""
-    data, size = config.data, config.batch_size
+    data, size, entries = config.data, config.batch_size, config.model.vocab_size
     if isinstance(data, BatchesConfig):
         if make is None:
             raise UserError("RunConfig.data is BatchesConfig: pass batches to ttcd_jax.train_run")
-        shape, entries = (size, data.seq_len + 1), config.model.vocab_size
+        shape = size, data.seq_len + 1
         batches = CallerBatches(make, shape=shape, vocab_size=entries, rows=rows)
         return batches, {"kind": "batches"}
     if make is not None:
@@ -122,7 +123,7 @@ def build_data(
             "pass them to ttcd_jax.train_run"
         )
     source, manifest = data.rows(config.seed, size)
-    return Batches(source, batch_size=size, rows=rows), manifest
+    return Batches(source, batch_size=size, rows=rows, vocab_size=entries), manifest
 
 
 def _optimizer(config: RunConfig) -> tuple[optax.Schedule, optax.GradientTransformation]:

@@ -89,6 +89,8 @@ def _parsed(text: str, parts: dict[str, type[Config]] | None = None) -> _Change:
         raise UserError(
             f"{text}: the model consists of {', '.join(parts)}{closest(owner, [*parts])}"
         )
+    if isinstance(value, str) and (reference := re.fullmatch(r"@(?:\w+/)?(\w+)(\(\))?", value)):
+        raise UserError(f"{text}: write {reference[1]}(field=value, ...) in place of {value}")
     if parts is not None and isinstance(value, dict) and "type" not in value:
         classes = config_classes(typing.get_type_hints(parts[owner]).get(field))
         value = ({"type": classes[0].__name__} | value) if len(classes) == 1 else value

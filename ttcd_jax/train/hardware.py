@@ -1,12 +1,12 @@
 """Data sheets of accelerators: peak FLOP/s and bytes of device memory."""
 
-import os
+import math
 import re
-import resource
 from typing import NamedTuple
 
 import jax
 
+from ttcd_jax.allocation import host_bytes
 from ttcd_jax.config import closest
 from ttcd_jax.errors import UserError
 
@@ -36,14 +36,13 @@ def data_sheet(device_kind: str) -> Hardware | None:
     return next((device for name, device in HARDWARE.items() if name in device_kind), None)
 
 
-def device_bytes() -> int:
-    """Bytes of one local device; devices of a CPU share those of the host in equal parts."""
+def device_bytes() -> float:
+    """Bytes of one local device that XLA may take, infinite where its allocator knows no limit;
+    devices of a CPU share those of the host in equal parts."""
     devices = jax.local_devices()
-    if stats := devices[0].memory_stats():
-        return stats["bytes_limit"]
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return (host if limit == resource.RLIM_INFINITY else min(host, limit)) // len(devices)
+    if devices[0].platform == "cpu":
+        return host_bytes() // len(devices)
+    return (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def parse_topology(text: str) -> tuple[Hardware, int]:
