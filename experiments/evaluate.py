@@ -36,7 +36,9 @@ flags.DEFINE_string("task", None, "The task; its options follow.", required=True
 flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
 flags.DEFINE_list("mesh", [], "Devices along mesh axes, as data=2,seq=2; fsdp takes the rest.")
 flags.DEFINE_string("label", None, "Name of this run in tables and pictures; default: its method.")
-flags.DEFINE_multi_string("param", [], "A change of the model, Class.field=VALUE; may be repeated.")
+flags.DEFINE_multi_string(
+    "param", [], "A binding of the model, as in a .gin file; may be repeated."
+)
 
 
 def main(argv: list[str]) -> None:

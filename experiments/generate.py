@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 FLAGS = flags.FLAGS
 flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
 flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
-flags.DEFINE_multi_string("param", [], "A change of the model, Class.field=VALUE; may be repeated.")
+flags.DEFINE_multi_string(
+    "param", [], "A binding of the model, as in a .gin file; may be repeated."
+)
 flags.DEFINE_multi_string("prompt_file", [], "A prompt, - for standard input; may be repeated.")
 flags.DEFINE_bool("interactive", False, "Ask for prompts, a line each.")
 flags.DEFINE_integer("max_new_tokens", None, "Tokens to generate; 0 reads only.")

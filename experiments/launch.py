@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     if FLAGS.topology is not None and not FLAGS.dry_run:
         raise UserError("--topology describes the devices of a plan: it goes with --dry_run")
-    from experiments.gin_reading import find_gin_file, read_file, read_params
+    from ttcd_jax.run.bindings import find_gin_file, read_file, read_params
 
     # Their mistakes are reported before anything slow is imported.
     gin_file = find_gin_file(FLAGS.gin, cli.CONFIG_DIR)
@@ -66,8 +66,8 @@ def main(argv: list[str]) -> None:
     read_params(FLAGS.param, cli.CONFIG_DIR)
     gc.disable()  # a fifth of the time of imports and of tracing
     with terminal.phase("importing"):
-        from experiments.gin_loading import load_config
         from ttcd_jax.run import training
+        from ttcd_jax.run.bindings import load_config
         from ttcd_jax.run.config import RunConfig
         from ttcd_jax.run.directory import RunDirectory
         from ttcd_jax.run.start import inherited_model

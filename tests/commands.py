@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 # None of them defines a flag of a command.
 IMPORTED = (
     "ttcd_jax.run.training",
-    "experiments.gin_loading",
+    "ttcd_jax.run.bindings",
     "experiments.plan",
     "ttcd_jax.eval.results",
     "ttcd_jax.eval.page",

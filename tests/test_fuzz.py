@@ -16,7 +16,6 @@ from safetensors.numpy import save
 from small_models import byte_model, config_of
 
 from experiments import cli
-from experiments.gin_loading import load_config
 from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.preparation import prepare_records
 from ttcd_jax.data.records import MANIFEST, sealed, verify_records
@@ -32,6 +31,7 @@ from ttcd_jax.inference.saved_state import load_state, save_state
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.interop.reference_config import reference_config, transformer_config
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, model_config, run_tokenizer
 from ttcd_jax.train import digest

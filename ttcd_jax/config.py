@@ -142,6 +142,14 @@ class Config:
     """Base of every configuration: field types and bounds are checked, then the combination of the
     values by `validate`."""
 
+    def __new__(cls, *_: Any, **values: Any) -> Self:
+        """Raises `UserError` for a name that is not a field."""
+        fields = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in fields:
+                raise UserError(f"{cls.__name__} has no field {name!r}{closest(name, fields)}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self), include_extras=True)
         for field in dataclasses.fields(self):
@@ -166,11 +174,10 @@ class Config:
         """The classes that a field of this type can hold: this one alone unless overridden."""
         return [cls]
 
-    @classmethod
-    def reconciled(cls, values: dict[str, Any], bound: Collection[str]) -> dict[str, Any]:
-        """`values`, in which the fields `bound` override another configuration's, with defaults for
-        the other fields that the overrides make meaningless."""
-        return values
+    def overridden(self, values: dict[str, Any], bound: Collection[str]) -> Self:
+        """This configuration with `values` for all fields, of which those `bound` override its own;
+        others that they make meaningless have their defaults."""
+        return type(self)(**values)
 
     def validate(self) -> None:
         """Raises `UserError` for values that contradict each other."""
@@ -192,14 +199,11 @@ class Config:
             raise UserError(f"{cls.__name__} is a {type(source).__name__}, not an object of fields")
         hints = typing.get_type_hints(cls)
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        for key in source:
-            if key != "type" and key not in fields:
-                raise UserError(f"{cls.__name__} has no field {key!r}{closest(key, [*fields])}")
         absent = (fields[name] for name in fields if name not in source)
         none = dataclasses.MISSING
         if missing := [x.name for x in absent if x.default is x.default_factory is none]:
             raise UserError(f"{cls.__name__} lacks {', '.join(missing)}")
-        return cls(**{x: _revive(source[x], hints[x]) for x in fields if x in source})
+        return cls(**{x: _revive(source[x], hints.get(x)) for x in source if x != "type"})
 
 
 def config_classes(hint: Any) -> list[type[Config]]:

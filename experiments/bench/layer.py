@@ -15,11 +15,11 @@ from ttcd_kernels.measure import MIB, MILLISECOND, TERA, Row, over
 
 from experiments import cli
 from experiments.bench.frame import Case, why_not_run
-from experiments.gin_loading import load_config
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.memory.prefix import Form
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.config import Remat, TransformerConfig
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.loss import summed_loss

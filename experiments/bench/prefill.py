@@ -16,13 +16,13 @@ from ttcd_kernels.measure import MIB, MILLISECOND, Row, over
 from experiments import cli
 from experiments.bench.frame import Case, why_not_run
 from experiments.bench.models import Competitor, Models
-from experiments.gin_loading import load_config
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.prefill import MemoryMode, even_size, prefill, read_piece
 from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.train.flops import forward_flops
 
 BASELINES = ("swa", "ipttt")  # their times and FLOPs are divisors

@@ -15,7 +15,6 @@ from ttcd_kernels.measure import MIB, MILLISECOND, Row, over
 
 from experiments import cli
 from experiments.bench.frame import Case
-from experiments.gin_loading import load_config
 from experiments.plan import PEAK_SHARE, make_plan
 from ttcd_jax.config import DISTINCT, Config, Positive
 from ttcd_jax.data.corpus import CorpusConfig
@@ -24,6 +23,7 @@ from ttcd_jax.data.pipeline import CallerBatches
 from ttcd_jax.data.preparation import prepare_records
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.run import build
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.train.flops import training_flops_per_token

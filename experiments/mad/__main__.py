@@ -27,13 +27,13 @@ flags.DEFINE_bool("dry_run", False, "Print the jobs; train and write nothing.")
 
 
 def main(argv: list[str]) -> None:
-    from experiments.gin_loading import load_config
     from experiments.mad.config import DATA_SEED, SELECTION, MADSweepConfig, plan
     from experiments.mad.picture import draw_curves
     from experiments.mad.records import gather
     from experiments.mad.report import report
     from experiments.mad.training import train_jobs
     from ttcd_jax.files import write_whole
+    from ttcd_jax.run.bindings import load_config
     from ttcd_jax.run.directory import RunDirectory
 
     config = load_config(MADSweepConfig, FLAGS.gin, FLAGS.param, config_dir=cli.CONFIG_DIR)

@@ -38,7 +38,7 @@ flags.DEFINE_multi_string("kind", [], "The faults to draw from; default: all of 
 
 # By the commands; none defines a flag.
 _IMPORTED = (
-    *("ttcd_jax.run.training", "experiments.gin_loading", "experiments.plan"),
+    *("ttcd_jax.run.training", "ttcd_jax.run.bindings", "experiments.plan"),
     *("ttcd_jax.eval.results", "ttcd_jax.eval.report"),
 )
 # As the tests': a third of the time to compile.

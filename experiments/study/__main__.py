@@ -23,10 +23,10 @@ flags.DEFINE_multi_string("only", [], "Train and evaluate only this recipe; repe
 
 
 def main(argv: list[str]) -> None:
-    from experiments.gin_loading import load_config, reachable_classes
     from experiments.study.config import StudyConfig
     from experiments.study.page import write_study
     from experiments.study.runs import compute, held_out_texts
+    from ttcd_jax.run.bindings import load_config, reachable_classes
     from ttcd_jax.run.directory import RunDirectory
 
     classes = reachable_classes(StudyConfig)

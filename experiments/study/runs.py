@@ -11,7 +11,6 @@ import numpy as np
 from absl import logging
 
 from experiments import cli
-from experiments.gin_loading import load_config
 from experiments.study.config import StudyConfig
 from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
@@ -19,6 +18,7 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.eval.results import evaluate, folder_name, write_results
 from ttcd_jax.eval.task import Subject, Task, digest
 from ttcd_jax.files import read_json, write_whole
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import RunDirectory, load_run
 

@@ -15,11 +15,11 @@ from flax import nnx
 from small_models import byte_model
 
 from experiments.cli import CONFIG_DIR
-from experiments.gin_loading import load_config
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import IMPORTED, RunDirectory, load_run
 from ttcd_jax.run.training import train_run

@@ -128,7 +128,7 @@ def test_help_succeeds_without_loading_jax(command):
     result = command("pass", "--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert "--width: How wide." in result.stdout
-    loaded = "import sys, experiments.cli, experiments.gin_loading; print('jax' in sys.modules)"
+    loaded = "import sys, experiments.cli, ttcd_jax.run.bindings; print('jax' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", loaded], text=True) == "False\n"
 
 

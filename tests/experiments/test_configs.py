@@ -6,9 +6,9 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from experiments.gin_loading import load_config
 from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.run import build, start
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.sharding.mesh import AXES

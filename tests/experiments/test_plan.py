@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from experiments import plan
 from experiments.cli import CONFIG_DIR
-from experiments.gin_loading import load_config
 from ttcd_jax.run import build, layout
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.mesh import AXES, MeshConfig
 from ttcd_jax.train.hardware import Hardware

@@ -10,12 +10,12 @@ import pytest
 import tiny_run
 
 from experiments.cli import CONFIG_DIR
-from experiments.gin_loading import load_config
 from experiments.study import runs
 from experiments.study.config import StudyConfig
 from experiments.study.page import write_study
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.eval.means import means_over_documents
+from ttcd_jax.run.bindings import load_config
 
 BASE = """
 include 'data/text_bytes.gin'

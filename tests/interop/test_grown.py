@@ -10,9 +10,9 @@ from hugging_face.make import TOKENS
 from hugging_face.own import MODELS, write
 
 from experiments import cli
-from experiments.gin_loading import load_config
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import CheckpointError
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import load_params
 from ttcd_jax.run.layout import run_mesh

@@ -16,7 +16,6 @@ from toy_method import METHOD, ToySettings
 
 from experiments import plan
 from experiments.cli import CONFIG_DIR
-from experiments.gin_loading import load_config
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill
@@ -25,6 +24,7 @@ from ttcd_jax.methods import METHODS
 from ttcd_jax.models.config import TransformerConfig, block_configs, switched_off
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import Block
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.flops import forward_flops
 from ttcd_jax.train.state import init_params, state_of

@@ -11,13 +11,13 @@ from flax import nnx
 from small_models import config_of
 
 from experiments import cli
-from experiments.gin_loading import load_config
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.tasks.perplexity import Perplexity
 from ttcd_jax.eval.tasks.recall import Recall
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.evaluation import evaluation_callbacks

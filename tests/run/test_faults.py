@@ -27,7 +27,7 @@ KILLED_CLAIM = """
 import os, signal, sys
 from pathlib import Path
 
-from experiments.gin_loading import load_config
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax import RunConfig
 from ttcd_jax.run.directory import RunDirectory
 
@@ -51,7 +51,7 @@ import sys
 from pathlib import Path
 
 from experiments import cli
-from experiments.gin_loading import load_config
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax import RunConfig, train_run
 from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.train.loop import MetricCallback

@@ -4,9 +4,9 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 
-from experiments.gin_loading import load_config
 from ttcd_jax.errors import UserError
 from ttcd_jax.run import build, layout
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.mesh import AXES, MeshConfig
 

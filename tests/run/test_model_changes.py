@@ -21,6 +21,7 @@ from ttcd_jax.train.state import with_params
 # The settings of its memory are defaults: None in config.json.
 MODEL = byte_model(memory=None, init_std=0.5)
 YARN = YarnConfig(factor=8, original_length=16)
+SET_YARN = ("RopeConfig.yarn=@YarnConfig()", "YarnConfig:\n  factor=8\n  original_length = 16")
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 24))
 
 
@@ -38,9 +39,13 @@ def test_the_model_is_the_one_configured_so_with_the_same_parameters(run_dir):
     for changes, expected, num_equal in [
         (["TransformerConfig.window=None"], MODEL.replace(window=None), 8),
         (["TransformerConfig.window=16"], MODEL.replace(window=16), 8),
-        (["MemoryConfig.output=student"], MODEL.replace(memory=MemoryConfig(output="student")), 0),
         (
-            [f"RopeConfig.yarn={YARN}", " TransformerConfig.window = 12 "],
+            ["MemoryConfig.output='student'"],
+            MODEL.replace(memory=MemoryConfig(output="student")),
+            0,
+        ),
+        (
+            [*SET_YARN, " TransformerConfig.window = 12 "],
             MODEL.replace(rope=RopeConfig(yarn=YARN), window=12),
             1,
         ),
@@ -53,15 +58,17 @@ def test_the_model_is_the_one_configured_so_with_the_same_parameters(run_dir):
         assert run.config.memory == expected.settings
 
 
-def test_values_are_literals_strings_or_configurations():
-    text = "RopeConfig.yarn={'factor': 8, 'original_length': 16}"
-    changes = [text, "TransformerConfig.attention_implementation=xla"]
+def test_changes_are_bindings_as_in_a_file(tmp_path, monkeypatch):
+    changes = [*SET_YARN, "WAY='xla'", "TransformerConfig.attention_implementation=%WAY"]
     changed = changed_model(MODEL, changes)
     assert (changed.rope.yarn, changed.attention_implementation) == (YARN, "xla")
     assert changed_model(changed, ["YarnConfig.factor=2"]).rope.yarn == YARN.replace(factor=2)
     assert changed_model(MODEL, ()) is MODEL
-    words = "yarn factor=8 original_length=16, attention_implementation xla"
+    words = "yarn, factor 8, original_length 16, WAY xla, attention_implementation"
     assert describe(changes) == words
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "yarn.gin").write_text("\n".join(SET_YARN))
+    assert changed_model(MODEL, ["include 'yarn.gin'"]).rope.yarn == YARN
 
 
 def test_a_window_or_none_makes_the_other_plain_transformer():
@@ -74,32 +81,33 @@ def test_a_window_or_none_makes_the_other_plain_transformer():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ("window=8", "'window=8' is not Class.field=VALUE"),
+        ("window=8", "--param window=8: macro window is never used"),
+        ("TransformerConfig", "--param TransformerConfig: Couldn't parse statement"),
         ("TransfomerConfig.window=9", "did you mean 'TransformerConfig'"),
         (
             "YarnConfig.factor=2",
-            "the model consists of TransformerConfig, Precision, RopeConfig, Me",
+            "no effect, no YarnConfig is built; remove it or bind RopeConfig.yarn = @YarnConfig",
         ),
         ("TransformerConfig.windw=9", "no field 'windw'; did you mean 'window'"),
-        ("TransformerConfig.window=wide", "window must be int"),
-        ("TransformerConfig.window=" + "[" * 5000, "window must be int"),
+        ("TransformerConfig.window=wide", "cannot read the value 'wide'; a string needs quotes"),
+        ("TransformerConfig.window='wide'", "window must be int"),
+        ("TransformerConfig.window=" + "[" * 5000, "TransformerConfig.window"),
         ("TransformerConfig.window=2", "student_window 4 is wider than the teacher's window 2"),
-        ("RopeConfig.yarn={'factor': 8}", "YarnConfig lacks original_length"),
-        ("RopeConfig.yarn=@YarnConfig()", r"write YarnConfig\(field=value, ...\) in place of"),
-        ("RopeConfig.yarn=Yarn(factor=8)", "'Yarn' is allowed here"),
+        ("RopeConfig.yarn={'factor': 8}", "RopeConfig.yarn must be YarnConfig | NoneType, got"),
+        ("RopeConfig.yarn=@YarnConfig()", "bind YarnConfig.factor = <float>, YarnConfig.original"),
+        ("RopeConfig.yarn=YarnConfig(factor=8)", r"write @YarnConfig\(\) for YarnConfig"),
         (
-            "RopeConfig.yarn=YarnConfig(factor=0.5, original_length=4)",
+            "RopeConfig.yarn=@YarnConfig()|YarnConfig.factor=0.5|YarnConfig.original_length=4",
             "factor 0.5 must be at least",
         ),
-        ("TransformerConfig.window=9|TransformerConfig.window=9", "window is bound twice"),
         ("TransformerConfig.dim=16", "dim=16 changes shapes"),
         (
             "TransformerConfig.window=9|MemoryConfig.num_taps=9",
             "^MemoryConfig.num_taps=9 changes sh",
         ),
-        ("Precision.param=bfloat16", "Precision.param=bfloat16 changes shapes, types"),
+        ("Precision.param='bfloat16'", "Precision.param='bfloat16' changes shapes, types"),
         ("TransformerConfig.window=8", "window=8 changes nothing that this model computes"),
-        ("TransformerConfig.remat=block", "remat=block changes nothing"),
+        ("TransformerConfig.remat='block'", "remat='block' changes nothing"),
         (
             "TransformerConfig.window=9|RopeConfig.yarn=None",
             "^RopeConfig.yarn=None changes nothing",

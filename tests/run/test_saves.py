@@ -21,7 +21,7 @@ SIGNALLED = """
 import os, runpy, signal, sys
 
 import jax
-from experiments import gin_loading
+from ttcd_jax.run import bindings
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.run.reporting import MetricFiles
 from ttcd_jax.train import digest
@@ -54,7 +54,7 @@ places = {
     "restore": (Checkpoints, "restore"),
     "save": (Checkpoints, "save"),
     "seal": (digest, "seal"),
-    "start": (gin_loading, "load_config"),
+    "start": (bindings, "load_config"),
     "step": (MetricFiles, "write"),
 }
 if where == "compilation":

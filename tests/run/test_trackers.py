@@ -22,7 +22,7 @@ TRACKED = "--param=RunConfig.trackers=('wandb',)"
 OWN = """
 import sys, time
 from pathlib import Path
-from experiments.gin_loading import load_config
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax import RunConfig, train_run
 from ttcd_jax.run import trackers
 

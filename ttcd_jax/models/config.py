@@ -61,15 +61,18 @@ class TransformerConfig(ModelConfig):
             )
         block_configs(self)
 
-    @classmethod
-    def reconciled(cls, values: dict[str, Any], bound: Collection[str]) -> dict[str, Any]:
-        """`values` without settings and fast layers the method cannot have; `bound` ones stay."""
-        method, dropped = method_named(values["method"]), {}
-        if type(values["memory"]) is not method.settings:
-            dropped["memory"] = None
-        if method.layers != "fast":
-            dropped["fast_layers"] = ()
-        return values | {name: value for name, value in dropped.items() if name not in bound}
+    def overridden(self, values: dict[str, Any], bound: Collection[str]) -> "TransformerConfig":
+        """Settings and fast layers that another method cannot have are dropped, and a window, or
+        none, makes a plain transformer one of the other kind (`Method.twin`)."""
+        name = values["method"]
+        if "method" not in bound and (values["window"] is None) != (self.window is None):
+            name = method_named(name).twin or name
+        method, changes = method_named(name), {"method": name}
+        if type(values["memory"]) is not method.settings and "memory" not in bound:
+            changes["memory"] = None
+        if method.layers != "fast" and "fast_layers" not in bound:
+            changes["fast_layers"] = ()
+        return super().overridden(values | changes, bound)
 
     @property
     def settings(self) -> Settings | None:

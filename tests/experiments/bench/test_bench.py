@@ -19,10 +19,10 @@ from experiments.bench import layer, prefill
 from experiments.bench import step as step_case
 from experiments.bench.models import Models
 from experiments.cli import CONFIG_DIR
-from experiments.gin_loading import load_config
 from ttcd_jax.inference.advance import advance
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import parse_topology

@@ -6,10 +6,10 @@ import commands
 import pytest
 
 from experiments.cli import CONFIG_DIR
-from experiments.gin_loading import load_config
 from experiments.mad.config import MADSweepConfig, hyper, jobs
 from experiments.mad.records import claim, gather, record_path, write
 from ttcd_jax.errors import UserError
+from ttcd_jax.run.bindings import load_config
 
 TOY = (
     "MADSweepConfig.tasks=('compression',)",

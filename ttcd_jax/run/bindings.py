@@ -1,0 +1,426 @@
+"""One frozen configuration tree from the bindings of a .gin file and of `--param`.
+
+Every dataclass that the root's type hints reach is known by its class name:
+
+    include 'model/tiny.gin'              fragments first: beside this file, else among the recipes
+    SEQ_LEN = 256                         a macro
+    RunConfig.seq_len = %SEQ_LEN
+    RunConfig.data = @RecallConfig()      the class that fills a field
+    RunConfig.teacher = @teacher/AttentionConfig()
+    teacher/AttentionConfig.window = 64   applies inside that scope only
+
+A field that can hold exactly one class and has no default is built without a binding. gin parses
+the bindings and calls the classes; here every binding is checked before one is called, so that a
+file cannot import or call anything else, and every mistake has its file and line.
+"""
+
+import dataclasses
+import difflib
+import graphlib
+import importlib.util
+import os
+import tokenize
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gin
+from gin import config_parser
+
+from ttcd_jax.config import Config, closest, config_classes
+from ttcd_jax.errors import UserError
+
+Classes = dict[str, type[Config]]
+Key = tuple[str, str, str]  # scope, class, field; of a macro "", name, ""
+# (required field without a binding, the bound values of others) -> a configuration to inherit, in
+# which single bindings replace fields; None to build one from the class's defaults.
+Inherit = Callable[[str, dict[str, Any]], Config | None]
+
+_MAX_BYTES = 2**20  # of a file
+
+
+class Binding(NamedTuple):
+    """`scope/owner.field = value` at the location `where`. A macro's definition has no field."""
+
+    scope: str
+    owner: str
+    field: str
+    value: Any
+    where: str
+
+    @property
+    def key(self) -> Key:
+        return self.scope, self.owner, self.field
+
+    @property
+    def name(self) -> str:
+        path = f"{self.scope}/{self.owner}" if self.scope else self.owner
+        return f"{path}.{self.field}" if self.field else path
+
+
+def load_config[C: Config](
+    root: type[C],
+    gin_file: str,
+    params: Sequence[str] = (),
+    *,
+    config_dir: Path,
+    inherit: Inherit = lambda field, values: None,
+) -> C:
+    """The tree of configurations of `gin_file`, a name inside `config_dir` or a path; `params`
+    override its bindings.
+
+    Raises `UserError`, with file:line where there is one, for an unknown name, a binding or macro
+    without effect, a missing or a wrong value. Only a parameter that swaps a class may leave the
+    file's bindings without effect.
+    """
+    runtime = _Runtime(root, inherit)
+    from_file = read_file(find_gin_file(gin_file, config_dir), config_dir, runtime.gin)
+    return runtime.build(from_file, read_params(params, config_dir, runtime.gin))
+
+
+def rebound[C: Config](config: C, params: Sequence[str]) -> C:
+    """`config` with the bindings `params` in every configuration of their class inside it. Raises
+    `UserError` as `load_config`."""
+    runtime = _Runtime(type(config), lambda field, values: None)
+    return runtime.build({}, read_params(params, Path.cwd(), runtime.gin), config)
+
+
+def reachable_classes(root: type[Config]) -> Classes:
+    """`root` and every configuration class that its fields' hints reach, by class name."""
+    classes: Classes = {}
+    pending = [root]
+    while pending:
+        cls = pending.pop(0)
+        if cls.__name__ not in classes:
+            classes[cls.__name__] = cls
+            for hint in typing.get_type_hints(cls).values():
+                pending += config_classes(hint)
+        assert classes[cls.__name__] is cls, f"two configuration classes are called {cls.__name__}"
+    return classes
+
+
+class _Runtime:
+    """gin with the classes of one root, whose constructors inherit, report and check."""
+
+    def __init__(self, root: type[Config], inherit: Inherit) -> None:
+        self.root, self.inherit, self.classes = root, inherit, reachable_classes(root)
+        self.gin = _gin_of_its_own()
+        self._make = {cls: self._constructor(cls) for cls in self.classes.values()}
+        self._bindings: dict[Key, Binding] = {}
+        self._used: set[Key] = set()
+        self._error = UserError("")
+
+    def build(
+        self,
+        bindings: dict[Key, Binding],
+        overrides: dict[Key, Binding],
+        base: Config | None = None,
+    ) -> Any:
+        """The root with `bindings | overrides`, its other fields those of `base`, if given."""
+        replaced = [bindings[key] for key in overrides if key in bindings]
+        self._bindings = bindings | overrides
+        everything = [*replaced, *self._bindings.values()]
+        _check_names(everything, self.classes)
+        for (scope, owner, field), binding in self._bindings.items():
+            key = (scope, owner, field) if field else (owner, "gin.macro", "value")
+            self.gin.bind_parameter(key, binding.value)
+        try:
+            config = self._make[self.root](_base=base)
+        except UserError:
+            raise self._error from None  # without the lines that gin adds
+        except RecursionError:
+            raise UserError(f"the configuration contains itself{_cycle(everything)}") from None
+        self._check_use(replaced)
+        return config
+
+    def _constructor(self, cls: type[Config]) -> Callable[..., Config]:
+        hints = typing.get_type_hints(cls)
+
+        def construct(*, _base: Config | None = None, **values: Any) -> Config:
+            bound = {name: self._where(cls.__name__, name) for name in values}
+            required, missing = [], []
+            for field in dataclasses.fields(cls):
+                if field.name in bound:
+                    continue
+                if _base is not None:
+                    value = getattr(_base, field.name)
+                    is_nested = isinstance(value, Config)
+                    values[field.name] = (
+                        self._make[type(value)](_base=value) if is_nested else value
+                    )
+                elif field.default is field.default_factory is dataclasses.MISSING:
+                    is_single = config_classes(hints[field.name]) == [hints[field.name]]
+                    (required if is_single else missing).append(field.name)
+            for name in required:
+                values[name] = self._make[hints[name]](_base=self.inherit(name, values))
+            try:
+                if missing:
+                    needed = (f"{cls.__name__}.{x} = {_example(hints[x])}" for x in missing)
+                    raise UserError(f"{cls.__name__} lacks a value; bind {', '.join(needed)}")
+                return cls(**values) if _base is None else _base.overridden(values, bound)
+            except UserError as error:
+                name = next((x for x in bound if str(error).startswith(f"{cls.__name__}.{x} ")), "")
+                self._error = type(error)(f"{bound[name]}: {error}") if name else error
+                raise self._error from None
+
+        register = self.gin.external_configurable
+        return register(construct, name=cls.__name__, module="ttcd_jax")
+
+    def _where(self, owner: str, field: str) -> str:
+        """The location of the binding that applies in gin's scope, the innermost; those of outer
+        scopes that it overrides are used too."""
+        scope = self.gin.current_scope()
+        keys = [("/".join(scope[:depth]), owner, field) for depth in range(len(scope), -1, -1)]
+        found = [key for key in keys if key in self._bindings]
+        self._used.update(found)
+        return self._bindings[found[0]].where
+
+    def _check_use(self, replaced: Sequence[Binding]) -> None:
+        """Raises `UserError` for a binding that applied to nothing and a macro that is never used;
+        those of the classes that the replaced bindings would have built are excused."""
+        mentioned, excused = set(), set()
+        for binding in [*replaced, *self._bindings.values()]:
+            mentioned |= {_macro(mention) for mention in _mentions(binding.value)}
+        pending = [mention for binding in replaced for mention in _mentions(binding.value)]
+        for mention in pending:  # grows
+            if macro := _macro(mention):
+                pending += _mentions(self._bindings["", macro, ""].value)
+            else:
+                excused |= reachable_classes(self.classes[mention.selector]).keys()
+        for key, binding in self._bindings.items():
+            if not binding.field and binding.owner not in mentioned:
+                near = closest(binding.owner, [*self.classes])
+                raise UserError(f"{binding.where}: macro {binding.owner} is never used{near}")
+            if binding.field and key not in self._used and binding.owner not in excused:
+                raise UserError(_unused(binding, self.classes))
+
+
+def _gin_of_its_own() -> types.ModuleType:
+    """gin's runtime with a registry of its own: gin has one in a module, and the program around
+    this library may use that."""
+    spec = importlib.util.find_spec("gin.config")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _mentions(value: Any) -> Iterator[Any]:
+    """gin's references, of classes and macros, inside a bound value."""
+    if hasattr(value, "selector"):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _mentions(item)
+
+
+def _macro(mention: Any) -> str:
+    """The name of a mentioned macro, empty for a class."""
+    return "/".join(mention.scopes) if mention.selector == "gin.macro" else ""
+
+
+def _cycle(bindings: Iterable[Binding]) -> str:
+    graph: dict[str, set[str]] = {}
+    for binding in bindings:
+        names = {_macro(x) or x.selector for x in _mentions(binding.value)}
+        graph[binding.owner] = names | graph.get(binding.owner, set())
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return f": {' -> '.join(reversed(error.args[1]))}"
+    return ""
+
+
+def _example(hint: Any) -> str:
+    choices = " or ".join(f"@{cls.__name__}()" for cls in config_classes(hint))
+    return choices or f"<{getattr(hint, '__name__', hint)}>"
+
+
+def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
+    """Raises `UserError` for an unknown class, field or macro."""
+    macros = [binding.owner for binding in bindings if not binding.field]
+    for binding in bindings:
+        if binding.field:
+            _check_class(binding.owner, binding.where, classes)
+            fields = [field.name for field in dataclasses.fields(classes[binding.owner])]
+            if binding.field not in fields:
+                near = closest(binding.field, fields)
+                raise UserError(
+                    f"{binding.where}: {binding.owner} has no field {binding.field!r}{near}"
+                )
+        for mention in _mentions(binding.value):
+            if not (name := _macro(mention)):
+                _check_class(mention.selector, binding.where, classes)
+                if not mention.evaluate:
+                    raise UserError(
+                        f"{binding.where}: write @{mention.selector}(), with parentheses"
+                    )
+            elif name not in macros:
+                near = closest(name, macros)
+                raise UserError(f"{binding.where}: no macro %{name} is defined{near}")
+
+
+def _check_class(name: str, where: str, classes: Classes) -> None:
+    if name not in classes:
+        near = closest(name, list(classes)) or f"; known are {', '.join(sorted(classes))}"
+        raise UserError(f"{where}: no configuration class {name!r}{near}")
+
+
+def _unused(binding: Binding, classes: Classes) -> str:
+    target = f"@{binding.scope}/{binding.owner}()" if binding.scope else f"@{binding.owner}()"
+    holders = [
+        f"{cls.__name__}.{field} = {target}"
+        for cls in classes.values()
+        for field, hint in typing.get_type_hints(cls).items()
+        if classes[binding.owner] in config_classes(hint)
+    ]
+    scope = f" in scope {binding.scope!r}" if binding.scope else ""
+    return (
+        f"{binding.where}: {binding.name} has no effect, no {binding.owner} is built{scope}; "
+        f"remove it or bind {' or '.join(holders)}"
+    )
+
+
+def find_gin_file(gin_file: str, config_dir: Path) -> Path:
+    """The file of `--gin`: a name inside `config_dir`, or a path. Raises `UserError`."""
+    for path in (config_dir / gin_file, Path(gin_file)):
+        # Path.is_file would raise for a name that is too long or holds a null character.
+        if os.path.isfile(path):
+            return path
+    raise UserError(f"no file {gin_file!r} in {config_dir}{_nearest_files(gin_file, config_dir)}")
+
+
+def read_file(
+    path: Path, config_dir: Path, runtime: types.ModuleType = gin.config
+) -> dict[Key, Binding]:
+    """The bindings of a file and of the fragments it includes, whose bindings it may override.
+
+    Raises `UserError` with file:line for bad syntax, an import, an include that leaves
+    `config_dir`, is missing, late or circular, and a key bound twice by one file or two fragments.
+    """
+    return _read(path.resolve(), config_dir.resolve(), (), runtime)
+
+
+def read_params(
+    params: Sequence[str], config_dir: Path, runtime: types.ModuleType = gin.config
+) -> dict[Key, Binding]:
+    """The bindings of the command line and of the fragments it includes; the last of a key wins."""
+    bindings: dict[Key, Binding] = {}
+    for param in params:
+        where = f"--param {param}"
+        for statement, _ in _parse(param, lambda _, where=where: where, runtime):
+            if isinstance(statement, config_parser.IncludeStatement):
+                places = config_dir.resolve(), Path.cwd()
+                path = _fragment(statement.filename, where, places)
+                bindings |= read_file(path, config_dir, runtime)
+            else:
+                binding = _binding(statement, where)
+                bindings[binding.key] = binding
+    return bindings
+
+
+def _read(
+    path: Path, config_dir: Path, parents: tuple[Path, ...], runtime: types.ModuleType
+) -> dict[Key, Binding]:
+    shown = path.relative_to(config_dir) if path.is_relative_to(config_dir) else path
+    if path in parents:
+        raise UserError(f"{shown} includes itself through {parents[-1].name}")
+    included: dict[Key, Binding] = {}
+    own: dict[Key, Binding] = {}
+    conflicts: dict[Key, str] = {}
+    for statement, where in _parse(_text(path), lambda line: f"{shown}:{line}", runtime):
+        if isinstance(statement, config_parser.IncludeStatement):
+            if own:
+                raise UserError(f"{where}: includes come before the bindings that override them")
+            fragment = _fragment(statement.filename, where, (path.parent, config_dir))
+            for key, binding in _read(fragment, config_dir, (*parents, path), runtime).items():
+                first = included.setdefault(key, binding).where
+                if binding.where != first:
+                    conflicts.setdefault(key, _bound_twice(binding, first))
+            continue
+        binding = _binding(statement, where)
+        if binding.key in own:
+            raise UserError(_bound_twice(binding, own[binding.key].where))
+        own[binding.key] = binding
+    for key, message in conflicts.items():
+        if key not in own:
+            raise UserError(f"{message}, or bind it in the including file")
+    return included | own
+
+
+def _bound_twice(binding: Binding, first: str) -> str:
+    return f"{binding.where}: {binding.name} is already bound at {first}; keep one"
+
+
+def _binding(statement: config_parser.BindingStatement, where: str) -> Binding:
+    scope, owner, field, value, _ = statement
+    if not field:
+        scope, owner = "", "/".join(filter(None, (scope, owner)))
+    return Binding(scope, owner, field, value, where)
+
+
+def _parse(
+    text: str, locate: Callable[[int], str], runtime: types.ModuleType
+) -> list[tuple[Any, str]]:
+    """gin's includes and bindings, each with its location. Raises `UserError` for an import."""
+    try:
+        delegate = runtime.ParserDelegate(skip_unknown=True)  # names are checked later
+        statements = list(config_parser.ConfigParser(text, delegate))
+    except SyntaxError as error:
+        message, line = str(error.msg), error.lineno or 1
+    except tokenize.TokenError as error:
+        message, (line, _) = error.args
+    else:
+        located = [
+            (statement, locate(statement.location.line_num))
+            for statement in statements
+            if not isinstance(statement, config_parser.BlockDeclaration)
+        ]
+        for statement, where in located:
+            if isinstance(statement, config_parser.ImportStatement):
+                raise UserError(
+                    f"{where}: a configuration may not import {statement.module!r}, only bind "
+                    "values (Class.field=value)"
+                )
+        return located
+    _, failed, token = message.partition("Failed to parse token ")
+    if failed:
+        message = f"cannot read the value {token}; a string needs quotes"
+        if (name := token.strip("'"))[:1].isupper() and f"{name}(" in text:
+            message = f"write @{name}() for {name}(...), and each field as {name}.field = value"
+    raise UserError(f"{locate(line)}: {' '.join(message.split())}")
+
+
+def _text(path: Path) -> str:
+    try:
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise UserError(f"{path} has {size} bytes, a configuration at most {_MAX_BYTES}")
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+
+
+def _fragment(name: str, where: str, folders: Sequence[Path]) -> Path:
+    """The file of an include, in the first of `folders` that has it."""
+    folder = next((folder for folder in folders if os.path.isfile(folder / name)), None)
+    if folder is None:
+        places = " or ".join(dict.fromkeys(map(str, folders)))
+        near = "".join(_nearest_files(name, folder) for folder in dict.fromkeys(folders))
+        raise UserError(f"{where}: no file {name!r} to include in {places}{near}")
+    path = (folder / name).resolve()
+    if os.path.isabs(name) or not path.is_relative_to(folder):
+        raise UserError(f"{where}: include {name!r} leaves {folder}; name a file below it")
+    return path
+
+
+def _nearest_files(name: str, config_dir: Path) -> str:
+    known = {
+        key: str(path.relative_to(config_dir))
+        for path in sorted(config_dir.rglob("*.gin"))
+        for key in (path.name, str(path.relative_to(config_dir)))
+    }
+    near = [known[key] for key in difflib.get_close_matches(name, known, n=3, cutoff=0.65)]
+    return f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
