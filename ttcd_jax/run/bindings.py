@@ -110,7 +110,7 @@ class _Runtime:
         self._make = {cls: self._constructor(cls) for cls in self.classes.values()}
         self._bindings: dict[Key, Binding] = {}
         self._used: set[Key] = set()
-        self._error = UserError("")
+        self._error: UserError | None = None
 
     def build(
         self,
@@ -128,8 +128,8 @@ class _Runtime:
             self.gin.bind_parameter(key, binding.value)
         try:
             config = self._make[self.root](_base=base)
-        except UserError:
-            raise self._error from None  # without the lines that gin adds
+        except UserError as error:
+            raise (self._error or error) from None
         except RecursionError:
             raise UserError(f"the configuration contains itself{_cycle(everything)}") from None
         self._check_use(replaced)
@@ -153,16 +153,19 @@ class _Runtime:
                 elif field.default is field.default_factory is dataclasses.MISSING:
                     is_single = config_classes(hints[field.name]) == [hints[field.name]]
                     (required if is_single else missing).append(field.name)
-            for name in required:
-                values[name] = self._make[hints[name]](_base=self.inherit(name, values))
             try:
+                for name in required:
+                    values[name] = self._make[hints[name]](_base=self.inherit(name, values))
                 if missing:
                     needed = (f"{cls.__name__}.{x} = {_example(hints[x])}" for x in missing)
                     raise UserError(f"{cls.__name__} lacks a value; bind {', '.join(needed)}")
                 return cls(**values) if _base is None else _base.overridden(values, bound)
             except UserError as error:
                 name = next((x for x in bound if str(error).startswith(f"{cls.__name__}.{x} ")), "")
-                self._error = type(error)(f"{bound[name]}: {error}") if name else error
+                # An outer constructor sees it again, with lines that gin adds.
+                self._error = self._error or (
+                    type(error)(f"{bound[name]}: {error}") if name else error
+                )
                 raise self._error from None
 
         register = self.gin.external_configurable
