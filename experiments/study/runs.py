@@ -85,7 +85,7 @@ def compute(
     params = (*params, f"RunConfig.seed={seed}")
     if (directory := RunDirectory(folder)).is_claimed:
         wanted = load_config(RunConfig, file, params, config_dir=cli.CONFIG_DIR)
-        accepted_changes(folder, directory.read_config(), wanted.to_dict(), ())
+        accepted_changes(folder, directory.read_config(), wanted.to_dict(), None)
     missing = [
         (task, text)
         for task, text in itertools.product(config.evaluations, texts)

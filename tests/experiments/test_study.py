@@ -141,14 +141,14 @@ def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, fold
         texts = runs.held_out_texts(_study(folder, *params), [], path)["corpus"]
         assert len([*texts.iterdir()]) == (6 if is_done else 4)
         assert runs._is_done(task, file, texts) == is_done
-    with pytest.raises(UserError, match="of another configuration: steps: 1 -> 2"):
+    with pytest.raises(UserError, match="of another configuration: steps: 1 -> 2; choose"):
         runs.compute(config, "base", 3, ["RunConfig.steps=2"], {}, path)
 
 
 def test_damaged_results_are_one_line(computed, folder, monkeypatch):
     path, _ = computed
     broken = {"series": {"base, corpus": 3}, "options": {}, "run_dir": str(path)}
-    monkeypatch.setattr("experiments.study.page.read_json", lambda file: broken)
+    monkeypatch.setattr("experiments.study.page.read_results", lambda file: broken)
     with pytest.raises(DataError, match=f"on corpus in {path} is damaged"):
         write_study(_study(folder), {"corpus": path}, path)
 
