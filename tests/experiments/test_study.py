@@ -14,8 +14,10 @@ from experiments.gin_loading import load_config
 from experiments.study import runs
 from experiments.study.config import StudyConfig
 from experiments.study.page import write_study
+from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.eval.means import means_over_documents
+from ttcd_jax.run.directory import RunDirectory
 
 BASE = """
 include 'data/text_bytes.gin'
@@ -101,6 +103,8 @@ def test_every_run_is_trained_once_and_evaluated_on_the_same_pieces(computed):
     texts = runs.held_out_texts(_study(path.parent), [], path)["corpus"]
     pieces = [x.read_text() for x in sorted(texts.iterdir())]
     assert [len(piece) for piece in pieces] == [40] * 6
+    with RunDirectory(path).lock(), pytest.raises(DataError, match="no file under"):
+        load_documents(CorpusConfig(kind="text", path=str(path)), "train")
     corpus = [x.read_text() for x in sorted((path.parent / "corpus" / "validation").iterdir())]
     assert all(any(piece in text for text in corpus) for piece in pieces)
 
