@@ -163,10 +163,11 @@ def accepted_changes(
             others[f"{path}: {start} -> {now}"] = f"--change={field}"
             lasting += [f"{path}: {start} -> {now}"] if lasts or not is_run else []
     if others:
-        flags = "" if lasting or named is None else f"add {' '.join(others.values())} to change this run, or "
+        change = f"add {' '.join(others.values())} to change this run, or "
         raise UserError(
             f"{run_dir} holds a run of another configuration: {listed(lasting or [*others])}; "
-            f"{flags}choose another --run_dir, or start again with the old configuration"
+            f"{'' if lasting or named is None else change}choose another --run_dir, or start again "
+            "with the old configuration"
         )
     return accepted
 
