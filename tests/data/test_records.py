@@ -320,6 +320,13 @@ def test_a_manifest_that_leaves_its_folder_is_refused(copy, name):
             read(copy)
 
 
+@pytest.mark.parametrize("dtype", ["uint32", "u4", 3])
+def test_a_manifest_of_other_ids_than_its_vocabulary_has_is_refused(copy, dtype):
+    (copy / "manifest.json").write_text(_resealed(copy, dtype=dtype))
+    with pytest.raises(DataError, match=r"manifest\.json describes no files of its folder"):
+        read_manifest(copy)
+
+
 def test_folders_of_two_tokenizers_do_not_mix(copy, folder):
     (copy / "manifest.json").write_text(_resealed(copy, tokenizer="ab12"))
     config = RecordsConfig(paths=(str(folder), str(copy)), seq_len=SEQ_LEN)
