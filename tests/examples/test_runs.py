@@ -93,8 +93,11 @@ def test_a_batch_that_does_not_fit_is_named(counting, tmp_path, batch, message):
 
 def test_batches_and_their_configuration_go_together(counting, tmp_path):
     config = counting[1]["CONFIG"]
-    with pytest.raises(UserError, match="pass batches to"):
-        train_run(config, tmp_path / "a")
+    for batches in (None, [np.zeros((8, 25), int)]):
+        with pytest.raises(UserError, match="pass a function of the first step to"):
+            train_run(config, tmp_path / "a", batches)
+    with pytest.raises(UserError, match=r"is a RunConfig, not \{'steps': 3\}"):
+        train_run({"steps": 3}, tmp_path / "a")
     recall = RecallConfig(num_slots=8, num_keys=4, num_values=4)
     with pytest.raises(UserError, match=f"set {BatchesConfig.__name__} to pass them"):
         train_run(config.replace(data=recall), tmp_path / "b", counting[1]["batches"])
