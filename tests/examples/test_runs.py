@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from ttcd_jax import BatchesConfig, train_run
+from ttcd_jax import BatchesConfig, RunConfig, train_run
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.run.directory import load_run
+from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.loop import MetricCallback
 
@@ -47,9 +47,14 @@ def test_a_run_learns_from_the_callers_iterator(counting):
 
 def test_a_run_goes_on_with_another_method(counting, run, tmp_path, capsys):
     source, _ = counting
-    run("continue_from_checkpoint", source, tmp_path / "grown")
+    names = run("continue_from_checkpoint", source, tmp_path / "grown")
     assert f"starts from step 30 of {source}" in capsys.readouterr().out
     assert load_run(tmp_path / "grown").config.method == "ipttcd"
+    config = RunConfig.from_dict(RunDirectory(source).read_config())
+    narrow = config.model.replace(precision=config.model.precision.replace(param="bfloat16"))
+    train_run(config.replace(model=narrow, steps=1), tmp_path / "narrow", counting[1]["batches"])
+    grown = names["grown"](str(tmp_path / "narrow"))
+    assert grown.model.precision.param == "float32"
     tokens = np.arange(20)[None] % 32
     first = load_run(tmp_path / "grown", 0).model
     theirs = load_run(source).model
