@@ -204,7 +204,7 @@ def test_a_failed_assertion_of_ours_keeps_its_traceback(command):
 def test_control_characters_are_escaped_where_text_leaves():
     code = (
         "import sys; from absl import logging; from experiments import cli; "
-        "cli._open_standard_streams();"
+        "cli.open_standard_streams();"
         "print('a\\x1b]0;x\\x07\\u202e\\udcff\\tb'); logging.warning('c\\x1b[2J');"
         "print('\\r\\x1b[Kd', end='')"
     )
