@@ -13,6 +13,7 @@ from ttcd_jax.eval.results import damage_named
 from ttcd_jax.files import lock, read_json, write_whole
 
 Record = dict[str, Any]
+type Known = dict[tuple[str, ...], tuple[Path, dict[str, Any]]]  # by task and part of its settings
 
 
 def record_path(sweep: Path, job: Job) -> Path:
@@ -43,7 +44,7 @@ def gather(sweeps: Sequence[Path]) -> list[Record]:
     """The records of several sweeps. Raises `UserError` where one has none, two have the same job,
     or trained a task by other settings, and where a file is damaged."""
     records: dict[str, Record] = {}
-    known: dict[tuple[str, ...], tuple[Path, dict[str, Any]]] = {}
+    known: Known = {}
     for sweep in sweeps:
         if not (sweep / "records").is_dir():
             raise UserError(f"{sweep} holds no records: give the folder of a sweep")
@@ -62,9 +63,7 @@ def gather(sweeps: Sequence[Path]) -> list[Record]:
     return list(records.values())
 
 
-def _check_alike(
-    known: dict[tuple[str, ...], tuple[Path, dict[str, Any]]], path: Path, record: Record
-) -> None:
+def _check_alike(known: Known, path: Path, record: Record) -> None:
     """Raises `UserError` where the scores of a task would be of other settings than its `known`
     ones: a method's of another model, a setting's of other rows."""
     names, model = ("rate", "weight_decay", "seed"), record["model"]
@@ -77,7 +76,5 @@ def _check_alike(
     for part, facts in parts.items():
         first, expected = known.setdefault((record["task"], part), (path, facts))
         if changed := differences(expected, facts):
-            raise UserError(
-                f"{path} is of other settings than {first} ({changed[0]}): show one of their "
-                "sweeps alone"
-            )
+            text = f"{path} is of other settings than {first} ({changed[0]})"
+            raise UserError(f"{text}: show one of their sweeps alone")

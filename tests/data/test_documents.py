@@ -71,7 +71,7 @@ def test_json_lines(tmp_path):
         (b"[", r"line 2 is not JSON \(Exp.*; write an object on each line \(jq -c"),
         (
             b'{"text": {"a": 1, "b": 2}}',
-            r"line 2: 'text' is no text but dict; .*, or write text.NAME as one \(a, b",
+            r"line 2: 'text' is no text but dict; .*or make one of its values",
         ),
         (b'{"body": "x", "id": 3}', r"line 2 has no field 'text'; .*\(there: body, id\)"),
         (b'{"text": ["x"]}', "line 2: 'text' is no text but list"),

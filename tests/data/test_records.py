@@ -306,7 +306,9 @@ def test_a_damaged_manifest_is_refused(copy):
         read_manifest(copy)
 
 
-@pytest.mark.parametrize("name", ["../secret.bin", "/etc/passwd", "", "..", "sub/x.bin", "absent"])
+@pytest.mark.parametrize(
+    "name", ["../secret.bin", "/etc/passwd", "", "..", "sub/x.bin", "a\x1b.bin", "absent"]
+)
 def test_a_manifest_that_leaves_its_folder_is_refused(copy, name):
     """As it would be if it were hostile: its own digest fits."""
     (copy.parent / "secret.bin").write_bytes((copy / TOKENS).read_bytes())

@@ -176,6 +176,8 @@ def test_an_error_that_cannot_be_printed_keeps_its_status(command):
 
 def test_control_characters_are_escaped():
     assert printable("café \x1b[2J\u202e\n\udcff") == "café \\x1b[2J\\u202e\\n\\udcff"
+    for mark in "\x9b\u061c\u200f\u2028\u2029\u2066\u2069\ud800":
+        assert printable(mark) == mark.encode("unicode_escape").decode()
 
 
 @pytest.mark.parametrize(

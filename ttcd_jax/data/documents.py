@@ -166,9 +166,8 @@ def _json_text(where: str, field: str, line: bytes) -> bytes:
     if not isinstance(record, dict):
         raise DataError(f"{where} is no object but {type(record).__name__}; {_OBJECTS}")
     if field not in record:
-        raise DataError(
-            f"{where} has no field {field!r}; pass --field (there: {', '.join(record)})"
-        )
+        there = ", ".join(record)
+        raise DataError(f"{where} has no field {field!r}; pass --field (there: {there})")
     return _text(where, field, record[field])
 
 
@@ -183,11 +182,7 @@ def _text(where: str, field: str, value: Any) -> bytes:
         return _checked_size(where, value)
     if value is not None and not isinstance(value, str):
         problem = f"{where}: {field!r} is no text but {type(value).__name__}"
-        more = (
-            f", or write {field}.NAME as one ({', '.join(value)})"
-            if isinstance(value, dict)
-            else ""
-        )
+        more = ", or make one of its values a field" if isinstance(value, dict) else ""
         raise DataError(f"{problem}; pass another --field{more}")
     try:
         return _checked_size(where, (value or "").encode())

@@ -23,6 +23,7 @@ from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.sharding.distributed import agree
 
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration)
 _UNFINISHED = ".unfinished"  # in the folder of results: the journal of answers
 
 
@@ -168,14 +169,7 @@ def damage_named(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        StopIteration,
-    ) as error:
+    except _DAMAGE as error:
         cause = f"{type(error).__name__}: {error}"
         raise DataError(f"{what} is damaged ({cause}): measure it again") from error
 

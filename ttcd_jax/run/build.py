@@ -141,8 +141,9 @@ def _compared(make: MakeBatches) -> MakeBatches:
             if jax.process_count() > 1:
                 so_far.update(np.asarray(batch).tobytes())
                 if count.bit_count() == 1:
-                    name = f"batches {start + 1} to {start + count}"
-                    agree("batches", {name: so_far.hexdigest()})
+                    agree(
+                        "batches", {f"batches {start + 1} to {start + count}": so_far.hexdigest()}
+                    )
             yield batch
 
     return batches
