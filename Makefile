@@ -48,10 +48,8 @@ CONTINUED := runs/continued-$(SEED)
 METHODS := full swa ipttt ipttcd ipttcd_corrected
 CONVERT := $(PYTHON) -m experiments.convert
 FROM_BOOKS := $(SHORT) --param="BOOKS='$(BOOKS)'"
-CHECK := $(if $(TORCH),--check --python=$(TORCH))
 
-# The same command continues after an interruption. TORCH: a Python with torch and transformers, which
-# then compute the logits of what is exported as well.
+# The same command continues after an interruption.
 continued: .venv ## train a base, export and import it, continue at 8 times its length (BOOKS=FOLDER [SEED=0])
 	@test -d "$(BOOKS)" || { echo 'error: BOOKS is no folder: make continued BOOKS=FOLDER, with train/ and' \
 	  'validation/ of text files' >&2; exit 2; }
@@ -60,7 +58,7 @@ continued: .venv ## train a base, export and import it, continue at 8 times its 
 	test -e $(CONTINUED)/hugging_face || \
 	  $(CONVERT) export --format=huggingface $(CONTINUED)/base $(CONTINUED)/hugging_face
 	test -e $(CONTINUED)/imported || \
-	  $(CONVERT) import --format=huggingface $(CONTINUED)/hugging_face $(CONTINUED)/imported $(CHECK)
+	  $(CONVERT) import --format=huggingface $(CONTINUED)/hugging_face $(CONTINUED)/imported
 	$(PYTHON) -m experiments.study --gin=study/continued.gin $(FROM_BOOKS) --run_dir=$(CONTINUED)/study \
 	  --param="RunConfig.start_from='$(abspath $(CONTINUED))/imported'" --param="StudyConfig.seeds=($(SEED),)"
 	for method in $(METHODS); do $(EVALUATE) --run_dir=$(CONTINUED)/study/$$method-$(SEED) --task=ruler \
@@ -68,7 +66,7 @@ continued: .venv ## train a base, export and import it, continue at 8 times its 
 	test -e $(CONTINUED)/exported || \
 	  $(CONVERT) export --format=huggingface $(CONTINUED)/study/ipttcd_corrected-$(SEED) $(CONTINUED)/exported
 	test -e $(CONTINUED)/again || \
-	  $(CONVERT) import --format=huggingface $(CONTINUED)/exported $(CONTINUED)/again $(CHECK)
+	  $(CONVERT) import --format=huggingface $(CONTINUED)/exported $(CONTINUED)/again
 	$(PYTHON) -m experiments.report --output=$(CONTINUED) \
 	  $(foreach method,$(METHODS),--run_dir=$(CONTINUED)/study/$(method)-$(SEED))
 

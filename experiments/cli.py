@@ -52,7 +52,7 @@ def run(
     a flag is passed to `main`. `options` gives the class of the options that flags and the
     arguments after them choose, if they choose one: --help shows its fields.
     """
-    _open_standard_streams()
+    open_standard_streams()
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     try:
         try:
@@ -206,7 +206,7 @@ def _parse_flags(
     return [program, *rest]
 
 
-def _open_standard_streams() -> None:
+def open_standard_streams() -> None:
     """Opens those that the caller closed, or files of ours would get their numbers. What is printed
     or logged may quote anything: control characters are escaped here, for all."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):

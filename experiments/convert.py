@@ -2,7 +2,7 @@
 runs, parameters alone.
 
     python -m experiments.convert import --format=huggingface|reference PATH RUN_DIR
-                                  [--tokenizer=byte|none|FILE.json] [--check [--python=PROGRAM]]
+                                  [--tokenizer=byte|none|FILE.json]
     python -m experiments.convert export --format=huggingface|reference RUN_DIR PATH
                                   [--step=N] [--dtype=float32|bfloat16|float16]
     python -m experiments.convert export --format=run RUN_DIR PATH [--step=N]
@@ -13,7 +13,6 @@ run can start from it (RunConfig.start_from). A tokenizer.json in PATH is copied
 --format=huggingface: a model of the families Llama (SmolLM2), Mistral, Qwen2 or Qwen3, or an export
 of ours, with its special tokens, written tensor by tensor in the dtype of its files. PATH may also
 be OWNER/NAME[@REVISION] of the hub, which is read through its cache (HF_ENDPOINT, HF_HUB_OFFLINE).
---check compares the logits with those of transformers, of this Python or of --python.
 
 export: writes such a folder from the newest step of a run whose method the reference, or
 transformers with the code that the folder then has, computes. An imported model is exported bit for
@@ -26,7 +25,6 @@ import functools
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +45,6 @@ flags.DEFINE_enum(
 flags.DEFINE_string(
     "tokenizer", None, "import: byte, none or a tokenizer.json; default: the one in PATH, if any."
 )
-flags.DEFINE_bool("check", False, "import: compare the logits with those of transformers.")
-flags.DEFINE_string("python", sys.executable, "import: the Python with torch and transformers.")
 flags.DEFINE_integer("step", None, "export: the checkpoint; default: the newest.")
 flags.DEFINE_enum(
     "dtype",
@@ -57,19 +53,18 @@ flags.DEFINE_enum(
     "export: of all tensors; default: as imported, or float32.",
 )
 
-_OF_IMPORT = ("tokenizer", "check", "python")
 _SEQ_LEN = 2048  # for a model whose configuration has no length
 _FACTS = ("config_json", "dtypes", "format", "tied_head")
 
 
 def main(argv: list[str]) -> None:
     _, action, source, destination = argv
-    commands = {"import": (_import, ("step", "dtype")), "export": (_export, _OF_IMPORT)}
+    commands = {"import": (_import, ("step", "dtype")), "export": (_export, ("tokenizer",))}
     if action not in commands:
         raise UserError(f"{action!r} is neither import nor export")
     command, foreign = commands[action]
     if FLAGS.format == "run":
-        command, foreign = _export_run, (*_OF_IMPORT, "dtype")
+        command, foreign = _export_run, ("tokenizer", "dtype")
         if action == "import":
             raise UserError("--format=run is a format of export: a run directory needs no import")
     for name in foreign:
@@ -80,7 +75,6 @@ def main(argv: list[str]) -> None:
 
 
 def _import(name: str, run_dir: Path) -> None:
-    from experiments.logits_check import check_logits
     from ttcd_jax.data.hub import model_folder
     from ttcd_jax.data.special_tokens import special_tokens
     from ttcd_jax.interop.hugging_face import open_hugging_face
@@ -91,8 +85,6 @@ def _import(name: str, run_dir: Path) -> None:
 
     check_unused(run_dir)
     is_theirs = FLAGS.format == "huggingface"
-    if FLAGS.check and not is_theirs:
-        raise UserError("--check compares with transformers: it goes with --format=huggingface")
     source = model_folder(name) if is_theirs else Path(name)
     if not source.exists():
         raise DataError(f"no checkpoint file or folder at {source}")
@@ -115,8 +107,6 @@ def _import(name: str, run_dir: Path) -> None:
         directory.write_import({"model": config.to_dict(), "data": data}, facts)
     _print_import(facts)
     print(units.printable(f"run directory {run_dir.absolute()}"))
-    if FLAGS.check and not check_logits(source, run_dir, FLAGS.python):
-        sys.exit("error: the logits differ")
 
 
 def _tokenizer(source: Path, vocab_size: int, special: dict[str, Any]) -> "TokenizerConfig | None":

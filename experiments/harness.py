@@ -10,10 +10,10 @@ import sys
 
 from experiments import cli
 from ttcd_jax.errors import UserError
-from ttcd_jax.units import printable
 
 
 def main() -> None:
+    cli.open_standard_streams()
     try:
         from ttcd_jax.eval import harness  # before lm_eval: it is offline from then on
     except ImportError as error:
@@ -32,7 +32,7 @@ def main() -> None:
         with jax.set_mesh(build_mesh(MeshConfig())), harness.Refusals("refuses"):
             lm_eval.__main__.cli_evaluate()
     except UserError as error:
-        print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_code)
     except (ValueError, LookupError, TypeError, OSError, AssertionError, RuntimeError) as error:
         cli.leave_if_unsupported(error)

@@ -42,6 +42,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ from ttcd_jax.data.preparation import prepare_records, stored_tokens
 from ttcd_jax.data.records import verify_records
 from ttcd_jax.data.special_tokens import tokenizer_of
 from ttcd_jax.data.tokenizer import JsonTokenizer, TokenizerConfig, train_tokenizer
-from ttcd_jax.errors import UserError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import whole_folder, write_whole
 
 FLAGS = flags.FLAGS
@@ -179,8 +180,19 @@ def _train_tokenizer() -> None:
     step = 1 + input_bytes(corpus, ("train",)) // _TOKENIZER_BYTES
     if step > 1:
         _say(f"one document of {step} is read, about {units.size(_TOKENIZER_BYTES)} of the input")
-    texts = (document.text for document in itertools.islice(documents, None, None, step))
-    source = train_tokenizer(texts, FLAGS.train_tokenizer)
+    name = ""
+
+    def texts() -> Iterator[bytes]:
+        nonlocal name
+        for document in itertools.islice(documents, None, None, step):
+            name = f"{document.name}: "
+            yield document.text
+        name = ""
+
+    try:
+        source = train_tokenizer(texts(), FLAGS.train_tokenizer)
+    except DataError as error:
+        raise DataError(f"{name}{error}") from error
     write_whole(path, source)
     print(f"{JsonTokenizer(str(path)).vocab_size:,} tokens in {path.absolute()}")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ttcd_jax.errors import UserError
-from ttcd_jax.files import check_unused, whole_file, whole_folder, write_whole
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.files import check_unused, read_arrays, whole_file, whole_folder, write_whole
 
 KILLED = """
 import os, signal, sys
@@ -87,3 +87,11 @@ def test_a_place_that_cannot_be_used_is_the_users_mistake(tmp_path):
             check_unused(used)
     assert (tmp_path / "file").read_text() == "mine"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_arrays_that_would_not_fit_are_not_read(tmp_path, monkeypatch):
+    np.savez_compressed(tmp_path / "a.npz", x=np.zeros(1000))
+    assert read_arrays(tmp_path / "a.npz")["x"].size == 1000
+    monkeypatch.setattr("ttcd_jax.files._MOST_ARRAY_BYTES", 8000)
+    with pytest.raises(DataError, match=r"8128 bytes of arrays, at most 8000 are read"):
+        read_arrays(tmp_path / "a.npz")

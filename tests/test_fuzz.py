@@ -266,9 +266,10 @@ def test_journals(tmp_path):
         b'{"a": "\\udcff"}',
         b'{"a": ' + b"9" * 400 + b"}",
         b'{"a": 1e999}',
-        b"[" + b"{}," * 10**7 + b"]",
+        b"[" + b"{}," * 10**7 + b"{}]",
+        b'{"a": 1, "a": 2}',
     ],
-    ids=["surrogate", "digits", "infinity", "values"],
+    ids=["surrogate", "digits", "infinity", "values", "twice"],
 )
 def test_json_that_no_reader_could_use_is_refused(data):
     with pytest.raises(DataError, match=r"x is not JSON"):

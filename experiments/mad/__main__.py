@@ -32,6 +32,7 @@ def main(argv: list[str]) -> None:
     from experiments.mad.records import gather
     from experiments.mad.report import report
     from experiments.mad.training import train_jobs
+    from ttcd_jax.eval.results import damage_named
     from ttcd_jax.files import write_whole
     from ttcd_jax.run.bindings import load_config
     from ttcd_jax.run.directory import RunDirectory
@@ -52,8 +53,8 @@ def main(argv: list[str]) -> None:
     records = gather([run_dir.path, *beside])
     if not records:
         return  # other processes train every job
-    tables = report(records)
-    with run_dir.lock(waits=True):
+    with run_dir.lock(waits=True), damage_named(f"a record of {run_dir.path}, or beside it,"):
+        tables = report(records)
         write_whole(run_dir.path / "tables.txt", tables)
         print(tables)
         draw_curves(run_dir.path / "curves.png", records)

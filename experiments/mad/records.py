@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments.mad.config import Job
+from ttcd_jax.config import differences
 from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.eval.results import damage_named
 from ttcd_jax.files import lock, read_json, write_whole
 
 Record = dict[str, Any]
+type Known = dict[tuple[str, ...], tuple[Path, dict[str, Any]]]  # by task and part of its settings
 
 
 def record_path(sweep: Path, job: Job) -> Path:
@@ -39,8 +42,9 @@ def write(path: Path, record: Record) -> None:
 
 def gather(sweeps: Sequence[Path]) -> list[Record]:
     """The records of several sweeps. Raises `UserError` where one has none, two have the same job,
-    or a file is damaged."""
+    or trained a task by other settings, and where a file is damaged."""
     records: dict[str, Record] = {}
+    known: Known = {}
     for sweep in sweeps:
         if not (sweep / "records").is_dir():
             raise UserError(f"{sweep} holds no records: give the folder of a sweep")
@@ -54,4 +58,23 @@ def gather(sweeps: Sequence[Path]) -> list[Record]:
                 records[path.name] = read_json(path)
             except DataError as error:
                 raise DataError(f"{error}: delete the file and run the sweep again") from error
+            with damage_named(str(path)):
+                _check_alike(known, path, records[path.name])
     return list(records.values())
+
+
+def _check_alike(known: Known, path: Path, record: Record) -> None:
+    """Raises `UserError` where the scores of a task would be of other settings than its `known`
+    ones: a method's of another model, a setting's of other rows."""
+    names, model = ("rate", "weight_decay", "seed"), record["model"]
+    shared = {name: model[name] for name in ("init_std", "precision")}
+    shared |= {name: record[name] for name in ("recipe", "num_test")}
+    shared["runs"] = [[run[name] for name in names] for run in record["runs"]]
+    of_setting = {name: record[name] for name in ("data", "num_train", "epochs", "steps")}
+    of_method = {"model": model | {"vocab_size": None}}
+    parts = {"": shared, record["setting"]: of_setting, record["method"]: of_method}
+    for part, facts in parts.items():
+        first, expected = known.setdefault((record["task"], part), (path, facts))
+        if changed := differences(expected, facts):
+            text = f"{path} is of other settings than {first} ({changed[0]})"
+            raise UserError(f"{text}: show one of their sweeps alone")

@@ -107,12 +107,11 @@ def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
     from experiments.mad.report import footnotes, score_table
 
     records, path = gather(sweeps), output / "mad.png"
-    draw_curves(path, records)
-    sentence = (
-        "Test accuracy of six synthetic tasks by training step; hollow: published, at full budget. "
-    )
-    picture = Picture(Path(path.name), sentence + ". ".join(footnotes(records)) + ".")
-    return [Section("MAD: synthetic tasks", score_table(records), [picture])]
+    sentence = "Test accuracy of six synthetic tasks by step; hollow: published, at full budget. "
+    with damage_named(f"a record of {', '.join(map(str, sweeps))}"):
+        draw_curves(path, records)
+        picture = Picture(Path(path.name), sentence + ". ".join(footnotes(records)) + ".")
+        return [Section("MAD: synthetic tasks", score_table(records), [picture])]
 
 
 def _comparison(run: Run) -> Path:

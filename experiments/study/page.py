@@ -12,9 +12,9 @@ from ttcd_jax.eval.by_document import DocumentTask, cells, differences, draw_cur
 from ttcd_jax.eval.means import Means
 from ttcd_jax.eval.page import Section, write_page
 from ttcd_jax.eval.report import Picture, coloured_by_run, plot_lines
-from ttcd_jax.eval.results import check_comparable, damage_named
+from ttcd_jax.eval.results import check_comparable, damage_named, read_results
 from ttcd_jax.eval.task import MEMORY_OFF, MEMORY_ON, Records, Series, Task
-from ttcd_jax.files import read_json, write_whole
+from ttcd_jax.files import write_whole
 from ttcd_jax.run.directory import METRICS
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.units import printable
@@ -62,7 +62,7 @@ def _measured(config: StudyConfig, task: Task, text: str, path: Path) -> Measure
     for name, seed in config.chosen():
         file = results_file(run_dir(path, name, seed), task, name, text)
         if file.exists():
-            results.append(read_json(file))
+            results.append(read_results(file))
             series = results[-1]["series"]
             old = f"{name}, {text}"
             found.setdefault(name, {})[seed] = {

@@ -17,7 +17,7 @@ from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.eval.results import evaluate, folder_name, write_results
 from ttcd_jax.eval.task import Subject, Task, digest
-from ttcd_jax.files import read_json, write_whole
+from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import RunDirectory, load_run
@@ -65,6 +65,7 @@ def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> di
         chosen = np.linspace(0, len(pieces) - 1, count).astype(int)
         # A cut may be inside a character.
         shown = [pieces[index].decode(errors="ignore") for index in chosen]
+        write_json(path / "study.json", config.to_dict())  # so that these are no run's documents
         texts[name] = path / "texts" / f"{name}-{digest(shown)[:12]}"
         for number, text in enumerate(shown):
             write_whole(texts[name] / f"{number:03}.txt", text)
@@ -85,7 +86,7 @@ def compute(
     params = (*params, f"RunConfig.seed={seed}")
     if (directory := RunDirectory(folder)).is_claimed:
         wanted = load_config(RunConfig, file, params, config_dir=cli.CONFIG_DIR)
-        accepted_changes(folder, directory.read_config(), wanted.to_dict(), ())
+        accepted_changes(folder, directory.read_config(), wanted.to_dict(), None)
     missing = [
         (task, text)
         for task, text in itertools.product(config.evaluations, texts)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ttcd_kernels import measure, parity
+from ttcd_kernels import launch, measure, parity
 from ttcd_kernels.decode import bench as decode
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.measure import MIB, MILLISECOND, TERA, Row, over
@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--times_only", action="store_true", help="without the comparison")
     options = parsed(parser, arguments)
     names = options.implementation
+    launch.check_devices()
     report: dict[str, Any] = {"environment": environment()}
     ceilings = measure.ceilings()
     flops, rate = (value / TERA for value in ceilings)

@@ -55,6 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"--json: no folder {options.json.parent}; create it first")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # many processes, one GPU
+    launch.check_devices()
     reason = launch.unavailable()
     if reason is not None and {*options.implementation} & {*GPU_KERNELS}:
         raise SystemExit(f"nothing to check: {reason}")

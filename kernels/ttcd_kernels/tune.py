@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps([measured(Job(*options.job), options.turn)]))
         return
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # many processes, one GPU
+    launch.check_devices()
     reason = launch.unavailable()
     if reason is not None:
         raise SystemExit(f"nothing to tune: {reason}")

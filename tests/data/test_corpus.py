@@ -250,6 +250,22 @@ def test_the_last_files_of_a_folder_can_be_held_out(tmp_path):
             load_documents(config.replace(path=str(tmp_path / place)), "train")
 
 
+@pytest.mark.parametrize(
+    ("others", "names"),
+    [
+        ([], ["a.txt", "sub/b.txt", "sub/lock"]),  # a lock that was left among text
+        (["config.json"], ["a.txt"]),  # of a sweep
+        (["study.json"], ["a.txt"]),
+    ],
+)
+def test_runs_sweeps_and_studies_are_no_text(tmp_path, others, names):
+    _folder(tmp_path, {"a.txt": "text", "sub/b.txt": "text", "sub/lock": "process 7 on x\n"})
+    _folder(tmp_path / "run", {"lock": "process 7 on x\n", "data.json": "{}", ".data.json.7": "{"})
+    _folder(tmp_path / "sub", dict.fromkeys(others, "{}"))
+    config = CorpusConfig(kind="text", path=str(tmp_path), glob="**/[abl]*", validation_percent=0)
+    assert _names(load_documents(config, "train")) == names
+
+
 def test_links_of_the_hugging_face_cache_are_good_and_others_are_not(tmp_path):
     cache = tmp_path / "datasets--lab--set"
     _folder(cache, {"blobs/12": "text", "snapshots/1/data/no.md": "no"})

@@ -67,7 +67,12 @@ def test_json_lines(tmp_path):
     [
         (b'{"text": "cut', "line 2 is not JSON"),
         (b'{"text": "\xff"}', "line 2 is not JSON"),
-        (b'["text"]', r"line 2 has no field 'text'; pass --field \(there: none\)"),
+        (b'["text"]', r"line 2 is no object but list; write an object on each line \(jq -c"),
+        (b"[", r"line 2 is not JSON \(Exp.*; write an object on each line \(jq -c"),
+        (
+            b'{"text": {"a": 1, "b": 2}}',
+            r"line 2: 'text' is no text but dict; .*or make one of its values",
+        ),
         (b'{"body": "x", "id": 3}', r"line 2 has no field 'text'; .*\(there: body, id\)"),
         (b'{"text": ["x"]}', "line 2: 'text' is no text but list"),
         (b'{"text": "\\ud800"}', "line 2: 'text' is no Unicode text"),

@@ -306,7 +306,9 @@ def test_a_damaged_manifest_is_refused(copy):
         read_manifest(copy)
 
 
-@pytest.mark.parametrize("name", ["../secret.bin", "/etc/passwd", "", "..", "sub/x.bin", "absent"])
+@pytest.mark.parametrize(
+    "name", ["../secret.bin", "/etc/passwd", "", "..", "sub/x.bin", "a\x1b.bin", "absent"]
+)
 def test_a_manifest_that_leaves_its_folder_is_refused(copy, name):
     """As it would be if it were hostile: its own digest fits."""
     (copy.parent / "secret.bin").write_bytes((copy / TOKENS).read_bytes())
@@ -318,6 +320,13 @@ def test_a_manifest_that_leaves_its_folder_is_refused(copy, name):
     for read in (read_manifest, verify_records):
         with pytest.raises(DataError, match=r"manifest\.json describes no files of its folder"):
             read(copy)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "u4", 3])
+def test_a_manifest_of_other_ids_than_its_vocabulary_has_is_refused(copy, dtype):
+    (copy / "manifest.json").write_text(_resealed(copy, dtype=dtype))
+    with pytest.raises(DataError, match=r"manifest\.json describes no files of its folder"):
+        read_manifest(copy)
 
 
 def test_folders_of_two_tokenizers_do_not_mix(copy, folder):

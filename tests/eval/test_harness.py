@@ -485,10 +485,13 @@ def test_the_command_of_the_harness_runs_a_run(folder, scorer, monkeypatch, caps
     (line,) = [line for line in output.splitlines() if "four_questions" in line]
     assert float(line.split("|")[7]) == record["value"]
     assert "Tasks not found: nope" in commands.refused("harness", *model, "--tasks", "nope")
-    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: RunLM("/nowhere"))
+    named = (lambda: print("a task \x1b[2J"), lambda: RunLM("/nowhere"))
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: [step() for step in named])
     with pytest.raises(SystemExit, match="2"):
         harness.main()
-    assert "\nerror: /nowhere is not a run directory" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "\nerror: /nowhere is not a run directory" in printed.err
+    assert printed.out == "a task \\x1b[2J\n"
 
 
 @pytest.mark.parametrize(

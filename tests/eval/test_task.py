@@ -182,6 +182,20 @@ def test_other_cases_are_not_the_same_measure(toy, result, tmp_path, caplog):
     assert not caplog.text
 
 
+def test_a_refusal_names_both_results_where_they_lie_now(result, tmp_path):
+    written = result | {"run_dir": str(tmp_path / "original")}
+    write_results(written)
+    other = {"measured_on": {"": "of other text"}, "folder": "halves.other"}
+    write_results(written | other)
+    run_dir = (tmp_path / "original").rename(tmp_path / "moved")
+    found = read_all_results([run_dir])
+    with pytest.raises(UserError) as refusal:
+        task_sections(found, tmp_path)
+    folders = [str(run_dir / "eval" / name) for name in ("halves.mine", "halves.other")]
+    assert all(folder in str(refusal.value) for folder in folders)
+    assert str(refusal.value).endswith("same options and text, or remove one")
+
+
 def test_runs_share_a_table_when_their_buckets_are_the_same(toy, result):
     series = {"other": result["series"]["mine, fast weights on"]}
     whole = merged(toy, [result, result | {"series": series}])

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from ttcd_jax import BatchesConfig, train_run
+from ttcd_jax import BatchesConfig, RunConfig, train_run
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.run.directory import load_run
+from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.loop import MetricCallback
 
@@ -47,9 +47,14 @@ def test_a_run_learns_from_the_callers_iterator(counting):
 
 def test_a_run_goes_on_with_another_method(counting, run, tmp_path, capsys):
     source, _ = counting
-    run("continue_from_checkpoint", source, tmp_path / "grown")
+    names = run("continue_from_checkpoint", source, tmp_path / "grown")
     assert f"starts from step 30 of {source}" in capsys.readouterr().out
     assert load_run(tmp_path / "grown").config.method == "ipttcd"
+    config = RunConfig.from_dict(RunDirectory(source).read_config())
+    narrow = config.model.replace(precision=config.model.precision.replace(param="bfloat16"))
+    train_run(config.replace(model=narrow, steps=1), tmp_path / "narrow", counting[1]["batches"])
+    grown = names["grown"](str(tmp_path / "narrow"))
+    assert grown.model.precision.param == "float32"
     tokens = np.arange(20)[None] % 32
     first = load_run(tmp_path / "grown", 0).model
     theirs = load_run(source).model
@@ -93,8 +98,11 @@ def test_a_batch_that_does_not_fit_is_named(counting, tmp_path, batch, message):
 
 def test_batches_and_their_configuration_go_together(counting, tmp_path):
     config = counting[1]["CONFIG"]
-    with pytest.raises(UserError, match="pass batches to"):
-        train_run(config, tmp_path / "a")
+    for batches in (None, [np.zeros((8, 25), int)]):
+        with pytest.raises(UserError, match="pass a function of the first step to"):
+            train_run(config, tmp_path / "a", batches)
+    with pytest.raises(UserError, match=r"is a RunConfig, not \{'steps': 3\}"):
+        train_run({"steps": 3}, tmp_path / "a")
     recall = RecallConfig(num_slots=8, num_keys=4, num_values=4)
     with pytest.raises(UserError, match=f"set {BatchesConfig.__name__} to pass them"):
         train_run(config.replace(data=recall), tmp_path / "b", counting[1]["batches"])

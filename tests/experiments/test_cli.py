@@ -176,6 +176,8 @@ def test_an_error_that_cannot_be_printed_keeps_its_status(command):
 
 def test_control_characters_are_escaped():
     assert printable("café \x1b[2J\u202e\n\udcff") == "café \\x1b[2J\\u202e\\n\\udcff"
+    for mark in "\x9b\u061c\u200f\u2028\u2029\u2066\u2069\ud800":
+        assert printable(mark) == mark.encode("unicode_escape").decode()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,7 @@ def test_a_failed_assertion_of_ours_keeps_its_traceback(command):
 def test_control_characters_are_escaped_where_text_leaves():
     code = (
         "import sys; from absl import logging; from experiments import cli; "
-        "cli._open_standard_streams();"
+        "cli.open_standard_streams();"
         "print('a\\x1b]0;x\\x07\\u202e\\udcff\\tb'); logging.warning('c\\x1b[2J');"
         "print('\\r\\x1b[Kd', end='')"
     )

@@ -270,7 +270,10 @@ def test_a_document_that_cannot_be_tokenized_is_named(text, tokenizer, tmp_path)
     output = tmp_path / "records"
     arguments = (f"--input={tmp_path}", f"--tokenizer={tokenizer}", f"--output={output}")
     message = commands.refused("prepare_data", *arguments, "--validation_percent=0", status=3)
-    assert "latin.txt: text is not UTF-8 at byte 2 of 5" in message
+    assert "latin.txt: text is not UTF-8 at byte 2 of 5; convert it (iconv" in message
+    arguments = (f"--input={tmp_path}", "--train_tokenizer=300", f"--output={output}")
+    message = commands.refused("prepare_data", *arguments, "--validation_percent=0", status=3)
+    assert "error: latin.txt: text is not UTF-8 at byte 2 of 5" in message
     assert os.listdir(tmp_path) == ["latin.txt"]
 
 

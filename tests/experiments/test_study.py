@@ -13,9 +13,11 @@ from experiments.cli import CONFIG_DIR
 from experiments.study import runs
 from experiments.study.config import StudyConfig
 from experiments.study.page import write_study
+from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.eval.means import means_over_documents
 from ttcd_jax.run.bindings import load_config
+from ttcd_jax.run.directory import RunDirectory
 
 BASE = """
 include 'data/text_bytes.gin'
@@ -101,6 +103,8 @@ def test_every_run_is_trained_once_and_evaluated_on_the_same_pieces(computed):
     texts = runs.held_out_texts(_study(path.parent), [], path)["corpus"]
     pieces = [x.read_text() for x in sorted(texts.iterdir())]
     assert [len(piece) for piece in pieces] == [40] * 6
+    with RunDirectory(path).lock(), pytest.raises(DataError, match="no file under"):
+        load_documents(CorpusConfig(kind="text", path=str(path)), "train")
     corpus = [x.read_text() for x in sorted((path.parent / "corpus" / "validation").iterdir())]
     assert all(any(piece in text for text in corpus) for piece in pieces)
 
@@ -141,14 +145,14 @@ def test_results_of_other_pieces_and_settings_are_not_shown_again(computed, fold
         texts = runs.held_out_texts(_study(folder, *params), [], path)["corpus"]
         assert len([*texts.iterdir()]) == (6 if is_done else 4)
         assert runs._is_done(task, file, texts) == is_done
-    with pytest.raises(UserError, match="of another configuration: steps: 1 -> 2"):
+    with pytest.raises(UserError, match="of another configuration: steps: 1 -> 2; choose"):
         runs.compute(config, "base", 3, ["RunConfig.steps=2"], {}, path)
 
 
 def test_damaged_results_are_one_line(computed, folder, monkeypatch):
     path, _ = computed
     broken = {"series": {"base, corpus": 3}, "options": {}, "run_dir": str(path)}
-    monkeypatch.setattr("experiments.study.page.read_json", lambda file: broken)
+    monkeypatch.setattr("experiments.study.page.read_results", lambda file: broken)
     with pytest.raises(DataError, match=f"on corpus in {path} is damaged"):
         write_study(_study(folder), {"corpus": path}, path)
 

@@ -257,20 +257,3 @@ def test_a_model_of_a_file_server_is_imported_through_the_cache(tmp_path):
     for name in ("run", "new", "again"):
         assert_same(load_params(tmp_path / name).params, expected)
     assert not (tmp_path / "no").exists()
-
-
-def test_a_check_compares_logits_with_those_of_another_python(tmp_path):
-    """A program takes the place of torch: it writes the logits that it is given."""
-    folder, program = write("full", tmp_path / "x"), tmp_path / "python"
-    ours = with_params(MODELS["full"], params_of(MODELS["full"]))
-    tokens = np.random.default_rng(0).integers(0, 61, (1, 64))
-    np.save(tmp_path / "given.npy", ours(jnp.asarray(tokens, jnp.int32)))
-    program.write_text(f'#!/bin/sh\ncp "{tmp_path}/given.npy" "$5"; echo 5.0\n')
-    program.chmod(0o755)
-    line = ("--check", f"--python={program}")
-    output = commands.output(*IMPORT, folder, tmp_path / "run", *line)
-    assert "from those of transformers 5.0, allowed 1e-04" in output
-    np.save(tmp_path / "given.npy", np.ones((1, 64, 61), np.float32))
-    assert commands.run(*IMPORT, folder, tmp_path / "again", *line).returncode == 1
-    refusal = commands.refused(*IMPORT, folder, tmp_path / "third", "--check", "--python=/no")
-    assert "name a Python with torch and transformers by --python" in refusal

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ttcd_kernels import aot, bench, machine_code, measure, parity
+from ttcd_kernels import aot, bench, check, machine_code, measure, parity, tune
 from ttcd_kernels.decode import bench as decode
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.dual_window.bench import SHAPES, Case
@@ -44,6 +44,22 @@ def test_the_report_names_machine_shapes_and_every_measurement(few, tmp_path, ca
     assert all(row["max rel. error"] < bounds[row["dtype"]] for row in report["parity"])
     printed = capsys.readouterr().out
     assert all(case.name in printed for case in SHAPES["tiny"])
+
+
+@pytest.mark.parametrize("command", [bench, check, tune])
+@pytest.mark.parametrize("error", [RuntimeError("no backend 'x'\nmore"), AssertionError()])
+def test_a_platform_that_is_not_there_is_one_line(monkeypatch, capsys, command, error):
+    def devices():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setenv("JAX_PLATFORMS", "x")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        command.main([])
+    line = capsys.readouterr().err
+    assert re.fullmatch(
+        r"error: JAX_PLATFORMS=x: (no backend 'x'|no such device): unset it\n", line
+    )
 
 
 def test_some_implementations_are_timed_without_a_comparison(few, tmp_path):

@@ -30,6 +30,30 @@ def _data(kind, folder):
     return text if kind == "text" else MixtureConfig(parts=(text, text), seq_len=SEQ_LEN)
 
 
+def test_batches_of_the_caller_are_compared_between_processes(monkeypatch):
+    compared = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr("ttcd_jax.run.build.agree", lambda *call: compared.append(call))
+
+    def told(make):
+        compared.clear()
+        config = RunConfig(
+            model=config_of("swa", vocab_size=9),
+            data=BatchesConfig(seq_len=2),
+            optimizer=OptimizerConfig(),
+            steps=9,
+            batch_size=2,
+        )
+        batches, _ = build.build_data(config, [0], make)
+        assert [step for step, _ in batches.iterate(4, 6)] == [*range(4, 10)]
+        return {name: digest for _, facts in compared for name, digest in facts.items()}
+
+    first = told(lambda start: (np.full((2, 3), step) for step in range(9)))
+    assert [*first] == ["batches 5 to 5", "batches 5 to 6", "batches 5 to 8"]
+    later = told(lambda start: (np.full((2, 3), step - (step == 2)) for step in range(9)))
+    assert [first[name] == later[name] for name in first] == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("kind", "has_ids"),
     [("recall", False), ("batches", False), ("text", True), ("mixture", True)],

@@ -58,6 +58,21 @@ def test_the_model_is_the_one_configured_so_with_the_same_parameters(run_dir):
         assert run.config.memory == expected.settings
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None,), "a run directory is a path, not None"),
+        ((b"runs/x",), "a run directory is a path, not b'runs/x'"),
+        (("",), "the run directory is empty"),
+        (("HERE", "7"), "step '7' is not a number"),
+        (("HERE", True), "step True is not a number"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(run_dir, arguments, message):
+    with pytest.raises(UserError, match=message):
+        load_run(*(run_dir if x == "HERE" else x for x in arguments))
+
+
 def test_changes_are_bindings_as_in_a_file(tmp_path, monkeypatch):
     changes = [*SET_YARN, "WAY='xla'", "TransformerConfig.attention_implementation=%WAY"]
     changed = changed_model(MODEL, changes)

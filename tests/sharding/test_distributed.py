@@ -1,6 +1,7 @@
 """The processes of a job, from a flag and the environment, and their rendezvous before JAX."""
 
 import contextlib
+import itertools
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -151,6 +152,53 @@ def test_processes_that_do_not_come_are_named(port, connected, monkeypatch, caps
     first, second = sorted(capsys.readouterr().err.splitlines())
     assert re.fullmatch(r"waiting for process 0 at localhost:\d+ \(.*\)", first)
     assert re.fullmatch(r"waiting for process 1, (2, )?3 of 4 to call localhost:\d+", second)
+
+
+class _Store(dict):
+    """JAX's key-value store, of processes that come one after another."""
+
+    key_value_set, key_value_try_get = dict.__setitem__, dict.__getitem__
+
+    def wait_at_barrier(self, name, limit):
+        assert limit == 7000
+
+    def key_value_dir_get(self, place):
+        return [(name, value) for name, value in self.items() if name.startswith(place)]
+
+
+@pytest.mark.parametrize(
+    ("variables", "facts", "refusal"),
+    [
+        ([{}, {}], [{"steps": 3}, {"steps": 3}], None),
+        ([{}, {}], [{"steps": 3}, {"steps": 4}], "steps: process 1 has 4, process 0 has 3; start"),
+        ([{}, {}], [{}, {"steps": 4}], "steps: process 1 has 4, process 0 has None"),
+        (
+            [{"XLA_FLAGS": "--a=1 --xla_dump_to=x"}, {"XLA_FLAGS": "--a=2"}],
+            [{}, {}],
+            r'XLA_FLAGS: process 1 has \["--a=2"\], process 0 has \["--a=1"\]',
+        ),
+        ([{"XLA_FLAGS": "--a=1 --b"}, {"XLA_FLAGS": "--b --xla_dump_to=y --a=1"}], [{}, {}], None),
+        ([{"NVIDIA_TF32_OVERRIDE": "0"}, {}], [{}, {}], "NVIDIA_TF32_OVERRIDE: process 1 has"),
+    ],
+)
+def test_processes_agree_on_facts_and_on_what_xla_is_told(monkeypatch, variables, facts, refusal):
+    store = _Store()
+    multihost = distributed.ocp.multihost
+    monkeypatch.setattr(multihost, "get_jax_distributed_client", lambda: store)
+    monkeypatch.setattr(distributed.jax, "process_count", lambda: 2)
+    for number in range(2):
+        monkeypatch.setattr(distributed, "_calls", itertools.count())
+        monkeypatch.setattr(distributed.jax, "process_index", lambda number=number: number)
+        for name in distributed._FLAGS:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables[number].items():
+            monkeypatch.setenv(name, value)
+        with (
+            pytest.raises(UserError, match=refusal)
+            if number and refusal
+            else contextlib.nullcontext()
+        ):
+            distributed.agree("configuration", facts[number], 7)
 
 
 @pytest.mark.parametrize("numbers", [(3, 2), (2, 4)])

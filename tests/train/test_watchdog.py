@@ -11,7 +11,7 @@ import pytest
 from commands import ROOT, cpu_environment
 
 from ttcd_jax.errors import CheckpointError
-from ttcd_jax.train.watchdog import PEER_LOST, is_peer_lost
+from ttcd_jax.train.watchdog import PEER_LOST, Watchdog, is_peer_lost
 
 CAPTURED = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 ALONE = """
@@ -92,6 +92,7 @@ def test_what_takes_its_time_for_a_reason_goes_on(body):
 def test_a_save_that_hangs_ends_the_process():
     body = "watchdog.beat(1)\nwith watchdog.paused(1): time.sleep(9)"
     assert _alone(body).returncode == PEER_LOST
+    assert Watchdog(2, minimum_seconds=3).save_seconds == 30
 
 
 def test_a_pause_is_no_step():

@@ -28,6 +28,8 @@ LEFT_OUT_OF_STDLIB = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
 
+_CLAIM = {"lock", "environment.json", "data.json", "config.gin"}  # of a run that starts
+
 
 def _is_below(glob: str) -> bool:
     parts = glob.split("/")
@@ -249,10 +251,13 @@ def _files(folder: pathlib.Path, glob: str) -> dict[str, pathlib.Path]:
 
 
 def _is_run(folder: pathlib.Path) -> bool:
-    """Whether `folder` is a run directory, or is being claimed by a run."""
-    lock, config = folder / "lock", folder / "config.json"
-    is_claimed = config.is_file() and (folder / "checkpoints").is_dir()
-    return is_claimed or (lock.is_file() and lock.read_bytes().startswith(b"process "))
+    """Whether `folder` is that of a run, a sweep or a study, or is being claimed by a run: then it
+    holds nothing else. A lock that was left among text says nothing."""
+    lock, has_config = folder / "lock", (folder / "config.json").is_file()
+    if not (lock.is_file() and lock.read_bytes().startswith(b"process ")):
+        return has_config and (folder / "checkpoints").is_dir()
+    names = {x.name for x in folder.iterdir() if x.name[0] != "."}
+    return has_config or "study.json" in names or names <= _CLAIM
 
 
 def _check_links(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:

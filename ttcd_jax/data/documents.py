@@ -19,6 +19,7 @@ from ttcd_jax.files import decoded
 from ttcd_jax.units import printable
 
 _LEAST_LINES = 10_000  # until they are read, as many lines are left out as of this number
+_OBJECTS = "write an object on each line (jq -c '.[]' of a list)"
 _PACKED = re.compile(rb"\x1f\x8b|\(\xb5/\xfd|BZh\d1AY|\xfd7zXZ|7z\xbc\xaf|PK\x03\x04|PAR1")
 
 
@@ -160,10 +161,13 @@ def _json_text(where: str, field: str, line: bytes) -> bytes:
     try:
         record = json.loads(decoded(line))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON ({error}); repair or remove it") from error
-    if not isinstance(record, dict) or field not in record:
-        keys = ", ".join(record) if isinstance(record, dict) else "none"
-        raise DataError(f"{where} has no field {field!r}; pass --field (there: {keys})")
+        remedy = _OBJECTS if line.strip() in (b"[", b"{") else "repair or remove it"
+        raise DataError(f"{where} is not JSON ({error}); {remedy}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where} is no object but {type(record).__name__}; {_OBJECTS}")
+    if field not in record:
+        there = ", ".join(record)
+        raise DataError(f"{where} has no field {field!r}; pass --field (there: {there})")
     return _text(where, field, record[field])
 
 
@@ -177,8 +181,9 @@ def _text(where: str, field: str, value: Any) -> bytes:
     if isinstance(value, bytes):
         return _checked_size(where, value)
     if value is not None and not isinstance(value, str):
-        kind = type(value).__name__
-        raise DataError(f"{where}: {field!r} is no text but {kind}; pass another --field")
+        problem = f"{where}: {field!r} is no text but {type(value).__name__}"
+        more = ", or make one of its values a field" if isinstance(value, dict) else ""
+        raise DataError(f"{problem}; pass another --field{more}")
     try:
         return _checked_size(where, (value or "").encode())
     except UnicodeEncodeError as error:

@@ -126,6 +126,7 @@ def _is_sound(manifest: dict[str, Any]) -> bool:
         is_inside = all(map(is_file_name, files)) and all(0 <= x < vocab_size for x in ids)
         counts += ids
         is_complete = "tokenizer" in manifest and all("sha256" in facts for facts in files.values())
+        is_complete = is_complete and manifest["dtype"] == token_dtype(vocab_size).name
     except (LookupError, TypeError, AttributeError):
         return False
     return is_inside and is_complete and all(type(x) is int and x >= 0 for x in counts)

@@ -280,6 +280,6 @@ def _decoded(text: bytes, start: int = 0, stop: int | None = None) -> str:
         return text[start:stop].decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"text is not UTF-8 at byte {start + error.start} of {len(text)}; convert it, or use "
-            "the byte tokenizer"
+            f"text is not UTF-8 at byte {start + error.start} of {len(text)}; convert it (iconv -f "
+            "LATIN1 -t UTF-8), leave the file out, or use the byte tokenizer"
         ) from error

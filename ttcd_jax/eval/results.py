@@ -23,6 +23,7 @@ from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.sharding.distributed import agree
 
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration)
 _UNFINISHED = ".unfinished"  # in the folder of results: the journal of answers
 
 
@@ -44,7 +45,7 @@ def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
     rows = task.rows(subject)
     result["measured_on"] = task.measured_on(rows, subject)
     agree("evaluation", task.to_dict() | result | {"mesh": str(jax.sharding.get_mesh().shape)})
-    if "series" in old and _differing([old, result]):
+    if "series" in old and differing([old, result]):
         path = folder / "results.json"
         logging.warning("%s was measured on other text, or other rows of it: it is replaced", path)
     if jax.process_index() == 0:
@@ -128,12 +129,17 @@ def _cell(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
 
 
+def read_results(path: Path) -> dict[str, Any]:
+    """A file of results, which are of the folder where it lies now."""
+    return read_json(path) | {"run_dir": str(path.parents[2]), "folder": path.parent.name}
+
+
 def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
     """The results of every run, under its name: its label, or for several runs of the same label
     the label and the folder. The series of a result begin with the name. Raises `DataError` for
     damaged results."""
     files = [sorted((run_dir / "eval").glob("*/results.json")) for run_dir in run_dirs]
-    found = [[read_json(path) for path in paths] for paths in files]
+    found = [[*map(read_results, paths)] for paths in files]
     with damage_named(f"results.json of {', '.join(map(str, run_dirs))}"):
         labels = [_label(x, run_dir) for x, run_dir in zip(found, run_dirs, strict=True)]
         named = {}
@@ -163,14 +169,7 @@ def damage_named(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        StopIteration,
-    ) as error:
+    except _DAMAGE as error:
         cause = f"{type(error).__name__}: {error}"
         raise DataError(f"{what} is damaged ({cause}): measure it again") from error
 
@@ -185,22 +184,21 @@ def merged(task: type[Task], results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def check_comparable(task: type[Task], results: Sequence[dict[str, Any]]) -> None:
     """Raises `UserError` for results of other cases or options, which share no table."""
-    first = results[0]
+    first, remedy = results[0], "evaluate both with the same options and text, or remove one"
     for result in results:
         if task.comparable(result) != task.comparable(first):
             raise UserError(
-                f"task {task.name}: {result['run_dir']} was evaluated with other options, or in "
-                f"other buckets, than {first['run_dir']}: evaluate both with the same options"
+                f"task {task.name}: {_path(result)} was evaluated with other options, or in other "
+                f"buckets, than {_path(first)}: {remedy}"
             )
-    if pair := _differing(results):
+    if pair := differing(results):
         found = (f"{_path(x)} (sha256 {y[:12] if y else 'not stored'})" for x, y in pair)
         raise UserError(
-            f"task {task.name} was not measured on the same text in {' and '.join(found)}: "
-            "evaluate both again with the same options and text"
+            f"task {task.name} was not measured on the same text in {' and '.join(found)}: {remedy}"
         )
 
 
-def _differing(results: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str | None]]:
+def differing(results: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str | None]]:
     """Two results, each with its digest, that were not measured on the same; none if all were."""
     known: dict[str, tuple[dict[str, Any], str | None]] = {}
     for result in results if len(results) > 1 else ():

@@ -1,11 +1,13 @@
 """The objects of a run, built from its `RunConfig`: data, optimizer, jitted step, state."""
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from absl import logging
 from jax.sharding import Mesh, NamedSharding
@@ -18,6 +20,7 @@ from ttcd_jax.models.config import memory_chunk
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import laid_out, num_parts
 from ttcd_jax.sharding.batch import Placement, replicated
+from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.sharding.rules import BATCH, spec
 from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.distillation import Measure, make_distillation
@@ -112,10 +115,13 @@ def build_data(
     uses `rows` of every batch."""
     data, size, entries = config.data, config.batch_size, config.model.vocab_size
     if isinstance(data, BatchesConfig):
-        if make is None:
-            raise UserError("RunConfig.data is BatchesConfig: pass batches to ttcd_jax.train_run")
+        if not callable(make):
+            raise UserError(
+                f"RunConfig.data is BatchesConfig, and batches are {make!r:.60}: pass a function "
+                "of the first step to ttcd_jax.train_run"
+            )
         shape = size, data.seq_len + 1
-        batches = CallerBatches(make, shape=shape, vocab_size=entries, rows=rows)
+        batches = CallerBatches(_compared(make), shape=shape, vocab_size=entries, rows=rows)
         return batches, {"kind": "batches"}
     if make is not None:
         raise UserError(
@@ -124,6 +130,23 @@ def build_data(
         )
     source, manifest = data.rows(config.seed, size)
     return Batches(source, batch_size=size, rows=rows, vocab_size=entries), manifest
+
+
+def _compared(make: MakeBatches) -> MakeBatches:
+    """`make`, whose first 1, 2, 4, ... batches are compared in all processes."""
+
+    def batches(start: int) -> Iterator[Any]:
+        so_far = hashlib.sha256()
+        for count, batch in enumerate(make(start), 1):
+            if jax.process_count() > 1:
+                so_far.update(np.asarray(batch).tobytes())
+                if count.bit_count() == 1:
+                    agree(
+                        "batches", {f"batches {start + 1} to {start + count}": so_far.hexdigest()}
+                    )
+            yield batch
+
+    return batches
 
 
 def _optimizer(config: RunConfig) -> tuple[optax.Schedule, optax.GradientTransformation]:

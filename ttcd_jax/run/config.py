@@ -134,19 +134,20 @@ def accepted_changes(
     run_dir: Path,
     old: dict[str, Any],
     new: dict[str, Any],
-    named: Sequence[str],
+    named: Sequence[str] | None,
     layout: Sequence[str] = LAYOUT,
 ) -> list[dict[str, Any]]:
     """{field, old, new} of every difference: of the fields `named`, by their names in .gin files or
     their paths, and of the places of data, whose digests are compared elsewhere. Those of `layout`
-    differ freely. Raises `UserError` for a name without a field, and for any other difference."""
+    differ freely. Raises `UserError` for a name without a field, and for any other difference.
+    None are named where the command has no --change."""
     is_run = old.get("type") == RunConfig.__name__ == new.get("type")
     if is_run and old is not new:
         old = RunConfig.from_dict(old).to_dict()  # earlier versions stored fewer fields
     before, after = _leaves(old), _leaves(new)
     fields = {path: name for path, (name, _) in (before | after).items()}
     known = [*fields.values(), *fields]
-    for name in set(named).difference(known):
+    for name in set(named or ()).difference(known):
         raise UserError(f"--change={name} names no field{closest(name, known)}")
     accepted, lasting, others = [], [], {}
     for path, field in fields.items():
@@ -156,16 +157,17 @@ def accepted_changes(
         # A clip that begins or ends gives the optimizer's state another structure.
         lasts = _is_below(path, LASTING)
         lasts |= path == "optimizer.clip_norm" and None in (start, now)
-        if field in PLACES or (not lasts and {field, path} & {*named}):
+        if field in PLACES or (not lasts and {field, path} & {*(named or ())}):
             accepted.append({"field": field, "old": start, "new": now})
         else:
             others[f"{path}: {start} -> {now}"] = f"--change={field}"
             lasting += [f"{path}: {start} -> {now}"] if lasts or not is_run else []
     if others:
-        flags = "" if lasting else f"add {' '.join(others.values())} to change this run, or "
+        change = f"add {' '.join(others.values())} to change this run, or "
         raise UserError(
             f"{run_dir} holds a run of another configuration: {listed(lasting or [*others])}; "
-            f"{flags}choose another --run_dir, or start again with the old configuration"
+            f"{'' if lasting or named is None else change}choose another --run_dir, or start again "
+            "with the old configuration"
         )
     return accepted
 

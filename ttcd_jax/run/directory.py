@@ -56,7 +56,9 @@ class RunDirectory:
     """Paths and small files of one run."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        check_text("the run directory", os.fspath(path))
+        if not isinstance(path, str | os.PathLike):
+            raise UserError(f"a run directory is a path, not {path!r:.60}")
+        check_text("the run directory", str(path))
         self.path = Path(path).absolute()
         try:
             str(self.path).encode()
@@ -209,6 +211,8 @@ def load_params(
     """The parameters of a run, on the mesh in use (`jax.set_mesh`) if there is one, else on the
     first device. The arguments and errors are those of `load_run`."""
     directory = RunDirectory(run_dir)
+    if step is not None and type(step) is not int:
+        raise UserError(f"step {step!r} is not a number")
     config = model_config(directory)
     changed = changed_model(config, changes)
     params = abstract_params(config)

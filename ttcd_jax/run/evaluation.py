@@ -10,6 +10,7 @@ import jax
 
 from ttcd_jax.config import closest
 from ttcd_jax.errors import DataError, UserError, listed
+from ttcd_jax.eval.results import differing
 from ttcd_jax.eval.task import Subject, Task
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.files import read_json, write_json
@@ -76,7 +77,7 @@ def _check_cases(path: Path, inputs: Sequence[tuple[Task, Any]], subject: Subjec
         options = {x: y for x, y in task.to_dict().items() if x != "batch_size"}
         name = f"{task.name} {json.dumps(options, sort_keys=True)}"
         new[name] = task.measured_on(rows, subject)
-        if old.get(name, new[name]) != new[name]:
+        if name in old and differing([{"measured_on": x[name]} for x in (old, new)]):
             raise DataError(
                 f"the text that task {task.name} measures {path.parent} on changed since its last "
                 "step: restore it, or choose another --run_dir"

@@ -39,8 +39,6 @@ class RunLM(ScorerLM):
         if not (re.fullmatch("[0-9]+", size) and int(size)):
             most = "" if max_batch_size is None else f", at most {max_batch_size}"
             raise UserError(f"batch_size {batch_size!r}{most} is not a number of rows, or 'auto'")
-        if step is not None and type(step) is not int:
-            raise UserError(f"step {step!r} is not a number")
         if device is not None:
             found = jax.devices()[0].platform
             logging.warning("device %s has no effect: JAX computes on %s", device, found)

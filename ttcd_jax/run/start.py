@@ -37,8 +37,8 @@ def inherited_model(
     run_dir: RunDirectory,
 ) -> Callable[[str, dict[str, Any]], TransformerConfig | None]:
     """The `inherit` of `load_config`: a run without a model takes that of its own directory once it
-    has started, else that of the run it starts from, with float32 parameters, whatever the files
-    of a checkpoint had; single bound fields override it."""
+    has started, else the `starting_model` of the run it starts from; single bound fields override
+    it."""
 
     def inherit(field: str, values: dict[str, Any]) -> TransformerConfig | None:
         start_from = values.get("start_from")
@@ -46,10 +46,15 @@ def inherited_model(
             return None
         if run_dir.is_claimed:
             return model_config(run_dir)
-        model = model_config(RunDirectory(start_from))
-        return model.replace(precision=model.precision.replace(param="float32"))
+        return starting_model(start_from)
 
     return inherit
+
+
+def starting_model(start_from: str) -> TransformerConfig:
+    """The model of the run in `start_from`, with float32 parameters, whatever its files have."""
+    model = model_config(RunDirectory(start_from))
+    return model.replace(precision=model.precision.replace(param="float32"))
 
 
 def plan_start(config: RunConfig) -> StartPlan:

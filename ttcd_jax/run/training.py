@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from ttcd_jax.data.pipeline import MakeBatches, StepBatches
-from ttcd_jax.errors import CheckpointError, NonFiniteError
+from ttcd_jax.errors import CheckpointError, NonFiniteError, UserError
 from ttcd_jax.files import sha256
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig, common_facts
@@ -76,6 +76,8 @@ def train_run(
     Raises `UserError` for a configuration or directory that cannot be trained, and its subclasses
     for data, checkpoints and a loss that is not finite.
     """
+    if not isinstance(config, RunConfig):
+        raise UserError(f"a run's configuration is a RunConfig, not {config!r:.60}")
     directory, trackers = RunDirectory(run_dir), [*named(config.trackers), *trackers]
     options = {"run_dir": str(directory.path), "changes": [*changes], "profile": str(profile)}
     options |= {"hang_seconds": hang_seconds} | common_facts(config.to_dict())

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import re
 import socket
 import string
@@ -35,6 +36,7 @@ _SETTINGS = (
     *("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl"),
     *("jax_threefry_partitionable", "jax_random_seed_offset"),
 )
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 _SILENT_SECONDS, _SHOWN = 5.0, 80  # characters of a value in an error
 _calls = itertools.count()  # of `agree`, the same in every process
 
@@ -226,8 +228,8 @@ def _telling(whom: Callable[[], str]) -> contextlib.ExitStack:
 
 
 def agree(what: str, facts: Mapping[str, Any], seconds: float = 600) -> None:
-    """Compares `facts`, values for JSON by name, and the versions of code, packages and settings of
-    JAX in all processes, each of which waits `seconds` for the others. Raises `UserError` in every
+    """Compares `facts`, values for JSON by name, and the code, versions and settings of JAX and XLA
+    in all processes, each of which waits `seconds` for the others. Raises `UserError` in every
     process for one that differs from the first, which would change the results of all silently."""
     if jax.process_count() == 1:
         return
@@ -236,6 +238,9 @@ def agree(what: str, facts: Mapping[str, Any], seconds: float = 600) -> None:
     code = [verified.source(), verified.source(Path(__file__).parents[1])]
     facts = {**facts, "code": code, **{name: metadata.version(name) for name in PACKAGES}}
     facts |= {name: str(jax.config.values[name]) for name in _SETTINGS}
+    for name in _FLAGS:
+        given = os.environ.get(name, "").split()
+        facts[name] = sorted(x for x in given if not x.startswith("--xla_dump"))
     own = {name: _shown(value) for name, value in facts.items()}
     if number == 0:
         client.key_value_set(f"{place}/facts", json.dumps(own))

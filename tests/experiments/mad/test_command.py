@@ -86,6 +86,10 @@ def test_the_command_records_prints_and_goes_on(tmp_path):
     assert good["metrics"]["macro_accuracy"] >= 0
     assert (bad["metrics"], bad["failed_at"] is None) == (None, False)
 
+    write(path, record | {"runs": [good | {"metrics": 3}]})
+    for found in (command(run_dir), commands.run("report", f"--run_dir={run_dir}")):
+        assert "is damaged" in commands.mistake(found, status=3)
+    write(path, record)
     (run_dir / "records" / ".compression.default.full.json.7").write_text("{")  # a torn write
     again = command(run_dir)
     assert again.returncode == 0, again.stderr
@@ -119,13 +123,44 @@ def test_a_damaged_record_is_named(tmp_path):
         gather([tmp_path])
 
 
+def record(job, **changes):
+    run = {"rate": 1e-3, "weight_decay": 0.0, "seed": 1}
+    facts = {"num_test": 8, "num_train": 12, "epochs": 2, "steps": 4, "runs": [run]}
+    facts |= {"task": job.setting.config.task, "setting": "default", "method": job.method}
+    facts |= {"recipe": {"batch_size": 8, "schedule": "cosine"}, "data": {"seq_len": 32}}
+    return facts | {"model": {"init_std": 0.02, "precision": {}, "method": job.method}} | changes
+
+
 def test_sweeps_are_shown_together_unless_they_overlap(tmp_path):
     first, second, *_ = jobs(config("mad/cpu_short.gin"))
     own, other = tmp_path / "own", tmp_path / "other"
     for sweep, job in ((own, first), (other, second)):
-        write(record_path(sweep, job), {"method": job.method})
+        write(record_path(sweep, job), record(job))
     assert [record["method"] for record in gather([own, other])] == [first.method, second.method]
     with pytest.raises(UserError, match=f"memorization.default.{first.method}, and so has another"):
         gather([own, own])
     with pytest.raises(UserError, match="holds no records"):
         gather([own, tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": {"batch_size": 8, "schedule": "constant"}}, "schedule: cosine -> constant"),
+        ({"num_test": 9}, r"num_test: 8 -> 9"),
+        ({"steps": 5}, r"steps: 4 -> 5"),
+        ({"data": {"seq_len": 64}}, r"data.seq_len: 32 -> 64"),
+        ({"model": {"init_std": 0.1, "precision": {}}}, r"init_std: 0.02 -> 0.1"),
+        ({"runs": [{"rate": 1, "weight_decay": 0, "seed": 1}]}, r"runs: \[\[0.001, .*-> \[\[1, "),
+        ({"runs": 3}, r"default.\w+.json is damaged"),
+    ],
+)
+def test_a_table_has_scores_of_one_recipe(tmp_path, changes, message):
+    first, second, *_ = jobs(config("mad/cpu_short.gin"))
+    write(record_path(tmp_path / "own", first), record(first))
+    write(record_path(tmp_path / "other", second), record(second, **changes))
+    with pytest.raises(UserError, match=message):
+        gather([tmp_path / "own", tmp_path / "other"])
+    elsewhere = {"task": "compression"}  # another column: the footnotes tell its budget
+    write(record_path(tmp_path / "other", second), record(second, steps=5, **elsewhere))
+    assert len(gather([tmp_path / "own", tmp_path / "other"])) == 2
