@@ -28,7 +28,6 @@ COMMANDS = {
     "proposition": ["--help"],
     "soak": ["--help"],
     "bench": ["data", "--quick"],
-    "parity": ["--golden_dir=golden"],
     "harness": ["--help"],
 }
 # Of examples, which run in this order after the others.
@@ -72,8 +71,6 @@ def installed(wheel, tmp_path_factory):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "packages")
     (folder / "text").mkdir()
-    (folder / "golden").mkdir()
-    shutil.copy(ROOT / "tests" / "golden" / "delta_op.npz", folder / "golden")
     for number in range(30):
         (folder / "text" / f"{number}.txt").write_text(f"Sentence {number} of a text.\n" * 20)
     packages = os.pathsep.join([str(folder / "packages"), *_without_repository()])

@@ -9,8 +9,8 @@ from mad_rules import check
 from experiments.mad.tasks.instances import instances
 from experiments.mad.tasks.rows import Rows
 from experiments.mad.tasks.settings import BASELINES, TASKS, MADConfig, settings
-from experiments.parity.golden import Golden
-from experiments.parity.mad import task_config
+from tests.parity.golden import Golden
+from tests.parity.mad import task_config
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SPLITS = {"train": True, "test": False}

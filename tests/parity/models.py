@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from ttcd_kernels.normalize import PUBLISHED_ZERO_SLOPE
 
-from experiments.parity.golden import BFLOAT16_NEWTON_SCHULZ, Comparison, Golden, worse, worst
+from tests.parity.golden import BFLOAT16_NEWTON_SCHULZ, Comparison, Golden, worse, worst
 from ttcd_jax.errors import DataError
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.interop import reference

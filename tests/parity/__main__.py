@@ -1,6 +1,6 @@
 """Compares this implementation with the stored values of the reference implementation.
 
-    python -m experiments.parity --golden_dir=tests/golden [--float64]
+    python -m tests.parity --golden_dir=tests/golden [--float64]
 
 One line per file (kind, worst relative error, bound), then "N passed, N failed"; exit status 1 on a
 failure.
@@ -22,8 +22,8 @@ def main(argv: list[str]) -> None:
     import jax
 
     jax.config.update("jax_enable_x64", FLAGS.float64)
-    from experiments.parity.checks import CHECKS
-    from experiments.parity.golden import Golden
+    from tests.parity.checks import CHECKS
+    from tests.parity.golden import Golden
     from ttcd_jax.errors import DataError, UserError
 
     folder, dtype = Path(FLAGS.golden_dir), "float64" if FLAGS.float64 else "float32"

@@ -7,8 +7,8 @@ comparison.
 
 from collections.abc import Callable
 
-from experiments.parity import mad, models, operators, training
-from experiments.parity.golden import Comparison, Golden
+from tests.parity import mad, models, operators, training
+from tests.parity.golden import Comparison, Golden
 
 Check = Callable[[Golden, str], Comparison]
 

@@ -12,7 +12,7 @@ from ttcd_kernels import (
     window_attention,
 )
 
-from experiments.parity.golden import Comparison, Golden, bound, relative_error, worst
+from tests.parity.golden import Comparison, Golden, bound, relative_error, worst
 from ttcd_jax.errors import DataError
 from ttcd_jax.memory.delta_rule import delta_rule, l2_normalize_inside
 

@@ -10,7 +10,7 @@ from experiments.mad.scores import batch_scores
 from experiments.mad.tasks.aligned import key_value_map
 from experiments.mad.tasks.instances import instances
 from experiments.mad.tasks.settings import MADConfig
-from experiments.parity.golden import Comparison, Golden, worst
+from tests.parity.golden import Comparison, Golden, worst
 from ttcd_jax.errors import DataError
 
 

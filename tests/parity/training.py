@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.parity.golden import BFLOAT16_MUON, Comparison, Golden, worse, worst
+from tests.parity.golden import BFLOAT16_MUON, Comparison, Golden, worse, worst
 from ttcd_jax.errors import DataError
 from ttcd_jax.train.muon import Axes, group_of
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer, global_norm

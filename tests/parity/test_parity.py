@@ -11,14 +11,14 @@ import pytest
 from checks import assert_same
 from ttcd_kernels import parity
 
-from experiments.parity.checks import CHECKS
-from experiments.parity.golden import Comparison, Golden, relative_error, worse
-from experiments.parity.models import published_config
+from tests.parity.checks import CHECKS
+from tests.parity.golden import Comparison, Golden, relative_error, worse
+from tests.parity.models import published_config
 from ttcd_jax.errors import DataError
 from ttcd_jax.interop import reference
 from ttcd_jax.models.config import block_configs
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(path.name for path in GOLDEN.glob("*.npz"))
 MLP_FILE = "ipttcd_mlp_f_short.npz"
 
@@ -136,6 +136,14 @@ def _archive(**arrays):
     return file.getvalue()
 
 
+def _npy(shape):
+    """The header of an array without its numbers."""
+    file = io.BytesIO()
+    header = {"descr": "<f8", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     "damaged",
     [
@@ -145,7 +153,14 @@ def _archive(**arrays):
         pytest.param(lambda data: b"not an archive", id="text"),
         pytest.param(lambda data: _archive(x=np.zeros(3)), id="no description"),
         pytest.param(lambda data: _archive(config_json="{"), id="bad description"),
+        pytest.param(lambda data: _archive(config_json="[1]"), id="description that is a list"),
+        pytest.param(lambda data: _archive(config_json='{"a":' * 50_000), id="deep description"),
         pytest.param(lambda data: _archive(config_json="{}"), id="no kind"),
+        pytest.param(lambda data: _archive(config_json='{"kind": []}'), id="kind that is a list"),
+        pytest.param(
+            lambda data: _archive(config_json='{"kind": "x", "config": 3}'), id="bad config"
+        ),
+        pytest.param(lambda data: _npy((10**12,)), id="larger than memory"),
         pytest.param(lambda data: None, id="absent"),
     ],
 )
@@ -166,7 +181,7 @@ def test_the_command_reports_each_file(tmp_path):
     np.savez(tmp_path / "c_tampered.npz", **tampered)
     (tmp_path / "d_damaged.npz").write_text("not an archive")
     np.savez(tmp_path / "e_unknown.npz", config_json=np.array('{"kind": "another"}'))
-    result = commands.run("parity", f"--golden_dir={tmp_path}")
+    result = commands.run("tests.parity", f"--golden_dir={tmp_path}")
     assert result.returncode == 1
     lines = result.stdout.splitlines()
     assert [line.split()[:3] for line in lines[:3]] == [
@@ -183,9 +198,9 @@ def test_the_command_reports_each_file(tmp_path):
 
 def test_the_command_succeeds_when_all_pass(tmp_path):
     shutil.copy(GOLDEN / MLP_FILE, tmp_path)
-    lines = commands.output("parity", f"--golden_dir={tmp_path}", "--float64").splitlines()
+    lines = commands.output("tests.parity", f"--golden_dir={tmp_path}", "--float64").splitlines()
     assert lines[1:] == ["float64", "1 passed, 0 failed"]
 
 
 def test_an_empty_folder_is_a_mistake_of_the_user(tmp_path):
-    assert str(tmp_path) in commands.refused("parity", f"--golden_dir={tmp_path}")
+    assert str(tmp_path) in commands.refused("tests.parity", f"--golden_dir={tmp_path}")
