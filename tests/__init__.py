@@ -1,1 +1,1 @@
-"""The suite; `python -m tests.NAME` runs a referee: parity."""
+"""The suite; `python -m tests.NAME` runs a referee: parity, soak."""

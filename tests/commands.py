@@ -32,6 +32,13 @@ IMPORTED = (
     "ttcd_jax.eval.report",
     "ttcd_jax.inference.generate",
 )
+# XLA's CPU backend spends most of the suite in LLVM's optimizer and in MLIR passes over every
+# fusion: level 0, the older emitters and one piece of code per program compile several times
+# faster.
+XLA_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 PR_SET_CHILD_SUBREAPER = 36
 
 

@@ -26,7 +26,6 @@ COMMANDS = {
     "study": ["--help"],
     "equivalence": ["--help"],
     "proposition": ["--help"],
-    "soak": ["--help"],
     "bench": ["data", "--quick"],
     "harness": ["--help"],
 }

@@ -5,7 +5,7 @@ import random
 import sys
 from pathlib import Path
 
-from experiments.soak.run import STEPS, Broken, Child, Run, become_command
+from tests.soak.run import STEPS, Broken, Child, Run, become_command
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_whole
 from ttcd_jax.run.directory import METRICS, RunDirectory, load_params

@@ -10,7 +10,7 @@ from pathlib import Path
 from signal import SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM
 from typing import NamedTuple
 
-from experiments.soak.run import STEPS, STOPPED, Child, Run, text_of
+from tests.soak.run import STEPS, STOPPED, Child, Run, text_of
 
 _MIN_LEFT = 20  # steps of a run, for another fault
 

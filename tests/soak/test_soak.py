@@ -4,7 +4,7 @@ import re
 
 import commands
 
-from experiments.soak.faults import FAULTS, drawn
+from tests.soak.faults import FAULTS, drawn
 
 KINDS = (
     *("kill -9 in the claim", "kill -9 in a save", "kill -9 at a step", "SIGINT", "a full disk"),
@@ -12,7 +12,7 @@ KINDS = (
     "records: a bit",
 )
 RESEEDED = """
-from experiments.soak import __main__ as soak, faults
+from tests.soak import __main__ as soak, faults
 
 def other_batches():
     from ttcd_jax.run import build
@@ -26,7 +26,7 @@ soak.command()
 
 def test_ten_faults_change_no_loss(tmp_path):
     kinds = [f"--kind={kind}" for kind in KINDS]
-    result = commands.run("soak", "--faults=10", "--seed=4", *kinds, f"--folder={tmp_path}")
+    result = commands.run("tests.soak", "--faults=10", "--seed=4", *kinds, f"--folder={tmp_path}")
     assert result.returncode == 0, (result.stdout, result.stderr)
     for kind in KINDS:
         assert re.search(rf"^fault \d \({re.escape(kind)}\) in run-\d: exit", result.stdout, re.M)
@@ -43,7 +43,7 @@ def test_a_changed_loss_is_one_line_with_the_command_that_repeats_it(tmp_path):
     assert result.returncode == 1, (result.stdout, result.stderr)
     assert re.fullmatch(
         r"FAILED: seed 0, fault 0 \(another seed\): loss \S+ instead of \S+ at step \d+ of "
-        r"\S+/run-0, exact to step 60; again: python -m experiments\.soak '--kind=another seed' "
+        r"\S+/run-0, exact to step 60; again: python -m tests\.soak '--kind=another seed' "
         r"--seed=0 --first=0 --faults=1\n",
         result.stderr,
     ), result.stderr

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+CONFIG = Path(__file__).parent / "soak.gin"
 STEPS, STOPPED = 60, 75
 LIMIT_SECONDS = 240.0  # of a process
 FLAGS = ("folder", "seed", "faults", "first", "kind")
@@ -144,7 +145,7 @@ class Run:
             *params,
         )
         arguments = (
-            *("--gin=soak.gin", f"--run_dir={self.path}", *flags),
+            *(f"--gin={CONFIG}", f"--run_dir={self.path}", *flags),
             *(f"--param={binding}" for binding in bindings),
         )
         child = Child(lambda: (before(), become_command("launch", *arguments)), self.log(), devices)

@@ -1,10 +1,10 @@
 """Kills, stops, damages and moves a tiny run at random, and compares it with an undisturbed one.
 
-    python -m experiments.soak [--faults=500] [--seed=0] [--folder=runs/soak] [--kind=NAME ...]
+    python -m tests.soak [--faults=500] [--seed=0] [--folder=runs/soak] [--kind=NAME ...]
 
 Trains an IP-TTCD model of a few thousand parameters on records of drawn text, in float64: once
 undisturbed, then in one run directory after the other, launched again after every fault (the table
-in experiments/soak/faults.py) until it ends. Then metrics.jsonl has every step once and in order.
+in tests/soak/faults.py) until it ends. Then metrics.jsonl has every step once and in order.
 Losses, norms of the gradient and final parameters are equal bit for bit up to the step at which the
 run was moved to another mesh or number of parts, and to 1e-9 after it. No unfinished file and no
 lock are left, and the run can be evaluated. A process that does not end in 240 s hangs. The full
@@ -27,7 +27,8 @@ from pathlib import Path
 from absl import flags
 
 from experiments import cli
-from experiments.soak.run import Broken, Forked, Run
+from tests.commands import IMPORTED, XLA_FLAGS
+from tests.soak.run import Broken, Forked, Run
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("folder", "runs/soak", "Holds the records, the runs, the compiled programs.")
@@ -36,31 +37,20 @@ flags.DEFINE_integer("faults", 500, "How many; the last run is trained to its en
 flags.DEFINE_integer("first", 0, "The number of the first fault.", lower_bound=0)
 flags.DEFINE_multi_string("kind", [], "The faults to draw from; default: all of the table.")
 
-# By the commands; none defines a flag.
-_IMPORTED = (
-    *("ttcd_jax.run.training", "experiments.gin_loading", "experiments.plan"),
-    *("ttcd_jax.eval.results", "ttcd_jax.eval.report"),
-)
-# As the tests': a third of the time to compile.
-_XLA_FLAGS = (
-    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-)
-
 
 def main(argv: list[str]) -> None:
     folder = Path(FLAGS.folder).absolute()
     # Set before jax is imported. A fork must find one thread.
     os.environ |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
-    os.environ.setdefault("XLA_FLAGS", _XLA_FLAGS)
-    from experiments.soak.faults import FAULTS
+    os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
+    from tests.soak.faults import FAULTS
     from ttcd_jax.errors import UserError
 
     kinds = FLAGS.kind or list(FAULTS)
     if unknown := set(kinds) - set(FAULTS):
         raise UserError(f"--kind: {unknown.pop()!r} is none of {', '.join(FAULTS)}")
-    for module in _IMPORTED:
+    for module in IMPORTED:
         importlib.import_module(module)
     gc.freeze()
     _soak(folder, kinds)
@@ -69,8 +59,8 @@ def main(argv: list[str]) -> None:
 def _soak(folder: Path, kinds: Sequence[str]) -> None:
     from ttcd_kernels.table import format_table
 
-    from experiments.soak.check import check_end, check_losses, prepare
-    from experiments.soak.faults import FAULTS, drawn, inject, is_possible
+    from tests.soak.check import check_end, check_losses, prepare
+    from tests.soak.faults import FAULTS, drawn, inject, is_possible
 
     whole, outcomes = prepare(folder), {kind: [] for kind in kinds}
     run, begun, number, name = None, FLAGS.first, FLAGS.first, ""
@@ -93,7 +83,7 @@ def _soak(folder: Path, kinds: Sequence[str]) -> None:
     except Broken as error:
         flag = [f"--kind={kind}" for kind in FLAGS.kind]
         flag += [f"--seed={FLAGS.seed}", f"--first={begun}", f"--faults={number - begun + 1}"]
-        command = shlex.join(["python", "-m", "experiments.soak", *flag])
+        command = shlex.join(["python", "-m", "tests.soak", *flag])
         print(f"FAILED: seed {FLAGS.seed}, {name}: {error}; again: {command}", file=sys.stderr)
         sys.exit(1)
     rows = []
