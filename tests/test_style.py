@@ -13,7 +13,7 @@ from jaxtyping import TypeCheckError
 from ttcd_jax.nn.norm import rms_norm
 
 ROOT = Path(__file__).parent.parent
-REFEREES = ("tests/parity", "tests/soak")
+REFEREES = ("tests/parity", "tests/soak", "tests/machine_code")
 SOURCES = sorted(
     path
     for folder in ("ttcd_jax", "kernels", "experiments", *REFEREES)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ttcd_kernels import aot, bench, machine_code, measure, parity
+from ttcd_kernels import bench, measure, parity
 from ttcd_kernels.decode import bench as decode
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.dual_window.bench import SHAPES, Case
@@ -125,15 +125,6 @@ def test_all_that_is_measured_agrees():
         rows = parity.compare(decode, case)
         assert {row["implementation"] for row in rows} >= {"xla", "jax.nn twice"}
         assert all(row["max rel. error"] < 1e-5 for row in rows)
-
-
-def test_machine_code_is_reported_by_case(monkeypatch, capsys):
-    monkeypatch.setitem(decode.SHAPES, "aot", decode.SHAPES["aot"][:1])
-    aot.main(["--op", "decode", "--capability", "80"])
-    header, _, kernel, merging = capsys.readouterr().out.splitlines()
-    assert header.split()[:-5] == ["variant", *machine_code.Compiled._fields[:-1]]
-    assert kernel.split()[:2] == ["D32", "decode_attention"]
-    assert merging.split()[:2] == ["D32", "decode_merge"]
 
 
 def _broken(how):

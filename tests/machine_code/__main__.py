@@ -1,6 +1,6 @@
 """Compiles the kernels ahead of time, to machine code, without a GPU, and counts what they cost.
 
-    python -m ttcd_kernels.aot [--capability 90] [--op dual_window ...] [--dtype bfloat16]
+    python -m tests.machine_code [--capability 90] [--op dual_window ...] [--dtype bfloat16]
 
 prints for each kernel and variant the registers and spilled bytes that the assembler reports, its
 shared memory, and of its innermost loops with matrix products the instructions of a warp and the
@@ -10,20 +10,22 @@ multiply-adds of a block (in the order of the machine code).
 import argparse
 import sys
 
-from ttcd_kernels import bench, launch, measure
-from ttcd_kernels.dual_window import mosaic_aot, mosaic_call
+from ttcd_kernels import bench, launch, machine_code, measure
+from ttcd_kernels.dual_window import mosaic_call
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES
-from ttcd_kernels.machine_code import CAPABILITIES, Compiled, compile_kernels
 from ttcd_kernels.table import format_table
+
+from tests.machine_code import mosaic
+from tests.machine_code.counts import Counts, compile_kernels
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m ttcd_kernels.aot",
+        prog="python -m tests.machine_code",
         description="Resources of the kernels, compiled without a GPU.",
         allow_abbrev=False,
     )
-    parser.add_argument("--capability", type=int, choices=CAPABILITIES, default=90)
+    parser.add_argument("--capability", type=int, choices=machine_code.SHARED_LIMIT, default=90)
     parser.add_argument("--op", choices=bench.OPS, nargs="+", default=list(bench.OPS))
     parser.add_argument("--dtype", choices=launch.DTYPES, default="bfloat16")
     options = parser.parse_args(arguments)
@@ -39,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(format_table(rows))
 
 
-def _row(variant: str, kernel: Compiled) -> measure.Row:
+def _row(variant: str, kernel: Counts) -> measure.Row:
     loops = ", ".join(f"{loop.instructions}" for loop in kernel.loops)
     products = ", ".join(f"{loop.multiply_adds >> 10}" for loop in kernel.loops)
     row = {"variant": variant, **kernel._asdict()}
@@ -49,7 +51,7 @@ def _row(variant: str, kernel: Compiled) -> measure.Row:
 
 def _mosaic_rows() -> list[measure.Row]:
     """Table rows of the Mosaic kernels for Hopper; none where their compiler is not installed."""
-    reason = mosaic_aot.unavailable()
+    reason = mosaic.unavailable()
     if reason is not None:
         print(f"without the Mosaic kernels: {reason}", file=sys.stderr)
         return []
@@ -57,7 +59,7 @@ def _mosaic_rows() -> list[measure.Row]:
         _row(f"D{head_dim}{' documents' * has_documents}", kernel)
         for head_dim in MOSAIC_TILES
         for has_documents in (False, True)
-        for kernel in mosaic_aot.compile_mosaic(head_dim, has_documents)
+        for kernel in mosaic.compile_mosaic(head_dim, has_documents)
     ]
 
 

@@ -1,9 +1,9 @@
 """Compiles the Mosaic kernel for Hopper ahead of time, down to machine code, without a GPU.
 
-The counterpart of `ttcd_kernels.aot`. The compiler is part of JAX's CUDA plugin, which `make
-.venv/hopper` installs (without NVIDIA's libraries) outside the environment: inside, it would warn
-of the missing GPU at every `import jax`. It compiles for a described GPU in a separate process and
-reports through the variables MOSAIC_GPU_DUMP_*.
+The compiler is part of JAX's CUDA plugin, which `make .venv/hopper` installs (without NVIDIA's
+libraries) outside the environment: inside, it would warn of the missing GPU at every `import jax`.
+It compiles for a described GPU in a separate process and reports through the variables
+MOSAIC_GPU_DUMP_*.
 """
 
 import functools
@@ -19,12 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import mosaic_call
 from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS
-from ttcd_kernels.machine_code import Compiled
 from ttcd_kernels.windows import Windows
+
+from tests.machine_code.counts import Counts
 
 _COMPILER = Path(sys.prefix) / "hopper"
 # The facts of a GPU that the compiler needs: an H100's.
@@ -54,12 +54,12 @@ def unavailable() -> str | None:
     return "JAX's CUDA plugin is not installed: make .venv/hopper"
 
 
-def compile_mosaic(head_dim: int, has_documents: bool) -> list[Compiled]:
+def compile_mosaic(head_dim: int, has_documents: bool) -> list[Counts]:
     """The kernels at 64K tokens, 16 query heads on 8 kv heads, windows 8192 and 4096: the forward,
     dq, dk and dv."""
     dumps = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTX", "PTXAS", "RESOURCES")}
     machine = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": ""}
-    paths = [os.environ.get("PYTHONPATH"), str(_COMPILER)]
+    paths = [os.environ.get("PYTHONPATH"), str(_COMPILER), str(Path(__file__).parents[2])]
     machine["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     program = f"from {__name__} import compile_here; compile_here({head_dim}, {has_documents})"
     command, env = [sys.executable, "-c", program], os.environ | dumps | machine
@@ -72,13 +72,13 @@ def compile_mosaic(head_dim: int, has_documents: bool) -> list[Compiled]:
     return [_compiled(report) for report in reports]
 
 
-def _compiled(report: str) -> Compiled:
+def _compiled(report: str) -> Counts:
     def numbers(pattern: str) -> Sequence[int]:
         matches = re.findall(pattern, report)
         assert matches, (pattern, report[-3000:])
         return [int(x) for x in matches]
 
-    return Compiled(
+    return Counts(
         re.findall(r"Compiling entry function '(\w+)' for 'sm_90a'", report)[0],
         4 * (COMPUTE_WARPGROUPS + 1),
         numbers(r"Used (\d+) registers")[0],
