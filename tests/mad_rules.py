@@ -2,8 +2,8 @@
 
 import itertools
 
-from experiments.mad.tasks.aligned import key_value_map
-from experiments.mad.tasks.rows import IGNORE
+from experiments.studies.mad.tasks.aligned import key_value_map
+from experiments.studies.mad.tasks.rows import IGNORE
 
 
 def check(config, rows, *, seed, is_training):

@@ -142,6 +142,12 @@ def test_no_file_imports_itself_through_others():
     graphlib.TopologicalSorter(graph).prepare()
 
 
+def test_studies_are_imported_by_no_command_but_the_report():
+    for path in SOURCES:
+        if not _name(path).startswith(("experiments/studies/", "experiments/report/", "tests/")):
+            assert not any(_is_in(name, ("experiments.studies",)) for name in _imports(path)), path
+
+
 def test_every_folder_of_the_library_has_its_place_in_the_import_order():
     folders = {_name(path.parent) for path in ROOT.glob("ttcd_jax/*/*.py")}
     assert folders <= MAY_IMPORT.keys()

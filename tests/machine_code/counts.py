@@ -43,9 +43,8 @@ def compile_kernels(op: Any, case: Any, capability: int) -> list[Counts]:
 
 
 def _counts(kernel: machine_code.Compiled) -> Counts:
-    *resources, ptx, cubin = kernel
-    products = len(_TENSOR_CORES.findall(ptx))
-    return Counts(*resources, products, tuple(_loops(_disassembled(cubin), kernel.num_warps)))
+    loops = _loops(_disassembled(kernel.cubin), kernel.num_warps)
+    return Counts(*kernel[:5], len(_TENSOR_CORES.findall(kernel.ptx)), tuple(loops))
 
 
 def _disassembled(cubin: bytes) -> str:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.mad.scores import batch_scores
-from experiments.mad.tasks.aligned import key_value_map
-from experiments.mad.tasks.instances import instances
-from experiments.mad.tasks.settings import MADConfig
+from experiments.studies.mad.scores import batch_scores
+from experiments.studies.mad.tasks.aligned import key_value_map
+from experiments.studies.mad.tasks.instances import instances
+from experiments.studies.mad.tasks.settings import MADConfig
 from tests.parity.golden import Comparison, Golden, worst
 from ttcd_jax.errors import DataError
 
