@@ -12,7 +12,7 @@ from ttcd_kernels import bench, measure, parity
 from ttcd_kernels.decode import bench as decode
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.dual_window.bench import SHAPES, Case
-from ttcd_kernels.table import format_table
+from ttcd_kernels.table import format_table, write_json
 
 TINY = ["--op", "dual_window", "--shapes", "tiny"]
 
@@ -60,9 +60,9 @@ def test_some_implementations_are_timed_without_a_comparison(few, tmp_path):
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path):
     file = tmp_path / "report.json"
-    bench.write({"rows": [1]}, file)
+    write_json({"rows": [1]}, file)
     with pytest.raises(TypeError):
-        bench.write({"rows": [2], "bad": object()}, file)
+        write_json({"rows": [2], "bad": object()}, file)
     assert json.loads(file.read_text()) == {"rows": [1]}
     assert [*tmp_path.iterdir()] == [file]
 
