@@ -1,4 +1,4 @@
-"""Commands as tests run them: `python -m experiments.NAME`, in a process of its own.
+"""Commands as tests run them: `python -m experiments.NAME` or `tests.NAME`, in their own process.
 
 The import of jax takes most of its time. So a server imports it once, and a command is a fork of
 the server, before JAX has a backend and its threads: arguments, environment, signals and exit
@@ -32,6 +32,13 @@ IMPORTED = (
     "ttcd_jax.eval.report",
     "ttcd_jax.inference.generate",
 )
+# XLA's CPU backend spends most of the suite in LLVM's optimizer and in MLIR passes over every
+# fusion: level 0, the older emitters and one piece of code per program compile several times
+# faster.
+XLA_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -39,9 +46,14 @@ def start(program: str | Path, *arguments, is_forked: bool = True, **options) ->
     """A command by its name, or a program among the tests by its path, in the repository's folder;
     `options` are those of `subprocess.Popen`."""
     options = {"cwd": ROOT, "env": cpu_environment(), "text": True} | options
-    named = (program,) if isinstance(program, Path) else ("-m", f"experiments.{program}")
+    named = (program,) if isinstance(program, Path) else ("-m", module_of(program))
     line = [sys.executable, *map(str, (*named, *arguments))]
     return (_Fork if is_forked else subprocess.Popen)(line, **options)
+
+
+def module_of(command: str) -> str:
+    """The module of `launch`, `tests.parity`."""
+    return command if command.startswith("tests.") else f"experiments.{command}"
 
 
 def run(
@@ -172,7 +184,7 @@ def _run(arguments: list[str]) -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         sys.argv[:] = arguments
-        sys.path[:1] = [str(Path(arguments[0]).parent), str(ROOT / "tests")]
+        sys.path[:1] = map(str, (Path(arguments[0]).parent, ROOT / "tests", ROOT))
         runpy.run_path(arguments[0], run_name="__main__")
 
 

@@ -4,14 +4,10 @@ import gc
 import logging
 import os
 
-# XLA's CPU backend spends most of the suite in LLVM's optimizer and in MLIR passes over every
-# fusion: level 0, the older emitters and one piece of code per program compile several times
-# faster. Set before jax starts, and inherited by the commands that tests run.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-)
+from commands import XLA_FLAGS
+
+# Before jax starts, and inherited by the commands that tests run.
+os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
 
 import jax
 import pytest

@@ -96,7 +96,7 @@ def _run(line, place):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_modules_configurations_and_links_that_a_page_names_exist(page):
     text = page.read_text()
-    modules = set(re.findall(r"-m (experiments(?:\.\w+)+|ttcd_kernels(?:\.\w+)+)", text))
+    modules = set(re.findall(r"-m ((?:experiments|tests|ttcd_kernels)(?:\.\w+)+)", text))
     assert [name for name in modules if find_spec(name) is None] == []
     gin = {ROOT / "experiments/configs" / name for name in re.findall(r"--gin=([\w/.]+)", text)}
     links = {page.parent / name for name in re.findall(r"\]\((?!http)([^)#]+)\)", text)}

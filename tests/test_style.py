@@ -13,12 +13,14 @@ from jaxtyping import TypeCheckError
 from ttcd_jax.nn.norm import rms_norm
 
 ROOT = Path(__file__).parent.parent
+REFEREES = ("tests/parity", "tests/soak", "tests/machine_code")
 SOURCES = sorted(
     path
-    for folder in ("ttcd_jax", "kernels", "experiments")
+    for folder in ("ttcd_jax", "kernels", "experiments", *REFEREES)
     for path in (ROOT / folder).rglob("*.py")
+    if not path.name.startswith("test_")
 )
-FILES = sorted([*SOURCES, *ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/**/*.py")])
+FILES = sorted({*SOURCES, *ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/**/*.py")})
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES, MAX_KERNEL_LINES = 60, 150
 
@@ -44,6 +46,7 @@ TRAIN = (*MODELS, "ttcd_jax.data", "ttcd_jax.train")
 INFERENCE = (*TRAIN, "ttcd_jax.inference")
 EVAL = (*INFERENCE, "ttcd_jax.eval")
 INTEROP = (*EVAL, "ttcd_jax.interop")
+OURS = ("ttcd_jax", "ttcd_kernels", "experiments", "tests")
 MAY_IMPORT = {
     "kernels": ("ttcd_kernels",),
     "ttcd_jax/sharding": SHARDING,
@@ -118,7 +121,7 @@ def test_functions_are_annotated():
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_imports_go_one_way(folder):
     for path in (ROOT / folder).rglob("*.py"):
-        ours = {name for name in _imports(path) if _is_in(name, ("ttcd_jax", "ttcd_kernels"))}
+        ours = {name for name in _imports(path) if _is_in(name, OURS)}
         allowed = (*MAY_IMPORT[folder], *(() if folder == "kernels" else LOW))
         wrong = {name for name in ours if not _is_in(name, allowed)}
         assert not wrong, f"{_name(path)} imports {', '.join(sorted(wrong))}"
@@ -139,6 +142,12 @@ def test_no_file_imports_itself_through_others():
     graphlib.TopologicalSorter(graph).prepare()
 
 
+def test_studies_are_imported_by_no_command_but_the_report():
+    for path in SOURCES:
+        if not _name(path).startswith(("experiments/studies/", "experiments/report/", "tests/")):
+            assert not any(_is_in(name, ("experiments.studies",)) for name in _imports(path)), path
+
+
 def test_every_folder_of_the_library_has_its_place_in_the_import_order():
     folders = {_name(path.parent) for path in ROOT.glob("ttcd_jax/*/*.py")}
     assert folders <= MAY_IMPORT.keys()
@@ -146,7 +155,7 @@ def test_every_folder_of_the_library_has_its_place_in_the_import_order():
 
 def test_commands_stay_in_experiments_and_gin_in_one_file():
     for path in SOURCES:
-        if not _name(path).startswith("experiments/"):
+        if not _name(path).startswith(("experiments/", "tests/")):
             assert not any(_is_in(name, ("experiments",)) for name in _imports(path)), path
         if _name(path) != "ttcd_jax/run/bindings.py":
             assert not any(_is_in(name, ("gin",)) for name in _imports(path)), path

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,9 +103,11 @@ def _numbers(run: Run, name: str) -> dict[int, float]:
 def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
     if not sweeps:
         return []
-    from experiments.mad.picture import draw_curves
-    from experiments.mad.records import gather
-    from experiments.mad.report import footnotes, score_table
+    if find_spec("experiments.studies") is None:
+        raise UserError(f"{sweeps[0]} is a MAD sweep: only a checkout shows it, not the wheel")
+    from experiments.studies.mad.picture import draw_curves
+    from experiments.studies.mad.records import gather
+    from experiments.studies.mad.report import footnotes, score_table
 
     records, path = gather(sweeps), output / "mad.png"
     sentence = "Test accuracy of six synthetic tasks by step; hollow: published, at full budget. "

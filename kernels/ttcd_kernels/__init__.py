@@ -4,7 +4,7 @@ A folder per attention: `api` (the call and its contract), `xla`, `triton_call` 
 `triton_kernels` (implementations), `tuning`, `bench` (shapes, programs and peers). The convolutions
 are one file, `short_conv`. Shared: `dispatch`, `launch`, `columns`, `partitioning`, `windows`,
 `normalize`, `verified`. Tools: `measure`, `table`, `parity`, `check`, `bench`, `tune`,
-`machine_code`, `aot`.
+`machine_code`.
 """
 
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse

@@ -11,8 +11,6 @@ measured ceilings. `tiny` takes a minute or two, `cpu` a few more on two cores, 
 """
 
 import argparse
-import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from ttcd_kernels.decode import bench as decode
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.measure import MIB, MILLISECOND, TERA, Row, over
 from ttcd_kernels.parity import BASELINE
-from ttcd_kernels.table import format_table
+from ttcd_kernels.table import format_table, write_json
 
 OPS: dict[str, Any] = {"dual_window": dual_window, "decode": decode}
 SETS = ("tiny", "cpu", "paper")
@@ -57,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
         report["ops"][name]["shapes"].append(case._asdict())
         report["ops"][name]["rows"] += rows
         failed |= _failed(OPS[name], rows)
-        write(report, options.json)  # after every case: a long run may be cut off
+        write_json(report, options.json)  # after every case: a long run may be cut off
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}; the notes above say why")
     if not any(report["ops"][name]["rows"] for name in options.op):
@@ -105,14 +103,6 @@ def environment() -> dict[str, Any]:
     facts = measure.environment()
     print(" ".join(f"{key}={value}" for key, value in facts.items()), flush=True)
     return facts
-
-
-def write(report: dict[str, Any], file: Path | None) -> None:
-    """Whole or not at all: who writes may be killed."""
-    if file is not None:
-        part = file.with_name(f".{file.name}.{os.getpid()}")
-        part.write_text(json.dumps(report, indent=1) + "\n")
-        part.replace(file)
 
 
 def measured(

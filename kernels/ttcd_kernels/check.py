@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ttcd_kernels import bench, launch, measure, parity, verified
 from ttcd_kernels.bench import OPS
 from ttcd_kernels.measure import Row
-from ttcd_kernels.table import format_table
+from ttcd_kernels.table import format_table, write_json
 
 GPU_KERNELS = ("triton", "mosaic")
 
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     for found in as_they_end(lambda job: in_process(job, options.timeout), jobs):
         rows += found
         rows.sort(key=lambda row: jobs.index(Job(*(row[name] for name in Job._fields))))
-        bench.write(report, options.json)  # after every process: a long check may be cut off
+        write_json(report, options.json)  # after every process: a long check may be cut off
     print(format_table(rows), *advice(report), sep="\n", flush=True)
     failed = [row for row in rows if row["note"]]
     if failed:

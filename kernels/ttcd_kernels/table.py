@@ -1,9 +1,21 @@
-"""Tables for commands and pages: the text of every cell, and aligned columns for a terminal."""
+"""What commands show and keep: tables of aligned columns, for pages the text of every cell, and
+files of JSON."""
 
+import json
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 type Row = Mapping[str, Any]
+
+
+def write_json(value: Any, file: Path | None) -> None:
+    """Whole or not at all, since who writes may be killed; nothing without a file."""
+    if file is not None:
+        part = file.with_name(f".{file.name}.{os.getpid()}")
+        part.write_text(json.dumps(value, indent=1) + "\n")
+        part.replace(file)
 
 
 def format_table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ttcd_kernels import bench, check, launch, machine_code, measure, verified
 from ttcd_kernels.bench import OPS
 from ttcd_kernels.measure import MILLISECOND, Row, over
-from ttcd_kernels.table import format_table
+from ttcd_kernels.table import format_table, write_json
 
 PROGRAM = ("-m", "ttcd_kernels.tune")
 TABLE = "the table's"
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
         run = functools.partial(check.in_process, timeout=_LONGEST, program=program)
         for found in check.as_they_end(run, left, _at_once(options)):
             rows += found
-            bench.write(report, options.json)
+            write_json(report, options.json)
             for row in found:
                 shown = row["note"] if row.get("ms") is None else f"{row['ms']:.4g} ms"
                 print(row["case"], row["kernel"], row["tile"], shown, sep="  ", flush=True)

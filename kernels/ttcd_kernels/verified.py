@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from ttcd_kernels import launch
+from ttcd_kernels.table import write_json
 
 # Compute capabilities. A commit that adds one brings the report of `check` on such a GPU.
 VERIFIED: frozenset[int] = frozenset()
@@ -37,9 +38,7 @@ def record(capability: int) -> Path:
     file = _file()
     found = [*passed(), facts(capability)]
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(found, indent=1) + "\n")
-    part.replace(file)
+    write_json(found, file)
     return file
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from checks import draw, randomize
 
-from experiments.mad.models import mad_config
-from experiments.mad.tasks.settings import BASELINES
+from experiments.studies.mad.models import mad_config
+from experiments.studies.mad.tasks.settings import BASELINES
 from ttcd_jax.eval.key_rank import effective_rank, key_ranks
 from ttcd_jax.models.transformer import Transformer
 

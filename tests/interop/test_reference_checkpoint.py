@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from checks import assert_same, distance
 
-from experiments.parity.golden import Golden
-from experiments.parity.models import model_type
+from tests.parity.golden import Golden, bound
+from tests.parity.models import model_type
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.interop.reference import model_from_reference
 from ttcd_jax.interop.reference_checkpoint import export_reference, import_reference
@@ -25,7 +25,6 @@ FOLDER = Path(__file__).parents[1] / "golden"
 MODELS = sorted(FOLDER.glob("*_model*.npz"))
 UNTIED, TIED = FOLDER / "ipttcd_model_vis2.npz", FOLDER / "ipttcd_model_swa_gqa_tied.npz"
 EMBEDDING, HEAD = "model.embeddings.weight", "lm_head.weight"
-LOGITS = 3e-5  # as in experiments.parity.checks: float32 arithmetic against float64
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def test_an_imported_model_gives_the_references_logits(write):
     params, config, _ = import_reference(folder)
     tokens = jnp.asarray(golden.arrays["in.input_ids"])
     logits = jax.jit(lambda params: with_params(config, params)(tokens))(params)
-    assert distance(logits, golden.arrays["out.logits"]) < LOGITS
+    assert distance(logits, golden.arrays["out.logits"]) < bound(golden, "float32", "out.logits")
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.parity.golden import Golden
-from experiments.parity.models import model_type
+from tests.parity.golden import Golden
+from tests.parity.models import model_type
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.interop.reference import reference_shapes
 from ttcd_jax.interop.reference_config import (

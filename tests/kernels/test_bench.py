@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ttcd_kernels import aot, bench, check, machine_code, measure, parity, tune
+from ttcd_kernels import bench, check, measure, parity, tune
 from ttcd_kernels.decode import bench as decode
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.dual_window.bench import SHAPES, Case
-from ttcd_kernels.table import format_table
+from ttcd_kernels.table import format_table, write_json
 
 TINY = ["--op", "dual_window", "--shapes", "tiny"]
 
@@ -76,9 +76,9 @@ def test_some_implementations_are_timed_without_a_comparison(few, tmp_path):
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path):
     file = tmp_path / "report.json"
-    bench.write({"rows": [1]}, file)
+    write_json({"rows": [1]}, file)
     with pytest.raises(TypeError):
-        bench.write({"rows": [2], "bad": object()}, file)
+        write_json({"rows": [2], "bad": object()}, file)
     assert json.loads(file.read_text()) == {"rows": [1]}
     assert [*tmp_path.iterdir()] == [file]
 
@@ -141,15 +141,6 @@ def test_all_that_is_measured_agrees():
         rows = parity.compare(decode, case)
         assert {row["implementation"] for row in rows} >= {"xla", "jax.nn twice"}
         assert all(row["max rel. error"] < 1e-5 for row in rows)
-
-
-def test_machine_code_is_reported_by_case(monkeypatch, capsys):
-    monkeypatch.setitem(decode.SHAPES, "aot", decode.SHAPES["aot"][:1])
-    aot.main(["--op", "decode", "--capability", "80"])
-    header, _, kernel, merging = capsys.readouterr().out.splitlines()
-    assert header.split()[:-5] == ["variant", *machine_code.Compiled._fields[:-1]]
-    assert kernel.split()[:2] == ["D32", "decode_attention"]
-    assert merging.split()[:2] == ["D32", "decode_merge"]
 
 
 def _broken(how):

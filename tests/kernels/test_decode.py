@@ -1,5 +1,5 @@
-"""Decode attention: the kernel by Triton's interpreter and ahead of time, the XLA form, and rings
-against whole sequences."""
+"""Decode attention: the kernel by Triton's interpreter, the XLA form, and rings against whole
+sequences."""
 
 from functools import partial
 
@@ -15,8 +15,7 @@ from ttcd_kernels import dual_window_attention_with_lse, launch
 from ttcd_kernels.decode import bench, triton_call
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
 from ttcd_kernels.decode.bench import SHAPES
-from ttcd_kernels.decode.tuning import TABLE, Slices, Tile, slices_for, tuning_for
-from ttcd_kernels.machine_code import REGISTERS, SHARED_LIMIT, compile_kernels
+from ttcd_kernels.decode.tuning import TABLE, Slices, Tile, slices_for
 from ttcd_kernels.windows import Windows
 
 # A row that waits, the beginning, both windows' ends, the ring's edge, far beyond.
@@ -66,31 +65,6 @@ def test_the_kernel_computes_the_definition():
 KERNELS = ["decode_attention", "decode_merge"]
 
 
-@pytest.mark.parametrize("case", SHAPES["aot"], ids=lambda case: case.name)
-@pytest.mark.parametrize("capability", [80, 89, 90, 120])
-def test_machine_code_is_two_kernels_without_spills(capability, case):
-    kernel, merging = compile_kernels(bench, case, capability)
-    assert [kernel.name, merging.name] == KERNELS
-    assert kernel.spill_bytes == merging.spill_bytes == 0
-    assert kernel.tensor_core_instructions > 0
-    # Two programs share a multiprocessor (of data centres), with two tiles of K and V each under
-    # way.
-    programs = 2 if capability in (80, 90) else 1
-    tile = 2 * case.head_dim * tuning_for(capability, case.head_dim, 2)[0].block_n
-    assert 4 * tile <= kernel.shared_bytes <= SHARED_LIMIT[capability] // programs
-    assert kernel.registers <= REGISTERS // (2 * 4 * 32)
-    assert merging.registers <= 64
-
-
-@pytest.mark.parametrize("case", SHAPES["aot"], ids=lambda case: case.name)
-@pytest.mark.parametrize("capability", [89, 120])
-def test_machine_code_of_float32_fits_in_99_kib(capability, case):
-    for kernel in compile_kernels(bench, case._replace(dtype="float32"), capability):
-        assert kernel.spill_bytes == 0
-        assert kernel.shared_bytes <= SHARED_LIMIT[capability]
-        assert kernel.registers * 32 * kernel.num_warps <= REGISTERS
-
-
 def test_a_token_is_two_launches_and_no_operation_of_xla():
     """The launches' names, and the equations of their program."""
     windows = Windows(200, 100, 0.125)
@@ -106,23 +80,6 @@ def test_a_token_is_two_launches_and_no_operation_of_xla():
             q, cache, cache, position
         )
     assert [x.primitive.name for x in program.eqns] == ["triton_kernel_call"] * 2
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {"dtype": "float32"},
-        {"dtype": "float32", "num_heads": 64, "num_kv_heads": 1},
-        {"dtype": "float16", "num_heads": 17, "num_kv_heads": 1},
-        {"num_heads": 64, "num_kv_heads": 1},
-        # Scalars that are 1 become constants of the kernel.
-        {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "teacher_window": 1, "student_window": 1},
-    ],
-)
-def test_unusual_shapes_compile_without_spills(facts):
-    for kernel in compile_kernels(bench, SHAPES["aot"][-1]._replace(**facts), 90):
-        assert kernel.spill_bytes == 0
-        assert kernel.shared_bytes <= 227 * 1024
 
 
 def test_slices_fill_the_gpu_and_no_more():

@@ -1,5 +1,5 @@
 """The Mosaic kernel for Hopper without a GPU: numerics by JAX's simulator of shared memory and
-barriers, gradients, lowering, machine code where JAX's compiler for it is installed, refusals.
+barriers, gradients, lowering, refusals.
 
 Run as a program with a list of cases, the file prints a JSON line of errors each: the simulator
 needs its own process, with a thread for every warpgroup.
@@ -19,10 +19,9 @@ from checks import assert_close, draw
 from devices import printed
 from jax.experimental.pallas import mosaic_gpu
 from ttcd_kernels import launch
-from ttcd_kernels.dual_window import mosaic_aot, mosaic_call, triton_call
+from ttcd_kernels.dual_window import mosaic_call, triton_call
 from ttcd_kernels.dual_window.cotangents import Residuals
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile, MosaicTuning
-from ttcd_kernels.machine_code import REGISTERS, SHARED_LIMIT
 from ttcd_kernels.windows import Windows
 
 KERNELS = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
@@ -187,34 +186,6 @@ def test_the_gradient_adds_two_kernels():
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r"custom_call @(\w+)", text) == ["mosaic_gpu_v2"] * 3
     assert [text.count(f"{name}_mosaic_gpu") for name in KERNELS] == [1] * 3
-
-
-@pytest.mark.skipif(mosaic_aot.unavailable() is not None, reason=str(mosaic_aot.unavailable()))
-@pytest.mark.parametrize(
-    ("head_dim", "has_documents", "spilled"),  # bytes of each kernel
-    [
-        (64, False, (0, 96, 32)),
-        (64, True, (0, 264, 40)),
-        (128, False, (116, 0, 104)),
-        (128, True, (340, 0, 524)),
-    ],
-)
-def test_machine_code_multiplies_by_warpgroups_and_spills_no_more(head_dim, has_documents, spilled):
-    kernels = mosaic_aot.compile_mosaic(head_dim, has_documents)
-    assert [kernel.name for kernel in kernels] == [f"{x}_mosaic_gpu_kernel" for x in KERNELS]
-    # Two bands of two loops. An instruction sums over 16 numbers of the head or, in the values
-    # and gradients, over 16 keys or queries.
-    forward, backward_q, backward_kv = MOSAIC_TILES[head_dim]
-    # The values of a band's last tile are multiplied behind its loops.
-    assert [kernel.tensor_core_instructions for kernel in kernels] == [
-        (4 * head_dim + 6 * forward.block_kv) // 16,
-        4 * (2 * head_dim + backward_q.block_kv) // 16,
-        4 * (2 * head_dim + 2 * backward_kv.block_q) // 16,
-    ]
-    for kernel, bound in zip(kernels, spilled, strict=True):
-        assert kernel.spill_bytes <= bound
-        assert kernel.registers * 3 * 128 <= REGISTERS
-        assert kernel.shared_bytes <= SHARED_LIMIT[90]
 
 
 def test_what_the_kernel_cannot_take_is_refused_before_launch(monkeypatch):

@@ -1,7 +1,4 @@
-"""The Triton kernels of dual-window attention without a GPU: numerics by the interpreter, machine
-code ahead of time."""
-
-import itertools
+"""The Triton kernels of dual-window attention without a GPU: numerics by the interpreter."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +6,6 @@ import pytest
 from interpreting import check_errors
 from launched import launched_kernels
 from ttcd_kernels import dual_window_attention, launch
-from ttcd_kernels.dual_window import bench
-from ttcd_kernels.dual_window.tuning import PADDED, tuning_for
-from ttcd_kernels.machine_code import REGISTERS, SHARED_LIMIT, compile_kernels
 
 KERNELS = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
 BASE = {"T": 40, "S": 40, "N": 2, "K": 1, "H": 32, "teacher": 16, "student": 8}
@@ -48,64 +42,6 @@ BOUND = {"float32": 2e-6, "bfloat16": 3e-2, "float16": 3e-3}
 
 def test_results_and_gradients_are_those_of_the_definition():
     check_errors("dual_window", CASES, BOUND, "teacher_lse", "student_lse")
-
-
-CODE = [case for case in bench.SHAPES["aot"] if case.head_dim == 64 or not case.has_documents]
-
-
-@pytest.mark.parametrize(
-    ("case", "capability"),
-    [
-        *itertools.product(CODE, (80, 89, 90, 120)),
-        *((case, 100) for case in CODE if case.has_documents),  # each takes half a minute
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_machine_code_fits_and_spills_nothing_in_the_forward(case, capability):
-    forward, backward_q, backward_kv = kernels = compile_kernels(bench, case, capability)
-    assert [kernel.name for kernel in kernels] == KERNELS
-    assert forward.spill_bytes == 0
-    assert max(backward_q.spill_bytes, backward_kv.spill_bytes) <= 64
-    for kernel in kernels:
-        assert kernel.shared_bytes <= SHARED_LIMIT[capability]
-        assert kernel.registers * 32 * kernel.num_warps <= REGISTERS
-        assert kernel.tensor_core_instructions > 0
-
-
-# Per 4,096 query-key pairs on Hopper: instructions of each of the eight warps in the loop without
-# masks (dk and dv have one loop, with masks), and the products that tensor cores compute.
-@pytest.mark.parametrize(
-    ("head_dim", "instructions"), [(128, (175, 155, 400)), (64, (115, 130, 360))]
-)
-def test_inner_loops_on_hopper_have_few_instructions_and_no_product_twice(head_dim, instructions):
-    case = next(case for case in CODE if case.head_dim == head_dim)
-    kernels = compile_kernels(bench, case, 90)
-    for kernel, tile, products, bound in zip(
-        kernels, tuning_for(90, head_dim, 2), (2, 3, 4), instructions, strict=True
-    ):
-        pairs = tile.block_m * tile.block_n
-        assert kernel.num_warps == 8
-        assert min(loop.instructions for loop in kernel.loops) * 4096 / pairs <= bound
-        for loop in kernel.loops:
-            assert loop.multiply_adds == products * pairs * head_dim
-
-
-@pytest.mark.parametrize(
-    ("case", "capability"),
-    [
-        *itertools.product(CODE, (89, 120)),
-        *((case, gpu) for case in CODE if case.head_dim not in PADDED for gpu in (80, 90)),
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_machine_code_of_float32_uses_tensor_cores_and_fits_every_gpu(case, capability):
-    kernels = compile_kernels(bench, case._replace(dtype="float32"), capability)
-    assert [kernel.name for kernel in kernels] == KERNELS
-    for kernel in kernels:
-        assert kernel.spill_bytes <= 2048
-        assert kernel.shared_bytes <= min(SHARED_LIMIT.values())
-        assert kernel.registers * 32 * kernel.num_warps <= REGISTERS
-        assert kernel.tensor_core_instructions > 0
 
 
 @pytest.mark.parametrize(

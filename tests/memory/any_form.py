@@ -39,7 +39,7 @@ def settings_of(rng: np.random.Generator) -> MemoryConfig | TargetMemoryConfig:
         "form": one("auto", "blocked", "associative", "attention") if kind == "forms" else "auto",
         "corrects_errors": kind == "corrects",
         "folds_state": kind == "folds",
-        "eta": float(rng.normal()),
+        "eta": abs(float(rng.normal())),
     }
     if kind in ("forms", "corrects"):
         fields["half_lives"] = one((), (2.0,), (1.5, 40.0))

@@ -16,7 +16,7 @@ import tiny_run
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
-from experiments.mad.records import claim
+from experiments.studies.mad.records import claim
 from ttcd_jax import files
 from ttcd_jax.errors import DataError, ResourceError, UserError
 from ttcd_jax.files import GrowingFile, write_whole

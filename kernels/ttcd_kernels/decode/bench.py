@@ -1,5 +1,5 @@
-"""Cases of decode attention for `bench`, `tune` and `aot`: shapes, its implementations, and JAX's
-attention called once per window."""
+"""Cases of decode attention for `bench`, `tune` and machine code: shapes, its implementations, and
+JAX's attention called once per window."""
 
 import functools
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Cases of dual-window attention for `bench`, `tune` and `aot`: shapes, its implementations, two
-single-window calls and, on a GPU, cuDNN and (where it is installed) tokamax."""
+"""Cases of dual-window attention for `bench`, `tune` and machine code: shapes, its implementations,
+two single-window calls and, on a GPU, cuDNN and (where it is installed) tokamax."""
 
 import functools
 import importlib.util

@@ -21,7 +21,7 @@ class Tuning(NamedTuple):
 
 
 # By (compute capability, head dim), for operands of two bytes. Chosen by the compiler's reports
-# (`ttcd_kernels.aot`: registers, spills, shared memory), not yet by time on a GPU.
+# (`tests/machine_code`: registers, spills, shared memory), not yet by time on a GPU.
 TABLE: dict[tuple[int, int], Tuning] = {
     (90, 128): Tuning(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
     (90, 64): Tuning(Tile(128, 128, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),

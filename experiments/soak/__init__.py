@@ -1,1 +1,0 @@
-"""A tiny run under faults drawn at random: `python -m experiments.soak`."""

@@ -1,0 +1,1 @@
+"""Studies, which the wheel lacks; of the other commands only `report` imports one."""

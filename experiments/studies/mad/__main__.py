@@ -1,0 +1,64 @@
+"""Trains and scores the MAD sweep: all hyperparameter runs of a setting and method at once.
+
+    python -m experiments.mad --gin=mad/default.gin [--param='MADSweepConfig.settings="all"' ...]
+                              [--run_dir=DIR] [--beside=DIR ...] [--dry_run]
+
+Each finished setting and method is one file in DIR/records; the same command continues after an
+interruption, and commands that run at the same time share the work. At the end it prints the tables
+of all records, also into DIR/tables.txt, and draws DIR/curves.png. Another recipe needs another
+directory; other tasks, settings or methods may be added to this one.
+"""
+
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from experiments import cli
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("gin", "mad/default.gin", "A file in experiments/configs/, or a path.")
+flags.DEFINE_multi_string("param", [], "A binding that overrides the file, as Class.field=value.")
+flags.DEFINE_string("run_dir", None, "Default: runs/mad-<name of the gin file>.")
+flags.DEFINE_multi_string(
+    "beside", [], "Another sweep's directory: tables and picture show its records, too."
+)
+flags.DEFINE_bool("dry_run", False, "Print the jobs; train and write nothing.")
+
+
+def main(argv: list[str]) -> None:
+    from experiments.studies.mad.config import DATA_SEED, SELECTION, MADSweepConfig, plan
+    from experiments.studies.mad.picture import draw_curves
+    from experiments.studies.mad.records import gather
+    from experiments.studies.mad.report import report
+    from experiments.studies.mad.training import train_jobs
+    from ttcd_jax.eval.results import damage_named
+    from ttcd_jax.files import write_whole
+    from ttcd_jax.run.bindings import load_config
+    from ttcd_jax.run.directory import RunDirectory
+
+    config = load_config(MADSweepConfig, FLAGS.gin, FLAGS.param, config_dir=cli.CONFIG_DIR)
+    if FLAGS.dry_run:
+        print(plan(config))
+        return
+    cli.use_every_core()
+    beside = [Path(other) for other in FLAGS.beside]
+    gather(beside)  # a mistake in them is reported before any training
+    run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / f"mad-{Path(FLAGS.gin).stem}")
+    run_dir.check_free()
+    with run_dir.lock(waits=True):
+        command, data = " ".join(sys.argv) + "\n", {"seed": DATA_SEED}
+        run_dir.claim(config.to_dict(), command, data, layout=SELECTION)
+    train_jobs(config, run_dir.path)
+    records = gather([run_dir.path, *beside])
+    if not records:
+        return  # other processes train every job
+    with run_dir.lock(waits=True), damage_named(f"a record of {run_dir.path}, or beside it,"):
+        tables = report(records)
+        write_whole(run_dir.path / "tables.txt", tables)
+        print(tables)
+        draw_curves(run_dir.path / "curves.png", records)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,147 @@
+"""The models of the MAD tasks as problems of `sweep` (model, loss, measures): two small blocks of
+any method, and a head for tokens or a decoder.
+
+Next-token tasks take a `Transformer` with an untied head. Compression takes an `Autoencoder`: the
+row is decoded from the hidden state of its last token alone.
+"""
+
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from experiments.studies.mad.scores import batch_scores, summed_loss
+from experiments.studies.mad.sweep import Problem
+from experiments.studies.mad.tasks.settings import PUBLISHED, MADConfig
+from ttcd_jax.axes import param
+from ttcd_jax.config import Bound
+from ttcd_jax.eval.key_rank import key_ranks
+from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
+from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax.methods.lact import LaCTMemoryConfig
+from ttcd_jax.models.config import TransformerConfig, switched_off
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.linear import linear, normal_param
+from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.train.step import Batch, Metrics
+
+# The methods with published scores, and the two without a memory.
+MAD_METHODS = (*PUBLISHED, "swa", "full")
+MADMethod = Annotated[str, Bound(f"one of {', '.join(MAD_METHODS)}", MAD_METHODS.__contains__)]
+
+
+def mad_config(
+    method: MADMethod,
+    task: MADConfig,
+    *,
+    window: int | None = None,
+    corrects_errors: bool = False,
+    **fields: Any,
+) -> TransformerConfig:
+    """Two layers with four heads, both fast where a method has fast layers, of the published sizes
+    unless `fields` change them. The teacher's window is 16 for tasks of 32 tokens, 32 for the
+    others, or `window`; the student's and the chunk are half of it.
+
+    Methods are as published for training from scratch; rows are so short that the forms of a memory
+    cost the same. With `corrects_errors` IP-TTCD is that of method/ipttcd_corrected.gin: taps of
+    the teacher from the identity, of the student from the token before. The publication of LaCT
+    does not specify its initial state: here full matrices, one fast head per attention head, no
+    Muon.
+    """
+    window = window or (16 if task.task in ("compression", "memorization") else 32)
+    sizes = {"vocab_size": task.vocab_size, "dim": 128, "mlp_dim": 256, "has_tied_head": False}
+    sizes |= {"num_layers": 2, "num_heads": 4, "method": method}
+    chunk = window // 2
+    in_place = {"window": window, "fast_layers": (0, 1)}
+    memory = MemoryConfig(chunk_size=chunk, block_chunks=1)
+    if corrects_errors:
+        taps = {"teacher_conv_init": "identity", "student_conv_init": "previous"}
+        memory = memory.replace(corrects_errors=True, **taps)
+    target = TargetMemoryConfig(chunk_size=chunk, block_chunks=1)
+    by_method = {
+        "ipttcd": in_place | {"student_window": chunk, "memory": memory},
+        "ipttt": in_place | {"memory": target},
+        "lact": {"window": window, "memory": LaCTMemoryConfig(chunk_size=chunk, low_rank=None)},
+        "swa": {"window": window},
+    }
+    return TransformerConfig(**sizes | by_method.get(method, {}) | fields)
+
+
+def sinusoids(length: int, dim: int) -> Float[Array, "T D"]:
+    """[sin | cos] of n * 10000^(-k / (dim/2 - 1)), k = 0 .. dim/2 - 1."""
+    half = dim // 2
+    frequencies = 10_000.0 ** -(jnp.arange(half) / max(half - 1, 1))
+    angles = jnp.arange(length)[:, None] * frequencies
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+class _DecoderLayer(nnx.Module):
+    """gelu(RMSNorm(y) W + b)."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        D, dtype = config.dim, config.precision.param_dtype
+        self.norm = param(jnp.ones((D,), dtype), ("embed",))
+        self.kernel = normal_param(rngs, (D, D), ("embed", "embed_out"), config.init_std, dtype)
+        self.bias = param(jnp.zeros((D,), dtype), ("embed_out",))
+
+    def __call__(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        y = rms_norm(y, self.norm[...], self.config.norm_eps)
+        y = linear(y, self.kernel[...], self.config.precision.compute_dtype)
+        return jax.nn.gelu(y + self.bias[...].astype(y.dtype), approximate=False)
+
+
+class Autoencoder(Transformer):
+    """Logits [B, T, V] of the tokens [B, T] from the state c [B, D] of their last position alone:
+
+        y_n = gelu(RMSNorm(gelu(RMSNorm(c + sinusoids_n) W_1 + b_1)) W_2 + b_2)
+
+    The transformer's final norm and untied head are applied to y, not to the blocks' output.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, rngs=rngs)
+        self.decoder_1 = _DecoderLayer(config, rngs=rngs)
+        self.decoder_2 = _DecoderLayer(config, rngs=rngs)
+
+    def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        y = h[:, -1:] + sinusoids(*h.shape[1:]).astype(h.dtype)
+        return super().normed(self.decoder_2(self.decoder_1(y)))
+
+
+def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
+    """Parameters, training loss, and the measures of test rows: the scores of MAD, the same with
+    the memory switched off (`*_off`, where it can be), and of each fast layer [layers]
+    `memory_ratio`, |eta S| / |W_base| after the last token, `gate_mean`, and `key_rank`, the
+    effective rank of the keys."""
+    model_class = Autoencoder if task.task == "compression" else Transformer
+    off = switched_off(config, task.num_positions)
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return nnx.to_pure_dict(nnx.state(model_class(config, rngs=nnx.Rngs(key)), nnx.Param))
+
+    def model_with(params: dict[str, Any], config: TransformerConfig = config) -> Transformer:
+        model = nnx.eval_shape(lambda: model_class(config, rngs=nnx.Rngs(0)))
+        nnx.update(model, params)
+        return model
+
+    def loss_sum(params: dict[str, Any], batch: Batch) -> jax.Array:
+        return summed_loss(model_with(params)(batch["tokens"]), batch["targets"])
+
+    def measure(params: dict[str, Any], batch: Batch) -> Metrics:
+        tokens, targets = batch["tokens"], batch["targets"]
+        model = model_with(params)
+        hidden, stats = model.forward(tokens)
+        metrics = batch_scores(model.logits(hidden), targets)
+        if stats is not None:
+            metrics |= stats._asdict()
+        if (ranks := key_ranks(model, tokens)) is not None:
+            metrics["key_rank"] = ranks
+        if off is not None:
+            without = batch_scores(model_with(params, off)(tokens), targets)
+            metrics |= {f"{name}_off": value for name, value in without.items()}
+        return metrics
+
+    return Problem(init, loss_sum, measure)

@@ -1,0 +1,1 @@
+"""The suite; `python -m tests.NAME` runs a referee: parity, soak, machine_code."""

@@ -1,0 +1,182 @@
+"""Runs that share a program: each is what it would be alone."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from checks import assert_close, assert_same
+from devices import printed
+
+from experiments.studies.mad.scores import batch_scores, summed_loss
+from experiments.studies.mad.sweep import (
+    Hyper,
+    Problem,
+    RecipeConfig,
+    group_size,
+    programs,
+    rate_of_epoch,
+    sweep_mesh,
+    take_rows,
+    train_runs,
+)
+from experiments.studies.mad.tasks.instances import Splits
+from experiments.studies.mad.tasks.rows import IGNORE, Rows
+
+CLASSES, WIDTH = 5, 8
+
+
+def _logits(params, batch):
+    return jnp.tanh(params["embedding"][batch["tokens"]]) @ params["head"]
+
+
+def _init(key):
+    first, second = jax.random.split(key)
+    return {
+        "embedding": jax.random.normal(first, (CLASSES, WIDTH)),
+        "head": jax.random.normal(second, (WIDTH, CLASSES)),
+    }
+
+
+def _loss_sum(params, batch):
+    return summed_loss(_logits(params, batch), batch["targets"])
+
+
+def _measure(params, batch):
+    return batch_scores(_logits(params, batch), batch["targets"])
+
+
+# A bag-of-tokens classifier per position: small enough to compile at once.
+PROBLEM = Problem(_init, _loss_sum, _measure)
+
+
+def splits(num_train=10, num_test=6, seed=0) -> Splits:
+    rng = np.random.default_rng(seed)
+
+    def rows(count):
+        inputs = rng.integers(0, CLASSES, (count, 7)).astype(np.int32)
+        return Rows(inputs, ((inputs + 1) % CLASSES).astype(np.int32))
+
+    return Splits(rows(num_train), rows(num_test))
+
+
+def grid(rates=(1e-2, 1e-1, 3e-2), decays=(0.0, 0.1, 0.5), seeds=(3, 3, 4)) -> Hyper:
+    return Hyper(np.array(rates), np.array(decays), np.array(seeds))
+
+
+def one(hyper: Hyper, run: int) -> Hyper:
+    return Hyper(*(x[run : run + 1] for x in hyper))
+
+
+RECIPE = RecipeConfig(epochs=6, batch_size=4)
+
+
+def trained(recipe=RECIPE, hyper=None, **options):
+    return train_runs(recipe, PROBLEM, splits(), hyper or grid(), **options)
+
+
+@functools.cache
+def together():
+    return trained()
+
+
+def test_runs_together_are_the_runs_alone_and_a_budget_splits_them():
+    seen = []
+    alone = trained(
+        budget_bytes=1, on_evaluation=lambda done, accuracy: seen.append(round(18 * done))
+    )
+    assert seen == list(range(1, 19))  # three groups of six evaluations
+    assert trained(hyper=one(grid(), 1)) == [alone[1]]
+    for ours, theirs in zip(together(), alone, strict=True):
+        for points in zip(ours["curve"], theirs["curve"], strict=True):
+            assert_close(*points, 1e-5)
+        assert_close(ours["metrics"], theirs["metrics"], 1e-5)
+        assert [point["epoch"] for point in ours["curve"]] == [1, 2, 3, 4, 5, 6]
+        assert ours["curve"][-1]["loss"] < ours["curve"][0]["loss"]
+        assert ours["metrics"]["loss"] == ours["curve"][-1]["loss"]
+    assert len({outcome["metrics"]["loss"] for outcome in together()}) == 3
+
+
+def test_a_group_is_as_large_as_its_budget():
+    assert group_size(6, 1, 600, None) == 6
+    assert group_size(6, 1, 600, 599) == 3
+    assert group_size(6, 1, 600, 100) == 1
+    assert group_size(6, 1, 600, 1) == 1
+    assert group_size(6, 4, 600, None) == 8
+    assert group_size(6, 4, 600, 300) == 4
+
+
+def test_a_step_is_that_of_optax_at_the_rate_of_its_epoch():
+    rows = Rows(*map(jnp.asarray, splits(num_train=4).train))
+    hyper = Hyper(*map(jnp.asarray, grid((1e-1, 1e38), (0.1, 0.1), (3, 3))))
+    init, train, _ = programs(RECIPE, PROBLEM, sweep_mesh(jax.devices()[:1]))
+    start = init(hyper)
+    params = jax.tree.map(lambda x: x[0], start.train["params"])
+    run, failed_at, _ = train(start, hyper, rows, 0, 3)
+    assert failed_at.tolist() == [-1, 1]
+    assert run["step"].tolist() == [3, 1]  # the other run stays where it failed
+    optimizer = optax.inject_hyperparams(optax.adamw)(1.0, b2=0.999, weight_decay=0.1)
+    opt_state = optimizer.init(params)
+    batch = take_rows(rows, jnp.arange(4))  # all rows: their order does not matter
+    for epoch in range(3):
+        opt_state.hyperparams["learning_rate"] = rate_of_epoch(RECIPE, 1e-1, epoch, 6)
+        grads = jax.grad(lambda x: _measure(x, batch)["loss"])(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert_close(jax.tree.map(lambda x: x[0], run["params"]), params, 1e-5)
+
+
+def test_the_rate_falls_from_epoch_to_epoch_or_stays():
+    rates = [float(rate_of_epoch(RECIPE, 1e-3, epoch, 4)) for epoch in range(5)]
+    assert_close(np.array(rates[::2]), np.array([1e-3, (1e-3 + 1e-6) / 2, 1e-6]), 1e-4)
+    constant = RECIPE.replace(schedule="constant")
+    assert rate_of_epoch(constant, 1e-3, 3, 4) == 1e-3
+
+
+def test_a_run_that_diverges_reports_it_and_the_others_do_not_change_by_a_bit():
+    mixed = trained(hyper=grid(rates=(1e-2, 1e38, 3e-2)))
+    assert mixed[1]["failed_at"] > 0
+    assert mixed[1]["metrics"] is None
+    assert len(mixed[1]["curve"]) < 6
+    assert mixed[1]["curve"][-1]["training_loss"] is None
+    json.dumps(mixed, allow_nan=False)
+    for run in (0, 2):
+        assert mixed[run] == together()[run]
+        assert mixed[run]["failed_at"] is None
+
+
+def test_rows_after_the_last_are_not_scored():
+    rows = Rows(*map(jnp.asarray, splits().train))
+    batch = take_rows(rows, jnp.array([9, 10, 2]))
+    assert_same(batch["tokens"][jnp.array([0, 2])], rows.inputs[jnp.array([9, 2])])
+    assert (batch["targets"][1] == IGNORE).all()
+    assert batch["loss_mask"].tolist() == [[True] * 7, [False] * 7, [True] * 7]
+    assert RECIPE.steps_per_epoch(10) == 3
+
+
+def test_max_steps_keeps_whole_epochs():
+    assert RecipeConfig(max_steps=201).num_epochs(12_800) == 3
+    assert RecipeConfig(max_steps=400).num_epochs(256) == 200
+    assert RecipeConfig(epochs=2, max_steps=10_000).num_epochs(256) == 2
+
+
+def test_a_run_has_ten_evaluations_at_most_and_one_at_its_end():
+    (run,) = trained(RECIPE.replace(epochs=21), one(grid(), 0))
+    assert [point["epoch"] for point in run["curve"]] == [3, 6, 9, 12, 15, 18, 21]
+    (run,) = trained(RECIPE.replace(epochs=11), one(grid(), 0))
+    assert [point["epoch"] for point in run["curve"]] == [2, 4, 6, 8, 10, 11]
+
+
+def summary(outcomes):
+    return [f"{run['metrics']['loss']:.5f}" for run in outcomes]
+
+
+def test_several_devices_share_the_runs():
+    assert printed(__file__, count=2).splitlines() == ["2 devices", *summary(together())]
+
+
+if __name__ == "__main__":
+    print(jax.device_count(), "devices")
+    print(*summary(trained()), sep="\n")

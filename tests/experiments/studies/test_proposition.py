@@ -1,0 +1,240 @@
+"""Proposition 1 through our own layer: its premises, its bound, how it fails; the command."""
+
+import functools
+import json
+
+import commands
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_close, assert_same, distance
+
+from experiments.studies.proposition import (
+    FILLER,
+    FIRST,
+    GROUPS,
+    HEARD,
+    QUERY,
+    SAID,
+    SPAN,
+    Measured,
+    build_block,
+    draw,
+    draw_sequence,
+    draw_weights,
+    measure_all,
+    read,
+    summary,
+)
+from ttcd_jax.errors import NonFiniteError, UserError
+from ttcd_jax.methods.ideal import IdealMemoryConfig
+from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.row import Row
+
+CONFIG, FILLERS = IdealMemoryConfig(chunk_size=4, eta=0.3), 16
+SECOND = FIRST + 1 + FILLERS
+DRAWS = 24
+TINY = ("--num_draws=6", "--chunk_sizes=4", "--num_fillers=8")
+
+
+def _draw(fillers=FILLERS, overlap=0.0):
+    rng = np.random.default_rng(0)
+    return draw_weights(rng), draw_sequence(fillers, rng, overlap)
+
+
+def _draws(memory=CONFIG, overlap=0.0, seed=0):
+    return draw(memory, FILLERS, overlap, seed, DRAWS)
+
+
+def _measure(config, weights, row):
+    """`measure` of one draw, numpy scalars."""
+    one = jax.tree.map(lambda x: x[None], (weights, row))
+    return Measured(*(x[0] for x in jax.device_get(measure_all(config, *one))))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _views(config, weights, row):
+    """(features, y) [T, X] of teacher and of student, all through the weight of q1's chunk."""
+    block = build_block(config, weights)
+    x, t = block.inputs("mlp", row, Row.of(row))
+    chunk = FIRST // config.chunk_size
+    return [(block.mlp.features(h)[0], read(block.mlp, x, t, chunk, h[0])) for h in (x, t)]
+
+
+def _numpy_sides(config, weights, row):
+    """(left, right, right through W_base) from the features by the equations as written."""
+    (z_teacher, _), (z_student, _) = _views(config, weights, row)
+    z_teacher, z_student = np.asarray(z_teacher), np.asarray(z_student)
+    size, first, second = config.chunk_size, FIRST, row.shape[1] - 1
+    running = [weights["down"]]
+    for start in range(0, second // size * size, size):
+        t, s = z_teacher[start : start + size], z_student[start : start + size]
+        delta = config.eta * s.T @ (t @ running[-1] - s @ running[-1]) / size
+        running.append(running[-1] + delta)
+    before, after = running[first // size], running[second // size]
+    rights = []
+    for weight in (before, running[0]):
+        taught, seen = z_teacher[first] @ weight, z_student[first] @ weight
+        alignment = z_student[first] @ z_student[second]
+        rights.append(config.eta / size * taught @ (taught - seen) * alignment)
+    left = z_teacher[first] @ before @ (z_student[second] @ (after - before))
+    return left, *rights
+
+
+def test_the_span_is_seen_by_the_teacher_of_q1_alone(float64):
+    weights, row = _draw()
+    (_, taught), (_, seen) = _views(CONFIG, weights, row)
+    queries = np.array([FIRST, SECOND])
+    for position in range(SPAN.stop):
+        other = row.copy()
+        other[:, position, SAID] = np.random.default_rng(1).standard_normal(8)
+        (_, teacher), (_, student) = _views(CONFIG, weights, other)
+        assert distance(teacher[FIRST], taught[FIRST]) > 0.1
+        assert_same(student[queries], seen[queries])
+
+
+def test_keys_of_fillers_are_orthogonal_to_those_of_queries(float64):
+    _, (keys, _) = _views(CONFIG, *_draw())
+    others = np.delete(np.asarray(keys), [FIRST, SECOND], axis=0)
+    assert_same(others @ keys[SECOND], np.zeros(len(others)))
+    assert abs(others).max(-1).min() > 0
+    assert keys[FIRST] @ keys[SECOND] > 0
+
+
+def test_a_read_is_what_the_block_does(float64):
+    @jax.jit
+    def both(weights, row):
+        block = build_block(CONFIG, weights)
+        x, t = block.inputs("mlp", row, Row.of(row))
+        ours = [
+            read(block.mlp, x, t, position // CONFIG.chunk_size, x[:, position])[0]
+            for position in (FIRST, SECOND)
+        ]
+        normed = rms_norm(row, block.mixer_norm[...], block.config.mixer.dims.norm_eps)
+        return jnp.stack(ours), (block(row) - row - block.mixer(normed)[0])[0]
+
+    ours, outputs = both(*_draw())
+    assert_close(ours, outputs[np.array([FIRST, SECOND])])
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_the_bound_is_an_equality_when_keys_are_orthogonal(chunk_size, float64):
+    """eta / chunk_size per token: the paper's eta at chunks of one token."""
+    config = CONFIG.replace(chunk_size=chunk_size)
+    drawn = _draws(config)
+    assert len(drawn.gap) == DRAWS  # all of them have a positive gap and alignment
+    assert_same(drawn.overlap, np.zeros(DRAWS))
+    np.testing.assert_allclose(drawn.left, drawn.right, rtol=1e-10, atol=0)
+    rate = 0.3 / chunk_size
+    np.testing.assert_allclose(drawn.right, rate * drawn.gap * drawn.alignment, rtol=1e-12)
+    assert summary(drawn)["below_bound"] == 0
+    # One c_gap and one c_align for all draws: what the proposition says of thresholds.
+    floor = rate * drawn.gap.min() * drawn.alignment.min()
+    assert floor > 0
+    assert (drawn.left >= floor * (1 - 1e-10)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "overlap"),
+    [({}, 0.0), ({}, 0.7), ({"chunk_size": 1}, 0.0), ({"chunk_size": 8, "eta": 0.1}, 0.3)],
+)
+def test_both_sides_follow_their_equations(changes, overlap, float64):
+    """The gap is that of the running weight. With chunks of one token three updates precede q1, of
+    tokens after the span, which hear it in part: a gap through W_base is another bound."""
+    config, drawn = CONFIG.replace(**changes), _draw(overlap=overlap)
+    measured = _measure(config, *drawn)
+    left, right, base = _numpy_sides(config, *drawn)
+    assert_close(measured.left, jnp.asarray(left), 1e-10)
+    assert_close(measured.right, jnp.asarray(right), 1e-10)
+    assert (abs(base / right - 1) > 1e-3) == (config.chunk_size == 1)
+
+
+def test_a_query_in_the_same_chunk_gets_nothing(float64):
+    config = CONFIG.replace(chunk_size=5)
+    measured = _measure(config, *_draw(fillers=1))
+    assert measured.gap > 0
+    assert measured.alignment > 0
+    assert measured.left == 0
+    with pytest.raises(UserError, match="q1 at 7 and q2 at 9 share a chunk of 5: add fillers"):
+        draw(config, 1, 0.0, 0, 1)
+
+
+def test_one_contradicting_key_breaks_the_bound(float64):
+    """A filler whose key is q2's, and whose teacher alone hears the opposite of the fact."""
+    weights, row = _draw()
+    yes, no = np.split(np.arange(*GROUPS[-1][1].indices(100)), 2)
+    for name in ("gate", "up"):
+        weights[name][HEARD, no] = -weights[name][HEARD, yes]
+    weights["down"][no] = -weights["down"][yes]  # to hear -fact is to say the opposite
+    rogue = FIRST + 13
+    row[:, FIRST + 1 : SECOND, SAID] = 0
+    row[:, rogue - 7 : rogue - 3, SAID] = -row[:, :1, SAID]
+    quiet = _measure(CONFIG, weights, row)
+    assert quiet.left == pytest.approx(quiet.right, rel=1e-10)
+    row[:, rogue, QUERY], row[:, rogue, FILLER] = row[:, SECOND, QUERY], 0
+    broken = _measure(CONFIG, weights, row)
+    assert broken.gap > 0
+    assert broken.right == pytest.approx(quiet.right, rel=1e-10)
+    assert broken.left < 0.5 * broken.right
+
+
+def test_interference_widens_with_the_overlap(float64):
+    none, some, much = (summary(_draws(overlap=overlap)) for overlap in (0.0, 0.3, 0.7))
+    assert none["key_cosine"] == none["below_bound"] == 0
+    assert 0 < some["key_cosine"] < much["key_cosine"]
+    widths = [row["ratio_95%"] - row["ratio_5%"] for row in (none, some, much)]
+    assert widths[0] < 1e-10 < 0.05 < widths[1] < widths[2]
+    assert min(some["below_bound"], much["below_bound"]) > 0.2
+
+
+def test_draws_repeat_by_seed(float64):
+    first, second, other = (_draws(seed=seed) for seed in (4, 4, 5))
+    assert_same(tuple(first), tuple(second))
+    assert not np.isin(other.left, first.left).any()
+
+
+def test_a_memory_that_diverges_is_refused(float64):
+    with pytest.raises(NonFiniteError, match=r"eta 1e\+30 with chunks of 1 diverges: lower eta"):
+        _draws(CONFIG.replace(eta=1e30, chunk_size=1))
+
+
+def test_the_command_writes_its_numbers(tmp_path):
+    result = commands.run("proposition", *TINY, f"--out_dir={tmp_path / 'new' / 'folder'}")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "the bound held in every orthogonal case" in result.stdout
+    report = json.loads((tmp_path / "new" / "folder" / "proposition.json").read_text())
+    assert report["bound_held"] is True
+    calm, *disturbed = report["rows"]
+    assert (calm["chunk_size"], calm["rate"], calm["draws"]) == (4, 0.3 / 4, 6)
+    assert (calm["overlap"], calm["below_bound"]) == (0, 0)
+    assert calm["max_|ratio-1|"] < 1e-10
+    assert max(row["below_bound"] for row in disturbed) > 0
+
+
+def test_a_bound_that_fails_is_exit_status_1(tmp_path):
+    """Asked for twice the right side, no equality will do."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from experiments import cli\n"
+        "from experiments.studies import proposition\n"
+        "proposition.TOLERANCE = -1.0\n"
+        "cli.run(proposition.main)\n"
+    )
+    result = commands.run(program, *TINY, f"--out_dir={tmp_path}")
+    assert result.returncode == 1
+    assert "the bound FAILED in an orthogonal case" in result.stdout
+    assert json.loads((tmp_path / "proposition.json").read_text())["bound_held"] is False
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--eta=0", "flag --eta=0"),
+        ("--chunk_sizes=4,x", "--chunk_sizes: 'x' is not a number of tokens"),
+        ("--chunk_sizes=64", "q1 at 7 and q2 at 16 share a chunk of 64"),
+    ],
+)
+def test_a_users_mistake_is_one_line(argument, message, tmp_path):
+    error = commands.refused("proposition", *TINY, f"--out_dir={tmp_path}", argument)
+    assert error.startswith(f"error: {message}")

@@ -1,0 +1,1 @@
+"""What the kernels cost in machine code: `python -m tests.machine_code`."""

@@ -1,0 +1,1 @@
+"""A tiny run under faults drawn at random: `python -m tests.soak`."""
