@@ -32,7 +32,7 @@ SETTINGS |= dict.fromkeys(("deltanet", "gated_deltanet", "deltanet_hybrid"), DEL
 
 
 def _small(settings):
-    """Settings of a method that has no entry above: its defaults, and small chunks if it has any."""
+    """Settings of a method that has no entry above: its defaults, in small chunks."""
     names = () if settings is None else settings.__dataclass_fields__
     return settings and settings(**{"chunk_size": CHUNK} if "chunk_size" in names else {})
 

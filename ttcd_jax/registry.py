@@ -64,7 +64,7 @@ def import_modules(names: Iterable[str]) -> None:
             if not f"{name}.".startswith(f"{error.name}."):
                 raise  # another that the module imports
             raise UserError(
-                f"--import={name}: there is no module {error.name} in {Path.cwd()} and on PYTHONPATH"
+                f"--import={name}: no module {error.name} in {Path.cwd()} or on PYTHONPATH"
             ) from None
         IMPORTED.append(name)
 

@@ -34,6 +34,8 @@ def write_report(
     `UserError` for a folder of which nothing was measured, `DataError` for damaged results."""
     sweeps = [path for path in run_dirs if (path / "records").is_dir()]
     others = [path for path in run_dirs if path not in sweeps]
+    for path in others:
+        RunDirectory(path).check_imports()
     results = read_all_results(others)
     for result in itertools.chain(*results.values()):
         find_task(str(result.get("task")))  # an unknown one would be left out

@@ -16,9 +16,20 @@ from ttcd_jax.memory.distillation import summary
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 from ttcd_jax.run import build
+from ttcd_jax.run.config import upgraded
 from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.run.reporting import read_metrics
-from ttcd_jax.train.metrics import IN_STEP, measured, programs
+from ttcd_jax.sharding.mesh import MeshConfig
+from ttcd_jax.train.metrics import (
+    IN_STEP,
+    METRICS,
+    RESERVED,
+    Metric,
+    measured,
+    programs,
+    register,
+)
+from ttcd_jax.train.optimizer import MuonSettings
 from ttcd_jax.train.state import with_params
 
 CONFIG = RunConfig(
@@ -147,3 +158,58 @@ def test_they_are_measured_where_they_are_due_on_the_parameters_of_the_loss():
 def test_metrics_and_trackers_that_there_are_not_are_refused(changes, words):
     with pytest.raises(UserError, match=words):
         CONFIG.replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (lambda: jnp.ones((2, 3)), r"metric odd is float32 \[2, 3\]"),
+        (lambda: {"a": "text"}, "metric odd/a is 'text'"),
+        (lambda: None, "metric odd is None"),
+        (lambda: jnp.ones(2) * 1j, "metric odd is complex64"),
+    ],
+)
+@pytest.mark.parametrize("is_in_step", [True, False])
+def test_what_is_no_number_is_refused_before_the_first_step(
+    tmp_path, monkeypatch, found, words, is_in_step
+):
+    monkeypatch.setitem(METRICS, "odd", Metric("odd", lambda *_: found(), is_in_step))
+    with pytest.raises(UserError, match=words):
+        _records(tmp_path, metrics=("odd",))
+
+
+@pytest.mark.parametrize("name", ["loss", "step", "a/b", "mfu"])
+def test_a_metric_has_a_name_of_its_own(name):
+    with pytest.raises(UserError, match="a metric cannot be called"):
+        register(Metric(name, lambda forward: 0.0))
+
+
+def test_metrics_of_ones_own_are_numbers_of_the_step_and_its_parts(tmp_path, monkeypatch):
+    count = Metric("count", lambda forward: forward.batch["tokens"].shape[0], is_in_step=True)
+    own = Metric("own", lambda model, batch, parts: {"nan": jnp.nan, "parts": parts})
+    monkeypatch.setitem(METRICS, "count", count)
+    monkeypatch.setitem(METRICS, "own", own)
+    metrics = ("count", "own")
+    records = _records(tmp_path, metrics=metrics, accumulation_steps=2, mesh=MeshConfig())
+    for record in records:
+        assert {name: record[name] for name in ("count", "own/nan", "own/parts")} == {
+            "count": 2,
+            "own/nan": None,
+            "own/parts": 2,
+        }
+        assert record.keys() - {*RESERVED} == {"count", "own/nan", "own/parts"}
+
+
+@pytest.mark.parametrize("logs", [True, False])
+@pytest.mark.parametrize("momentum", [0.95, 0.5])
+def test_a_configuration_of_an_earlier_version_is_read(logs, momentum):
+    muon = {"momentum": momentum, "is_nesterov": True, "orthogonalization": "bfloat16"}
+    optimizer = OptimizerConfig(kind="muon")
+    old = CONFIG.replace(optimizer=optimizer).to_dict()
+    del old["metrics"], old["optimizer"]["settings"]
+    old = old | {"logs_distillation": logs, "optimizer": old["optimizer"] | muon}
+    settings = None if momentum == 0.95 else MuonSettings(momentum=momentum)
+    expected = CONFIG.replace(
+        metrics=WITH_GAP if logs else IN_STEP, optimizer=optimizer.replace(settings=settings)
+    )
+    assert RunConfig.from_dict(upgraded(old)) == expected
