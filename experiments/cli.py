@@ -180,7 +180,7 @@ def _show_options(options: OptionsOf, command_line: list[str]) -> None:
     line, rest = [x for x in command_line if not re.fullmatch(r"--?help\w*|-\?", x)], []
     with contextlib.suppress(flags.Error):  # a required flag may be missing
         rest = flags.FLAGS(line, known_only=True)
-    import_modules(flags.FLAGS["import"].value)
+    import_modules(flags.FLAGS["import"].value or ())
     if (config := options(rest)) is None:
         return
     print(f"\n{inspect.getdoc(config)}\n\noptions and their defaults:")
@@ -206,7 +206,7 @@ def _parse_flags(
             _show_options(options, command_line)
         sys.exit(0)
     _check_texts(rest)
-    import_modules(flags.FLAGS["import"].value)
+    import_modules(flags.FLAGS["import"].value or ())
     if names is None:
         return [program, *rest]
     if len(rest) > len(names):

@@ -23,17 +23,18 @@ class Registry[T](dict[str, T]):
     one, which stored configurations know by the name of the class alone."""
 
     def __init__(
-        self, kind: str, config: Callable[[T], type[Config] | None] = lambda entry: None
+        self, kind: str, config: Callable[[Any], type[Config] | None] = lambda entry: None
     ) -> None:
         super().__init__()
         self.kind, self.config = kind, config
 
-    def add(self, name: str, entry: T) -> T:
-        """Raises `UserError` for a name, or the name of a configuration class, that is taken."""
-        if self.setdefault(name, entry) is not entry:
+    def add[E](self, entry: E, name: str = "") -> E:
+        """Registers an entry under `name`, or its own. Raises `UserError` for a name, or a name of
+        a configuration class, that is taken."""
+        name, new = name or entry.name, self.config(entry)  # pyright: ignore
+        if self.setdefault(name, entry) is not entry:  # pyright: ignore
             raise UserError(f"two {self.kind}s are called {name!r}: rename one of them")
-        new = self.config(entry)
-        if any(x is not new and x.__name__ == new.__name__ for x in self.classes() if new):
+        if new and any(x is not new and x.__name__ == new.__name__ for x in self.classes()):
             del self[name]
             raise UserError(f"two configuration classes are called {new.__name__}: rename yours")
         return entry

@@ -189,7 +189,7 @@ def _text(where: str, field: str, value: Any) -> bytes:
 Reader = Callable[[Path, str], Iterator[bytes | np.ndarray | DataError]]
 # None: one document of plain text. The order is that in which kinds are offered to the user.
 _READERS = Registry[Reader | None]("kind of file")
-register = _READERS.add  # (pattern of the names of files, reader)
+register = _READERS.add  # (reader, pattern of the names of files)
 _READERS |= {
     **dict.fromkeys(("*.txt", "*.txt.gz", "*.txt.zst")),
     **dict.fromkeys(("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.json.gz"), _json_lines),

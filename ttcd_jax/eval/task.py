@@ -223,10 +223,4 @@ def row_scores(scorer: Scorer, rows: dict[str, np.ndarray]) -> Scores:
 
 
 TASKS = Registry[type[Task]]("evaluation task", lambda task: task)
-find_task = TASKS.named
-
-
-def register[T: Task](task: type[T]) -> type[T]:
-    """Adds an evaluation to the registry."""
-    TASKS.add(task.name, task)
-    return task
+find_task, register = TASKS.named, TASKS.add

@@ -167,9 +167,4 @@ class Method:
 
 
 METHODS = Registry[Method]("method", lambda method: method.settings)
-method_named = METHODS.named
-
-
-def register(method: Method) -> Method:
-    """Adds a method to the registry."""
-    return METHODS.add(method.name, method)
+method_named, register = METHODS.named, METHODS.add

@@ -83,8 +83,8 @@ class WeightsAndBiases:
 
 
 TRACKERS = Registry[Callable[[], Tracker]]("tracker")
-register = TRACKERS.add  # (name in `RunConfig.trackers`, what makes the tracker)
-register("wandb", WeightsAndBiases)
+register = TRACKERS.add  # (what makes the tracker, name in `RunConfig.trackers`)
+register(WeightsAndBiases, "wandb")
 
 
 def named(names: Iterable[str]) -> list[Tracker]:

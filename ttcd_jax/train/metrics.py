@@ -47,15 +47,13 @@ class Metric:
     is_in_step: bool = False
     check: Callable[[TransformerConfig], None] = lambda model: None
 
+    def __post_init__(self) -> None:
+        if self.name in RESERVED or not self.name.isidentifier():
+            raise UserError(f"a metric cannot be called {self.name!r}: choose another word")
+
 
 METRICS = Registry[Metric]("metric")
-
-
-def register(metric: Metric) -> Metric:
-    """Adds a metric to the registry."""
-    if metric.name in RESERVED or not metric.name.isidentifier():
-        raise UserError(f"a metric cannot be called {metric.name!r}: choose another word")
-    return METRICS.add(metric.name, metric)
+register = METRICS.add
 
 
 def in_step(names: Sequence[str]) -> Callable[[Forward], Metrics]:
@@ -85,9 +83,10 @@ def _named(metric: Metric, found: Any) -> Metrics:
     by_key = found if isinstance(found, dict) else {"": found}
     named = {f"{metric.name}/{key}".removesuffix("/"): value for key, value in by_key.items()}
     for name, value in named.items():
-        is_array = isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
-        if not is_array or np.ndim(value) > 1 or not np.isrealobj(value):
-            got = f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") else repr(value)
+        is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+        is_number = is_array or isinstance(value, int | float)
+        if not is_number or np.ndim(value) > 1 or not np.isrealobj(value):
+            got = f"{value.dtype} {list(value.shape)}" if is_array else repr(value)
             raise UserError(f"metric {name} is {got}: return a number, a vector, or a dict of them")
     return named
 

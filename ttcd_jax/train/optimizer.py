@@ -86,11 +86,7 @@ class Optimizer:
 
 
 OPTIMIZERS = Registry[Optimizer]("optimizer", lambda optimizer: optimizer.settings)
-
-
-def register(optimizer: Optimizer) -> Optimizer:
-    """Adds an optimizer to the registry."""
-    return OPTIMIZERS.add(optimizer.name, optimizer)
+register = OPTIMIZERS.add
 
 
 def global_norm(tree: Any) -> jax.Array:
