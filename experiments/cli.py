@@ -28,6 +28,7 @@ from ttcd_jax.allocation import take_device_memory
 from ttcd_jax.config import Config, check_text
 from ttcd_jax.errors import ResourceError, UserError
 from ttcd_jax.files import full_disk
+from ttcd_jax.registry import import_modules
 from ttcd_jax.units import OF_OUTPUT, printable
 
 CONFIG_DIR = Path(__file__).parent / "configs"
@@ -37,6 +38,13 @@ _OF_JAX = re.compile("Unable to initialize backend|for JAX flag|for environment 
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
 TERMINATED = 128 + signal.SIGTERM
+
+flags.DEFINE_multi_string(
+    "import",
+    [],
+    "A module that registers your own methods, tasks, metrics, optimizers or trackers, as "
+    "my_package.my_method; its code is run. Runs name those that they need.",
+)
 
 type OptionsOf = Callable[[list[str]], type[Config] | None]
 
@@ -53,6 +61,7 @@ def run(
     arguments after them choose, if they choose one: --help shows its fields.
     """
     open_standard_streams()
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["import"])  # for its --help
     logging.set_verbosity(logging.WARNING)  # jax reports which backends it did not find
     try:
         try:
@@ -171,6 +180,7 @@ def _show_options(options: OptionsOf, command_line: list[str]) -> None:
     line, rest = [x for x in command_line if not re.fullmatch(r"--?help\w*|-\?", x)], []
     with contextlib.suppress(flags.Error):  # a required flag may be missing
         rest = flags.FLAGS(line, known_only=True)
+    import_modules(flags.FLAGS["import"].value or ())
     if (config := options(rest)) is None:
         return
     print(f"\n{inspect.getdoc(config)}\n\noptions and their defaults:")
@@ -196,6 +206,7 @@ def _parse_flags(
             _show_options(options, command_line)
         sys.exit(0)
     _check_texts(rest)
+    import_modules(flags.FLAGS["import"].value or ())
     if names is None:
         return [program, *rest]
     if len(rest) > len(names):

@@ -79,6 +79,7 @@ def main(argv: list[str]) -> None:
 
     keep_programs(FLAGS.compile_cache)
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / Path(FLAGS.gin).stem)
+    run_dir.check_imports()  # or a class would be unknown
     options = {"config_dir": cli.CONFIG_DIR, "inherit": inherited_model(run_dir)}
     config = load_config(RunConfig, FLAGS.gin, FLAGS.param, **options)
     if FLAGS.dry_run:

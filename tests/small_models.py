@@ -31,6 +31,12 @@ DELTA = DeltaRuleConfig(chunk_size=CHUNK, num_taps=3, value_expansion=1.5)
 SETTINGS |= dict.fromkeys(("deltanet", "gated_deltanet", "deltanet_hybrid"), DELTA)
 
 
+def _small(settings):
+    """Settings of a method that has no entry above: its defaults, in small chunks."""
+    names = () if settings is None else settings.__dataclass_fields__
+    return settings and settings(**{"chunk_size": CHUNK} if "chunk_size" in names else {})
+
+
 def config_of(method: str, **changes) -> TransformerConfig:
     """The model; `fast_layers` (default: the first) apply where the method leaves the choice."""
     layers = changes.pop("fast_layers", (0,))
@@ -44,7 +50,7 @@ def config_of(method: str, **changes) -> TransformerConfig:
         "window": None if method == "full" else WINDOW,
         "student_window": 2,
         "fast_layers": layers if METHODS[method].layers == "fast" else (),
-        "memory": SETTINGS.get(method),
+        "memory": SETTINGS.get(method) or _small(METHODS[method].settings),
         "precision": FLOAT64,
     }
     return TransformerConfig(**fields | changes)

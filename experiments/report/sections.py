@@ -1,5 +1,6 @@
 """The page of several runs: a row per run, then a section for everything that was measured."""
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from ttcd_jax.eval.page import Section, write_page
 from ttcd_jax.eval.published import published
 from ttcd_jax.eval.report import Picture, coloured_by_run, plot_lines
 from ttcd_jax.eval.results import damage_named, read_all_results, task_sections
+from ttcd_jax.eval.tasks import find_task
 from ttcd_jax.files import read_json
 from ttcd_jax.methods import method_named
 from ttcd_jax.run.directory import METRICS, RunDirectory, model_config
@@ -33,7 +35,11 @@ def write_report(
     `UserError` for a folder of which nothing was measured, `DataError` for damaged results."""
     sweeps = [path for path in run_dirs if (path / "records").is_dir()]
     others = [path for path in run_dirs if path not in sweeps]
+    for path in others:
+        RunDirectory(path).check_imports()
     results = read_all_results(others)
+    for result in itertools.chain(*results.values()):
+        find_task(str(result.get("task")))  # an unknown one would be left out
     runs = [Run(*x, read_metrics(x[1] / METRICS)) for x in zip(results, others, strict=True)]
     for run in runs:
         if not (results[run.label] or run.metrics or _comparison(run).exists()):

@@ -225,7 +225,7 @@ def test_options_are_those_of_the_task(toy):
         ("halves", "--length", "task halves has no option '--length': .* length=VALUE"),
         ("halves", "--length=0", "length 0 must be at least 1"),
         ("halves", "--length=four", r"length must be int, got 'four' \(str\)"),
-        ("halve", "--length=4", "no evaluation task 'halve'; did you mean 'halves'"),
+        ("halve", "--length=4", "no evaluation task is called 'halve'; did you mean 'halves'"),
     ]:
         with pytest.raises(UserError, match=message):
             _parsed(name, [option])

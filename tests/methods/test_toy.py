@@ -27,6 +27,7 @@ from ttcd_jax.nn.block import Block
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.flops import forward_flops
+from ttcd_jax.train.metrics import IN_STEP, in_step
 from ttcd_jax.train.state import init_params, state_of
 from ttcd_jax.train.step import make_train_step
 
@@ -66,7 +67,10 @@ def test_pieces_and_single_tokens_give_what_one_pass_over_the_row_gives(piece_si
 
 def test_a_step_trains_it(float64):
     config, optimizer = _config(), optax.sgd(0.1)
-    step = jax.jit(make_train_step(config, optimizer, lambda count: 0.1, loss_rows=16))
+    train_step = make_train_step(
+        *(config, optimizer, lambda count: 0.1), loss_rows=16, measure=in_step(IN_STEP)
+    )
+    step = jax.jit(train_step)
     state = state_of(optimizer, init_params(config, 0))
     whole = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
     rows = np.zeros((ROWS, T - 1), int)

@@ -10,7 +10,12 @@ import optax
 from tests.parity.golden import BFLOAT16_MUON, Comparison, Golden, worse, worst
 from ttcd_jax.errors import DataError
 from ttcd_jax.train.muon import Axes, group_of
-from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer, global_norm
+from ttcd_jax.train.optimizer import (
+    MuonSettings,
+    OptimizerConfig,
+    build_optimizer,
+    global_norm,
+)
 from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
 
 
@@ -18,7 +23,7 @@ def check_optimizer(golden: Golden, dtype: str) -> Comparison:
     """Kind optimizer: parameters after every step; with Muon also at the published precision."""
     axes = {name: _axes(name, x.shape) for name, x in golden.group("param.").items()}
     config = _optimizer_config(golden, axes)
-    after, norms = _run(golden, config.replace(orthogonalization=dtype), axes, dtype)
+    after, norms = _run(golden, _in(config, dtype), axes, dtype)
     ours: dict[str, Any] = {f"out.{name}": value for name, value in after.items()}
     if "out.grad_norm" in golden.arrays:
         ours["out.grad_norm"] = norms
@@ -27,7 +32,7 @@ def check_optimizer(golden: Golden, dtype: str) -> Comparison:
     if not rounded:
         return result
     with jax.enable_x64(False):  # the same program for either `dtype`, compiled once
-        after, _ = _run(golden, config.replace(orthogonalization="bfloat16"), axes, "float32")
+        after, _ = _run(golden, _in(config, "bfloat16"), axes, "float32")
     for name, theirs in rounded.items():
         change = np.linalg.norm(theirs[-1] - golden.arrays[f"param.{name}"])
         distance = float(np.linalg.norm(after[name][-1] - theirs[-1]) / change)
@@ -56,8 +61,15 @@ def _optimizer_config(golden: Golden, axes: dict[str, Axes]) -> OptimizerConfig:
     if ours != set(golden.info["muon_params"]):
         differing = sorted(ours ^ set(golden.info["muon_params"]))
         raise DataError(f"Muon is given other tensors than the reference's: {', '.join(differing)}")
-    return OptimizerConfig(
-        kind="muon", momentum=source["momentum"], is_nesterov=source["nesterov"], **fields
+    muon = MuonSettings(momentum=source["momentum"], is_nesterov=source["nesterov"])
+    return OptimizerConfig(kind="muon", settings=muon, **fields)
+
+
+def _in(config: OptimizerConfig, dtype: str) -> OptimizerConfig:
+    """`config` with Newton-Schulz, if it has any, in `dtype`."""
+    muon = config.settings
+    return (
+        config if muon is None else config.replace(settings=muon.replace(orthogonalization=dtype))
     )
 
 

@@ -141,7 +141,7 @@ def test_an_unknown_tracker_is_refused_before_anything_is_written(tmp_path):
     error = commands.refused(
         *LAUNCH, "--param=RunConfig.trackers=('wand',)", f"--run_dir={tmp_path}"
     )
-    assert "RunConfig.trackers must be tuple['wandb', ...], got ('wand',)" in error
+    assert "no tracker is called 'wand'; did you mean 'wandb'?" in error
     assert not [*tmp_path.iterdir()]
 
 

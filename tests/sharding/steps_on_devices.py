@@ -10,7 +10,7 @@ from equal_on_devices import B, T, batch, config, mesh_of, worst_distance
 
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.train.groups import preparation, rate_factors
-from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
+from ttcd_jax.train.optimizer import MuonSettings, OptimizerConfig, build_optimizer
 from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
 from ttcd_jax.train.state import init_params, logical_axes, state_of, state_shardings
 from ttcd_jax.train.step import make_train_step
@@ -25,7 +25,9 @@ def trained(method: str, mesh_name: str, parts: int):
     if method == "ipttcd":
         memory = model.settings.replace(proj_init="normal", teacher_conv_init="normal")
         model = model.replace(memory=memory)
-    muon = OptimizerConfig(kind="muon", orthogonalization="float64", schedule=schedule)
+    muon = OptimizerConfig(
+        kind="muon", settings=MuonSettings(orthogonalization="float64"), schedule=schedule
+    )
     rate, mesh = learning_rate(schedule), mesh_of(mesh_name)
     factors = rate_factors(model, RATES)
     optimizer = build_optimizer(muon, rate, logical_axes(model), factors=factors)

@@ -12,7 +12,8 @@ from ttcd_jax.train.fit import by_name
 from ttcd_jax.train.groups import preparation, rate_factors
 from ttcd_jax.train.layers_on_disk import unstacked
 from ttcd_jax.train.loss import summed_loss
-from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer, global_norm
+from ttcd_jax.train.metrics import IN_STEP, in_step
+from ttcd_jax.train.optimizer import MuonSettings, OptimizerConfig, build_optimizer, global_norm
 from ttcd_jax.train.state import init_params, logical_axes, state_of, with_params
 from ttcd_jax.train.step import make_train_step
 
@@ -53,13 +54,15 @@ def drawn(model):
 
 def trained(kind="adamw", rates=(), model=MODEL, warmup=0, parts=1, start=0, steps=1):
     """(parameters before, state after, metrics of the last step); no clip."""
-    config = OptimizerConfig(kind=kind, clip_norm=None, orthogonalization="float64")
+    muon = MuonSettings(orthogonalization="float64") if kind == "muon" else None
+    config = OptimizerConfig(kind=kind, clip_norm=None, settings=muon)
     factors, axes = rate_factors(model, rates), logical_axes(model)
     optimizer = build_optimizer(config, lambda _: 0.01, axes, factors=factors)
     step = make_train_step(
         *(model, optimizer, lambda _: jnp.asarray(0.01)),
         **{"accumulation_steps": parts, "loss_rows": 16},
         prepare=preparation(model, rates, warmup),
+        measure=in_step(IN_STEP),
     )
     state = state_of(optimizer, drawn(model))
     state["step"] = jnp.asarray(start)

@@ -21,7 +21,7 @@ from ttcd_jax.memory.newton_schulz import NEWTON_SCHULZ
 from ttcd_jax.precision import Precision
 from ttcd_jax.train.fit import by_name
 from ttcd_jax.train.muon import group_of, orthogonalized, parameter_groups
-from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
+from ttcd_jax.train.optimizer import MuonSettings, OptimizerConfig, build_optimizer
 from ttcd_jax.train.state import init_params, logical_axes, state_of
 
 # A tensor of every kind.
@@ -35,7 +35,8 @@ AXES = {
 
 
 def _config(**changes) -> OptimizerConfig:
-    return OptimizerConfig(kind="muon", clip_norm=None, **changes)
+    own = {x: changes.pop(x) for x in MuonSettings.__dataclass_fields__ if x in changes}
+    return OptimizerConfig(kind="muon", settings=MuonSettings(**own), clip_norm=None, **changes)
 
 
 MATRICES = [f"mixer/{name}" for name in ("query", "key", "value", "out")]
@@ -141,7 +142,8 @@ def test_a_quadratic_comes_down():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "sgd"}, "kind must be 'adamw' | 'muon', got 'sgd'"),
+        ({"kind": "sgd"}, "no optimizer is called 'sgd'; there are adamw, muon"),
+        ({"kind": "adamw", "momentum": 0.9}, "optimizer 'adamw' has no settings MuonSettings"),
         ({"momentum": 1.0}, "momentum 1.0 must be in [0, 1)"),
         ({"is_nesterov": 1}, "is_nesterov must be bool"),
         ({"orthogonalization": "float16"}, "orthogonalization must be 'float64'"),
@@ -149,7 +151,7 @@ def test_a_quadratic_comes_down():
 )
 def test_wrong_settings_are_named(change, message):
     with pytest.raises(UserError) as caught:
-        OptimizerConfig(**{"kind": "muon"} | change)
+        _config().replace(kind=change.pop("kind", "muon"), settings=MuonSettings(**change))
     assert message in str(caught.value)
 
 

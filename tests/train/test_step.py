@@ -19,6 +19,7 @@ from ttcd_jax.train import bad_steps
 from ttcd_jax.train import step as step_module
 from ttcd_jax.train.bad_steps import fault, judged, no_skips
 from ttcd_jax.train.loop import MetricCallback, StateCallback, train
+from ttcd_jax.train.metrics import IN_STEP, in_step
 from ttcd_jax.train.state import init_params, state_of
 from ttcd_jax.train.step import make_train_step
 
@@ -44,7 +45,9 @@ def _rate(step):
 def _step(accumulation_steps=1, optimizer=optax.adam):
     optimizer = optimizer(1.0 if optimizer is optax.sgd else _rate)
     step = make_train_step(
-        MODEL, optimizer, _rate, accumulation_steps=accumulation_steps, loss_rows=16
+        *(MODEL, optimizer, _rate),
+        **{"accumulation_steps": accumulation_steps, "loss_rows": 16},
+        measure=in_step(IN_STEP),
     )
     return jax.jit(lambda: state_of(optimizer, init_params(MODEL, 0)))(), jax.jit(step)
 

@@ -16,6 +16,7 @@ from ttcd_jax.data.megatron import read_sequences
 from ttcd_jax.data.tables import STATE, check_one_split, read_values
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import decoded
+from ttcd_jax.registry import Registry
 from ttcd_jax.units import printable
 
 _LEAST_LINES = 10_000  # until they are read, as many lines are left out as of this number
@@ -192,7 +193,9 @@ def _text(where: str, field: str, value: Any) -> bytes:
 
 Reader = Callable[[Path, str], Iterator[bytes | np.ndarray | DataError]]
 # None: one document of plain text. The order is that in which kinds are offered to the user.
-_READERS: dict[str, Reader | None] = {
+_READERS = Registry[Reader | None]("kind of file")
+register = _READERS.add  # (reader, pattern of the names of files)
+_READERS |= {
     **dict.fromkeys(("*.txt", "*.txt.gz", "*.txt.zst")),
     **dict.fromkeys(("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.json.gz"), _json_lines),
     **dict.fromkeys(("*.parquet", STATE, "*.arrow"), _rows),

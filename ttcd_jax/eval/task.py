@@ -15,15 +15,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ttcd_jax.config import Bound, Config, Positive, closest
+from ttcd_jax.config import Bound, Config, Positive
 from ttcd_jax.data.tokenizer import Tokenizer
-from ttcd_jax.errors import UserError
 from ttcd_jax.eval.journal import Journal
 from ttcd_jax.eval.report import Picture, plot_bars
 from ttcd_jax.eval.scorer import Scorer, Scores
 from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import has_in_place_memory, switched_off
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.registry import Registry
 from ttcd_jax.tokens import check_tokens
 from ttcd_jax.train.state import with_params
 
@@ -77,7 +77,7 @@ class Task(Config, abc.ABC):
     @classmethod
     def alternatives(cls) -> list[type[Config]]:
         """A field of this type can hold every registered task."""
-        return [*TASKS.values()] if cls is Task else [cls]
+        return TASKS.classes() if cls is Task else [cls]
 
     @abc.abstractmethod
     def rows(self, subject: Subject) -> Any:
@@ -222,17 +222,5 @@ def row_scores(scorer: Scorer, rows: dict[str, np.ndarray]) -> Scores:
     return scores
 
 
-TASKS: dict[str, type[Task]] = {}
-
-
-def register[T: Task](task: type[T]) -> type[T]:
-    assert task.name not in TASKS, f"two tasks are named {task.name}"
-    TASKS[task.name] = task
-    return task
-
-
-def find_task(name: str) -> type[Task]:
-    """The task `name`. Raises `UserError` naming the known ones."""
-    if name not in TASKS:
-        raise UserError(f"no evaluation task {name!r}{closest(name, [*TASKS])}: {', '.join(TASKS)}")
-    return TASKS[name]
+TASKS = Registry[type[Task]]("evaluation task", lambda task: task)
+find_task, register = TASKS.named, TASKS.add

@@ -10,11 +10,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from ttcd_jax.config import Config, Positive, closest
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.config import Config, Positive
+from ttcd_jax.errors import DataError
 from ttcd_jax.nn.attention import AttentionConfig, Heads
 from ttcd_jax.nn.block import BlockConfig
 from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.registry import Registry
 
 REQUIRED = object()  # the default of a key that has none
 
@@ -25,10 +26,7 @@ class Settings(Config):
     @classmethod
     def alternatives(cls) -> list[type[Config]]:
         """The settings of all registered methods."""
-        if cls is not Settings:
-            return [cls]
-        settings = (method.settings for method in METHODS.values())
-        return list(dict.fromkeys(x for x in settings if x is not None))
+        return METHODS.classes() if cls is Settings else [cls]
 
     def switched_off(self, length: int) -> "Settings | None":
         """Settings with the same parameters under which nothing is read from the memory in rows of
@@ -168,19 +166,5 @@ class Method:
     twin: str | None = None  # None: the same method
 
 
-METHODS: dict[str, Method] = {}
-
-
-def register(method: Method) -> Method:
-    """Adds a method to the registry; names are unique."""
-    known = METHODS.setdefault(method.name, method)
-    assert known is method, f"two methods are called {method.name!r}"
-    return method
-
-
-def method_named(name: str) -> Method:
-    """The method of this name. Raises `UserError` naming the nearest one there is."""
-    if name not in METHODS:
-        near = closest(name, list(METHODS)) or f"; there are {', '.join(METHODS)}"
-        raise UserError(f"no method is called {name!r}{near}")
-    return METHODS[name]
+METHODS = Registry[Method]("method", lambda method: method.settings)
+method_named, register = METHODS.named, METHODS.add

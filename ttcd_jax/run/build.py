@@ -23,9 +23,9 @@ from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.sharding.rules import BATCH, spec
 from ttcd_jax.train.bad_steps import no_skips
-from ttcd_jax.train.distillation import Measure, make_distillation
 from ttcd_jax.train.groups import preparation, rate_factors
 from ttcd_jax.train.hardware import device_bytes
+from ttcd_jax.train.metrics import Measure, in_step, programs
 from ttcd_jax.train.optimizer import build_optimizer
 from ttcd_jax.train.schedule import learning_rate
 from ttcd_jax.train.state import (
@@ -170,16 +170,17 @@ def build_step(config: RunConfig, mesh: Mesh) -> TrainStep:
         loss_rows=config.loss_rows,
         spike_factor=config.spike_factor,
         prepare=preparation(config.model, config.optimizer.rates, config.memory_warmup),
+        measure=in_step(config.metrics),
     )
     where = _shardings(config, mesh), replicated(mesh)
     return jax.jit(step, donate_argnums=0, out_shardings=where)
 
 
-def build_distillation(config: RunConfig, mesh: Mesh) -> Measure:
-    """The compiled measure of a batch that `logs_distillation` reports; called as `build_step`."""
+def build_measures(config: RunConfig, mesh: Mesh) -> list[Measure]:
+    """The compiled metrics that are no part of the step; called as `build_step`."""
     config = laid_out(config, mesh)
-    measure = make_distillation(config.model, config.accumulation_steps or 1)
-    return jax.jit(measure, out_shardings=replicated(mesh))
+    found = programs(config.metrics, config.model, config.accumulation_steps or 1)
+    return [jax.jit(measure, out_shardings=replicated(mesh)) for measure in found]
 
 
 def _shardings(config: RunConfig, mesh: Mesh) -> dict[str, Any]:

@@ -3,17 +3,19 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from ttcd_jax.config import Bound, Config, NonNegative, Positive, PositiveFloat, closest
 from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError, listed
 from ttcd_jax.eval.task import Task
 from ttcd_jax.eval.tasks.perplexity import Perplexity
-from ttcd_jax.models.config import TransformerConfig, layers_with_teacher
+from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.run.trackers import TRACKERS
 from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train.loss import DEFAULT_ROWS
-from ttcd_jax.train.optimizer import OptimizerConfig
+from ttcd_jax.train.metrics import IN_STEP, METRICS
+from ttcd_jax.train.optimizer import MuonSettings, OptimizerConfig
 
 Steps = Annotated[int, Bound("in 1 .. 2^31 - 1", lambda steps: 0 < steps < 2**31)]
 SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < value <= 1e6)]
@@ -23,7 +25,7 @@ SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < v
 LAYOUT = (
     *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "evaluations", "trackers"),
     *("max_skipped_steps", "spike_factor", "model.remat", "model.scans_layers"),
-    "logs_distillation",
+    "metrics",
 )
 # Those that make another run. All others change when the user names them.
 LASTING = (
@@ -46,9 +48,10 @@ class RunConfig(Config):
     `evaluate_every`: steps between the `evaluations`, tasks with their options, on the current
     parameters, None for none.
     `trackers`: those that receive the metrics besides `metrics.jsonl` and TensorBoard.
-    `logs_distillation`: the metrics of logged steps have the gap between student and teacher of
-    every layer with a teacher, and what the memory leaves of it (`memory.distillation`); they cost
-    a forward pass per logged step.
+    `metrics`: what `metrics.jsonl` has of a step besides its loss, by the names in
+    `ttcd_jax.train.metrics`: "memory_ratio" and "gate_mean" of memories, "distillation" (the gap
+    between student and teacher of every layer with a teacher, and what the memory leaves of it;
+    it costs a forward pass per logged step), and those of your own.
 
     A checkpoint is saved every `checkpoint_every` steps, and `checkpoint_minutes` after the last
     one. The newest `keep_checkpoints` are kept, those of steps divisible by `keep_every`, and the
@@ -84,8 +87,8 @@ class RunConfig(Config):
     start_from: str | None = None
     start_drops: tuple[str, ...] = ()
     memory_warmup: NonNegative = 0
-    trackers: tuple[Literal["wandb"], ...] = ()
-    logs_distillation: bool = False
+    trackers: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = IN_STEP
     mesh: MeshConfig | None = None
 
     @property
@@ -100,11 +103,12 @@ class RunConfig(Config):
                 f"RunConfig.evaluations has tasks {', '.join(names)}: their metrics would have the "
                 "same names, keep one of each"
             )
-        if self.logs_distillation and not layers_with_teacher(self.model):
-            raise UserError(
-                f"RunConfig.logs_distillation: method {self.model.method!r} has no student and "
-                "teacher to compare; leave it out"
-            )
+        for name in self.trackers:
+            TRACKERS.named(name)
+        for name in self.metrics:
+            METRICS.named(name).check(self.model)
+        if len(set(self.metrics)) < len(self.metrics):
+            raise UserError(f"RunConfig.metrics {self.metrics} names one twice: keep one of each")
         if self.start_drops and self.start_from is None:
             raise UserError(
                 f"RunConfig.start_drops {self.start_drops} without RunConfig.start_from: set the "
@@ -122,6 +126,20 @@ class RunConfig(Config):
                 f"accumulation_steps {self.accumulation_steps} does not divide batch_size "
                 f"{self.batch_size}"
             )
+
+
+def upgraded(config: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration in the fields of this version."""
+    config = dict(config)
+    if config.pop("logs_distillation", False):
+        config["metrics"] = [*IN_STEP, "distillation"]
+    optimizer = config.get("optimizer")
+    if isinstance(optimizer, dict) and "settings" not in optimizer:  # Muon's were among all others
+        default, own = MuonSettings().to_dict(), dict(optimizer)
+        muon = {name: own.pop(name, default[name]) for name in default if name != "type"}
+        is_own = own.get("kind") == "muon" and default != default | muon
+        config["optimizer"] = own | {"settings": default | muon if is_own else None}
+    return config
 
 
 def common_facts(facts: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,9 @@ from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.files import lock, read_json, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.run.config import LAYOUT, accepted_changes
+from ttcd_jax.registry import IMPORTED as IMPORTED_MODULES
+from ttcd_jax.registry import check_imported
+from ttcd_jax.run.config import LAYOUT, accepted_changes, upgraded
 from ttcd_jax.run.model_changes import changed_model
 from ttcd_jax.sharding.distributed import PACKAGES
 from ttcd_jax.train.checkpoint import Checkpoints, complete_steps
@@ -46,6 +48,7 @@ IMPORTED = "imported"  # the data type of an imported run
 FORMAT = 3
 
 _IMPORT = "import.json"
+_OF_THE_FILE = ("format", "sha256", "changes", "imports")  # no fields of the configuration
 # The files of a claim in the order they are written: without the last it was not finished.
 _CLAIM = ("environment.json", MANIFEST, "config.gin", "config.json")
 # The files that describe a run, its parameters apart.
@@ -90,7 +93,16 @@ class RunDirectory:
                 f"{self.path / 'config.json'} was edited or damaged since it was written: restore "
                 "a copy (a run's fields are changed by launch --param=... --change=...)"
             )
-        return {x: config[x] for x in config if x not in ("format", "sha256", "changes")}
+        self._check_imports(config)
+        return upgraded({x: config[x] for x in config if x not in _OF_THE_FILE})
+
+    def check_imports(self) -> None:
+        """Raises `UserError` for a run that needs modules which this process has not imported."""
+        if self.is_claimed:
+            self._check_imports(self._read("config.json"))
+
+    def _check_imports(self, config: dict[str, Any]) -> None:
+        check_imported(str(self.path), config.get("imports", []))
 
     def read_part(self, name: str) -> dict[str, Any]:
         """The configuration `model` or `data`. Raises `UserError` for none."""
@@ -158,7 +170,9 @@ class RunDirectory:
     ) -> None:
         if source is not None:
             write_whole(self.path / "config.gin", source)
-        content = {"format": FORMAT, "changes": changes} | config
+        old = self._read("config.json").get("imports", []) if self.is_claimed else []
+        imports = {"imports": x} if (x := [*dict.fromkeys([*old, *IMPORTED_MODULES])]) else {}
+        content = {"format": FORMAT, "changes": changes} | imports | config
         write_json(self.path / "config.json", sealed(content))
 
     def read_import(self) -> dict[str, Any] | None:

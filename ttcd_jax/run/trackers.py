@@ -16,6 +16,7 @@ from absl import logging
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_whole
+from ttcd_jax.registry import Registry
 
 CLOSE_SECONDS = 10.0
 _MOST_WAITING = 10_000  # calls
@@ -81,12 +82,14 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[], Tracker]] = {"wandb": WeightsAndBiases}
+TRACKERS = Registry[Callable[[], Tracker]]("tracker")
+register = TRACKERS.add  # (what makes the tracker, name in `RunConfig.trackers`)
+register(WeightsAndBiases, "wandb")
 
 
 def named(names: Iterable[str]) -> list[Tracker]:
     """The trackers of `RunConfig.trackers`. Raises `UserError` for a package that is missing."""
-    return [TRACKERS[name]() for name in dict.fromkeys(names)]
+    return [TRACKERS.named(name)() for name in dict.fromkeys(names)]
 
 
 class Background:

@@ -33,8 +33,8 @@ from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.distributed import agree
 from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.checkpoint import Checkpoints, Kept, check_place
-from ttcd_jax.train.distillation import measured
 from ttcd_jax.train.loop import HostMetrics, MetricCallback, StateCallback, train
+from ttcd_jax.train.metrics import measured
 from ttcd_jax.train.profile import profiled
 from ttcd_jax.train.state import TrainState
 from ttcd_jax.train.step import TrainStep
@@ -257,24 +257,23 @@ def _compiled(
         state = state or _first_state(config, checkpoints, mesh)
         with phase("compiling"):
             step = program.result()
-    step = _with_distillation(step, config, mesh, start)
+    step = _with_measures(step, config, mesh, start)
     say_started()
     return step, state
 
 
-def _with_distillation(step: TrainStep, config: RunConfig, mesh: Mesh, start: int) -> TrainStep:
-    """`step`, which measures what the run logs besides the loss."""
-    if not config.logs_distillation:
+def _with_measures(step: TrainStep, config: RunConfig, mesh: Mesh, start: int) -> TrainStep:
+    """`step`, which measures what the run logs besides the metrics of its own program."""
+    if not (measures := build.build_measures(config, mesh)):
         return step
-    with phase("compiling the measure"):
-        params = build.abstract_state(config, mesh)["params"]
-        measure = build.build_distillation(config, mesh)
-        measure = measure.lower(params, build.abstract_batch(config, mesh)).compile()
+    with phase("compiling the metrics"):
+        shapes = build.abstract_state(config, mesh)["params"], build.abstract_batch(config, mesh)
+        measures = [measure.lower(*shapes).compile() for measure in measures]
 
     def is_due(done: int) -> bool:
         return done % config.log_every == 0 or done == config.steps
 
-    return measured(step, measure, start=start, is_due=is_due)
+    return measured(step, measures, start=start, is_due=is_due)
 
 
 def _first_state(config: RunConfig, checkpoints: Checkpoints, mesh: Mesh) -> TrainState:

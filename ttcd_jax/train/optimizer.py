@@ -1,8 +1,9 @@
-"""The optimizer: one global gradient clip, AdamW or Muon, weight decay on every tensor."""
+"""The optimizer: one global gradient clip, the direction of AdamW, Muon or one of your own, weight
+decay on every tensor."""
 
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import jax
@@ -11,17 +12,37 @@ import numpy as np
 import optax
 
 from ttcd_jax.config import Config, Decay, NonNegativeFloat, PositiveFloat
+from ttcd_jax.errors import UserError
+from ttcd_jax.registry import Registry
 from ttcd_jax.train.muon import parameter_groups, scale_by_muon
 from ttcd_jax.train.schedule import ScheduleConfig
 
 Rates = tuple[tuple[str, NonNegativeFloat], ...]
 
 
+class OptimizerSettings(Config):
+    """Base of the constants of optimizers, the type of `OptimizerConfig.settings`."""
+
+    @classmethod
+    def alternatives(cls) -> list[type[Config]]:
+        return OPTIMIZERS.classes() if cls is OptimizerSettings else [cls]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuonSettings(OptimizerSettings):
+    """Constants of `train.muon`; `orthogonalization` is the dtype of Newton-Schulz."""
+
+    momentum: Decay = 0.95
+    is_nesterov: bool = True
+    # Not float16, in which a small momentum underflows before it is normalised.
+    orthogonalization: Literal["float64", "float32", "bfloat16"] = "bfloat16"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Config):
-    """AdamW's constants and the learning rate; `clip_norm` None: no clip. With `kind="muon"`,
-    matrices follow `train.muon`, whose constants are `momentum`, `is_nesterov` and
-    `orthogonalization` (the dtype of Newton-Schulz); all else follows AdamW.
+    """AdamW's constants and the learning rate; `clip_norm` None: no clip. `kind` names a registered
+    optimizer, `settings` its own constants (None: their defaults). With "muon", matrices follow
+    `train.muon`; all else follows AdamW.
 
     `rates`: pairs (pattern, factor), `(("layers/*/mlp/proj", 0.1),)`. A parameter's learning rate,
     its weight decay too, is multiplied by the factor of the first pattern that matches its name on
@@ -29,18 +50,43 @@ class OptimizerConfig(Config):
     part in the gradient norm.
     """
 
-    kind: Literal["adamw", "muon"] = "adamw"
+    kind: str = "adamw"
+    settings: OptimizerSettings | None = None
     beta1: Decay = 0.9
     beta2: Decay = 0.95
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     clip_norm: PositiveFloat | None = 1.0
-    momentum: Decay = 0.95
-    is_nesterov: bool = True
-    # Not float16, in which a small momentum underflows before it is normalised.
-    orthogonalization: Literal["float64", "float32", "bfloat16"] = "bfloat16"
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     rates: Rates = ()
+
+    def validate(self) -> None:
+        known = OPTIMIZERS.named(self.kind).settings
+        if self.settings is not None and type(self.settings) is not known:
+            raise UserError(
+                f"optimizer {self.kind!r} has no settings {type(self.settings).__name__}: set "
+                f"OptimizerConfig.settings = {known and f'@{known.__name__}()'}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """An optimizer by its name in `OptimizerConfig.kind`.
+
+    `directions(config, settings, axes)` maps gradients to the directions of steps: by the name of a
+    group of parameters an Optax transformation without learning rate, weight decay and clip, which
+    all optimizers share. `axes` is the tree that `build_optimizer` takes; `groups(axes)` is the
+    tree of the groups' names where there are several.
+    """
+
+    name: str
+    directions: Callable[[OptimizerConfig, Any, Any], dict[str, optax.GradientTransformation]]
+    groups: Callable[[Any], Any] | None = None
+    settings: type[OptimizerSettings] | None = None
+
+
+OPTIMIZERS = Registry[Optimizer]("optimizer", lambda optimizer: optimizer.settings)
+register = OPTIMIZERS.add
 
 
 def global_norm(tree: Any) -> jax.Array:
@@ -84,25 +130,22 @@ def build_optimizer(
     `train.state.logical_axes` makes it. `factors`: what multiplies the rate of each, as
     `train.groups.rate_factors` makes them of `config.rates`; frozen ones have no moments.
     """
-    adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
-    directions: dict[Hashable, optax.GradientTransformation] = {"adamw": adam}
-    if config.kind == "muon":
-        directions["muon"] = scale_by_muon(
-            axes,
-            momentum=config.momentum,
-            is_nesterov=config.is_nesterov,
-            dtype=jnp.dtype(config.orthogonalization),
-        )
-    groups = (
-        parameter_groups(axes)
-        if config.kind == "muon"
-        else jax.tree.map(lambda _: "adamw", axes, is_leaf=lambda node: isinstance(node, tuple))
-    )
+    kind = OPTIMIZERS.named(config.kind)
+    settings = config.settings or (kind.settings and kind.settings())
+    directions: dict[Hashable, optax.GradientTransformation] = {
+        **kind.directions(config, settings, axes)
+    }
+    (first, *others) = directions
+    if kind.groups is None:
+        assert not others, f"optimizer {kind.name!r} has several groups: give it `groups`"
+        groups = jax.tree.map(lambda _: first, axes, is_leaf=lambda node: isinstance(node, tuple))
+    else:
+        groups = kind.groups(axes)
     if factors is not None:
         directions["frozen"] = optax.set_to_zero()
         groups = jax.tree.map(lambda x, group: group if np.any(x) else "frozen", factors, groups)
     update = optax.chain(
-        directions["adamw"] if len(directions) == 1 else optax.partition(directions, groups),
+        directions[first] if len(directions) == 1 else optax.partition(directions, groups),
         optax.add_decayed_weights(config.weight_decay if weight_decay is None else weight_decay),
         optax.scale_by_learning_rate(schedule),
         optax.identity()
@@ -112,3 +155,19 @@ def build_optimizer(
     if config.clip_norm is None:
         return update
     return optax.chain(clip_by_global_norm(config.clip_norm), update)
+
+
+def _adam(config: OptimizerConfig, *_: Any) -> dict[str, optax.GradientTransformation]:
+    return {"adamw": optax.scale_by_adam(config.beta1, config.beta2, config.eps)}
+
+
+def _muon(
+    config: OptimizerConfig, settings: MuonSettings, axes: Any
+) -> dict[str, optax.GradientTransformation]:
+    constants = {"momentum": settings.momentum, "is_nesterov": settings.is_nesterov}
+    dtype = jnp.dtype(settings.orthogonalization)
+    return _adam(config) | {"muon": scale_by_muon(axes, **constants, dtype=dtype)}
+
+
+register(Optimizer("adamw", _adam))
+register(Optimizer("muon", _muon, groups=parameter_groups, settings=MuonSettings))

@@ -1,11 +1,12 @@
 """One optimizer step as a pure function: (state, batch) -> (state, metrics)."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float
 
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.nn.block import MemoryStats
@@ -20,8 +21,16 @@ Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 # (parameters, step) -> those that the loss of the step is computed with
 Prepare = Callable[[Any, jax.Array], Any]
-# (parameters, batch, step) -> ((loss summed over the marked targets, statistics), gradients)
-Gradients = Callable[[Any, Batch, jax.Array], tuple[tuple[jax.Array, MemoryStats | None], Any]]
+# (parameters, batch, step) -> ((loss summed over the marked targets, other metrics), gradients)
+Gradients = Callable[[Any, Batch, jax.Array], tuple[tuple[jax.Array, Metrics], Any]]
+
+
+class Forward(NamedTuple):
+    """What the forward pass makes of the rows that a step computes at once, without gradient."""
+
+    hidden: Float[Array, "B T D"]  # final normed hidden states
+    stats: MemoryStats | None  # arrays [fast layers]; None without such layers
+    batch: Batch
 
 
 def make_train_step(
@@ -33,17 +42,21 @@ def make_train_step(
     loss_rows: int,
     spike_factor: float | None = None,
     prepare: Prepare = lambda params, step: params,
+    measure: Callable[[Forward], Metrics] = lambda forward: {},
 ) -> TrainStep:
     """The step of a language model on batches of tokens, positions, targets, loss_mask and, unless
     every row is one document, segment_ids; computed in `accumulation_steps` parts, which do not
-    change the loss. The loss is that of the parameters which `prepare` makes."""
+    change the loss. The loss is that of the parameters which `prepare` makes. The metrics have
+    those that `measure` finds in the forward pass, the mean of the parts."""
 
-    def loss_sum(params: Any, batch: Batch, step: jax.Array) -> tuple[jax.Array, Any]:
+    def loss_sum(params: Any, batch: Batch, step: jax.Array) -> tuple[jax.Array, Metrics]:
         model = with_params(config, prepare(params, step))
         segment_ids = batch.get("segment_ids")
         hidden, stats = model.forward(batch["tokens"], segment_ids, batch["positions"])
-        head = model.head_weight()
-        return summed_loss(hidden, head, batch["targets"], batch["loss_mask"], loss_rows), stats
+        loss = summed_loss(
+            hidden, model.head_weight(), batch["targets"], batch["loss_mask"], loss_rows
+        )
+        return loss, measure(jax.lax.stop_gradient(Forward(hidden, stats, batch)))
 
     gradients = jax.value_and_grad(loss_sum, has_aux=True)
     if accumulation_steps > 1:
@@ -58,8 +71,8 @@ def step_with(
     spike_factor: float | None = None,
 ) -> TrainStep:
     """The step of any model whose batches have a `loss_mask`; its loss is the mean over the marked
-    targets. Metrics: loss (nats), grad_norm (before the clip), learning_rate, and [fast layers]
-    memory_ratio and gate_mean.
+    targets. Metrics: loss (nats), grad_norm (before the clip), learning_rate, and those that
+    `gradients` return.
 
     A step whose loss or gradient is not finite leaves parameters and optimizer state unchanged;
     `is_finite` of its metrics is False. A state with `skips` counts such steps, and those with a
@@ -69,7 +82,7 @@ def step_with(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         count = batch["loss_mask"].sum()
-        (loss, stats), grads = gradients(state["params"], batch, state["step"])
+        (loss, found), grads = gradients(state["params"], batch, state["step"])
         loss, count = loss / count, jnp.maximum(count, 1)  # no target: no mean, no gradient
         grads = jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
         metrics = {
@@ -88,8 +101,7 @@ def step_with(
             (optax.apply_updates(state["params"], updates), opt_state),
             (state["params"], state["opt_state"]),
         )
-        metrics |= stats._asdict() if stats is not None else {}
-        return new, metrics
+        return new, metrics | found
 
     return train_step
 
@@ -111,21 +123,23 @@ def in_parts(batch: Batch, count: int) -> Batch:
 
 
 def _accumulated(loss_sum: Callable[..., Any], axes: Any, count: int) -> Gradients:
-    """Gradients of a batch in `count` parts, and their mean statistics. The backward of every part
+    """Gradients of a batch in `count` parts, and their mean metrics. The backward of every part
     adds to one copy of the gradients, layer by layer, sharded by the parameters' `axes`."""
 
-    def gradients(params: Any, batch: Batch, step: jax.Array) -> tuple[tuple[jax.Array, Any], Any]:
+    def gradients(
+        params: Any, batch: Batch, step: jax.Array
+    ) -> tuple[tuple[jax.Array, Metrics], Any]:
         total = jax.tree.map(
             lambda x, names: jax.new_ref(constrain(jnp.zeros_like(x), *names)), params, axes
         )
 
-        def add_part(_: None, part: Batch) -> tuple[None, tuple[jax.Array, MemoryStats | None]]:
-            loss, pull, stats = jax.vjp(lambda x: loss_sum(x, part, step), params, has_aux=True)
+        def add_part(_: None, part: Batch) -> tuple[None, tuple[jax.Array, Metrics]]:
+            loss, pull, found = jax.vjp(lambda x: loss_sum(x, part, step), params, has_aux=True)
             pull.with_refs(total)(jnp.ones_like(loss))
-            return None, (loss, stats)
+            return None, (loss, found)
 
-        _, (losses, stats) = jax.lax.scan(add_part, None, in_parts(batch, count))
-        mean_stats = jax.tree.map(lambda x: x.mean(0), stats)
-        return (losses.sum(), mean_stats), jax.tree.map(jax.freeze, total)
+        _, (losses, found) = jax.lax.scan(add_part, None, in_parts(batch, count))
+        means = jax.tree.map(lambda x: x.mean(0), found)
+        return (losses.sum(), means), jax.tree.map(jax.freeze, total)
 
     return gradients

@@ -156,7 +156,7 @@ def _train(
         return rate_of_epoch(config, hyper.rate, epoch, config.num_epochs(num_rows))
 
     gradients = jax.value_and_grad(
-        lambda params, batch, _: (problem.loss_sum(params, batch), None), has_aux=True
+        lambda params, batch, _: (problem.loss_sum(params, batch), {}), has_aux=True
     )
     step = step_with(gradients, _optimizer(rate, hyper.weight_decay), rate)
 

@@ -1,4 +1,4 @@
-"""The gap between student and teacher among the metrics of a run."""
+"""The metrics of a run besides its loss, and the gap between student and teacher among them."""
 
 import itertools
 
@@ -16,9 +16,20 @@ from ttcd_jax.memory.distillation import summary
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 from ttcd_jax.run import build
+from ttcd_jax.run.config import upgraded
 from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.run.reporting import read_metrics
-from ttcd_jax.train.distillation import make_distillation, measured
+from ttcd_jax.sharding.mesh import MeshConfig
+from ttcd_jax.train.metrics import (
+    IN_STEP,
+    METRICS,
+    RESERVED,
+    Metric,
+    measured,
+    programs,
+    register,
+)
+from ttcd_jax.train.optimizer import MuonSettings
 from ttcd_jax.train.state import with_params
 
 CONFIG = RunConfig(
@@ -29,6 +40,7 @@ CONFIG = RunConfig(
     batch_size=4,
     log_every=2,
 )
+WITH_GAP = (*IN_STEP, "distillation")
 NAMES = ["change", "closer", "cosine", "gap", "gap_both", "gap_on", "loss", "loss_on"]
 
 
@@ -44,7 +56,7 @@ def _records(run_dir, **changes):
 
 def test_a_run_logs_distances_and_its_losses_stay_the_same_to_the_last_bit(tmp_path):
     plain = _records(tmp_path / "plain")
-    logged = _records(tmp_path / "logged", logs_distillation=True)
+    logged = _records(tmp_path / "logged", metrics=WITH_GAP)
     assert [record["step"] for record in logged] == [2, 4, 5]
     for record, other in zip(logged, plain, strict=True):
         found = {name: x for name, x in record.items() if name.startswith("distillation/")}
@@ -67,7 +79,7 @@ def test_a_run_logs_distances_and_its_losses_stay_the_same_to_the_last_bit(tmp_p
 def test_what_cannot_be_measured_is_null_and_a_warning(tmp_path, caplog, changes):
     memory = CONFIG.model.settings.replace(**changes.pop("memory", {}))
     changes["model"] = CONFIG.model.replace(memory=memory)
-    logged = _records(tmp_path, logs_distillation=True, log_every=1, **changes)
+    logged = _records(tmp_path, metrics=WITH_GAP, log_every=1, **changes)
     assert [record["step"] for record in logged] == [1, 2, 3, 4, 5]
     nulls = {name for record in logged for name, value in record.items() if value is None}
     assert nulls
@@ -77,7 +89,7 @@ def test_what_cannot_be_measured_is_null_and_a_warning(tmp_path, caplog, changes
 
 def test_a_resumed_run_goes_on_with_or_without_them(tmp_path):
     _records(tmp_path, steps=3)
-    train_run(CONFIG.replace(logs_distillation=True), tmp_path, _batches, changes=["steps"])
+    train_run(CONFIG.replace(metrics=WITH_GAP), tmp_path, _batches, changes=["steps"])
     found = {
         x["step"]: "distillation/layer_1/gap" in x for x in read_metrics(tmp_path / "metrics.jsonl")
     }
@@ -92,7 +104,7 @@ def test_the_program_of_a_step_does_not_know_of_them():
             shapes = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
             return build.build_step(config, mesh).lower(*shapes).as_text()
 
-    assert text(CONFIG) == text(CONFIG.replace(logs_distillation=True))
+    assert text(CONFIG) == text(CONFIG.replace(metrics=WITH_GAP))
 
 
 def test_parts_give_the_measures_of_the_whole_batch_without_its_padding(float64):
@@ -102,7 +114,8 @@ def test_parts_give_the_measures_of_the_whole_batch_without_its_padding(float64)
     ids[2] = 1
     batch = {"tokens": rng.integers(0, 11, (4, 14)), "segment_ids": ids}
     params = nnx.to_pure_dict(nnx.state(randomize(Transformer, model), nnx.Param))
-    whole, parts = (jax.jit(make_distillation(model, count))(params, batch) for count in (1, 2))
+    measures = (programs(["distillation"], model, count)[0] for count in (1, 2))
+    whole, parts = (jax.jit(measure)(params, batch) for measure in measures)
     assert_close(parts, whole)
     found = with_params(model, params).distillation(*map(jnp.asarray, batch.values()))
     measures = summary(found, jnp.asarray(ids > 0))
@@ -116,7 +129,7 @@ def test_they_are_measured_where_they_are_due_on_the_parameters_of_the_loss():
     seen = []
     step = measured(
         lambda state, batch: ({"params": state["params"] + 1}, {"loss": batch}),
-        lambda params, batch: {"gap": params * 10 + batch},
+        [lambda params, batch: {"gap": params * 10 + batch}],
         start=3,
         is_due=lambda done: done in (5, 6),
     )
@@ -127,6 +140,76 @@ def test_they_are_measured_where_they_are_due_on_the_parameters_of_the_loss():
     assert seen == [{"loss": 0}, {"loss": 1, "gap": 41}, {"loss": 2, "gap": 52}, {"loss": 3}]
 
 
-def test_a_method_without_a_teacher_is_refused():
-    with pytest.raises(UserError, match="method 'ipttt' has no student and teacher to compare"):
-        CONFIG.replace(model=config_of("ipttt"), logs_distillation=True)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model": config_of("ipttt"), "metrics": WITH_GAP},
+            "method 'ipttt' has no student and teacher to compare",
+        ),
+        (
+            {"metrics": ("gate_means",)},
+            "no metric is called 'gate_means'; did you mean 'gate_mean'",
+        ),
+        ({"metrics": IN_STEP * 2}, "names one twice"),
+        ({"trackers": ("wandbs",)}, "no tracker is called 'wandbs'; did you mean 'wandb'"),
+    ],
+)
+def test_metrics_and_trackers_that_there_are_not_are_refused(changes, words):
+    with pytest.raises(UserError, match=words):
+        CONFIG.replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (lambda: jnp.ones((2, 3)), r"metric odd is float32 \[2, 3\]"),
+        (lambda: {"a": "text"}, "metric odd/a is 'text'"),
+        (lambda: None, "metric odd is None"),
+        (lambda: jnp.ones(2) * 1j, "metric odd is complex64"),
+    ],
+)
+@pytest.mark.parametrize("is_in_step", [True, False])
+def test_what_is_no_number_is_refused_before_the_first_step(
+    tmp_path, monkeypatch, found, words, is_in_step
+):
+    monkeypatch.setitem(METRICS, "odd", Metric("odd", lambda *_: found(), is_in_step))
+    with pytest.raises(UserError, match=words):
+        _records(tmp_path, metrics=("odd",))
+
+
+@pytest.mark.parametrize("name", ["loss", "step", "a/b", "mfu"])
+def test_a_metric_has_a_name_of_its_own(name):
+    with pytest.raises(UserError, match="a metric cannot be called"):
+        register(Metric(name, lambda forward: 0.0))
+
+
+def test_metrics_of_ones_own_are_numbers_of_the_step_and_its_parts(tmp_path, monkeypatch):
+    count = Metric("count", lambda forward: forward.batch["tokens"].shape[0], is_in_step=True)
+    own = Metric("own", lambda model, batch, parts: {"nan": jnp.nan, "parts": parts})
+    monkeypatch.setitem(METRICS, "count", count)
+    monkeypatch.setitem(METRICS, "own", own)
+    metrics = ("count", "own")
+    records = _records(tmp_path, metrics=metrics, accumulation_steps=2, mesh=MeshConfig())
+    for record in records:
+        assert {name: record[name] for name in ("count", "own/nan", "own/parts")} == {
+            "count": 2,
+            "own/nan": None,
+            "own/parts": 2,
+        }
+        assert record.keys() - {*RESERVED} == {"count", "own/nan", "own/parts"}
+
+
+@pytest.mark.parametrize("logs", [True, False])
+@pytest.mark.parametrize("momentum", [0.95, 0.5])
+def test_a_configuration_of_an_earlier_version_is_read(logs, momentum):
+    muon = {"momentum": momentum, "is_nesterov": True, "orthogonalization": "bfloat16"}
+    optimizer = OptimizerConfig(kind="muon")
+    old = CONFIG.replace(optimizer=optimizer).to_dict()
+    del old["metrics"], old["optimizer"]["settings"]
+    old = old | {"logs_distillation": logs, "optimizer": old["optimizer"] | muon}
+    settings = None if momentum == 0.95 else MuonSettings(momentum=momentum)
+    expected = CONFIG.replace(
+        metrics=WITH_GAP if logs else IN_STEP, optimizer=optimizer.replace(settings=settings)
+    )
+    assert RunConfig.from_dict(upgraded(old)) == expected
