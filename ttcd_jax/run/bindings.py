@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gin
+from gin import config as shared_gin
 from gin import config_parser
 
 from ttcd_jax.config import Config, closest, config_classes
@@ -297,7 +297,7 @@ def find_gin_file(gin_file: str, config_dir: Path) -> Path:
 
 
 def read_file(
-    path: Path, config_dir: Path, runtime: types.ModuleType = gin.config
+    path: Path, config_dir: Path, runtime: types.ModuleType = shared_gin
 ) -> dict[Key, Binding]:
     """The bindings of a file and of the fragments it includes, whose bindings it may override.
 
@@ -308,7 +308,7 @@ def read_file(
 
 
 def read_params(
-    params: Sequence[str], config_dir: Path, runtime: types.ModuleType = gin.config
+    params: Sequence[str], config_dir: Path, runtime: types.ModuleType = shared_gin
 ) -> dict[Key, Binding]:
     """The bindings of the command line and of the fragments it includes; the last of a key wins."""
     bindings: dict[Key, Binding] = {}
