@@ -3,11 +3,12 @@
 import functools
 import json
 import sys
+from pathlib import Path
 from unittest import mock
 
 import commands
-import datasets
 import jax.numpy as jnp
+import lm_eval.tasks
 import numpy as np
 import pytest
 import tokenizers
@@ -353,8 +354,9 @@ def test_the_prompts_are_those_of_the_harness(folder, scorer):
     assert "Wo ist die Tür?\nAnswer: dort\n\n" in _prompts(items, "arc_challenge")[0][0]
 
 
-def test_mmlu_is_a_group_of_the_subjects_that_are_there(folder, scorer):
+def test_mmlu_is_a_group_of_the_subjects_that_are_there(folder, scorer, caplog):
     items = load_tasks(["mmlu", "arc_easy"], data=str(folder))
+    assert "mmlu_stem_tasks: 2 of 19 members (--data=" in caplog.text
     records = measure(items, scorer)
     names = [(x["task"], x["depth"], x["items"]) for x in records]
     assert names == [
@@ -378,42 +380,19 @@ def test_mmlu_is_a_group_of_the_subjects_that_are_there(folder, scorer):
     assert value["mmlu_astronomy"] == np.mean(hits)
 
 
-def _babilong(folder, rows):
-    place = folder / "babilong" / "0k"
-    place.mkdir(parents=True)
-    _write(place / "qa1.jsonl", rows)
-    (table := datasets.Dataset.from_list(rows[:1])).to_parquet(place / "qa2-00000-of-00001.parquet")
-    return len(table)
-
-
-def test_babilong_has_the_rows_of_a_folder(tmp_path, folder):
-    rows = [
-        {"input": f" John went to the {x}. It rained.", "question": "Where is John?", "target": x}
-        for x in ("garden", "office")
-    ]
-    _babilong(tmp_path, rows)
-    place = (f"--run_dir={folder / 'run'}", "--task=harness", f"--data={tmp_path}")
-    result = commands.run("evaluate", *place, "--tasks=babilong", "--label=babilong")
-    assert "babilong: 2 of 20 members (babilong_qa3 reads " in result.stderr, result.stderr
-    found = json.loads((folder / "run/eval/harness.babilong/results.json").read_text())
-    (on, _) = found["series"].values()
-    assert [(x["task"], x["items"], x["depth"], x["examples"]) for x in on] == [
-        ("babilong", 3, 0, 2),
-        ("babilong_qa1", 2, 1, 2),
-        ("babilong_qa2", 1, 1, 2),
-    ]
-    items = load_tasks(["babilong_qa1"], data=str(tmp_path))
+def test_a_task_of_texts_has_a_score(folder, tmp_path):
+    text = YAML[: YAML.index("doc_to_choice")].replace("FILE", str(folder / "four.jsonl"))
+    more = "{until: [], max_gen_toks: 16}\nmetric_list: [{metric: exact_match}]"
+    text = text.replace("multiple_choice", "generate_until") + f"generation_kwargs: {more}\n"
+    (tmp_path / "task.yaml").write_text(text + 'doc_to_target: "{{choices[gold]}}"')
+    items = load_tasks(["four_questions"], include_path=str(tmp_path))
     oracle = mock.Mock(tokenizer=ByteTokenizer())
     oracle.generate = lambda requests: [
-        "It is the GARDEN." if "garden" in bytes(x.tokens).decode() else "?" for x in requests
+        "eggs" if "hen" in bytes(x.tokens).decode() else "?" for x in requests
     ]
     (record,) = measure(items, oracle)
-    assert (record["metric"], record["value"]) == ("acc", 0.5)
-    (prompt, settings), *_ = _prompts(items, "babilong_qa1")
-    assert prompt.startswith("I will give you context with the facts about positions of different")
-    assert prompt.endswith("John went to the garden. It rained.\nWhere is John?")
-    assert (settings["max_gen_toks"], settings["until"]) == (16, [])
-    assert {"torch", "transformers"}.isdisjoint(sys.modules)
+    assert (record["metric"], record["value"], record["items"]) == ("exact_match", 0.25, 4)
+    assert _prompts(items, "four_questions")[0][1]["max_gen_toks"] == 16
 
 
 def test_texts_end_at_stop_strings(scorer):
@@ -508,6 +487,14 @@ def test_the_command_of_the_harness_runs_a_run(folder, scorer, monkeypatch, caps
 def test_tasks_refused(folder, options, words):
     with pytest.raises(UserError, match=words):
         load_tasks(**{"data": str(folder)} | options)
+
+
+@pytest.mark.parametrize("folder", ["ruler", "babilong"])
+def test_tasks_that_are_ours_name_our_commands(folder):
+    path = str(Path(lm_eval.tasks.__file__).with_name(folder))  # all folders take seconds
+    words = rf"cannot build {folder} .*: RULER .* --task=ruler, .*--task=babilong --form=harness$"
+    with pytest.raises(UserError, match=words):
+        load_tasks([folder], include_path=path)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import shutil
 import struct
-import threading
 
 import commands
 import pytest
@@ -12,19 +11,17 @@ import tiny_run
 from wandb.proto.wandb_internal_pb2 import Record
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.run import trackers
 from ttcd_jax.run.reporting import MetricFiles
-from ttcd_jax.run.trackers import Background, named
+from ttcd_jax.run.trackers import Guarded, named
 
 LAUNCH = ("launch", *tiny_run.flags("recall.gin", *tiny_run.RECALL))
 TRACKED = "--param=RunConfig.trackers=('wandb',)"
 # A run with a tracker of its own, which does as it is told at the third call of write.
 OWN = """
-import sys, time
+import sys
 from pathlib import Path
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax import RunConfig, train_run
-from ttcd_jax.run import trackers
 
 class Own:
     def start(self, run_dir, config, step):
@@ -38,7 +35,6 @@ class Own:
     def close(self):
         print(*self.lines, "close", sep="|")
 
-trackers.CLOSE_SECONDS = 1.0
 params = [text.removeprefix("--param=") for text in sys.argv[2:]]
 config = load_config(RunConfig, "recall.gin", params, config_dir=Path("experiments/configs"))
 print(train_run(config, sys.argv[1], trackers=[Own()]).step)
@@ -63,59 +59,46 @@ def test_a_tracker_of_the_user_receives_every_record(tmp_path):
     assert [step for step, *_ in tiny_run.losses(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("failure", "words"),
-    [
-        ("raise ConnectionError('no network')", "failed (ConnectionError: no network)"),
-        ("time.sleep(100)", "did not close within 1 s"),
-    ],
-)
-def test_a_tracker_that_fails_or_hangs_is_one_warning(tmp_path, failure, words):
-    result = _own(tmp_path, failure, "STEPS=6")
+def test_a_tracker_that_fails_is_one_warning(tmp_path):
+    result = _own(tmp_path, "raise ConnectionError('no network')", "STEPS=6")
     assert result.stdout.endswith("\n6\n")
     assert result.stderr.count("\n") == 1
+    words = "failed (ConnectionError: no network)"
     assert result.stderr.endswith(f"tracker Own {words}: the run goes on without it\n")
 
 
-class _Told:
-    """Hangs in `write` until it is told to go on."""
+class _Failing:
+    """Raises in one of its methods."""
 
-    def __init__(self):
-        self.go_on, self.steps = threading.Event(), []
+    def __init__(self, method, error):
+        self.calls, self._method, self._error = [], method, error
 
-    def start(self, run_dir, config, step):
-        raise RuntimeError("no key")
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append(name)
+            if name == self._method:
+                raise self._error
 
-    def write(self, step, record):
-        self.go_on.wait(60)
-        self.steps.append(step)
-
-    def close(self):
-        self.steps.append("closed")
+        return call
 
 
-def test_a_tracker_that_lags_holds_a_bounded_number_of_records(monkeypatch, caplog):
-    monkeypatch.setattr(trackers, "_MOST_WAITING", 5)
-    tracker = _Told()
-    background = Background(tracker)
-    for step in range(100):
-        background.write(step, {"loss": 1.0})
-    (warning,) = caplog.messages
-    assert "tracker _Told hangs, 5 calls behind: the run goes on without it" in warning
-    tracker.go_on.set()
-    background.close()
-    assert len(tracker.steps) <= 6
-    assert len(caplog.messages) == 1
+@pytest.mark.parametrize("error", [RuntimeError("no\nkey"), SystemExit(3)])
+@pytest.mark.parametrize("method", ["start", "write", "close"])
+def test_a_tracker_gets_no_call_after_one_that_fails(method, error, caplog):
+    tracker = _Failing(method, error)
+    guarded, order = Guarded(tracker), ["start", "write", "write", "close"]
+    for name in order:
+        guarded.call(name)
+    assert tracker.calls == order[: order.index(method) + 1]
+    (message,) = caplog.messages
+    cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    assert message == f"tracker _Failing failed ({cause}): the run goes on without it"
 
 
-def test_a_tracker_that_does_not_start_gets_no_records(tmp_path, caplog):
-    tracker = _Told()
-    background = Background(tracker)
-    background.start(tmp_path, {}, 0)
-    background.write(1, {})
-    background.close()
-    assert tracker.steps == []
-    assert ["no key" in message for message in caplog.messages] == [True]
+def test_an_interruption_inside_a_tracker_is_none_of_its_failures(caplog):
+    with pytest.raises(KeyboardInterrupt):
+        Guarded(_Failing("write", KeyboardInterrupt())).call("write")
+    assert not caplog.messages
 
 
 def test_a_record_that_is_written_again_is_told_from_another_of_its_step(tmp_path):

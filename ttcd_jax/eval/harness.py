@@ -37,7 +37,6 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from ttcd_jax.config import LIMIT, closest
 from ttcd_jax.errors import DataError, UserError, listed
 from ttcd_jax.eval.harness_data import LocalData
-from ttcd_jax.eval.harness_ruler import Encode, importable
 from ttcd_jax.eval.scorer import Scorer
 from ttcd_jax.eval.task import digest
 from ttcd_jax.inference.generate import Request
@@ -48,8 +47,14 @@ _RESAMPLES = 1000  # for the standard error of what is no mean
 _of_harness = lm_eval.evaluator.evaluate
 # The harness' own tasks on the data sets that `LocalData` knows; all others are read when a name is
 # none of them, which takes seconds.
-_OWN = ("hellaswag", "arc", "mmlu", "ruler", "babilong")
+_OWN = ("hellaswag", "arc", "mmlu")
 _FOLDERS = [Path(lm_eval.tasks.__file__).with_name(x) for x in _OWN]
+# Those that need transformers, another tokenizer than the run's, and downloads.
+_OURS = ("lm_eval.tasks.ruler.", "lm_eval.tasks.babilong.")
+_COMMANDS = (
+    ": RULER and BABILong are measured by evaluate --task=ruler, evaluate --task=babilong "
+    "--form=harness"
+)
 # Settings of other libraries that change nothing at these values.
 _OFF = [("top_k", 0), ("top_k", -1), ("num_beams", 1), ("num_return_sequences", 1)]
 _OFF += [("length_penalty", 1), ("typical_p", 1), ("no_repeat_ngram_size", 0), ("use_cache", True)]
@@ -193,7 +198,7 @@ def _check(tasks: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 
 class Refusals(contextlib.AbstractContextManager[None]):
     """Inside, what the harness, a task or a template raises is a `UserError`; a defect of ours in
-    what they call stays one."""
+    what they call stays one. Where its RULER or BABILong fails, it names our commands."""
 
     def __init__(self, text: str, remedy: str = "") -> None:
         self._text, self._remedy = text, remedy
@@ -205,7 +210,9 @@ class Refusals(contextlib.AbstractContextManager[None]):
         places = [name[:7] for name in modules if name.startswith(("lm_eval.", "ttcd_jax."))]
         if "lm_eval" not in places or places[-1] == "lm_eval":
             cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            raise UserError(f"the harness {self._text} ({cause}){self._remedy}") from error
+            is_ours = any(name.startswith(_OURS) for name in modules)
+            remedy = _COMMANDS if is_ours else self._remedy
+            raise UserError(f"the harness {self._text} ({cause}){remedy}") from error
 
 
 class Items(list[tuple[str, int]]):
@@ -232,20 +239,19 @@ def load_tasks(
     limit: float | None = None,
     num_fewshot: int | None = None,
     metadata: Mapping[str, Any] | None = None,
-    encode: Encode | None = None,
 ) -> Items:
     """Tasks and groups of the harness by name, with their own prompts. A task takes its rows from
     the files of the folder `data` where it has them; those of a group that have none there are left
     out, with a warning. `include_path`: a folder of YAML files of more tasks. `limit`,
-    `num_fewshot` and `metadata` are those of `lm_eval`. RULER counts lengths in tokens of `encode`.
-    Raises `UserError` for an unknown name and a task that cannot be built, `DataError` for a file.
+    `num_fewshot` and `metadata` are those of `lm_eval`. Raises `UserError` for an unknown name and
+    a task that cannot be built, `DataError` for a file.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError(f"--include_path={include_path} is no folder")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is chosen here
     datasets.disable_progress_bars()
     index = (manager := _manager(names, include_path, dict(metadata or {}))).task_index
-    local = LocalData(data, encode, (metadata or {}).get("max_seq_lengths"))
+    local = LocalData(data)
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)  # noqa: NPY002  # where tasks draw
     remedy = ": its data are files of --data=FOLDER (docs/evaluation.md), or in datasets' cache"
@@ -278,8 +284,7 @@ def _localize(index: dict[str, Any], name: str, data: LocalData) -> None:
     if entry.kind.name not in ("GROUP", "TAG"):
         local = data.fields(entry.cfg or {})
         if local and entry.yaml_path is not None:
-            with importable():
-                config = load_yaml(entry.yaml_path, resolve_func=True)
+            config = load_yaml(entry.yaml_path, resolve_func=True)
             entry.cfg, entry.yaml_path = config | local, None
         return
     members, kept, reason = sorted(entry.tags) or entry.cfg["task"], [], None
@@ -352,9 +357,7 @@ def _records(name: str, depth: int, loaded: Any, results: Any) -> Iterator[dict[
     ]
     for key, value in values.items():
         metric, comma, kind = key.partition(",")
-        # The harness' RULER has -1 where there is no item of a length.
-        is_absent = _number(value) is None or (metric.isdigit() and value == -1)
-        if comma and not metric.endswith("_stderr") and not is_absent:
+        if comma and not metric.endswith("_stderr") and _number(value) is not None:
             is_choice = chances and metric in ("acc", "acc_norm")
             yield {
                 "task": name,

@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
-import lm_eval.tasks
 
-from ttcd_jax.data.tables import read_values
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.eval.harness_ruler import Encode, generate
 from ttcd_jax.files import parse_json
 
 Row = dict[str, Any]
@@ -54,22 +51,15 @@ _SOURCES = {
     ("allenai/ai2_arc", "ARC-Challenge"): _Source("arc_challenge", "test", _arc),
     ("cais/mmlu", None): _Source("mmlu", "test", _mmlu),
 }
-_FIELDS, _BABILONG = ("input", "question", "target"), "RMT-team/babilong-1k-samples"
-_QUESTIONS = _Source(
-    "BABILong", "", lambda row: ({x: row[x] for x in _FIELDS}, [row[x] for x in _FIELDS], 0)
-)
-_RULER = Path(lm_eval.tasks.__file__).resolve().with_name("ruler")
 
 
 class LocalData:
-    """The rows of tasks from the files of `folder`, in place of the data sets of the hub, and those
-    that the harness generates for a tokenizer; `lengths`: `max_seq_lengths` of `--metadata`."""
+    """The rows of tasks from the files of `folder`, in place of the data sets of the hub."""
 
-    def __init__(self, folder: str | None, encode: Encode | None, lengths: Any) -> None:
+    def __init__(self, folder: str | None) -> None:
         self._folder = None if folder is None else Path(folder)
         if self._folder is not None and not self._folder.is_dir():
             raise DataError(f"--data={folder} is no folder")
-        self._encode, self._lengths = encode, lengths
         self._splits = functools.cache(self._read)
 
     def fields(self, config: Row) -> Row:
@@ -77,45 +67,18 @@ class LocalData:
         here. Raises `UserError` for a task that has no row to score, `DataError` for a row of
         another data set."""
         path, name = config.get("dataset_path"), config.get("dataset_name")
-        function = Path(str(config.get("custom_dataset")))
-        if path == _BABILONG:
-            found = {config["test_split"]: self._babilong(config["test_split"])}
-        elif function.parent == _RULER and self._encode is not None:
-            lengths = [4096] if self._lengths is None else self._lengths
-            task = config["task"]
-            found = {"test": generate(task, function.name, self._encode, lengths, self._folder)}
-        else:
-            source = _SOURCES.get((path, name)) or _SOURCES.get((path, None))
-            if source is None or not (splits := self._splits(source)):
-                return {}
-            found = {}
-            for split, rows in splits.items():
-                chosen = [row for row in rows if row.get("subject", name) == name]
-                found |= {split: datasets.Dataset.from_list(chosen)} if chosen else {}
-            if source.scored not in found:
-                raise UserError(f"--data={self._folder} has no row of {config['task']} to score")
+        source = _SOURCES.get((path, name)) or _SOURCES.get((path, None))
+        if source is None or not (splits := self._splits(source)):
+            return {}
+        found = {}
+        for split, rows in splits.items():
+            chosen = [row for row in rows if row.get("subject", name) == name]
+            found |= {split: datasets.Dataset.from_list(chosen)} if chosen else {}
+        if source.scored not in found:
+            raise UserError(f"--data={self._folder} has no row of {config['task']} to score")
         uses = ("training_split", "validation_split", "fewshot_split")
         unused = {use: None for use in uses if config.get(use) not in found}
         return {"custom_dataset": lambda **_: found} | unused
-
-    def _babilong(self, split: str) -> datasets.Dataset:
-        """The rows of the one length that is asked for."""
-        if not isinstance(length := self._lengths or "0k", str) or not length.isalnum():
-            raise UserError(f"max_seq_lengths of BABILong is one text, such as 4k, not {length}")
-        folder = Path("FOLDER" if self._folder is None else self._folder) / "babilong" / length
-        plain, tables = folder / f"{split}.jsonl", sorted(folder.glob(f"{split}-*.parquet"))
-        if plain.is_file():
-            return datasets.Dataset.from_list([*_rows(plain, _QUESTIONS)])
-        columns = [[x for path in tables for x in read_values(path, name)] for name in _FIELDS]
-        rows = [dict(zip(_FIELDS, row, strict=True)) for row in zip(*columns, strict=True)]
-        if not all(isinstance(x, str) and x.strip() for row in rows for x in row.values()):
-            raise DataError(f"{folder / split}-*.parquet: a text is missing or no string")
-        if not rows:
-            raise UserError(
-                f"babilong_{split} reads {plain} with the fields input, question and target, or "
-                f"{split}-*.parquet there, as in {_BABILONG}: pass --data=FOLDER"
-            )
-        return datasets.Dataset.from_list(rows)
 
     def _read(self, source: _Source) -> dict[str, list[Row]]:
         if self._folder is None:

@@ -1,5 +1,5 @@
 """Reports of a run: `metrics.jsonl`, TensorBoard, other trackers, and one live line on the
-terminal. None of them can end or delay it: one that fails is a warning, once."""
+terminal. None of them can end it: one that fails is a warning, once."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ from ttcd_jax.files import GrowingFile, write_whole
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import METRICS
 from ttcd_jax.run.terminal import is_live, show
-from ttcd_jax.run.trackers import Background, Tracker
+from ttcd_jax.run.trackers import Guarded, Tracker
 from ttcd_jax.train.bad_steps import fault
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet
@@ -38,14 +38,14 @@ def reporter(
     config: RunConfig, directory: Path, start: int, trackers: Sequence[Tracker], watchdog: Watchdog
 ) -> Iterator[tuple[list[MetricCallback], Callable[[int, dict[str, Any]], None]]]:
     """(callbacks that report a run every `log_every` steps, function that writes other metrics of a
-    step); both do nothing outside the first process. The trackers have time to close."""
+    step); both do nothing outside the first process."""
     if jax.process_index():
         yield [], lambda step, record: None
         return
-    progress, files = Progress(start, config.steps), MetricFiles(directory, start)
-    others = [Background(tracker) for tracker in trackers]
+    files, others = MetricFiles(directory, start), [Guarded(tracker) for tracker in trackers]
     for tracker in others:
-        tracker.start(directory, config.to_dict(), start)
+        tracker.call("start", directory, config.to_dict(), start)
+    progress = Progress(start, config.steps)
     tokens_per_step = config.batch_size * config.data.seq_len
     flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
     sheet = data_sheet(jax.devices()[0].device_kind)
@@ -58,7 +58,7 @@ def reporter(
             logging.warning("step %d: not finite, null in the metrics: %s", step, ", ".join(new))
         is_new = files.write(step, record | dict.fromkeys(odd))
         for tracker in others if is_new else ():
-            tracker.write(step, {x: y for x, y in record.items() if x not in odd})
+            tracker.call("write", step, {x: y for x, y in record.items() if x not in odd})
 
     def log(step: int, metrics: HostMetrics) -> None:
         nonlocal waited
@@ -84,7 +84,7 @@ def reporter(
     finally:
         with watchdog.paused():
             for tracker in others:
-                tracker.close()
+                tracker.call("close")
 
 
 _LOUD, _SHUT = 2.0, 0.01  # memory ratios above, gates below are warned of

@@ -2,15 +2,12 @@
 TensorBoard. `RunConfig.trackers` names them, and `train_run` takes any object of the protocol."""
 
 import contextlib
-import functools
 import importlib.util
 import os
-import queue
-import threading
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from absl import logging
 
@@ -18,13 +15,10 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_whole
 from ttcd_jax.registry import Registry
 
-CLOSE_SECONDS = 10.0
-_MOST_WAITING = 10_000  # calls
-
 
 class Tracker(Protocol):
     """Receives records, in the first process only. A call that raises is a warning, and the tracker
-    gets no more calls."""
+    gets no more calls; the run waits for a slow one."""
 
     def start(self, run_dir: Path, config: dict[str, Any], step: int) -> None:
         """Called once, when `step` steps are done."""
@@ -59,8 +53,8 @@ class WeightsAndBiases:
         settings = wandb.Settings(
             silent=True,
             console="off",
-            init_timeout=CLOSE_SECONDS,
-            finish_timeout=CLOSE_SECONDS / 2,
+            init_timeout=10.0,
+            finish_timeout=5.0,
             x_transaction_log_flush_interval=1.0,  # seconds that a kill loses
         )
         wandb.setup(settings)  # silent from here on: no prompt for a key either
@@ -92,48 +86,23 @@ def named(names: Iterable[str]) -> list[Tracker]:
     return [TRACKERS.named(name)() for name in dict.fromkeys(names)]
 
 
-class Background:
-    """A tracker called in a thread of its own, so that one that raises, is slow or hangs costs the
-    run nothing but one warning, and `CLOSE_SECONDS` at its end."""
+class Guarded:
+    """A tracker whose first call that raises is a warning, after which it gets no more."""
 
     def __init__(self, tracker: Tracker) -> None:
-        self._tracker, self._name, self._is_over = tracker, type(tracker).__name__, False
-        self._calls = queue.Queue[Callable[[], None]](_MOST_WAITING)
-        self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-        self._thread.start()
+        self._tracker, self._has_failed = tracker, False
 
-    def start(self, run_dir: Path, config: dict[str, Any], step: int) -> None:
-        self._call(self._tracker.start, run_dir, config, step)
+    def call(self, method: Literal["start", "write", "close"], *arguments: Any) -> None:
+        """Calls a method of the tracker, in this thread: what it takes, the run waits."""
+        if not self._has_failed:
+            with contextlib.ExitStack() as stack:
+                stack.push(self._failed)
+                getattr(self._tracker, method)(*arguments)
 
-    def write(self, step: int, record: dict[str, Any]) -> None:
-        self._call(self._tracker.write, step, record)
-
-    def close(self) -> None:
-        self._call(self._tracker.close)
-        self._call(setattr, self, "_is_over", True)
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
-            self._warn(f"did not close within {CLOSE_SECONDS:.0f} s")
-
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        if not self._is_over:
-            try:
-                self._calls.put_nowait(functools.partial(function, *arguments))
-            except queue.Full:
-                self._warn(f"hangs, {_MOST_WAITING} calls behind")
-
-    def _serve(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.push(self._note)
-            while not self._is_over:
-                self._calls.get()()
-
-    def _note(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if error is not None:
-            self._warn(f"failed ({type(error).__name__}: {' '.join(str(error).split())})")
-        return True
-
-    def _warn(self, problem: str) -> None:
-        if not self._is_over:
-            logging.warning("tracker %s %s: the run goes on without it", self._name, problem)
-        self._is_over = True
+    def _failed(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._has_failed = isinstance(error, Exception | SystemExit)
+        if self._has_failed:
+            problem = f"failed ({type(error).__name__}: {' '.join(str(error).split())})"
+            name = type(self._tracker).__name__
+            logging.warning("tracker %s %s: the run goes on without it", name, problem)
+        return self._has_failed

@@ -19,12 +19,10 @@ class Harness(Task):
     """Accuracies, or what else a task measures, with the harness' own prompts.
 
     `tasks`: names of tasks, groups and tags, also several separated by commas. `data`: a folder
-    with hellaswag.jsonl, arc_easy.jsonl, arc_challenge.jsonl, mmlu_test.jsonl, mmlu_dev.jsonl, and
-    the texts of RULER and BABILong (docs/evaluation.md).
-    `include_path`: a folder of YAML files that define more tasks, and may run Python. `limit`: the
-    first items of every task, or a share of them. `num_fewshot`: examples before a question; None:
-    as the task says.
-    `metadata`: a JSON object that some tasks read; RULER and BABILong: `max_seq_lengths`.
+    with hellaswag.jsonl, arc_easy.jsonl, arc_challenge.jsonl, mmlu_test.jsonl, mmlu_dev.jsonl
+    (docs/evaluation.md). `include_path`: a folder of YAML files that define more tasks, and may run
+    Python. `limit`: the first items of every task, or a share of them. `num_fewshot`: examples
+    before a question; None: as the task says. `metadata`: a JSON object that some tasks read.
     """
 
     name = "harness"
@@ -42,7 +40,7 @@ class Harness(Task):
     metadata: str | None = None
 
     def rows(self, subject: Subject) -> Any:
-        if (tokenizer := subject.tokenizer) is None:
+        if subject.tokenizer is None:
             raise UserError(f"{subject.run_dir} has no tokenizer: task harness is for text")
         try:
             metadata = json.loads(self.metadata or "{}")
@@ -52,11 +50,7 @@ class Harness(Task):
             raise UserError(f"--metadata={self.metadata} is no JSON object")
         names = [name for text in self.tasks for name in text.split(",") if name]
         options = {x: getattr(self, x) for x in ("data", "include_path", "limit", "num_fewshot")}
-
-        def encode(text: str) -> list[int]:
-            return [tokenizer.bos_id, *tokenizer.encode(text.encode())]
-
-        return _library().load_tasks(names, **options, metadata=metadata, encode=encode)
+        return _library().load_tasks(names, **options, metadata=metadata)
 
     def measured_on(self, rows: Any, subject: Subject) -> dict[str, str]:
         """By task."""
