@@ -1,4 +1,4 @@
-"""The house rules of WORKSPACE.md that a program can check, and that shapes are checked at all."""
+"""The rules of docs/house_style.md that a program can check, and that shapes are checked at all."""
 
 import ast
 import dataclasses

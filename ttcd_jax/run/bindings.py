@@ -185,7 +185,8 @@ class _Runtime:
         those of the classes that the replaced bindings would have built are excused."""
         mentioned, excused = set(), set()
         for binding in [*replaced, *self._bindings.values()]:
-            mentioned |= {_macro(mention) for mention in _mentions(binding.value)}
+            own = "" if binding.field else binding.owner
+            mentioned |= {_macro(mention) for mention in _mentions(binding.value)} - {own}
         pending = [mention for binding in replaced for mention in _mentions(binding.value)]
         for mention in pending:  # grows
             if macro := _macro(mention):
@@ -283,7 +284,7 @@ def _unused(binding: Binding, classes: Classes) -> str:
     scope = f" in scope {binding.scope!r}" if binding.scope else ""
     return (
         f"{binding.where}: {binding.name} has no effect, no {binding.owner} is built{scope}; "
-        f"remove it or bind {' or '.join(holders)}"
+        f"remove it{' or bind ' * bool(holders)}{' or '.join(holders)}"
     )
 
 
@@ -376,6 +377,8 @@ def _parse(
         message, line = str(error.msg), error.lineno or 1
     except tokenize.TokenError as error:
         message, (line, _) = error.args
+    except UnicodeEncodeError:
+        message, line = "it is not UTF-8", 1
     else:
         located = [
             (statement, locate(statement.location.line_num))

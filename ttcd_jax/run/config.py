@@ -111,8 +111,9 @@ class RunConfig(Config):
             TRACKERS.named(name)
         for name in self.metrics:
             METRICS.named(name).check(self.model)
-        if len(set(self.metrics)) < len(self.metrics):
-            raise UserError(f"RunConfig.metrics {self.metrics} names one twice: keep one of each")
+        for name in ("metrics", "trackers"):
+            if len(set(values := getattr(self, name))) < len(values):
+                raise UserError(f"RunConfig.{name} {values} names one twice: keep one of each")
         if self.start_drops and self.start_from is None:
             raise UserError(
                 f"RunConfig.start_drops {self.start_drops} without RunConfig.start_from: set the "
