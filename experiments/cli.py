@@ -27,7 +27,7 @@ from absl import app, flags, logging
 from ttcd_jax.allocation import take_device_memory
 from ttcd_jax.config import Config, check_text
 from ttcd_jax.errors import ResourceError, UserError
-from ttcd_jax.files import full_disk
+from ttcd_jax.files import full_disk, user_cache
 from ttcd_jax.registry import import_modules
 from ttcd_jax.units import OF_OUTPUT, printable
 
@@ -132,6 +132,18 @@ def use_every_core() -> None:
     import jax
 
     jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+
+
+def keep_programs(directory: str | None) -> None:
+    """Sets the persistent compilation cache to `directory`; "": no cache; None:
+    JAX_COMPILATION_CACHE_DIR if it is set, else `ttcd_jax` in the user's cache folder."""
+    import jax
+
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # default: 1
+    if directory is None and "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return  # jax has read it
+    folder = str(user_cache()) if directory is None else directory
+    jax.config.update("jax_compilation_cache_dir", folder or None)
 
 
 def parse_options[C: Config](

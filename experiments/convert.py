@@ -76,12 +76,11 @@ def main(argv: list[str]) -> None:
 
 def _import(name: str, run_dir: Path) -> None:
     from ttcd_jax.data.hub import model_folder
-    from ttcd_jax.data.special_tokens import special_tokens
+    from ttcd_jax.data.tokenizer import special_tokens
     from ttcd_jax.interop.hugging_face import open_hugging_face
     from ttcd_jax.interop.reference_checkpoint import import_reference
     from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
-    from ttcd_jax.train.checkpoint import Checkpoints
-    from ttcd_jax.train.streamed import StreamedCheckpoints
+    from ttcd_jax.train.checkpoint import Checkpoints, StreamedCheckpoints
 
     check_unused(run_dir)
     is_theirs = FLAGS.format == "huggingface"

@@ -129,9 +129,8 @@ class _Session:
     def __init__(self) -> None:
         from ttcd_jax.inference.model import inference_model
         from ttcd_jax.run.directory import load_run
-        from ttcd_jax.train.compilation import keep_programs
 
-        keep_programs(None)
+        cli.keep_programs(None)
         run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
         if run.tokenizer is None:
             raise UserError(f"{FLAGS.run_dir} has no tokenizer: its data is not text")

@@ -71,13 +71,12 @@ def main(argv: list[str]) -> None:
         from ttcd_jax.run.config import RunConfig
         from ttcd_jax.run.directory import RunDirectory
         from ttcd_jax.run.start import inherited_model
-        from ttcd_jax.train.compilation import keep_programs
         from ttcd_jax.train.profile import step_window
     gc.freeze()
     gc.set_threshold(20_000)
     gc.enable()
 
-    keep_programs(FLAGS.compile_cache)
+    cli.keep_programs(FLAGS.compile_cache)
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / Path(FLAGS.gin).stem)
     run_dir.check_imports()  # or a class would be unknown
     options = {"config_dir": cli.CONFIG_DIR, "inherit": inherited_model(run_dir)}

@@ -55,8 +55,7 @@ from ttcd_jax.data.corpus import CorpusConfig, input_bytes, stream_documents
 from ttcd_jax.data.documents import readable_glob
 from ttcd_jax.data.preparation import prepare_records, stored_tokens
 from ttcd_jax.data.records import verify_records
-from ttcd_jax.data.special_tokens import tokenizer_of
-from ttcd_jax.data.tokenizer import JsonTokenizer, TokenizerConfig, train_tokenizer
+from ttcd_jax.data.tokenizer import JsonTokenizer, TokenizerConfig, tokenizer_of, train_tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import whole_folder, write_whole
 

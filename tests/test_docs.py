@@ -1,5 +1,6 @@
 """The pages: what they name exists, and the commands of docs/pods.md run, all at tiny sizes."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,6 +13,8 @@ import pytest
 from commands import ROOT
 from devices import fake_devices
 
+from ttcd_jax.run.bindings import reachable_classes
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.reporting import read_metrics
 
 PAGES = [ROOT / "README.md", ROOT / "WORKSPACE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -136,3 +139,17 @@ def test_the_way_from_raw_text_to_a_pod(place):
     steps = [record["step"] for record in read_metrics(place / "runs/pod/metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
     assert json.loads(next((place / "runs/pod/eval/ppl").glob("*.json")).read_text())["step"]
+
+
+def test_every_field_of_a_run_is_bound_in_a_recipe_or_named_on_a_page():
+    recipes = " ".join(x.read_text() for x in ROOT.glob("experiments/configs/**/*.gin"))
+    pages = " ".join(x.read_text() for x in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+    idle = [
+        f"{name}.{field.name}"
+        for name, cls in reachable_classes(RunConfig).items()
+        if cls.__module__.startswith("ttcd_jax.")  # not those of other tests
+        for field in dataclasses.fields(cls)
+        if not re.search(rf"\b{name}\.{field.name}\b", recipes)
+        and not re.search(rf"[`.(-]{field.name}\b|\b{field.name}=", pages)
+    ]
+    assert idle == []

@@ -1,6 +1,7 @@
 """The rules of docs/house_style.md that a program can check, and that shapes are checked at all."""
 
 import ast
+import dataclasses
 import functools
 import graphlib
 import re
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
 
-from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.linear import rms_norm
+from ttcd_jax.run.bindings import reachable_classes
+from ttcd_jax.run.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 REFEREES = ("tests/parity", "tests/soak", "tests/machine_code")
@@ -189,6 +192,15 @@ def test_nothing_is_left_to_be_done():
 def test_every_module_of_the_library_says_what_it_is():
     filled = [path for path in SOURCES if path.read_text().strip()]
     assert [_name(path) for path in filled if not ast.get_docstring(_nodes(path)[0])] == []
+
+
+def test_every_field_of_a_run_is_explained_in_the_docstrings_of_its_class():
+    reachable = reachable_classes(RunConfig).items()  # classes of other tests among them
+    ours = [(name, cls) for name, cls in reachable if cls.__module__.startswith("ttcd_jax.")]
+    fields = [(name, x.name, cls) for name, cls in ours for x in dataclasses.fields(cls)]
+    assert len(fields) > 200
+    silent = [f"{name}.{x}" for name, x, cls in fields if f"`{x}`" not in cls.__doc__]
+    assert silent == []
 
 
 def test_shapes_are_checked_in_tests():

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from ttcd_jax.models.config import TransformerConfig as TransformerConfig
     from ttcd_jax.models.transformer import Transformer as Transformer
     from ttcd_jax.nn.attention import AttentionConfig as AttentionConfig
+    from ttcd_jax.nn.attention import DualWindowAttention as DualWindowAttention
+    from ttcd_jax.nn.attention import DualWindowConfig as DualWindowConfig
     from ttcd_jax.nn.block import Block as Block
     from ttcd_jax.nn.block import BlockConfig as BlockConfig
-    from ttcd_jax.nn.dual_window import DualWindowAttention as DualWindowAttention
-    from ttcd_jax.nn.dual_window import DualWindowConfig as DualWindowConfig
     from ttcd_jax.nn.mlp import MLPConfig as MLPConfig
     from ttcd_jax.nn.rope import RopeConfig as RopeConfig
     from ttcd_jax.nn.row import Piece as Piece
@@ -39,9 +39,8 @@ _MODULES = {
     "methods.ipttcd": "IPTTCDMLP IPTTCDBlock IPTTCDBlockConfig IPTTCDConfig MemoryConfig",
     "models.config": "TransformerConfig",
     "models.transformer": "Transformer",
-    "nn.attention": "AttentionConfig",
+    "nn.attention": "AttentionConfig DualWindowAttention DualWindowConfig",
     "nn.block": "Block BlockConfig",
-    "nn.dual_window": "DualWindowAttention DualWindowConfig",
     "nn.mlp": "MLPConfig",
     "nn.rope": "RopeConfig",
     "nn.row": "Piece",

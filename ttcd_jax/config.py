@@ -8,6 +8,7 @@ bound is part of the field's annotation: `num_taps: Positive = 5`,
 
 import dataclasses
 import difflib
+import inspect
 import math
 import re
 import types
@@ -141,6 +142,12 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 class Config:
     """Base of every configuration: field types and bounds are checked, then the combination of the
     values by `validate`."""
+
+    def __init_subclass__(cls) -> None:
+        """The docstrings of bases with fields follow that of the class: `help` explains all."""
+        bases = (x for x in cls.__bases__ if issubclass(x, Config) and dataclasses.fields(x))
+        texts = [inspect.cleandoc(x.__doc__ or "") for x in (cls, *bases)]
+        cls.__doc__ = "\n\n".join(dict.fromkeys("\n\n".join(texts).split("\n\n")))
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
         """Raises `UserError` for a name that is not a field."""

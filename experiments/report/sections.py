@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.page import Section, write_page
-from ttcd_jax.eval.published import published
+from ttcd_jax.eval.page import Section, published, write_page
 from ttcd_jax.eval.report import Picture, coloured_by_run, plot_lines
 from ttcd_jax.eval.results import damage_named, read_all_results, task_sections
 from ttcd_jax.eval.tasks import find_task

@@ -6,10 +6,8 @@ from typing import Any
 
 from ttcd_kernels.table import Row, format_table
 
-from experiments.study.config import StudyConfig
-from experiments.study.runs import results_file, run_dir
-from ttcd_jax.eval.by_document import DocumentTask, cells, differences, draw_curves, means_of
-from ttcd_jax.eval.means import Means
+from experiments.study.runs import StudyConfig, results_file, run_dir
+from ttcd_jax.eval.by_document import DocumentTask, Means, cells, differences, draw_curves, means_of
 from ttcd_jax.eval.page import Section, write_page
 from ttcd_jax.eval.report import Picture, coloured_by_run, plot_lines
 from ttcd_jax.eval.results import check_comparable, damage_named, read_results

@@ -139,8 +139,8 @@ def _launch(op: Any, case: Any, kernel: str, tuning: Any, capability: int) -> la
 
 @contextlib.contextmanager
 def _turn(file: str, kind: int, seconds: int) -> Iterator[None]:
-    """Waits for this kind of lock, which `LOCK_EX` shares with nobody; then the process has so many
-    seconds."""
+    """Waits for a lock of this `kind` (LOCK_EX: no other process holds one), then ends the process
+    unless the block is done in `seconds`."""
     with open(file) as lock:
         fcntl.flock(lock, kind)
         signal.alarm(seconds)

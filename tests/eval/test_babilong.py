@@ -18,8 +18,15 @@ from small_models import byte_model
 from experiments.cli import parse_options
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.eval.babilong.prompts import LABELS, is_right, prompt
-from ttcd_jax.eval.babilong.samples import Background, hide, of_size, text_size
+from ttcd_jax.eval.babilong.samples import (
+    LABELS,
+    Background,
+    hide,
+    is_right,
+    of_size,
+    prompt,
+    text_size,
+)
 from ttcd_jax.eval.babilong.stories import BabiTask, read_folder, read_questions
 from ttcd_jax.eval.babilong.world import story_lines
 from ttcd_jax.eval.results import evaluate, write_results

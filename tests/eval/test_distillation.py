@@ -10,10 +10,9 @@ from small_models import byte_model, config_of
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.key_rank import key_ranks
 from ttcd_jax.eval.results import evaluate, merged, write_results
 from ttcd_jax.eval.task import Subject
-from ttcd_jax.eval.tasks.distillation import StudentTeacher, distances
+from ttcd_jax.eval.tasks.distillation import StudentTeacher, distances, key_ranks
 from ttcd_jax.memory.distillation import summary
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision

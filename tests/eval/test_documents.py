@@ -13,8 +13,7 @@ from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
 from ttcd_jax.errors import DataError
-from ttcd_jax.eval.by_document import cells, means_of
-from ttcd_jax.eval.means import Means, means_over_documents
+from ttcd_jax.eval.by_document import Means, cells, means_of, means_over_documents
 from ttcd_jax.eval.selection import Selection, plain_documents, read_manifest, select
 
 TEXTS = {"a": b"abcdefghij", "b": b" \n\t ", "c": b"klm", "d": b"nopqrstuvwxyz", "e": b"0123456"}

@@ -6,7 +6,7 @@ from checks import draw, randomize
 
 from experiments.studies.mad.models import mad_config
 from experiments.studies.mad.tasks.settings import BASELINES
-from ttcd_jax.eval.key_rank import effective_rank, key_ranks
+from ttcd_jax.eval.tasks.distillation import effective_rank, key_ranks
 from ttcd_jax.models.transformer import Transformer
 
 TASK = BASELINES["in-context-recall"]

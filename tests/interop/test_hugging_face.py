@@ -13,16 +13,14 @@ from checks import distance
 from flax.traverse_util import unflatten_dict
 from hugging_face.make import CASES, FILE, SIZES, TOKENS, drawn
 
-from ttcd_jax.data.special_tokens import special_tokens
-from ttcd_jax.data.tokenizer import train_tokenizer
+from ttcd_jax.data.tokenizer import special_tokens, train_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.interop.hugging_face import model_of, open_hugging_face
 from ttcd_jax.interop.weight_files import write_safetensors
 from ttcd_jax.nn.rope import YarnConfig
 from ttcd_jax.precision import Precision
 from ttcd_jax.run.directory import load_run
-from ttcd_jax.train.fit import by_name
-from ttcd_jax.train.layers_on_disk import stacked
+from ttcd_jax.train.layers_on_disk import by_name, stacked
 from ttcd_jax.train.state import abstract_params, with_params
 
 IMPORT = ("convert", "import", "--format=huggingface")
@@ -234,7 +232,7 @@ import contextlib, resource, sys
 import jax
 from pathlib import Path
 from ttcd_jax.interop.hugging_face import open_hugging_face
-from ttcd_jax.train.streamed import StreamedCheckpoints
+from ttcd_jax.train.checkpoint import StreamedCheckpoints
 
 jax.devices()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -31,8 +31,7 @@ from ttcd_jax.interop.hugging_face_export import (
 from ttcd_jax.methods import METHODS
 from ttcd_jax.precision import Precision
 from ttcd_jax.run.directory import load_params
-from ttcd_jax.train.fit import by_name
-from ttcd_jax.train.layers_on_disk import unstacked
+from ttcd_jax.train.layers_on_disk import by_name, unstacked
 from ttcd_jax.train.state import with_params
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ from checks import assert_close, assert_narrow, draw, randomize
 from small_models import FLOAT64, small_attention
 
 from ttcd_jax.methods.ipttcd import IPTTCDBlockConfig, IPTTCDConfig, MemoryConfig
+from ttcd_jax.nn.attention import DualWindowConfig
 from ttcd_jax.nn.block import Block, BlockConfig
-from ttcd_jax.nn.dual_window import DualWindowConfig
 from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.nn.row import Row
 from ttcd_jax.precision import Precision

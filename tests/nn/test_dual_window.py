@@ -7,8 +7,7 @@ from flax import nnx
 from small_models import small_attention
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.nn.attention import Attention
-from ttcd_jax.nn.dual_window import DualWindowAttention, DualWindowConfig
+from ttcd_jax.nn.attention import Attention, DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.row import Row
 
 T, D = 10, 6

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 from checks import assert_close, distance, draw
 
-from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.linear import rms_norm
 
 
 def test_rows_are_divided_by_their_root_mean_square(float64):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.studies.mad.scores import batch_scores
+from experiments.studies.mad.models import batch_scores
 from experiments.studies.mad.tasks.aligned import key_value_map
 from experiments.studies.mad.tasks.instances import instances
 from experiments.studies.mad.tasks.settings import MADConfig

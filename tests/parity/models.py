@@ -19,7 +19,7 @@ from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import Block
 from ttcd_jax.precision import Precision
-from ttcd_jax.train.fit import by_name, misfit
+from ttcd_jax.train.layers_on_disk import by_name, misfit
 from ttcd_jax.train.loss import next_token_loss
 
 

@@ -13,10 +13,11 @@ from ttcd_jax.train.muon import Axes, group_of
 from ttcd_jax.train.optimizer import (
     MuonSettings,
     OptimizerConfig,
+    ScheduleConfig,
     build_optimizer,
     global_norm,
+    learning_rate,
 )
-from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
 
 
 def check_optimizer(golden: Golden, dtype: str) -> Comparison:

@@ -15,8 +15,7 @@ from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.sharding.mesh import MeshConfig
-from ttcd_jax.train.optimizer import OptimizerConfig
-from ttcd_jax.train.schedule import ScheduleConfig
+from ttcd_jax.train.optimizer import OptimizerConfig, ScheduleConfig
 
 CONFIG = RunConfig(
     model=config_of("ipttcd"),

@@ -21,8 +21,7 @@ from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.evaluation import evaluation_callbacks
-from ttcd_jax.train.optimizer import OptimizerConfig
-from ttcd_jax.train.schedule import ScheduleConfig
+from ttcd_jax.train.optimizer import OptimizerConfig, ScheduleConfig
 from ttcd_jax.train.state import TrainState
 
 CONFIG = RunConfig(

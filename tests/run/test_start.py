@@ -23,10 +23,8 @@ from ttcd_jax.run.directory import RunDirectory, load_params
 from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.run.start import inherited_model, plan_start, started_state
 from ttcd_jax.train.checkpoint import Checkpoints
-from ttcd_jax.train.fit import by_name
-from ttcd_jax.train.layers_on_disk import stored_params
-from ttcd_jax.train.optimizer import OptimizerConfig
-from ttcd_jax.train.schedule import ScheduleConfig
+from ttcd_jax.train.layers_on_disk import by_name, stored_params
+from ttcd_jax.train.optimizer import OptimizerConfig, ScheduleConfig
 from ttcd_jax.train.state import with_params
 
 PLAIN = config_of(

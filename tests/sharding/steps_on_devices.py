@@ -10,8 +10,13 @@ from equal_on_devices import B, T, batch, config, mesh_of, worst_distance
 
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.train.groups import preparation, rate_factors
-from ttcd_jax.train.optimizer import MuonSettings, OptimizerConfig, build_optimizer
-from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
+from ttcd_jax.train.optimizer import (
+    MuonSettings,
+    OptimizerConfig,
+    ScheduleConfig,
+    build_optimizer,
+    learning_rate,
+)
 from ttcd_jax.train.state import init_params, logical_axes, state_of, state_shardings
 from ttcd_jax.train.step import make_train_step
 

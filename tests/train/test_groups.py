@@ -8,9 +8,8 @@ from checks import assert_same
 from small_models import SETTINGS, config_of
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.train.fit import by_name
 from ttcd_jax.train.groups import preparation, rate_factors
-from ttcd_jax.train.layers_on_disk import unstacked
+from ttcd_jax.train.layers_on_disk import by_name, unstacked
 from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.metrics import IN_STEP, in_step
 from ttcd_jax.train.optimizer import MuonSettings, OptimizerConfig, build_optimizer, global_norm

@@ -19,7 +19,7 @@ from small_models import config_of
 from ttcd_jax.errors import UserError
 from ttcd_jax.memory.newton_schulz import NEWTON_SCHULZ
 from ttcd_jax.precision import Precision
-from ttcd_jax.train.fit import by_name
+from ttcd_jax.train.layers_on_disk import by_name
 from ttcd_jax.train.muon import group_of, orthogonalized, parameter_groups
 from ttcd_jax.train.optimizer import MuonSettings, OptimizerConfig, build_optimizer
 from ttcd_jax.train.state import init_params, logical_axes, state_of

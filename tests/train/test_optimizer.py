@@ -4,8 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer, global_norm
-from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
+from ttcd_jax.train.optimizer import (
+    OptimizerConfig,
+    ScheduleConfig,
+    build_optimizer,
+    global_norm,
+    learning_rate,
+)
 
 
 def test_config_schedule_starts_at_step_zero():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ttcd_jax.train.schedule import ScheduleConfig, learning_rate
+from ttcd_jax.train.optimizer import ScheduleConfig, learning_rate
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "lr_schedules.npz")
 CASES = json.loads(str(GOLDEN["config_json"]))["config"]

@@ -43,11 +43,12 @@ _BELOW = Bound("a pattern below path, such as **/*.txt", _is_below)
 class CorpusConfig(Config):
     """The documents, and which of them are held out for validation.
 
-    `path` (kind "text") is a plain text file, whose last `validation_percent` percent are held out,
-    a file of many documents with their text in `field`, or a folder of either, in which run
-    directories are left out. The folders `train/` and `validation/` in it are the splits; without
-    them the last `validation_files`, by name, are held out, or, if that is 0 and in a file of many,
-    the documents that a hash of their names chooses.
+    `kind`: the source of Python's standard library, or the text at `path`, which is a plain file,
+    whose last `validation_percent` percent are held out, a file of many documents with their text
+    in `field`, or a folder of those that match `glob`, in which run directories are left out. The
+    folders `train/` and `validation/` in it are the splits; without them the last
+    `validation_files`, by name, are held out, or, if that is 0 and in a file of many, the documents
+    that a hash of their names chooses.
     """
 
     kind: Literal["stdlib", "text"] = "stdlib"

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download, utils
 
 from ttcd_jax import units
 from ttcd_jax.data.documents import glob_of, lists_files
-from ttcd_jax.data.special_tokens import TEXT_FILES
+from ttcd_jax.data.tokenizer import TEXT_FILES
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_index, whole_file
 

@@ -24,8 +24,8 @@ MANIFEST = "data.json"  # of a run's data, in its directory
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig(Config):
-    """Documents of a corpus, tokenized and packed into rows of `seq_len` tokens; with `packing`
-    "best_fit", none is cut that fits into a row."""
+    """Documents of a `corpus`, encoded by `tokenizer` and packed into rows of `seq_len` tokens;
+    with `packing` "best_fit", none is cut that fits into a row."""
 
     corpus: CorpusConfig
     tokenizer: TokenizerConfig

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -42,7 +42,7 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Config):
-    """The choice of a tokenizer: bytes, or the `tokenizer.json` at `path`, whose tokens that begin
+    """The `kind` of a tokenizer: bytes, or the `tokenizer.json` at `path`, whose tokens that begin
     and end documents are `bos_id` and `eos_id`; without them, those with the usual names.
     `stop_ids` end a generated text as eos does."""
 
@@ -283,3 +283,45 @@ def _decoded(text: bytes, start: int = 0, stop: int | None = None) -> str:
             f"text is not UTF-8 at byte {start + error.start} of {len(text)}; convert it (iconv -f "
             "LATIN1 -t UTF-8), leave the file out, or use the byte tokenizer"
         ) from error
+
+
+# What a checkpoint of transformers says about texts besides its tokenizer.
+_TOKENIZER, _GENERATION = "tokenizer_config.json", "generation_config.json"
+TEXT_FILES = (_TOKENIZER, _GENERATION, "special_tokens_map.json", "chat_template.jinja")
+
+
+def tokenizer_of(file: Path) -> TokenizerConfig:
+    """The tokenizer of a `tokenizer.json` with the special tokens of its folder."""
+    return TokenizerConfig(kind="json", path=str(file), **special_tokens(file.parent))
+
+
+def special_tokens(folder: Path) -> dict[str, Any]:
+    """Fields of `TokenizerConfig`: `bos_id`, `eos_id` and `stop_ids`, {} where nothing is said.
+
+    The tokens that `tokenizer_config.json` names come first, then the ids of
+    `generation_config.json` and of `config.json`; a model without bos, as Qwen3, separates
+    documents by eos.
+    """
+    tokenizer = _optional(folder / "tokenizer.json")
+    added = tokenizer.get("added_tokens")
+    tokens = [x for x in added if isinstance(x, dict)] if isinstance(added, list) else []
+    ids = {str(token.get("content")): token.get("id") for token in tokens}
+    names = _optional(folder / _TOKENIZER)
+    others = [_optional(folder / name) for name in (_GENERATION, "config.json")]
+    found: dict[str, list[int]] = {}
+    for role in ("bos", "eos"):
+        named = names.get(f"{role}_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        values = [ids.get(named)] if isinstance(named, str) else []
+        for source in others:
+            value = source.get(f"{role}_token_id")
+            values += value if isinstance(value, list) else [value]
+        found[role] = [x for x in values if type(x) is int and x >= 0]
+    if not found["eos"]:
+        return {}
+    eos = tuple(dict.fromkeys(found["eos"]))
+    return {"bos_id": (found["bos"] or eos)[0], "eos_id": eos[0], "stop_ids": eos[1:]}
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}

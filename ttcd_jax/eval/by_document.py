@@ -5,17 +5,48 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit
 
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.means import Means, means_over_documents
 from ttcd_jax.eval.report import Picture, plot_lines
 from ttcd_jax.eval.selection import Selection, plain_documents, read_manifest
 from ttcd_jax.eval.task import MEMORY_OFF, MEMORY_ON, Records, Series, Subject, Task
 from ttcd_jax.tokens import check_tokens
+
+_COVERAGE = 0.95
+_LEAST_DOCUMENTS = 5  # with an interval
+
+
+class Means(NamedTuple):
+    """Means [K] and the ends of their intervals [K]; NaN where they are unknown."""
+
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
+    """The means per token of K quantities, from their `sums` over the tokens of each document and
+    the `counts` of these tokens, both [documents, K].
+
+    A mean is the ratio of the two totals, its variance that of a ratio estimator (Cochran, Sampling
+    Techniques, 1977, 6.3), and its interval Student's t with one degree of freedom less than
+    documents with tokens, which holds for few documents too. It is unknown with fewer than five,
+    whose losses say too little of others. For a difference of two models, give the differences of
+    their sums: the interval is that of pairs.
+    """
+    documents = (counts > 0).sum(axis=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = sums.sum(axis=0) / counts.sum(axis=0)
+        variance = ((sums - mean * counts) ** 2).sum(axis=0) * documents / (documents - 1)
+        half = stdtrit(documents - 1, (1 + _COVERAGE) / 2) * np.sqrt(variance) / counts.sum(axis=0)
+    half = np.where(documents >= _LEAST_DOCUMENTS, half, np.nan)
+    return Means(mean, mean - half, mean + half)
+
 
 _DIFFERENCE = "Fast weights on minus off, on the same tokens: below 0 they help."
 _BAND = "Bands: 95 % intervals over documents; lower is better."

@@ -4,7 +4,9 @@ jinja2 is optional: without it there is no page, and a warning.
 """
 
 import base64
+import functools
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,3 +85,13 @@ def _grouped(names: Sequence[str], runs: Sequence[str]) -> list[tuple[str, list[
         for run, members in itertools.groupby(columns, key=lambda column: column[0])
     ]
     return groups if any(run and len(members) > 1 for run, members in groups) else []
+
+
+def published(task: str) -> list[Published]:
+    """The published tables of a task; none for a task that the paper has no numbers of."""
+    return [Published(table["title"], table["rows"]) for table in _tables().get(task, [])]
+
+
+@functools.cache
+def _tables() -> dict[str, list[dict]]:
+    return json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))

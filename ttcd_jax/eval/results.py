@@ -16,8 +16,7 @@ from absl import logging
 
 from ttcd_jax.errors import DataError, NonFiniteError, UserError
 from ttcd_jax.eval.journal import Journal
-from ttcd_jax.eval.page import Section
-from ttcd_jax.eval.published import published
+from ttcd_jax.eval.page import Section, published
 from ttcd_jax.eval.task import Series, Subject, Task
 from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.files import read_json, write_json, write_whole

@@ -214,8 +214,8 @@ class Scorer:
         answers: Callable[[list[int], int], list[Answer]],
         limits: Sequence[int] = (),
     ) -> list[Answer]:
-        """`answers(indices, rows of the batch)` of all requests, in batches of similar size, and
-        first of similar `limits`, the steps that a batch takes after it is read."""
+        """The answers to all requests, computed by `answers(indices, rows of the batch)`. A batch
+        has requests of similar `limits` (steps after the batch is read), then of similar size."""
         longest = [(limits[i] if limits else 0, size) for i, size in enumerate(sizes)]
         order = sorted(range(len(sizes)), key=longest.__getitem__, reverse=True)
         plan = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]

@@ -62,7 +62,7 @@ class Subject(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(Config, abc.ABC):
-    """An evaluation. Its fields are options (`--batch_size=8` on a command line)."""
+    """An evaluation. Its fields are options; `batch_size`: rows, or prompts, read at once."""
 
     name: ClassVar[str]  # for the option --task and the folder of results
     title: ClassVar[str]  # of table and picture

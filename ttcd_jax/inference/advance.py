@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState
 from ttcd_jax.models.config import memory_chunk
-from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.row import Cut, Piece
 from ttcd_jax.sharding.rules import constrain, gathered
 from ttcd_jax.sharding.vocabulary import lookup

@@ -20,7 +20,7 @@ from ttcd_jax.files import read_json, whole_file, whole_folder, write_json
 from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.state import InferenceState, abstract_state, cache_slots, start_state
 from ttcd_jax.train import digest
-from ttcd_jax.train.fit import by_name, misfit
+from ttcd_jax.train.layers_on_disk import by_name, misfit
 
 _ARRAYS = "state.safetensors"
 _RECORD = "state.json"

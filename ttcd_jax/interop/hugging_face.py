@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from ttcd_jax.data.special_tokens import TEXT_FILES
+from ttcd_jax.data.tokenizer import TEXT_FILES
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.files import read_json, read_text, sha256
 from ttcd_jax.interop.reference import Layout, names_on_disk
@@ -26,9 +26,8 @@ from ttcd_jax.methods.registry import Source
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.nn.rope import Llama3Config, RopeConfig, YarnConfig
 from ttcd_jax.precision import Precision
-from ttcd_jax.train.fit import misfit
-from ttcd_jax.train.layers_on_disk import stored_params
-from ttcd_jax.train.streamed import StreamedLeaf
+from ttcd_jax.train.checkpoint import StreamedLeaf
+from ttcd_jax.train.layers_on_disk import misfit, stored_params
 
 CONFIG = "config.json"
 OWN_TYPE = "ttcd"  # of exports that `modeling_ttcd.py` computes

@@ -25,7 +25,7 @@ from ttcd_jax.interop.reference import (
 from ttcd_jax.interop.reference_config import reference_config, transformer_config, unread_keys
 from ttcd_jax.interop.weight_files import WeightFiles, cast, open_weights
 from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.train.fit import misfit
+from ttcd_jax.train.layers_on_disk import misfit
 
 CONFIG = "config.json"
 EMBEDDING, HEAD = "model.embeddings.weight", "lm_head.weight"

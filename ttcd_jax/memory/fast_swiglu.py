@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float
 
 from ttcd_jax.memory.newton_schulz import newton_schulz
 from ttcd_jax.memory.protocol import ChunkedMemory
-from ttcd_jax.nn.norm import length
+from ttcd_jax.nn.linear import length
 from ttcd_jax.nn.product import product
 
 UNIT_EPS = 1e-5

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ttcd_jax.nn.norm import length
+from ttcd_jax.nn.linear import length
 from ttcd_jax.nn.product import product
 
 # Quintic Newton-Schulz coefficients (a, b, c), one triple per iteration, as published.

@@ -15,7 +15,7 @@ from ttcd_jax.memory.delta import chunk_delta
 from ttcd_jax.memory.delta_rule import unit_lower_solve
 from ttcd_jax.memory.prefix import PrefixOptions, Writes, decayed, read_state
 from ttcd_jax.memory.protocol import ChunkedMemory
-from ttcd_jax.nn.norm import length
+from ttcd_jax.nn.linear import length
 from ttcd_jax.nn.product import product
 
 

@@ -35,8 +35,7 @@ from ttcd_jax.methods.registry import (
     register,
 )
 from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
-from ttcd_jax.nn.linear import linear, normal_param
-from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.product import product
 from ttcd_jax.nn.row import Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.sharding import rules, sequence
@@ -47,10 +46,11 @@ Channels = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaRuleConfig(Settings):
-    """The settings of the method. `chunk_size` changes the speed, not the result."""
+    """The settings of the method. `num_taps` of its convolutions; `value_expansion`: channels of a
+    value head per channel of a key head; `chunk_size` changes the speed, not the result."""
 
     num_taps: Positive = 4
-    value_expansion: PositiveFloat = 1  # value head dim over key head dim
+    value_expansion: PositiveFloat = 1
     chunk_size: Positive = 64
 
 

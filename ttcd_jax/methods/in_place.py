@@ -32,12 +32,13 @@ ProjInit = Literal["identity", "gaussian_diagonal", "zeros", "normal"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InPlaceSettings(Settings):
-    """A memory in the down projection: a chunk reads what the chunks before it wrote, at rate
-    eta."""
+    """A memory in the down projection: a chunk of `chunk_size` tokens reads what the chunks before
+    it wrote, at rate `eta`. `resets_at_document` False: the memory leaks from document to document,
+    as published."""
 
     chunk_size: Positive = 1024
     eta: NonNegativeFloat = 0.3
-    resets_at_document: bool = True  # published: the memory leaks from document to document
+    resets_at_document: bool = True
 
     def switched_off(self, length: int) -> "InPlaceSettings":
         return self.replace(eta=0.0)
@@ -50,23 +51,30 @@ class InPlaceSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixSettings(InPlaceSettings):
-    """A memory that is a prefix sum: chunk i reads W_base + eta * (what chunks before i wrote)."""
+    """A memory that is a prefix sum: chunk i reads W_base + eta * (what chunks before i wrote).
+
+    `num_taps` tokens of a convolution, this one the last, or the middle one (`is_conv_causal`
+    False). `has_proj`: errors are multiplied by P, which `proj_init` begins as 0.02 I, 0.02
+    diag(N(0, 1)), zero, or dense N(0, init_std^2). `form` of the sum, and `block_chunks` whose
+    states exist at once (`ttcd_jax.memory.prefix`); `folds_state`: the published read, one product
+    by W_base + eta S.
+
+    Not published: `half_lives`, of as many groups of the memory's columns, in tokens; () forgets
+    nothing. `decay`: they are constants, learned from there, or learned and multiplied by a gate on
+    every token, softplus(x w) / ln 2 with w from zero. `corrects_errors`: the delta rule. A token
+    writes its error less what the memory returns for its key already; keys have norm 1
+    (`memory.running.CorrectingMemory`).
+    """
 
     num_taps: Positive = 5
     is_conv_causal: bool = True
     has_proj: bool = True
-    # 0.02 I, 0.02 diag(N(0, 1)), zero, or dense N(0, init_std^2).
     proj_init: ProjInit = "identity"
-    folds_state: bool = False  # published read: round W_base + eta S, then one product
+    folds_state: bool = False
     form: Form = "auto"
     block_chunks: Positive = 4
-    # Not published: the columns of the memory in as many groups, each with a half-life in tokens;
-    # () forgets nothing. Half-lives are constants, learned from there, or learned and multiplied
-    # by a gate on every token, softplus(x w) / ln 2 with w from zero.
     half_lives: tuple[PositiveFloat, ...] = ()
     decay: Literal["constant", "learned", "gated"] = "constant"
-    # Not published: the delta rule. A token writes its error less what the memory returns for its
-    # key already; keys have norm 1 (`memory.running.CorrectingMemory`).
     corrects_errors: bool = False
 
     def validate(self) -> None:

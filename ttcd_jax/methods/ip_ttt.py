@@ -41,13 +41,19 @@ from ttcd_jax.nn.row import Piece, Row
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetMemoryConfig(PrefixSettings):
-    """The settings of IP-TTT. The defaults are the published ones."""
+    """The settings of IP-TTT. The defaults are the published ones.
+
+    `target`: the token embeddings or the hidden states are stored, after their convolution with
+    `has_target_conv`; with `has_activation_conv` the features have one too. Both begin as
+    `conv_init`: zero targets write nothing until the taps are trained. `is_conv_causal` and
+    `proj_init` are those of the base, with other defaults.
+    """
 
     target: Literal["embedding", "hidden"] = "hidden"
     has_target_conv: bool = True
     has_activation_conv: bool = False
-    is_conv_causal: bool = False  # both convolutions
-    conv_init: ConvInit = "zeros"  # both; zero targets write nothing until the taps are trained
+    is_conv_causal: bool = False
+    conv_init: ConvInit = "zeros"
     proj_init: ProjInit = "gaussian_diagonal"
 
 

@@ -43,8 +43,8 @@ from ttcd_jax.methods.registry import (
     Source,
     register,
 )
+from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.block import Block, BlockConfig, Names
-from ttcd_jax.nn.dual_window import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig
 
@@ -53,10 +53,17 @@ from ttcd_jax.nn.mlp import MLPConfig
 class MemoryConfig(PrefixSettings):
     """The settings of IP-TTCD. The defaults are the paper's from-scratch recipe.
 
-    A model trained from scratch reads through the teacher convolution, which is initialized
-    to zero (published) or the identity. Continued training starts exactly at the base model:
+    A model trained from scratch reads through the teacher convolution, which is initialized to zero
+    (published) or the identity. Continued training starts exactly at the base model:
     `output="teacher_raw"`, `normalizes_keys=False`, teacher convolution at identity, student
     convolution at zero.
+
+    `has_teacher_conv`, `has_student_conv`: the convolutions of the features, which begin as
+    `teacher_conv_init` and `student_conv_init`. `has_token_rate`: the gate sigmoid(t . b) on
+    errors. `normalizes_keys`, `normalizes_errors`: to norm 1, where `zero_slope` is the gradient at
+    a zero vector (published: 1e6). `output`: the features read through the memory, the teacher's
+    after its convolution, before it, or the student's. `renorm_chunks`: |W| is held at |W_base|, in
+    groups of so many chunks. `orthogonalizes_updates`: Newton-Schulz on every delta_w.
     """
 
     has_teacher_conv: bool = True
@@ -64,16 +71,12 @@ class MemoryConfig(PrefixSettings):
     has_token_rate: bool = True
     normalizes_keys: bool = True
     normalizes_errors: bool = False
-    # Which features are read through the memory: the teacher's after its convolution, before it,
-    # or the student's.
     output: Literal["teacher", "teacher_raw", "student"] = "teacher"
     teacher_conv_init: ConvInit = "zeros"
     student_conv_init: ConvInit = "normal"
-    renorm_chunks: Positive | None = None  # hold |W| at |W_base|, in groups of this many chunks
-    orthogonalizes_updates: bool = False  # Newton-Schulz on every delta_w
-    zero_slope: NonNegativeFloat = (
-        1.0  # gradient of a normalization at a zero vector; published: 1e6
-    )
+    renorm_chunks: Positive | None = None
+    orthogonalizes_updates: bool = False
+    zero_slope: NonNegativeFloat = 1.0
 
     def validate(self) -> None:
         super().validate()

@@ -36,8 +36,7 @@ from ttcd_jax.methods.registry import (
 )
 from ttcd_jax.nn.attention import AttentionConfig, start_cache
 from ttcd_jax.nn.block import BlockConfig, Dims, Mixer, Names, SublayerConfig
-from ttcd_jax.nn.linear import linear, normal_param
-from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.product import product
 from ttcd_jax.nn.rope import rotate
 from ttcd_jax.nn.row import Piece, Row
@@ -50,22 +49,33 @@ RATE_SHIFT = 0.001 + math.log(-math.expm1(-0.001))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaCTMemoryConfig(Settings):
-    """The settings of the method; the defaults are published, except `resets_at_document`."""
+    """The settings of the method; the defaults are published, except `resets_at_document`
+    (published: the memory leaks from document to document).
+
+    `num_fast_heads` of the memory, with `hidden_expansion` hidden features per channel of a head,
+    rounded down; `chunk_size` tokens learn at once. `low_rank`: w0 and w2 start as a product of
+    this rank plus 0.5 I; None: full. `has_momentum`: updates have one, gated by token.
+    `orthogonalizes_updates`: Newton-Schulz on every update, in precision.state. `keeps_raw_state`:
+    updates add to weights that are normalized only for reads. `has_qk_silu`: SiLU on fast q and k,
+    and, with `has_value_silu` too, on v. `has_scale`: the gate silu(h W_s). `has_rope`: fast q and
+    k are rotated; those of the attention always are. `has_qk_norm`: over the whole width, and
+    `has_qkv_bias`, both for attention and memory.
+    """
 
     num_fast_heads: Positive = 4
-    hidden_expansion: PositiveFloat = 1  # hidden size of a fast head over its width, rounded down
+    hidden_expansion: PositiveFloat = 1
     chunk_size: Positive = 2048
-    low_rank: Positive | None = 32  # w0, w2 start as a product of this rank plus 0.5 I; None: full
+    low_rank: Positive | None = 32
     has_momentum: bool = True
-    orthogonalizes_updates: bool = False  # Newton-Schulz on every update, in precision.state
-    keeps_raw_state: bool = False  # updates add to weights that are normalized only for reads
+    orthogonalizes_updates: bool = False
+    keeps_raw_state: bool = False
     has_qk_silu: bool = True
-    has_value_silu: bool = True  # only together with has_qk_silu
+    has_value_silu: bool = True
     has_scale: bool = True
-    has_rope: bool = True  # in the memory; the attention always has it
-    has_qk_norm: bool = False  # over the whole width, for attention and memory
+    has_rope: bool = True
+    has_qk_norm: bool = False
     has_qkv_bias: bool = False
-    resets_at_document: bool = True  # published: the memory leaks from document to document
+    resets_at_document: bool = True
 
     def switched_off(self, length: int) -> "LaCTMemoryConfig":
         """One chunk per row: every token reads the initial weights."""

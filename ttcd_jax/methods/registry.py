@@ -39,7 +39,8 @@ class ModelConfig(Heads):
     """The sizes that all layers of a model share, and the settings of its method.
 
     `window` is the attention window of every layer that has attention (the teacher's in layers that
-    have a student), None full attention. `memory`: the settings of the method, None its defaults.
+    have a student), None full attention; `student_window` the student's, in tokens. `mlp_dim`: the
+    features of an MLP. `memory`: the settings of the method, None its defaults.
     """
 
     mlp_dim: Positive

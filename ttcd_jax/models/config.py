@@ -15,12 +15,13 @@ Remat = Literal["none", "block", "dots", "offload"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelConfig):
-    """A language model: embedding, blocks by method, final norm, head.
+    """A language model: embedding of `vocab_size` ids, `num_layers` blocks by method, final norm,
+    head (`has_tied_head`: the embedding's weights).
 
     `method` names a method of `ttcd_jax.methods`, `memory` holds its settings (None: its defaults).
     `fast_layers` are the layers that have the method's memory, where the method leaves the choice;
-    the others have attention and SwiGLU. `remat`: the backward recomputes nothing ("none"), all
-    but products with parameters and attention ("dots": six tenths of the memory of "none"), whole
+    the others have attention and SwiGLU. `remat`: the backward recomputes nothing ("none"), all but
+    products with parameters and attention ("dots": six tenths of the memory of "none"), whole
     blocks ("block"), or whole blocks from inputs offloaded to the host ("offload"); None: as
     `ttcd_jax.run.layout` chooses for a run, elsewhere "dots". `scans_layers`: equal layers are
     compiled once and scanned, or unrolled, on the same parameters; None: likewise, elsewhere True.

@@ -16,8 +16,7 @@ from ttcd_jax.axes import param
 from ttcd_jax.memory.distillation import Distillation
 from ttcd_jax.models.config import Remat, TransformerConfig, block_configs
 from ttcd_jax.nn.block import Block, BlockConfig, Configured, MemoryStats
-from ttcd_jax.nn.linear import normal_param
-from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.linear import normal_param, rms_norm
 from ttcd_jax.nn.product import PRODUCT
 from ttcd_jax.nn.row import Row, check_array
 from ttcd_jax.sharding.rules import constrain, gathered, is_distributed, never_saves_gathered

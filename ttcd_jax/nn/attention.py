@@ -12,9 +12,8 @@ from ttcd_kernels.dual_window.api import Implementation
 from ttcd_jax.axes import param
 from ttcd_jax.config import NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.nn.block import Dims, Mixer, Names, SublayerConfig
-from ttcd_jax.nn.linear import linear, normal_param
-from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.block import Dims, Mixer, Names, SublayerConfig, Views
+from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.rope import RopeConfig, rotate
 from ttcd_jax.nn.row import Piece, Row
 from ttcd_jax.nn.windows import KVCache, Outputs, Windows, attend, attend_cached
@@ -24,9 +23,12 @@ from ttcd_jax.nn.windows import KVCache, Outputs, Windows, attend, attend_cached
 class Heads(Dims):
     """The attention of a model, the same in all its layers.
 
-    Windows count the query itself; `window=None` is full attention. `num_kv_heads=None` means
-    `num_heads`, `head_dim=None` dim / num_heads. `qk_norm_eps` is 1e-6 in Hugging Face's Qwen3 and
-    1e-5 in the reference implementation, whatever its other norms use.
+    `num_heads` query heads and `num_kv_heads` key heads (None: as many), of `head_dim` channels
+    (None: dim / num_heads), with the rotary embedding `rope`. `window`: tokens that a query sees,
+    itself included; None is full attention. `has_qk_norm`: q and k of every head are normalized,
+    with `qk_norm_eps`, 1e-6 in Hugging Face's Qwen3 and 1e-5 in the reference implementation,
+    whatever its other norms use. `has_qkv_bias`: q, k and v have biases, as Qwen2's.
+    `attention_implementation`: a kernel by its name in `ttcd_kernels`, or the one that fits.
     """
 
     num_heads: Positive
@@ -180,3 +182,50 @@ def start_cache(config: AttentionConfig, batch_size: int, max_length: int | None
     shape = (batch_size, slots, config.kv_heads, config.head_size)
     # Two arrays: the state is donated, and no buffer can be donated twice.
     return KVCache(*(jnp.zeros(shape, config.precision.compute_dtype) for _ in range(2)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DualWindowConfig(SublayerConfig):
+    """`attention.window` is the teacher's window."""
+
+    reference_names: ClassVar[Names] = AttentionConfig.reference_names
+
+    attention: AttentionConfig
+    student_window: Positive
+
+    def validate(self) -> None:
+        teacher = self.attention.window
+        if teacher is not None and self.student_window > teacher:
+            raise UserError(
+                f"student_window {self.student_window} is wider than the teacher's window "
+                f"{teacher}: bind student_window, or its default holds, to the shorter one"
+            )
+
+    @property
+    def dims(self) -> Dims:
+        return self.attention
+
+    def flops(self, length: int) -> int | float:
+        """The teacher's and one more output projection: the student's scores are among the
+        teacher's."""
+        attention = self.attention
+        return attention.flops(length) + 2 * length * attention.dim * attention.width
+
+
+class DualWindowAttention(Attention, config=DualWindowConfig):
+    """h [B, T, D] -> (teacher, student), both [B, T, D] after the same output projection.
+
+    The first `student_window` tokens of a document are equal in both. Gradient flows through both.
+    """
+
+    def __init__(self, config: DualWindowConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config.attention, rngs=rngs)
+        self.student_window = config.student_window
+
+    @property
+    def windows(self) -> Windows:
+        return self.config.window, self.student_window
+
+    def _out(self, seen: Outputs) -> Views:
+        teacher, student = seen
+        return Views(self.project_out(teacher), self.project_out(student))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from ttcd_jax.axes import param
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.row import Piece, Row, check_array
 from ttcd_jax.precision import Precision
 
@@ -23,7 +23,8 @@ Names = dict[str, tuple[str, str]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dims(Config):
-    """The sizes and dtypes that all layers of a model share."""
+    """The sizes and dtypes that all layers of a model share: `dim`, the width of the residual
+    stream; `norm_eps`, added to mean squares; `init_std` of drawn weights; `precision`."""
 
     dim: Positive
     norm_eps: NonNegativeFloat = 1e-6

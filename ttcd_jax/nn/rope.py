@@ -19,8 +19,8 @@ from ttcd_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ByTurns(Config):
-    """Pairs that turn fewer than `slow_turns` times over the original length are interpolated by
-    `factor`, those above `fast_turns` are kept."""
+    """Pairs that turn fewer than `slow_turns` times over the `original_length`, in tokens, are
+    interpolated by `factor`, those above `fast_turns` are kept."""
 
     factor: Annotated[float, AtLeast(1)]
     original_length: Positive

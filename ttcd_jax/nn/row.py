@@ -38,8 +38,8 @@ class Row(NamedTuple):
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"] | None = None  # one value per document; None: one document
     embeddings: Float[Array, "B T D"] | None = None  # of the tokens, as the model looked them up
-    # Static, and no leaf by default: memories with a teacher report `memory.distillation` in place
-    # of `MemoryStats`.
+    # True: `forward` of a memory with a teacher returns `memory.distillation.Distillation` in place
+    # of `MemoryStats`. Known when it is traced; None is no leaf.
     measures: Literal[True] | None = None
 
     @classmethod

@@ -26,8 +26,7 @@ from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.groups import preparation, rate_factors
 from ttcd_jax.train.hardware import device_bytes
 from ttcd_jax.train.metrics import Measure, in_step, programs
-from ttcd_jax.train.optimizer import build_optimizer
-from ttcd_jax.train.schedule import learning_rate
+from ttcd_jax.train.optimizer import build_optimizer, learning_rate
 from ttcd_jax.train.state import (
     TrainState,
     abstract_params,

@@ -40,18 +40,22 @@ PLACES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
-    """`batch_size` rows per step, computed in `accumulation_steps` parts one after another on the
-    devices of `mesh`; None: as `ttcd_jax.run.layout` chooses for the available devices.
-    `loss_rows`: rows of logits computed at once. `start_from`: a run directory whose newest
-    parameters this run starts from, with a fresh optimizer; missing ones are drawn from `seed`.
-    `start_drops`: patterns (`layers/*/mlp/proj`) of parameters that are not taken from it.
-    `evaluate_every`: steps between the `evaluations`, tasks with their options, on the current
-    parameters, None for none.
-    `trackers`: those that receive the metrics besides `metrics.jsonl` and TensorBoard.
-    `metrics`: what `metrics.jsonl` has of a step besides its loss, by the names in
-    `ttcd_jax.train.metrics`: "memory_ratio" and "gate_mean" of memories, "distillation" (the gap
-    between student and teacher of every layer with a teacher, and what the memory leaves of it;
-    it costs a forward pass per logged step), and those of your own.
+    """A `model`, its training `data` and `optimizer`, trained for `steps` steps of `batch_size`
+    rows, which are computed in `accumulation_steps` parts one after another on the devices of
+    `mesh`; None: as `ttcd_jax.run.layout` chooses for the available devices. `seed` decides
+    parameters and the order of data. `loss_rows`: rows of logits computed at once.
+
+    `start_from`: a run directory whose newest parameters this run starts from, with a fresh
+    optimizer; missing ones are drawn. `start_drops`: patterns (`layers/*/mlp/proj`) of parameters
+    that are not taken from it.
+
+    `log_every`: steps between two lines of metrics. `evaluate_every`: steps between the
+    `evaluations`, tasks with their options, on the current parameters, None for none. `trackers`:
+    those that receive the metrics besides `metrics.jsonl` and TensorBoard. `metrics`: what
+    `metrics.jsonl` has of a step besides its loss, by the names in `ttcd_jax.train.metrics`:
+    "memory_ratio" and "gate_mean" of memories, "distillation" (the gap between student and teacher
+    of every layer with a teacher, and what the memory leaves of it; it costs a forward pass per
+    logged step), and those of your own.
 
     A checkpoint is saved every `checkpoint_every` steps, and `checkpoint_minutes` after the last
     one. The newest `keep_checkpoints` are kept, those of steps divisible by `keep_every`, and the

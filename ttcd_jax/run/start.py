@@ -15,8 +15,15 @@ from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, model_config, open_checkpoints
 from ttcd_jax.sharding.batch import replicated
-from ttcd_jax.train.fit import by_name, misfit
-from ttcd_jax.train.layers_on_disk import Leaves, by_layers, stacked, stored_params, unstacked
+from ttcd_jax.train.layers_on_disk import (
+    Leaves,
+    by_layers,
+    by_name,
+    misfit,
+    stacked,
+    stored_params,
+    unstacked,
+)
 from ttcd_jax.train.state import TrainState, init_params
 
 
@@ -36,9 +43,9 @@ class StartPlan(NamedTuple):
 def inherited_model(
     run_dir: RunDirectory,
 ) -> Callable[[str, dict[str, Any]], TransformerConfig | None]:
-    """The `inherit` of `load_config`: a run without a model takes that of its own directory once it
-    has started, else the `starting_model` of the run it starts from; single bound fields override
-    it."""
+    """The model of a run whose recipe has none, for `run.bindings.load_config`: that of its own
+    directory once it has started, else the `starting_model` of the run that it starts from. Single
+    bound fields override it."""
 
     def inherit(field: str, values: dict[str, Any]) -> TransformerConfig | None:
         start_from = values.get("start_from")

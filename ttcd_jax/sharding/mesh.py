@@ -27,8 +27,9 @@ Size = Annotated[int, Bound("at least 1, or -1 for the rest", lambda size: size 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig(Config):
-    """Devices along each axis; one axis may be -1, for all that the others leave. `slices`: groups
-    of devices (slices of a pod, or hosts) joined by a slower network, for `data` alone."""
+    """Devices along each axis, `data`, `fsdp`, `seq` and `tensor`; one axis may be -1, for all that
+    the others leave. `slices`: groups of devices (slices of a pod, or hosts) joined by a slower
+    network, for `data` alone."""
 
     data: Size = 1
     fsdp: Size = -1

@@ -26,8 +26,8 @@ def no_skips() -> Skips:
 def judged(
     skips: Skips, metrics: dict[str, jax.Array], is_good: jax.Array, spike_factor: float | None
 ) -> tuple[jax.Array, Skips, dict[str, jax.Array]]:
-    """(whether a step that `is_good` if it is no spike is accepted, the counts after it, metrics)
-    for its own metrics."""
+    """(whether the step is accepted, the counts after it, its metrics and these counts). A step is
+    accepted if it `is_good` and its gradient norm is not a spike."""
     count, norm = skips["accepted"], metrics["grad_norm"].astype(jnp.float32)
     weight = 1 - jnp.power(jnp.float32(DECAY), jnp.maximum(count, 1))
     average = skips["norm"] / weight

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import fnmatch
 import functools
+import math
 import os
 import shutil
 import sys
@@ -34,14 +35,14 @@ import orbax.checkpoint as ocp
 from absl import logging
 from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
+from orbax.checkpoint.type_handlers import NumpyHandler, create_type_handler_registry
 
 from ttcd_jax import units
 from ttcd_jax.errors import CheckpointError, ResourceError, UserError, listed
 from ttcd_jax.files import full_disk
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train import digest
-from ttcd_jax.train.fit import by_name, misfit
-from ttcd_jax.train.layers_on_disk import Leaves, stacked, unstacked
+from ttcd_jax.train.layers_on_disk import Leaves, by_name, misfit, stacked, unstacked
 
 _LOOKS = 10
 _PARAMS = "params"
@@ -406,3 +407,44 @@ class Checkpoints:
             self._step_dir(step).rename(self._directory / f"{step}.refused")
         multihost_utils.sync_global_devices("checkpoints: set aside")
         self._manager.reload()
+
+
+class StreamedLeaf:
+    """An array that `read` gives; its shape and dtype are known before."""
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[], np.ndarray]
+    ) -> None:
+        self.shape, self.dtype, self.read = shape, dtype, read
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _StreamingHandler(NumpyHandler):
+    """Writes every leaf as the array that it reads, before it reads the next."""
+
+    def __init__(self) -> None:
+        super().__init__(deepcopy_host_arrays=False)
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> list[Any]:
+        for value, info, arg in zip(values, infos, args or [None] * len(values), strict=True):
+            for written in await super().serialize([value.read()], [info], arg and [arg]):
+                written.result()
+        return []
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    registry = create_type_handler_registry((StreamedLeaf, _StreamingHandler()))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+class StreamedCheckpoints(Checkpoints):
+    """Writes states whose leaves are `StreamedLeaf`s, under their names on disk; `Checkpoints`
+    reads them."""
+
+    handler = _handler
+    save_args = ocp.args.PyTreeSave

@@ -39,9 +39,10 @@ def rate_factors(config: TransformerConfig, rates: Rates) -> Any | None:
 
 def preparation(config: TransformerConfig, rates: Rates, memory_warmup: int = 0) -> Prepare:
     """The parameters that the loss of step s is computed with: frozen ones, whose factor of `rates`
-    is 0, are constants. With `memory_warmup` n the parameter in which the writes of a memory are
-    linear is multiplied by min(1, s / n), and so is its gradient, as if the memory's rate eta were.
-    Raises `UserError` as `rate_factors`, and for a model whose memories have no such parameter."""
+    is 0, are constants. With `memory_warmup` n every memory writes min(1, s / n) of what it would:
+    the parameter P in which its writes are linear is multiplied by that share, and so is P's
+    gradient. The result is that of the rate eta times this share, and eta stays a constant. Raises
+    `UserError` as `rate_factors`, and for a model whose memories have no such parameter."""
     factors = rate_factors(config, rates)
     scaled = _write_params(config) if memory_warmup else set()
     if memory_warmup and not scaled:

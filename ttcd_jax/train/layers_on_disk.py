@@ -7,7 +7,7 @@ moments have their parameters' names after a prefix. Only this file maps one for
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,10 +17,36 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from ttcd_jax.errors import listed
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import slot_of_layer
-from ttcd_jax.train.fit import by_name
 from ttcd_jax.train.state import abstract_params
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of any tree by their path, `params/embedding`, in the order of its leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def misfit(
+    model: Mapping[str, Any], stored: Mapping[str, Any], fields: tuple[str, ...] = ("shape",)
+) -> str | None:
+    """One line with every difference of `stored` from `model`, None when it fits. Both map names
+    to arrays (or `jax.ShapeDtypeStruct`s), of which `fields` are compared."""
+    groups = {
+        "only in the model": sorted(model.keys() - stored.keys()),
+        "only in the checkpoint": sorted(stored.keys() - model.keys()),
+    }
+    common = sorted(model.keys() & stored.keys())
+    for field in fields:
+        kinds = ((x, getattr(stored[x], field), getattr(model[x], field)) for x in common)
+        groups[f"saved with another {field}"] = [
+            f"{name} {saved} not {wanted}" for name, saved, wanted in kinds if saved != wanted
+        ]
+    lines = [f"{len(names)} {kind}: {listed(names)}" for kind, names in groups.items() if names]
+    return "; ".join(lines) or None
+
 
 Leaves = dict[str, Any]
 Layers = dict[tuple[str, ...], list[str]]  # (group, block) -> its layers in row order

@@ -1,5 +1,5 @@
 """The optimizer: one global gradient clip, the direction of AdamW, Muon or one of your own, weight
-decay on every tensor."""
+decay on every tensor; and its learning rate: linear warm-up, a plateau, then a decay to a floor."""
 
 import dataclasses
 import functools
@@ -11,11 +11,64 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ttcd_jax.config import Config, Decay, NonNegativeFloat, PositiveFloat
+from ttcd_jax.config import (
+    Config,
+    Decay,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+)
 from ttcd_jax.errors import UserError
 from ttcd_jax.registry import Registry
 from ttcd_jax.train.muon import parameter_groups, scale_by_muon
-from ttcd_jax.train.schedule import ScheduleConfig
+
+_DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - jnp.sqrt(progress),
+    "cosine": lambda progress: (1 + jnp.cos(jnp.pi * progress)) / 2,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Config):
+    """The rate grows to `peak` in `warmup` steps and falls by the curve `decay` to
+    `floor_ratio` of it. `steps` None: the length of the run. `decay_ratio`: the share of `steps`
+    spent decaying (warm-up, stable, decay); None decays from the end of the warm-up."""
+
+    peak: PositiveFloat = 3e-4
+    steps: Positive | None = None
+    warmup: NonNegative = 50
+    decay_ratio: Fraction | None = None
+    decay: Literal["linear", "sqrt", "cosine"] = "cosine"
+    floor_ratio: Fraction = 0.1
+
+
+def learning_rate(config: ScheduleConfig) -> Callable[[jax.typing.ArrayLike], jax.Array]:
+    """The rate of step s = 0, 1, ... as a traceable function of s.
+
+    With `warmup` clipped to `steps` and `p = (s + 1 - warmup - stable) / decay`, the factor of
+    `peak` is `(s + 1) / warmup` during warm-up, 1 while p <= 0, then `floor + (1 - floor) f(p)`
+    with f falling from 1 to 0. `stable = steps + 1 - warmup - decay` is one step more than remain,
+    so the floor is first reached at s = `steps`, after the run's last step.
+    """
+    assert config.steps is not None, "the run's length fills ScheduleConfig.steps in"
+    warmup = min(config.warmup, config.steps)
+    decay = config.steps - warmup
+    if config.decay_ratio is not None:
+        decay = min(round(config.steps * config.decay_ratio), decay)
+    stable = config.steps + 1 - warmup - decay
+    fall = _DECAYS[config.decay]
+
+    def rate(step: jax.typing.ArrayLike) -> jax.Array:
+        position = jnp.asarray(step, dtype=float) + 1
+        progress = jnp.clip((position - warmup - stable) / max(decay, 1), 0, 1)
+        decayed = config.floor_ratio + (1 - config.floor_ratio) * fall(progress)
+        return config.peak * jnp.where(position <= warmup, position / max(warmup, 1), decayed)
+
+    return rate
+
 
 Rates = tuple[tuple[str, NonNegativeFloat], ...]
 
@@ -30,19 +83,21 @@ class OptimizerSettings(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MuonSettings(OptimizerSettings):
-    """Constants of `train.muon`; `orthogonalization` is the dtype of Newton-Schulz."""
+    """Constants of `train.muon`: its `momentum`, whether the step looks ahead along it
+    (`is_nesterov`), and the dtype of Newton-Schulz, `orthogonalization`; not float16, in which a
+    small momentum underflows before it is normalised."""
 
     momentum: Decay = 0.95
     is_nesterov: bool = True
-    # Not float16, in which a small momentum underflows before it is normalised.
     orthogonalization: Literal["float64", "float32", "bfloat16"] = "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Config):
-    """AdamW's constants and the learning rate; `clip_norm` None: no clip. `kind` names a registered
-    optimizer, `settings` its own constants (None: their defaults). With "muon", matrices follow
-    `train.muon`; all else follows AdamW.
+    """AdamW's decay rates `beta1` and `beta2` of its moments and `eps`; `weight_decay` per unit of
+    learning rate, the `schedule` of that rate, and `clip_norm`, the largest norm of a gradient
+    (None: any). `kind` names a registered optimizer, `settings` its own constants (None: their
+    defaults). With "muon", matrices follow `train.muon`; all else follows AdamW.
 
     `rates`: pairs (pattern, factor), `(("layers/*/mlp/proj", 0.1),)`. A parameter's learning rate,
     its weight decay too, is multiplied by the factor of the first pattern that matches its name on

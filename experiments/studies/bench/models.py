@@ -15,8 +15,8 @@ from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.methods.in_place import InPlaceSettings
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.block import Views
-from ttcd_jax.nn.dual_window import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.row import Piece
 from ttcd_jax.nn.windows import KVCache, attend_cached
 from ttcd_jax.train.state import init_params, with_params

@@ -10,21 +10,20 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from experiments.studies.mad.scores import batch_scores, summed_loss
 from experiments.studies.mad.sweep import Problem
+from experiments.studies.mad.tasks.rows import IGNORE
 from experiments.studies.mad.tasks.settings import PUBLISHED, MADConfig
 from ttcd_jax.axes import param
 from ttcd_jax.config import Bound
-from ttcd_jax.eval.key_rank import key_ranks
+from ttcd_jax.eval.tasks.distillation import key_ranks
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.models.config import TransformerConfig, switched_off
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.linear import linear, normal_param
-from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.train.step import Batch, Metrics
 
 # The methods with published scores, and the two without a memory.
@@ -145,3 +144,39 @@ def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
         return metrics
 
     return Problem(init, loss_sum, measure)
+
+
+def summed_loss(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Float[Array, ""]:
+    """Cross entropy summed over scored positions in nats, float32 or better. Differentiable in
+    `logits`."""
+    state = jnp.promote_types(logits.dtype, jnp.float32)
+    log_probs = jax.nn.log_softmax(logits.astype(state), axis=-1)
+    classes = jnp.maximum(targets, 0)
+    losses = -jnp.take_along_axis(log_probs, classes[..., None], axis=-1)[..., 0]
+    return jnp.sum(jnp.where(targets != IGNORE, losses, 0))
+
+
+def batch_scores(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> Metrics:
+    """macro_accuracy (the published score), micro_accuracy (the share of scored positions that are
+    right) and loss, the mean cross entropy in nats, of one batch; targets of -100 are not scored.
+
+    Macro accuracy is the mean recall over the classes that a batch has as targets *or as
+    predictions*: a class that is only predicted counts as a recall of 0. The score of an epoch is
+    the plain mean over its batches, not the score of all at once. The prediction is the first of
+    the likeliest classes. All are NaN without a scored position.
+    """
+    predictions, is_scored = jnp.argmax(logits, axis=-1), targets != IGNORE
+    is_hit = is_scored & (predictions == targets)
+
+    def count(classes: jax.Array, chosen: jax.Array) -> jax.Array:
+        weights = chosen.ravel().astype(jnp.int32)
+        return jnp.bincount(classes.ravel(), weights, length=logits.shape[-1])
+
+    num_targets, num_hits = count(targets, is_scored), count(targets, is_hit)
+    num_present = jnp.sum(num_targets + count(predictions, is_scored) > 0)
+    recalls = num_hits / jnp.maximum(num_targets, 1)
+    return {
+        "macro_accuracy": jnp.sum(recalls) / num_present,
+        "micro_accuracy": jnp.sum(is_hit) / jnp.sum(is_scored),
+        "loss": summed_loss(logits, targets) / jnp.sum(is_scored),
+    }

@@ -1,9 +1,9 @@
 """Which tiles of keys a tile of queries visits, and which tiles of queries a tile of keys, in each
 band of distances; where documents begin and end.
 
-A tile is visited if it may hold a visible pair. The *inner* ones hold no other pairs, so that
-kernels run no masks there; they follow one another, between the tiles that an end of the band or of
-a document cuts.
+A tile is visited if it may hold a visible pair. In an *inner* tile every pair is visible: kernels
+apply no mask there. The inner tiles of a query tile are contiguous; before and after them come
+those that an end of the band or of a document cuts.
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ from experiments.studies.proposition import (
 )
 from ttcd_jax.errors import NonFiniteError, UserError
 from ttcd_jax.methods.ideal import IdealMemoryConfig
-from ttcd_jax.nn.norm import rms_norm
+from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.row import Row
 
 CONFIG, FILLERS = IdealMemoryConfig(chunk_size=4, eta=0.3), 16

@@ -17,7 +17,7 @@ from ttcd_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecallConfig(Config):
-    """`num_slots` pairs per row. Token ids: keys are 0..num_keys-1, then values."""
+    """`num_slots` pairs per row. Token ids: `num_keys` keys from 0 on, then `num_values` values."""
 
     num_slots: Annotated[int, AtLeast(2)]
     num_keys: Positive

@@ -12,8 +12,17 @@ from ttcd_jax.config import DISTINCT, Bound, NonNegative, Positive
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.babilong.prompts import LABELS, NEW_TOKENS, Form, is_right, prompt
-from ttcd_jax.eval.babilong.samples import Sample, hide, of_size, text_size
+from ttcd_jax.eval.babilong.samples import (
+    LABELS,
+    NEW_TOKENS,
+    Form,
+    Sample,
+    hide,
+    is_right,
+    of_size,
+    prompt,
+    text_size,
+)
 from ttcd_jax.eval.babilong.stories import BabiTask, Question, read_folder, read_questions
 from ttcd_jax.eval.babilong.world import story_lines
 from ttcd_jax.eval.report import Picture, plot_lines

@@ -11,19 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from ttcd_jax.config import Positive
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.key_rank import key_ranks
 from ttcd_jax.eval.report import Picture, plot_lines
 from ttcd_jax.eval.scorer import Scorer, batches, placed
 from ttcd_jax.eval.task import Records, RowTask, Series, Subject, register
 from ttcd_jax.eval.tasks.perplexity import Perplexity, buckets
 from ttcd_jax.eval.tasks.recall import Recall
+from ttcd_jax.inference.model import inference_model
+from ttcd_jax.memory.chunks import from_chunks, to_chunks
 from ttcd_jax.memory.distillation import Distillation, summary
+from ttcd_jax.methods.in_place import InPlaceConfig
 from ttcd_jax.models.config import layers_with_teacher
 from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.row import Row
 from ttcd_jax.sharding.batch import replicated
 
 _BUCKET = ("layer", "context", "start", "stop", "tokens")
@@ -34,8 +38,8 @@ _BUCKET = ("layer", "context", "start", "stop", "tokens")
 class StudentTeacher(RowTask):
     """The student's distance to the teacher in every layer that has both, with the memory off and
     on, and where the memory moves the student (`ttcd_jax.memory.distillation`); over all positions
-    also the effective rank of the keys of the first batch. Rows are those of task ppl, with its
-    options; for a run on recall data, such rows."""
+    also the effective rank of the keys of the first batch. At most `max_rows` rows are those of
+    task ppl, with its `text` and `seq_len`; for a run on recall data, such rows."""
 
     name = "distillation"
     title = "The student's distance to the teacher, by position"
@@ -160,3 +164,39 @@ def _ranks(
     graph: nnx.GraphDef[Transformer], params: nnx.GraphState, tokens: jax.Array
 ) -> jax.Array | None:
     return key_ranks(nnx.merge(graph, params), tokens)
+
+
+def effective_rank(x: Float[Array, "*rows F"]) -> Float[Array, ""]:
+    """exp(entropy of p), p the singular values of x over their sum (Roy and Vetterli 2007): F for
+    an orthogonal x, 1 for a single direction, and for a matrix of zeros."""
+    flat = x.reshape(-1, x.shape[-1]).astype(jnp.promote_types(x.dtype, jnp.float32))
+    squares = jnp.linalg.eigvalsh(jnp.einsum("TF,TE->FE", flat, flat))
+    # Rounding gives absent directions about eps of the largest square.
+    floor = squares.max() * len(squares) * jnp.finfo(flat.dtype).eps
+    sizes = jnp.sqrt(jnp.where(squares > floor, squares, 0))
+    shares = sizes / jnp.maximum(sizes.sum(), jnp.finfo(flat.dtype).tiny)
+    return jnp.exp(jax.scipy.special.entr(shares).sum())
+
+
+def key_ranks(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, " fast_layers"] | None:
+    """The effective rank of the keys of all tokens, of each in-slot memory in layer order; None
+    for a model without one. Costs a forward and an attention per memory."""
+    layers = inference_model(model)
+    h = layers.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
+    row, ranks = Row.of(h, embeddings=h), []
+    for graph, params in zip(layers.blocks, layers.layers, strict=True):
+        block: Any = nnx.merge(graph, params)
+        if isinstance(block.config.mlp, InPlaceConfig):
+            ranks.append(effective_rank(_keys(block, h, row)))
+        h, _ = block.forward(h, row)
+    return jnp.stack(ranks) if ranks else None
+
+
+def _keys(block: Any, h: Float[Array, "B T D"], row: Row) -> Float[Array, "B T F"]:
+    """The keys under which the tokens are written."""
+    x, student = block.inputs("mlp", h, row)
+    mlp, size = block.mlp, block.mlp.settings.chunk_size
+    tokens = mlp.tokens(x, mlp.source(x, row, student))
+    chunks = jax.tree.map(lambda x: to_chunks(x, size), tokens)
+    _, (keys, *_) = mlp.operands(mlp.convolved(chunks, None))
+    return from_chunks(keys, h.shape[1])

@@ -60,10 +60,9 @@ class Recall(_OnRecallData, RowTask):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needle(_OnRecallData):
-    """Accuracy of recalling a prompt's values after each of `distances` other tokens, which are
-    decoded one by one (with the memory on, and off, as published) or read in one pass
-    (`by="prefill"`, with the memory on: for thousands of them). `batch_size` is the number of
-    rows."""
+    """Accuracy of recalling a prompt's values after each of `distances` other tokens. They are read
+    by "decode", one by one, with the memory on, and off, as published, or by "prefill" in one pass,
+    with the memory on: for thousands of them (`by`). `batch_size` is the number of rows."""
 
     name = "needle"
     title = "Needles read back"

@@ -40,7 +40,7 @@ class Case(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ruler(Task):
     """RULER: `samples` of each of `tasks` (names, `niah` for the paper's six, `all`) at `lengths`,
-    tokens of prompt and answer without bos. Answers are greedy.
+    tokens of prompt and answer without bos, drawn by `seed`. Answers are greedy.
 
     Prose to hide needles in is `essay` (a text file, a folder, JSON lines, JSON), or the run's
     held-out text; `squad` and `hotpot` are the files of qa_1 and qa_2. `data`: a folder of samples

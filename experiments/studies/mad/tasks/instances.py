@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from experiments.studies.mad.tasks import aligned, fuzzy_recall, recall
+from experiments.studies.mad.tasks import aligned, recall
 from experiments.studies.mad.tasks.rows import Draws, Rows
 from experiments.studies.mad.tasks.settings import MADConfig, TaskName
 
@@ -19,7 +19,7 @@ class Splits(NamedTuple):
 _DRAW: dict[TaskName, Callable[[MADConfig, Draws, int, bool], Rows]] = {
     "in-context-recall": recall.draw,
     "noisy-in-context-recall": recall.draw,
-    "fuzzy-in-context-recall": fuzzy_recall.draw,
+    "fuzzy-in-context-recall": recall.draw_fuzzy,
     "memorization": aligned.draw_memorization,
     "compression": aligned.draw_compression,
     "selective-copying": aligned.draw_copying,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from checks import assert_close
 
-from experiments.studies.mad.scores import batch_scores, summed_loss
+from experiments.studies.mad.models import batch_scores, summed_loss
 from experiments.studies.mad.tasks.rows import IGNORE
 
 

@@ -10,7 +10,7 @@ import optax
 from checks import assert_close, assert_same
 from devices import printed
 
-from experiments.studies.mad.scores import batch_scores, summed_loss
+from experiments.studies.mad.models import batch_scores, summed_loss
 from experiments.studies.mad.sweep import (
     Hyper,
     Problem,

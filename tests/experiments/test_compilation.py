@@ -1,7 +1,7 @@
 import jax
 import pytest
 
-from ttcd_jax.train.compilation import keep_programs
+from experiments.cli import keep_programs
 
 
 @pytest.fixture
