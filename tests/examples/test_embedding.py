@@ -84,8 +84,8 @@ EXPECTED = {
     "float token of a prompt": "token ids are float32: they must be integers",
     "float token to decode": "tokens are float32 [2]: the state needs int [2]",
     "nothing to predict": "tokens [2, 1] have no next token",
-    "nan": "MemoryConfig.eta nan must be finite",
-    "infinity": "MemoryConfig.zero_slope inf must be finite",
+    "nan": "MemoryConfig.eta nan must be 0 or more, finite",
+    "infinity": "MemoryConfig.zero_slope inf must be 0 or more, finite",
 }
 
 

@@ -73,7 +73,7 @@ def test_parameters_start_as_published():
         ({"chunk_size": 0}, "DeltaRuleConfig.chunk_size 0 must be at least 1"),
         ({"num_taps": 0}, "DeltaRuleConfig.num_taps 0 must be at least 1"),
         ({"value_expansion": 1.3}, "head_dim 4 times value_expansion 1.3 is 5.2"),
-        ({"value_expansion": 0}, "head_dim 4 times value_expansion 0 is 0"),
+        ({"value_expansion": 0}, "value_expansion 0 must be positive and finite"),
     ],
 )
 def test_configurations_that_do_not_fit_are_refused(changes, message):
