@@ -5,7 +5,8 @@ from devices import printed
 
 # 60: where a clamp at 0 lost gradient of the learned decay under jit, at the default level; 95: the
 # memory of a float32 layer became float64 at documents.
-CASES = (*range(54, 64), 95, "ipttcd", "lact")
+METHODS = ("ipttcd", "ipttcd_ideal", "ipttt", "lact", "deltanet", "gated_deltanet", "swa")
+CASES = (*range(54, 64), 95, *METHODS)
 BOUND = {"float64": 1e-11, "float32": 1e-4}
 
 
