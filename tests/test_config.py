@@ -176,6 +176,9 @@ def test_unknown_and_missing_keys_are_named():
     source = Outer().to_dict()
     with pytest.raises(UserError, match="Outer has no field 'cuont'; did you mean 'count'"):
         Outer.from_dict(source | {"cuont": 3})
+    for misspelt in (Outer, Outer().replace):
+        with pytest.raises(UserError, match="Outer has no field 'cuont'; did you mean 'count'"):
+            misspelt(cuont=3)
     del source["rate"], source["kind"]
     assert Outer.from_dict(source | {"count": 4}) == Outer(count=4)  # from before they existed
     with pytest.raises(UserError, match="BatchesConfig lacks seq_len"):
