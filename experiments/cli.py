@@ -180,8 +180,8 @@ def _literal(text: str) -> Any:
 def _missing_package(error: ImportError) -> str | None:
     """The package that is absent, or raises this; None where a name of ours or in a package is."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    if error.name and not isinstance(error, ModuleNotFoundError):
-        return None  # cannot import name
+    if error.name and str(error).startswith("cannot import name"):
+        return None
     package = error.name or frame.f_globals["__name__"].partition(".")[0]
     ours = ("ttcd_jax", "ttcd_kernels", "experiments", "__main__", *sys.stdlib_module_names)
     return None if "." in package or package in ours else package
