@@ -42,25 +42,25 @@ def keep_freed_memory() -> None:
 def take_device_memory() -> None:
     """Lets XLA take `MEMORY_SHARE` of an accelerator's memory unless the environment says how much.
     Call it before JAX's first array. Raises `UserError` where that is no share."""
-    if _told_share() is None:
+    if _given_share() is None:
         os.environ[SHARE] = str(MEMORY_SHARE)
 
 
 def memory_share() -> float:
     """The share of an accelerator's own memory that XLA takes."""
-    return min(_told_share() or MEMORY_SHARE, 1.0)  # more than all is the host's
+    return min(_given_share() or MEMORY_SHARE, 1.0)  # more than all is the host's
 
 
-def _told_share() -> float | None:
-    told = [(x, os.environ[x]) for x in (SHARE, _OLD_SHARE) if os.environ.get(x)]
-    if not told:
+def _given_share() -> float | None:
+    given = [(x, os.environ[x]) for x in (SHARE, _OLD_SHARE) if os.environ.get(x)]
+    if not given:
         return None
     share = math.nan
     with contextlib.suppress(ValueError):
-        share = float(told[0][1])
-    if len(told) > 1 or not 0 < share < math.inf:
-        given = " and ".join(f"{name}={text}" for name, text in told)
-        raise UserError(f"{given}: set {SHARE} alone, to a share such as {MEMORY_SHARE}")
+        share = float(given[0][1])
+    if len(given) > 1 or not 0 < share < math.inf:
+        found = " and ".join(f"{name}={text}" for name, text in given)
+        raise UserError(f"{found}: set {SHARE} alone, to a share such as {MEMORY_SHARE}")
     return share
 
 

@@ -15,7 +15,9 @@ from typing import Any
 from ttcd_jax.config import Config, closest
 from ttcd_jax.errors import UserError
 
-IMPORTED: list[str] = []  # what `import_modules` has imported, stored in the runs of this process
+IMPORTED_MODULES: list[
+    str
+] = []  # what `import_modules` has imported, stored in the runs of this process
 
 
 class Registry[T](dict[str, T]):
@@ -67,7 +69,7 @@ def import_modules(names: Iterable[str]) -> None:
             raise UserError(
                 f"--import={name}: no module {error.name} in {Path.cwd()} or on PYTHONPATH"
             ) from None
-        IMPORTED.append(name)
+        IMPORTED_MODULES.append(name)
 
 
 def check_imported(owner: str, names: Any) -> None:

@@ -19,7 +19,7 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.eval.results import evaluate, folder_name, write_results
 from ttcd_jax.eval.task import Subject, Task, digest
 from ttcd_jax.files import read_json, write_json, write_whole
-from ttcd_jax.registry import IMPORTED
+from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes
 from ttcd_jax.run.directory import RunDirectory, load_run
@@ -138,7 +138,8 @@ def compute(
         return
     logging.info("study: %s, seed %d", name, seed)
     command = [sys.executable, "-m", "experiments.launch", f"--gin={file}"]
-    command += [f"--param={text}" for text in params] + [f"--import={x}" for x in IMPORTED]
+    command += [f"--param={text}" for text in params]
+    command += [f"--import={name}" for name in IMPORTED_MODULES]
     status = subprocess.run([*command, f"--run_dir={folder}"], check=False).returncode
     if status:
         raise UserError(f"{folder.name} stopped with status {status}: {' '.join(command)}")

@@ -20,7 +20,6 @@ from ttcd_jax.errors import DataError, UserError
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
-GLOB, TEXT = "**/*.txt", "text"  # by default
 MAX_TEXT_BYTES = 2**30  # of one split in memory
 
 # Installed packages and test suites differ between installations of one Python release.
@@ -53,8 +52,8 @@ class CorpusConfig(Config):
 
     kind: Literal["stdlib", "text"] = "stdlib"
     path: str | None = None
-    glob: Annotated[str, _BELOW] = GLOB
-    field: str = TEXT
+    glob: Annotated[str, _BELOW] = "**/*.txt"
+    field: str = "text"
     validation_percent: Annotated[int, Bound("between 0 and 99", lambda p: 0 <= p < 100)] = 5
     validation_files: NonNegative = 0
 
@@ -64,13 +63,16 @@ class CorpusConfig(Config):
                 f"CorpusConfig kind={self.kind!r} with path={self.path!r}; "
                 "kind 'text' takes the path of a file or a folder, kind 'stdlib' takes none"
             )
-        of_text = {"validation_files": 0, "glob": GLOB, "field": TEXT}
-        for name, default in of_text.items():
-            if self.path is None and getattr(self, name) != default:
+        for name in ("validation_files", "glob", "field"):
+            if self.path is None and self.binds(name):
                 raise UserError(
                     f"CorpusConfig.{name} {getattr(self, name)!r} is for files of yours: set kind "
                     "'text' and path"
                 )
+
+    def binds(self, name: str) -> bool:
+        """Whether a field has another value than its default."""
+        return getattr(self, name) != getattr(CorpusConfig, name)
 
 
 class Census:
@@ -185,7 +187,7 @@ def _split_documents(
         return
     root = pathlib.Path(config.path)
     parts = _parts(config, splits)
-    if config.field != TEXT and not any(
+    if config.binds("field") and not any(
         holds_many(x) for _, files in parts for x in files.values()
     ):
         raise DataError(

@@ -317,8 +317,7 @@ def read_params(
         where = f"--param {param}"
         for statement, _ in _parse(param, lambda _, where=where: where, runtime):
             if isinstance(statement, config_parser.IncludeStatement):
-                places = config_dir.resolve(), Path.cwd()
-                path = _fragment(statement.filename, where, places)
+                path = _fragment(statement.filename, where, (config_dir.resolve(), Path.cwd()))
                 bindings |= read_file(path, config_dir, runtime)
             else:
                 binding = _binding(statement, where)
@@ -413,9 +412,9 @@ def _fragment(name: str, where: str, folders: Sequence[Path]) -> Path:
     """The file of an include, in the first of `folders` that has it."""
     folder = next((folder for folder in folders if os.path.isfile(folder / name)), None)
     if folder is None:
-        places = " or ".join(dict.fromkeys(map(str, folders)))
+        searched = " or ".join(dict.fromkeys(map(str, folders)))
         near = "".join(_nearest_files(name, folder) for folder in dict.fromkeys(folders))
-        raise UserError(f"{where}: no file {name!r} to include in {places}{near}")
+        raise UserError(f"{where}: no file {name!r} to include in {searched}{near}")
     path = (folder / name).resolve()
     if os.path.isabs(name) or not path.is_relative_to(folder):
         raise UserError(f"{where}: include {name!r} leaves {folder}; name a file below it")

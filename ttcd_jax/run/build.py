@@ -140,9 +140,8 @@ def _compared(make: MakeBatches) -> MakeBatches:
             if jax.process_count() > 1:
                 so_far.update(np.asarray(batch).tobytes())
                 if count.bit_count() == 1:
-                    agree(
-                        "batches", {f"batches {start + 1} to {start + count}": so_far.hexdigest()}
-                    )
+                    name = f"batches {start + 1} to {start + count}"
+                    agree("batches", {name: so_far.hexdigest()})
             yield batch
 
     return batches

@@ -32,8 +32,7 @@ from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.files import lock, read_json, write_json, write_whole
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.registry import IMPORTED as IMPORTED_MODULES
-from ttcd_jax.registry import check_imported
+from ttcd_jax.registry import IMPORTED_MODULES, check_imported
 from ttcd_jax.run.config import LAYOUT, accepted_changes, upgraded
 from ttcd_jax.run.model_changes import changed_model
 from ttcd_jax.sharding.distributed import PACKAGES
@@ -171,9 +170,10 @@ class RunDirectory:
         if source is not None:
             write_whole(self.path / "config.gin", source)
         old = self._read("config.json").get("imports", []) if self.is_claimed else []
-        imports = {"imports": x} if (x := [*dict.fromkeys([*old, *IMPORTED_MODULES])]) else {}
-        content = {"format": FORMAT, "changes": changes} | imports | config
-        write_json(self.path / "config.json", sealed(content))
+        content: dict[str, Any] = {"format": FORMAT, "changes": changes}
+        if imports := [*dict.fromkeys([*old, *IMPORTED_MODULES])]:
+            content["imports"] = imports
+        write_json(self.path / "config.json", sealed(content | config))
 
     def read_import(self) -> dict[str, Any] | None:
         """The origin of an imported run; None for a run that was trained."""

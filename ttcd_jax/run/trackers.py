@@ -83,7 +83,7 @@ register(WeightsAndBiases, "wandb")
 
 def named(names: Iterable[str]) -> list[Tracker]:
     """The trackers of `RunConfig.trackers`. Raises `UserError` for a package that is missing."""
-    return [TRACKERS.named(name)() for name in dict.fromkeys(names)]
+    return [TRACKERS.named(name)() for name in names]
 
 
 class Guarded:
