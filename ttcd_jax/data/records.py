@@ -12,10 +12,13 @@ A folder of records holds
 All numbers are little-endian. No document is split between shards.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,6 @@ import numpy as np
 
 from ttcd_jax.data.corpus import EmptySplitError, Split
 from ttcd_jax.data.tokenizer import TokenizerConfig
-from ttcd_jax.data.verification import VerifiedFiles
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import difference, is_file_name, read_json
 
@@ -44,8 +46,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class TokenRecords:
     """Tokenized documents: `shards` of ids [tokens], and int64 `starts` [documents + 1], the offset
     of each document in the concatenated shards, and the end. `where` names them in errors, `files`
-    are those of memory-mapped shards. `samples_are_rows`: every document is one whole row.
-    `num_files`: of the text, if it was read from files just now."""
+    are those of memory-mapped shards, with their sizes. `samples_are_rows`: every document is one
+    whole row. `num_files`: of the text, if it was read from files just now."""
 
     shards: Sequence[np.ndarray]
     starts: np.ndarray
@@ -53,7 +55,7 @@ class TokenRecords:
     vocab_size: int
     eos_id: int
     where: str = "the corpus"
-    files: VerifiedFiles | None = None
+    files: Sequence[tuple[Path, int]] = ()
     samples_are_rows: bool = False
     num_files: int | None = None
 
@@ -71,11 +73,12 @@ class TokenRecords:
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Ids [stop - start] of the tokens `start` to `stop` of a document. Raises `DataError` for
-        an id outside the vocabulary, and for files that changed."""
+        an id outside the vocabulary, and for a mapped file that was cut: reading it would kill the
+        process."""
         first = self.starts[document]
         shard = np.searchsorted(self._ends, first, side="right")
-        if self.files is not None and (problem := self.files.problem(int(shard))):
-            raise DataError(f"{problem}; {_AGAIN}")
+        if self.files:
+            _check_uncut(*self.files[shard])
         offset = first - self._ends[shard] + self.shards[shard].size
         ids = self.shards[shard][offset + start : offset + stop]
         if ids.max(initial=0) >= self.vocab_size:
@@ -140,8 +143,8 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenRecords:
     """The records of one split, memory-mapped. Raises `DataError` for an absent split or file, and
-    for sizes or starts that do not fit. With `verifies`, each file is compared with its
-    digest before its first use."""
+    for sizes or starts that do not fit, and with `verifies` for a file whose content is not that of
+    its digest: all are read for it, by as many threads as there are cores."""
     manifest = read_manifest(folder)
     if split not in manifest["splits"]:
         raise EmptySplitError(
@@ -152,6 +155,11 @@ def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenR
     paths = [folder / name for name in (*facts["shards"], facts["starts"])]
     for path in paths:
         _check(path, files[path.name]["num_bytes"])
+    if verifies:
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            checks = [pool.submit(_check, x, digest=files[x.name]["sha256"]) for x in paths]
+        for check in checks:
+            check.result()
     dtype = token_dtype(manifest["vocab_size"])
     try:
         # Plain arrays: slices of a memmap cost numpy more.
@@ -166,8 +174,7 @@ def open_records(folder: Path, split: Split, *, verifies: bool = True) -> TokenR
         raise DataError(f"{paths[-1]} does not fit its shards; {_AGAIN}")
     options = {name: manifest[name] for name in ("vocab_size", "eos_id")}
     options["samples_are_rows"] = manifest.get("samples_are_rows") is True
-    expected = [(x, files[x.name]["num_bytes"], files[x.name]["sha256"]) for x in paths]
-    options["files"] = VerifiedFiles(expected) if verifies else None
+    options["files"] = [(path, files[path.name]["num_bytes"]) for path in paths[:-1]]
     return TokenRecords(shards, starts, where=f"{folder} ({split})", **options)
 
 
@@ -201,3 +208,9 @@ def verify_records(folder: Path) -> dict[str, Any]:
 def _check(path: Path, num_bytes: int | None = None, digest: str | None = None) -> None:
     if problem := difference(path, num_bytes, digest):
         raise DataError(f"{path}: {problem}; {_AGAIN}")
+
+
+def _check_uncut(path: Path, num_bytes: int) -> None:
+    with contextlib.suppress(FileNotFoundError):  # unlinked: the mapping has its content
+        if (size := os.stat(path).st_size) < num_bytes:
+            raise DataError(f"{path} was cut to {size} of {num_bytes} bytes; {_AGAIN}")
