@@ -22,8 +22,8 @@ from pathlib import Path
 from absl import flags
 
 from experiments import cli, processes
+from ttcd_jax import terminal
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.run import terminal
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(processes)

@@ -39,7 +39,7 @@ BARE = (
 LOW = (
     *("ttcd_jax.allocation", "ttcd_jax.axes", "ttcd_jax.config", "ttcd_jax.errors"),
     *("ttcd_jax.files", "ttcd_jax.precision", "ttcd_jax.registry", "ttcd_jax.tokens"),
-    *("ttcd_jax.units", "ttcd_kernels"),
+    *("ttcd_jax.terminal", "ttcd_jax.units", "ttcd_kernels"),
 )
 SHARDING = ("ttcd_jax.sharding",)
 NN = (*SHARDING, "ttcd_jax.nn")

@@ -9,7 +9,7 @@ import commands
 from small_models import byte_model
 from tiny_run import save_text_model
 
-from ttcd_jax.eval.journal import Progress
+from ttcd_jax.eval.journal import RowProgress
 
 # The command, killed before it computes batch `killed_at`.
 PROGRAM = """
@@ -60,20 +60,19 @@ def test_a_killed_command_goes_on_and_writes_the_same_results(tmp_path):
     assert results() == expected
 
 
-def test_progress_counts_the_parts_of_a_batch(capsys, monkeypatch):
-    clock = iter((0.0, 300.0, 305.0, 320.0, 340.0, 341.0))
+def test_the_time_left_is_by_work_since_the_first_batch(capsys, monkeypatch):
+    clock = iter((0.0, 300.0, 305.0, 320.0, 350.0))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    progress = Progress("ppl, on", 4, 10, [400, 200])
-    progress.read(50)  # five minutes of compilation, which tell nothing of the others
-    progress.read(50)  # too early for a line
-    progress.read(50)
-    progress.add(4, 400)
-    progress.read(100)  # too early
+    progress = RowProgress("ppl, on", 4, 10, 600)
+    progress.add(1, 100)  # five minutes of compilation, which tell nothing of the others
+    progress.add(1, 100)  # too early for a line
+    progress.add(2, 200)
+    progress.add(2, 200)
     progress.end()
     assert capsys.readouterr().err.splitlines() == [
-        "ppl, on: 4 of 10 rows",
-        "ppl, on: 4 of 10 rows, 1:30 left",
-        "ppl, on: 8 of 10 rows, 0:23 left",
+        "ppl, on: 5 of 10 rows",
+        "ppl, on: 8 of 10 rows, 0:13 left",
+        "ppl, on: 10 of 10 rows, 0:00 left",
     ]
 
 
@@ -81,16 +80,16 @@ def test_progress_at_a_terminal_is_one_line_that_is_cleared(capsys, monkeypatch)
     clock = iter((0.0, 1.0, 2.0))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    progress = Progress("ppl", 0, 2, [10, 10])
+    progress = RowProgress("ppl", 0, 2, 20)
     progress.add(1, 10)
     progress.add(1, 10)
     progress.end()
-    lines = ("ppl: 1 of 2 rows", "ppl: 2 of 2 rows, 0:00 left", "")
+    lines = ("ppl: 0 of 2 rows", "ppl: 1 of 2 rows", "ppl: 2 of 2 rows, 0:00 left", "")
     assert capsys.readouterr().err == "".join(f"\r\x1b[K{line}" for line in lines)
 
 
 def test_an_evaluation_without_a_name_shows_nothing(capsys, monkeypatch):
     clock = iter((0.0, 1000.0))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    Progress("", 0, 2, [10, 10]).add(1, 10)
+    RowProgress("", 0, 2, 20).add(1, 10)
     assert capsys.readouterr().err == ""

@@ -1,4 +1,5 @@
 import json
+import sys
 import time
 from types import SimpleNamespace
 
@@ -9,12 +10,13 @@ import pytest
 from ttcd_jax.run import reporting
 from ttcd_jax.run.reporting import (
     MetricFiles,
-    Progress,
+    _show,
     _warn_of_memory,
     flat_metrics,
     read_metrics,
     reporter,
 )
+from ttcd_jax.terminal import Progress
 from ttcd_jax.train.watchdog import Watchdog
 
 
@@ -40,11 +42,12 @@ def test_records_after_the_checkpoint_are_dropped_and_a_torn_line_is_skipped(tmp
 def test_a_log_gets_one_line_per_report(capsys, monkeypatch):
     clock = iter((0.0, 50.0, 60.0))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    progress = Progress(0, 20)
-    assert progress.update(1) == (1, 50)
-    progress.show(1, {"loss": 1.5, "tokens_per_second": 1234.5, "memory_ratio/0": 0.25})
-    assert progress.update(5) == (4, 10)
-    progress.show(5, {"loss": 1.0, "tokens_per_second": 1000.0, "mfu": 0.5})
+    progress = Progress(sys.stdout, 20, 0)
+    for step, record in (
+        (1, {"loss": 1.5, "tokens_per_second": 1234.5, "memory_ratio/0": 0.25}),
+        (5, {"loss": 1.0, "tokens_per_second": 1000.0, "mfu": 0.5}),
+    ):
+        _show(progress, step, progress.left(step), 20, record)
     assert capsys.readouterr().out.splitlines() == [
         "step  1/20  loss 1.5000  1,234 tokens/s  15:50 left  |eta S|/|W| 0.250",
         "step  5/20  loss 1.0000  1,000 tokens/s  0:38 left  MFU 50.0%",

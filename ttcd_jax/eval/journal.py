@@ -15,9 +15,9 @@ from jax.experimental import multihost_utils
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from ttcd_jax import units
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import write_whole
+from ttcd_jax.terminal import Progress
 
 Answer = tuple[np.ndarray, ...]  # to one request: arrays [n]
 
@@ -125,46 +125,32 @@ def _of_first_process(data: bytes) -> bytes:
     return np.asarray(multihost_utils.broadcast_one_to_all(own)).tobytes()
 
 
-class Progress:
+class RowProgress:
     """The line "NAME: 120 of 500 rows, 3:00 left" on the standard error of the first process: at a
-    terminal overwritten by the next one, in a log every 10 seconds; none if `name` is empty.
-    `work`: of each batch to compute, in any unit."""
+    terminal from the start, in a log every 10 seconds; none if `name` is empty. `work`: of all
+    rows that are not done, in any unit."""
 
-    def __init__(self, name: str, num_done: int, num_rows: int, work: Iterable[int]) -> None:
-        self._name, self._done, self._all = name, num_done, num_rows
-        self._work, self._finished, self._part = sum(work), 0, 0
-        self._is_live = sys.stderr.isatty()
-        self._shown, self._first = time.monotonic(), None
+    def __init__(self, name: str, num_done: int, num_rows: int, work: float) -> None:
+        self._name, self._done, self._all, self._finished = name, num_done, num_rows, 0.0
+        self._progress = Progress(sys.stderr, work)
+        self._shown = self._progress.last[1]
+        if self._progress.is_live:
+            self._show("")
 
-    def read(self, work: int) -> None:
-        """Notes a part of the batch that is computed now."""
-        self._part += work
-        self._update()
-
-    def add(self, num_rows: int, work: int) -> None:
-        """Notes the end of a batch of `num_rows` rows."""
-        self._done, self._finished, self._part = self._done + num_rows, self._finished + work, 0
-        self._update()
+    def add(self, num_rows: int, work: float) -> None:
+        """Notes the end of a batch, and shows the line if it is time."""
+        self._done, self._finished = self._done + num_rows, self._finished + work
+        left = self._progress.left(self._finished)
+        now = self._progress.last[1]
+        if now - self._shown >= (_LIVE_SECONDS if self._progress.is_live else _LOG_SECONDS):
+            self._shown = now
+            self._show(left and f", {left}")
 
     def end(self) -> None:
         """Clears the line."""
-        if self._is_live:
-            self._show("")
+        if self._progress.is_live and self._name:
+            self._progress.show("")
 
-    def _update(self) -> None:
-        """Shows the line if it is time."""
-        now, finished = time.monotonic(), self._finished + self._part
-        self._first = self._first or (now, finished)  # what is before compiles
-        if now - self._shown < (_LIVE_SECONDS if self._is_live else _LOG_SECONDS):
-            return
-        self._shown = now
-        line, since = f"{self._name}: {self._done} of {self._all} rows", finished - self._first[1]
-        if since > 0:
-            left = (now - self._first[0]) * max(self._work - finished, 0) / since
-            line += f", {units.clock(left)} left"
-        self._show(units.printable(line))
-
-    def _show(self, line: str) -> None:
-        if self._name and jax.process_index() == 0:
-            text = f"\r\x1b[K{line}" if self._is_live else f"{line}\n"
-            print(text, end="", file=sys.stderr, flush=True)
+    def _show(self, left: str) -> None:
+        if self._name:
+            self._progress.show(f"{self._name}: {self._done} of {self._all} rows{left}")

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.journal import Answer, Journal, Progress
+from ttcd_jax.eval.journal import Answer, Journal, RowProgress
 from ttcd_jax.inference.advance import head_weight
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import InferenceModel, inference_model
@@ -100,7 +100,6 @@ class Scorer:
     ) -> None:
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self._name, self._journal = name, journal
-        self._progress = Progress(name, 0, 0, ())
 
     @functools.cached_property
     def inference(self) -> InferenceModel:
@@ -190,11 +189,8 @@ class Scorer:
             state = self._state(num_rows, max(sizes[i] for i in index))
             texts = [""] * num_rows
             generation = Generation(self.inference, tokenizer, chosen, state=state)
-            for before, now in itertools.pairwise(itertools.chain([0], generation.read())):
-                self._progress.read(now - before)
             for event in generation:
                 texts[event.row] += event.text
-                self._progress.read(1)
             coded = (json.dumps(text).encode() for text in texts[: len(index)])
             return [(np.frombuffer(text, np.uint8),) for text in coded]
 
@@ -233,7 +229,7 @@ class Scorer:
         left = [batch for batch in range(len(plan)) if batch not in found]
         work = {batch: sum(sizes[i] for i in plan[batch]) for batch in left}
         num_found = len(sizes) - sum(len(plan[batch]) for batch in left)
-        progress = self._progress = Progress(self._name, num_found, len(sizes), work.values())
+        progress = RowProgress(self._name, num_found, len(sizes), sum(work.values()))
         try:
             for batch in left:
                 found[batch] = answers(plan[batch], num_rows)
@@ -300,7 +296,6 @@ class Scorer:
                 fetch(*last.pop())  # while the device computes the next piece
             last.append((done, counts, part))
             done = done + counts
-            self._progress.read(int(counts.sum()))
         for piece in last:
             fetch(*piece)
         return scores
@@ -332,7 +327,6 @@ class Scorer:
         tokens = _padded(contexts, num_rows, int(lengths.max()))
         for counts, hidden, after in stream(self.inference, state, tokens, lengths):
             last, state = newest_hidden(hidden, counts, last), after
-            self._progress.read(int(counts.sum()))
         found: list[list[Likelihood]] = [[Likelihood(0.0, True)] * len(group) for group in groups]
         rows = [
             (len(rest), g, i) for g, group in enumerate(groups) for i, (_, rest) in enumerate(group)

@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,13 +20,12 @@ from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar
 from tensorboardX.writer import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
-from ttcd_jax import units
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import GrowingFile, write_whole
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import METRICS
-from ttcd_jax.run.terminal import is_live, show
 from ttcd_jax.run.trackers import Guarded, Tracker
+from ttcd_jax.terminal import Progress
 from ttcd_jax.train.bad_steps import fault
 from ttcd_jax.train.flops import training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet
@@ -45,7 +45,7 @@ def reporter(
     files, others = MetricFiles(directory, start), [Guarded(tracker) for tracker in trackers]
     for tracker in others:
         tracker.call("start", directory, config.to_dict(), start)
-    progress = Progress(start, config.steps)
+    progress = Progress(sys.stdout, config.steps, start)
     tokens_per_step = config.batch_size * config.data.seq_len
     flops_per_token = training_flops_per_token(config.model, config.data.seq_len)
     sheet = data_sheet(jax.devices()[0].device_kind)
@@ -64,7 +64,8 @@ def reporter(
         nonlocal waited
         record: dict[str, Any] = flat_metrics(metrics)
         record.pop("is_skipped", None)
-        steps, seconds = progress.update(step)
+        (last_step, last_time), left = progress.last, progress.left(step)
+        steps, seconds = step - last_step, max(progress.last[1] - last_time, 1e-9)
         before, waited = waited, record.pop("data_seconds")
         rate = steps * tokens_per_step / seconds
         record |= {"tokens_per_second": rate, "data_wait": (waited - before) / seconds}
@@ -76,7 +77,7 @@ def reporter(
             counts = record["skipped_steps"], config.max_skipped_steps
             logging.warning(text, step, reason, *rows, *counts)
         write(step, record)
-        progress.show(step, record)
+        _show(progress, step, left, config.steps, record)
         _warn_of_memory(step, record, warned)
 
     try:
@@ -199,39 +200,21 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-class Progress:
-    """The speed of a run and one line per report, overwritten by the next on a terminal."""
-
-    def __init__(self, start: int, steps: int) -> None:
-        self._steps, self._is_live = steps, is_live()
-        self._marks = [(start, time.monotonic())]  # the start, the first report, the last one
-
-    def update(self, step: int) -> tuple[int, float]:
-        """(steps, seconds) since the last call."""
-        (last_step, last_time), now = self._marks[-1], time.monotonic()
-        self._marks = [*self._marks[:2], (step, now)]
-        return step - last_step, max(now - last_time, 1e-9)
-
-    def show(self, step: int, record: dict[str, float]) -> None:
-        """Prints the line of `step`. The time left is by the steps since the first report, without
-        the slow ones of a start."""
-        (first_step, first_time), (last_step, last_time) = self._marks[-2:]
-        left = (last_time - first_time) / (last_step - first_step) * (self._steps - step)
-        parts = [
-            f"step {step:>{len(str(self._steps))}}/{self._steps}",
-            f"loss {record['loss']:.4f}",
-            f"{record['tokens_per_second']:,.0f} tokens/s",
-            f"{units.clock(left)} left",
-        ]
-        if "mfu" in record:
-            parts.append(f"MFU {record['mfu']:.1%}")
-        ratios = [x for name, x in record.items() if name.startswith("memory_ratio")]
-        if ratios := [x for x in ratios if math.isfinite(x)]:
-            parts.append(f"|eta S|/|W| {max(ratios):.3f}")
-        if (wait := record.get("data_wait", 0)) > 0.02:
-            parts.append(f"{wait:.0%} waiting for data")
-        if skipped := record.get("skipped_steps"):
-            parts.append(f"{skipped:.0f} skipped")
-        start = "\r\x1b[K" if self._is_live else ""
-        end = "\n" if step == self._steps or not self._is_live else ""
-        show(start + "  ".join(parts) + end)
+def _show(progress: Progress, step: int, left: str, steps: int, record: dict[str, float]) -> None:
+    """Shows the line of a report."""
+    parts = [
+        f"step {step:>{len(str(steps))}}/{steps}",
+        f"loss {record['loss']:.4f}",
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+        left,
+    ]
+    if "mfu" in record:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    ratios = [x for name, x in record.items() if name.startswith("memory_ratio")]
+    if ratios := [x for x in ratios if math.isfinite(x)]:
+        parts.append(f"|eta S|/|W| {max(ratios):.3f}")
+    if (wait := record.get("data_wait", 0)) > 0.02:
+        parts.append(f"{wait:.0%} waiting for data")
+    if skipped := record.get("skipped_steps"):
+        parts.append(f"{skipped:.0f} skipped")
+    progress.show("  ".join(parts), is_last=step == steps)

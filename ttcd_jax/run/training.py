@@ -27,10 +27,10 @@ from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.layout import num_parts, run_mesh
 from ttcd_jax.run.reporting import batch_rows, read_metrics, reporter
 from ttcd_jax.run.start import plan_start, started_state
-from ttcd_jax.run.terminal import phase, say, say_started
 from ttcd_jax.run.trackers import Tracker, named
 from ttcd_jax.sharding.batch import Placement, replicated
 from ttcd_jax.sharding.distributed import agree
+from ttcd_jax.terminal import phase, say, say_started
 from ttcd_jax.train.bad_steps import no_skips
 from ttcd_jax.train.checkpoint import Checkpoints, Kept, check_place
 from ttcd_jax.train.loop import HostMetrics, MetricCallback, StateCallback, train
