@@ -1,8 +1,8 @@
 """Cases of a measurement: their rows in a file, computed each in a process of its own.
 
 A case is a NamedTuple of texts; its row has the fields of the case and what was measured. A command
-that was interrupted goes on from its file: it computes the cases without a row, and after these the
-ones whose process crashed or hung.
+that was interrupted goes on from its file: the row of a case that is there is not computed again,
+that of one which was lost with its process if the command wants it.
 """
 
 import concurrent.futures
@@ -48,10 +48,10 @@ class Store:
     def __getitem__(self, case: tuple[Any, ...]) -> Row:
         return self._rows[case]
 
-    def left(self, cases: Sequence[Any]) -> list[Any]:
-        """The cases to compute, those that were lost at the end."""
+    def left(self, cases: Sequence[Any], *, has_lost: bool = False) -> list[Any]:
+        """The cases without a row, and at the end, if wanted, those that were lost."""
         lost = [x for x in cases if self._rows.get(x, {}).get("note", "").startswith(_LOST)]
-        return [*(x for x in cases if x not in self._rows), *lost]
+        return [*(x for x in cases if x not in self._rows), *(lost if has_lost else ())]
 
     def add(self, row: Row) -> None:
         """Adds a row, or replaces that of its case, and writes the file."""

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"nothing to check: no op has an implementation {names} here")
     gpu = launch.capability()
     store = bench.store(parser, options, Job, capability=gpu)
-    for row in cases.in_processes(PROGRAM, store.left(jobs), options.timeout):
+    for row in cases.in_processes(PROGRAM, store.left(jobs, has_lost=True), options.timeout):
         store.add(row)
     rows = [store[job] for job in jobs]
     print(format_table(rows), *advice(gpu, rows), sep="\n", flush=True)

@@ -218,12 +218,10 @@ def test_an_interrupted_search_goes_on(processes, tmp_path, capsys):
     stops.clear()
     tune.main([*ARGUMENTS, str(file)])
     assert "52 tiles to try, 20 tried before" in capsys.readouterr().out
-    assert len({*seen}) == 72
-    crashed = [job for job in seen if job.tile == "32,128,4,2"]
-    assert len(seen) == 72 + len(crashed) - len({*crashed})  # no other tile twice
-    before, done = file.read_text(), len(seen)
+    assert len(seen) == len({*seen}) == 72  # no tile twice, the one that crashed neither
+    before = file.read_text()
     tune.main([*ARGUMENTS, str(file)])
-    assert {*seen[done:]} == {*crashed}
+    assert len(seen) == 72
     assert json.loads(file.read_text()) == json.loads(before)
 
 
@@ -274,7 +272,7 @@ def test_results_of_another_machine_or_source_are_not_mixed(processes, tmp_path,
     file = tmp_path / "tune.json"
     tune.main([*ARGUMENTS, str(file)])
     report = json.loads(file.read_text())
-    done = len({*seen})
+    done = len(seen)
     for text, message in [
         (json.dumps(report | {"source": "before"}), "is of another machine, version or source"),
         (
@@ -294,7 +292,7 @@ def test_results_of_another_machine_or_source_are_not_mixed(processes, tmp_path,
     report["environment"]["clocks"] = "others: they change"
     file.write_text(json.dumps(report))
     tune.main([*ARGUMENTS, str(file)])
-    assert len({*seen}) == done
+    assert len(seen) == done
 
 
 def test_no_more_processes_than_fit_in_device_memory(monkeypatch):
