@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.page import Section, published, write_page
-from ttcd_jax.eval.report import Picture, coloured_by_run, plot_lines
-from ttcd_jax.eval.results import damage_named, read_all_results, task_sections
-from ttcd_jax.eval.tasks import find_task
 from ttcd_jax.files import read_json
+from ttcd_jax.measure.page import Section, published, write_page
+from ttcd_jax.measure.pictures import Picture, coloured_by_run, plot_lines
+from ttcd_jax.measure.results import damage_named, read_all_results, task_sections
 from ttcd_jax.methods import method_named
 from ttcd_jax.run.directory import METRICS, RunDirectory, model_config
 from ttcd_jax.run.reporting import read_metrics
+from ttcd_jax.tasks import find_task
 from ttcd_jax.train.state import num_params
 
 

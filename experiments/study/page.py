@@ -7,12 +7,19 @@ from typing import Any
 from ttcd_kernels.table import Row, format_table
 
 from experiments.study.runs import StudyConfig, results_file, run_dir
-from ttcd_jax.eval.by_document import DocumentTask, Means, cells, differences, draw_curves, means_of
-from ttcd_jax.eval.page import Section, write_page
-from ttcd_jax.eval.report import Picture, coloured_by_run, plot_lines
-from ttcd_jax.eval.results import check_comparable, damage_named, read_results
-from ttcd_jax.eval.task import MEMORY_OFF, MEMORY_ON, Records, Series, Task
 from ttcd_jax.files import write_whole
+from ttcd_jax.measure.by_document import (
+    DocumentTask,
+    Means,
+    cells,
+    differences,
+    draw_curves,
+    means_of,
+)
+from ttcd_jax.measure.page import Section, write_page
+from ttcd_jax.measure.pictures import Picture, coloured_by_run, plot_lines
+from ttcd_jax.measure.results import check_comparable, damage_named, read_results
+from ttcd_jax.measure.task import MEMORY_OFF, MEMORY_ON, Records, Series, Task
 from ttcd_jax.run.directory import METRICS
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.units import printable

@@ -16,9 +16,9 @@ from ttcd_jax.config import DISTINCT, Config, NonNegative, Positive
 from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.results import evaluate, folder_name, write_results
-from ttcd_jax.eval.task import Subject, Task, digest
 from ttcd_jax.files import read_json, write_json, write_whole
+from ttcd_jax.measure.results import evaluate, folder_name, write_results
+from ttcd_jax.measure.task import Subject, Task, digest
 from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig, accepted_changes

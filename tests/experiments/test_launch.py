@@ -11,11 +11,11 @@ import commands
 import pytest
 import tiny_run
 
-from ttcd_jax.eval.results import evaluate
-from ttcd_jax.eval.task import Subject
-from ttcd_jax.eval.tasks import TASKS
+from ttcd_jax.measure.results import evaluate
+from ttcd_jax.measure.task import Subject
 from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.run.reporting import read_metrics
+from ttcd_jax.tasks import TASKS
 
 LAUNCH = ("launch", *tiny_run.flags("recall.gin", *tiny_run.RECALL))
 

@@ -15,7 +15,7 @@ from experiments.study.page import write_study
 from experiments.study.runs import StudyConfig
 from ttcd_jax.data.corpus import CorpusConfig, load_documents
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.eval.by_document import means_over_documents
+from ttcd_jax.measure.by_document import means_over_documents
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.directory import RunDirectory
 

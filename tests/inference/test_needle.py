@@ -7,10 +7,10 @@ from small_models import config_of
 
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows, needles
-from ttcd_jax.eval.tasks.recall import read_back
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.precision import Precision
+from ttcd_jax.tasks.recall import read_back
 from ttcd_jax.train.state import init_params, state_of, with_params
 from ttcd_jax.train.step import make_train_step
 

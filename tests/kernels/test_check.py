@@ -133,7 +133,7 @@ def test_a_failure_ends_the_command_with_an_error(processes, cache, tmp_path):
 
 
 def test_a_check_goes_on_and_tries_again_what_was_lost(processes, tmp_path, capsys):
-    seen, notes = processes
+    seen, _ = processes
     arguments = ["--op", "decode", "--json", str(tmp_path / "report.json")]
     check.main(arguments)
     first, *_, last = done = sorted(seen)

@@ -10,13 +10,13 @@ import jax
 
 from ttcd_jax.config import closest
 from ttcd_jax.errors import DataError, UserError, listed
-from ttcd_jax.eval.results import differing
-from ttcd_jax.eval.task import Subject, Task
-from ttcd_jax.eval.tasks import TASKS
 from ttcd_jax.files import read_json, write_json
+from ttcd_jax.measure.results import differing
+from ttcd_jax.measure.task import Subject, Task
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, run_tokenizer
 from ttcd_jax.sharding.distributed import agree
+from ttcd_jax.tasks import TASKS
 from ttcd_jax.train.loop import StateCallback
 from ttcd_jax.train.state import TrainState, abstract_model, with_params
 
