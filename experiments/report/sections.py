@@ -51,8 +51,9 @@ def write_report(
 ) -> list[Section]:
     """Writes `index.html` and its pictures into `output`; returns the sections of the page. Raises
     `UserError` for a folder of which nothing was measured, `DataError` for damaged results."""
+    files = [path for path in run_dirs if path.is_file()]
     sweeps = [path for path in run_dirs if (path / "records").is_dir()]
-    others = [path for path in run_dirs if path not in sweeps]
+    others = [path for path in run_dirs if path not in (*files, *sweeps)]
     for path in others:
         RunDirectory(path).check_imports()
     results = read_all_results(others)
@@ -68,6 +69,7 @@ def write_report(
             *_sweeps(sweeps, output),
             *(section for run in runs for section in _equivalence(run)),
             *training_sections(runs, output),
+            *(section for path in files for section in _tables(path)),
         ]
     options = {"colours": colours, "sections": sections, "next_steps": next_steps}
     write_page(output / "index.html", title="ttcd_jax report", runs=run_rows(runs), **options)
@@ -137,6 +139,24 @@ def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
         draw_curves(path, records)
         picture = Picture(Path(path.name), sentence + ". ".join(footnotes(records)) + ".")
         return [Section("MAD: synthetic tasks", score_table(records), [picture])]
+
+
+def _tables(path: Path) -> list[Section]:
+    """The tables in a file that a benchmark, a check of kernels or `experiments.proposition` has
+    written, each with its device and commit. Raises `UserError` for a file without any."""
+    report = read_json(path)
+    with damage_named(str(path)):
+        where = ", ".join(str(report["environment"][name]) for name in ("device", "commit"))
+        parts = {"": report, **report.get("ops", {})}
+        found = {
+            " ".join(filter(None, (path.stem, name, kind))): part[kind]
+            for name, part in parts.items()
+            for kind in ("parity", "rows")
+            if part.get(kind)
+        }
+        if not found or not all(isinstance(row, dict) for rows in found.values() for row in rows):
+            raise LookupError("it has no rows")
+        return [Section(f"{title} ({where})", rows, ()) for title, rows in found.items()]
 
 
 def _comparison(run: Run) -> Path:
