@@ -129,16 +129,10 @@ def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
         return []
     if find_spec("experiments.studies") is None:
         raise UserError(f"{sweeps[0]} is a MAD sweep: only a checkout shows it, not the wheel")
-    from experiments.studies.mad.picture import draw_curves
     from experiments.studies.mad.records import gather
-    from experiments.studies.mad.report import footnotes, score_table
+    from experiments.studies.mad.report import sweep_section
 
-    records, path = gather(sweeps), output / "mad.png"
-    sentence = "Test accuracy of six synthetic tasks by step; hollow: published, at full budget. "
-    with damage_named(f"a record of {', '.join(map(str, sweeps))}"):
-        draw_curves(path, records)
-        picture = Picture(Path(path.name), sentence + ". ".join(footnotes(records)) + ".")
-        return [Section("MAD: synthetic tasks", score_table(records), [picture])]
+    return [sweep_section(gather(sweeps), output / "mad.png")]
 
 
 def _tables(path: Path) -> list[Section]:

@@ -13,8 +13,7 @@ from ttcd_kernels.measure import MILLISECOND, Row
 from experiments.studies.bench.frame import Case
 from experiments.studies.mad.models import MADMethod, mad_config, mad_problem
 from experiments.studies.mad.sweep import Hyper, RecipeConfig, programs, sweep_mesh
-from experiments.studies.mad.tasks.instances import instances
-from experiments.studies.mad.tasks.settings import BASELINES, TaskName
+from experiments.studies.mad.tasks import BASELINES, TaskName, instances
 from ttcd_jax.config import Config, Positive
 from ttcd_jax.precision import FloatName, Precision
 from ttcd_jax.sharding.batch import replicated
