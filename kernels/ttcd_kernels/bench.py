@@ -100,9 +100,9 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 def environment() -> dict[str, Any]:
     """The device, versions and commit (`measure.environment`), also printed."""
-    facts = measure.environment()
-    print(" ".join(f"{key}={value}" for key, value in facts.items()), flush=True)
-    return facts
+    found = measure.environment()
+    print(" ".join(f"{key}={value}" for key, value in found.items()), flush=True)
+    return found
 
 
 def measured(

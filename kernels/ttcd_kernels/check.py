@@ -3,7 +3,7 @@
     python -m ttcd_kernels.check [--json FILE] [--timeout 120] [--op OP ...]
                                  [--implementation NAME ...]
 
-Each case of each implementation runs in a process of its own, which may crash or hang: forward and
+Each case of each implementation runs in its own process, which may crash or hang: forward and
 gradients, twice, of small odd shapes and of one of 4,096 tokens, in every dtype, with and without
 documents. Results must be within bounds of XLA's in float64, and both runs equal bit by bit
 (`parity`). Exits with 1 if one is not. If all pass, `"auto"` takes the kernels on this machine
@@ -29,7 +29,7 @@ GPU_KERNELS = ("triton", "mosaic")
 
 
 class Job(NamedTuple):
-    """What one process runs: a case of an op by one implementation."""
+    """The task of one process: a case of an op by one implementation."""
 
     op: str
     implementation: str
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=120, help="seconds of one process")
     parser.add_argument("--op", choices=OPS, nargs="+", default=list(OPS))
     parser.add_argument("--implementation", nargs="+", default=list(GPU_KERNELS))
-    parser.add_argument("--job", nargs=4, help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--job", nargs=4, help=argparse.SUPPRESS)  # in its own process
     options = parser.parse_args(arguments)
     if options.job:
         print(json.dumps(checked(Job(*options.job))))
@@ -95,7 +95,7 @@ def checked(job: Job) -> list[Row]:
 
 
 def advice(report: dict[str, Any]) -> list[str]:
-    """What to change after a check of everything that "auto" may take: `verified.VERIFIED`."""
+    """Advice after a check of all implementations that "auto" may take: `verified.VERIFIED`."""
     notes = {
         (row["op"], row["dtype"], row["case"]): row["note"]
         for row in report["rows"]
@@ -124,7 +124,7 @@ def as_they_end[J](
 def in_process(
     job: NamedTuple, timeout: float, program: Sequence[str] = ("-m", "ttcd_kernels.check")
 ) -> list[Row]:
-    """The rows that `program` prints of a job, in a process of its own; one with a note if it gives
+    """The rows that `program` prints of a job, in a separate process; one with a note if it gives
     no result."""
     command = [sys.executable, *program, "--job", *job]
     env = os.environ | {"JAX_TRACEBACK_FILTERING": "off"}  # the last line is the error's

@@ -1,24 +1,35 @@
 """The two sliding windows of an attention call over the same keys."""
 
 import math
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
-# (teacher out, student out, teacher lse, student lse)
-type Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+# The operands of dual-window attention.
+Queries = Float[Array, "B T N H"]
+Keys = Float[Array, "B S K H"]
+Ids = Int[Array, "B S"]
+# (teacher out, student out, teacher lse, student lse); in decode attention without the axis T
+type Results = tuple[
+    Float[Array, "B *T N H"],
+    Float[Array, "B *T N H"],
+    Float[Array, "B *T N"],
+    Float[Array, "B *T N"],
+]
 
 
 class Windows(NamedTuple):
-    """Static facts of a call: windows count the query itself; scores are multiplied by `scale`."""
+    """The static part of a call: windows count the query itself; scores are multiplied by
+    `scale`."""
 
     teacher: int
     student: int
     scale: float
 
-    def within(self, num_keys: int) -> Self:
+    def within(self, num_keys: int) -> "Windows":
         """The windows, no longer than the keys."""
         return self._replace(
             teacher=min(self.teacher, num_keys), student=min(self.student, num_keys)
@@ -29,8 +40,8 @@ def checked(
     teacher: int | None, student: int | None, scale: float | None, num_keys: int, head_dim: int
 ) -> Windows:
     """The windows of a call over `num_keys`, None: all; `scale` defaults to head_dim**-0.5. Raises
-    `ValueError` for a window that is no integer of at least 1, for a student's that is wider than
-    the teacher's, and for a scale that is not finite."""
+    `ValueError` for a window that is not an integer of at least 1, for a student's wider than the
+    teacher's, and for a scale that is not finite."""
     for name, window in (("teacher_window", teacher), ("student_window", student)):
         if window is not None and (not isinstance(window, int | np.integer) or window < 1):
             raise ValueError(

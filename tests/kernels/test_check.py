@@ -118,7 +118,7 @@ def test_a_failure_ends_the_command_with_an_error(monkeypatch, cache, tmp_path):
     check.main(["--op", "decode"])
     assert not cache.exists()  # a part of the kernels only
     check.main([])
-    assert verified.passed() == [verified.facts(90)]
+    assert verified.passed() == [verified.conditions(90)]
 
 
 def _launches():

@@ -5,8 +5,6 @@ prefix of the summaries is the state before each device's part. Any other memory
 nonlinear updates: its state passes from device to device, and the devices take turns.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,15 +14,15 @@ from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Memory
 from ttcd_jax.sharding import rules, sequence
 
 
-def over_rows(
-    memory: Memory,
-    reads: Any,
-    writes: Any,
+def over_rows[Writes, State, Prepared](
+    memory: Memory[Writes, State, Prepared],
+    reads: Float[Array, "B ..."],
+    writes: Writes,
     segments: Int[Array, "B ..."] | None,
     *,
     length: int,
     reports_size: bool = False,
-) -> tuple[Any, Float[Array, " B"] | None]:
+) -> tuple[Float[Array, "B ..."], Float[Array, " B"] | None]:
     """(y, norm of the accumulated writes if `reports_size`) of rows of `length` tokens.
 
     Operands and segments are [B, C, L, ...] for a memory with chunks, else [B, T, ...]; y is as
@@ -33,8 +31,12 @@ def over_rows(
     axes = memory.axes()
 
     def on_shard(
-        shard: rules.Shard, memory: Memory, reads: Any, writes: Any, segments: jax.Array | None
-    ) -> tuple[Any, jax.Array | None]:
+        shard: rules.Shard,
+        memory: Memory[Writes, State, Prepared],
+        reads: jax.Array,
+        writes: Writes,
+        segments: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
         previous = None
         if segments is not None and shard.size(sequence.SEQ) > 1:
             previous = sequence.left_segment(shard, segments.reshape(len(segments), -1))
@@ -54,12 +56,17 @@ def over_rows(
     return rules.sharded(on_shard, inputs, outputs)(memory, reads, writes, segments)
 
 
-def _along(
-    shard: rules.Shard, memory: Memory, prepared: Any, reports_size: bool
-) -> tuple[Any, jax.Array | None]:
+def _along[Writes, State, Prepared](
+    shard: rules.Shard,
+    memory: Memory[Writes, State, Prepared],
+    prepared: Prepared,
+    reports_size: bool,
+) -> tuple[jax.Array, jax.Array | None]:
     """(y, `squared_size` at the end if `reports_size`) of this device's part of the row."""
 
-    def advance(state: Any, needs_end: bool = True) -> tuple[Any, Any]:
+    def advance(
+        state: State | None, needs_end: bool = True
+    ) -> tuple[State, tuple[jax.Array, jax.Array | None]]:
         y, end = memory.row(prepared, state, needs_end=needs_end)
         size = jax.lax.stop_gradient(memory.squared_size(end)) if reports_size else None
         return end, (y, size)

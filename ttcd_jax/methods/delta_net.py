@@ -114,7 +114,7 @@ class DeltaState(NamedTuple):
     memory: Float[Array, "B N H X"]
     tail: Channels | None  # raw q, k, v that the convolutions look back at [B, R - 1, ...]
 
-    def kinds(self) -> dict[str, Any]:
+    def kinds(self) -> dict[str, object]:
         return {"memory": self.memory, "open chunk": self.tail}
 
 
@@ -199,7 +199,7 @@ class DeltaSublayer(Mixer, config=DeltaSublayerConfig):
     def _operands(
         self, h: Float[Array, "B T D"], channels: Channels
     ) -> tuple[Float[Array, "B T N H"], DeltaWrites]:
-        """(q, what is written); q and k of unit length per head."""
+        """(operand of the reads, operands of the writes); q and k have unit length per head."""
         heads = self.config.num_heads
         q, k, v = (x.reshape(*x.shape[:2], heads, -1) for x in channels)
         beta = jax.nn.sigmoid(self.per_head(h, self.rate))

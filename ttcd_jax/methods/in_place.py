@@ -1,7 +1,7 @@
 """Base of the MLPs that write into their own down projection: settings, rows, pieces."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,16 @@ from ttcd_jax.nn.product import product, weight_product
 from ttcd_jax.nn.row import Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.precision import Precision
 
+type Tree = tuple[Any, ...]  # a NamedTuple of arrays by token, or None
 ConvInit = Literal["zeros", "identity", "previous", "normal"]
 ProjInit = Literal["identity", "gaussian_diagonal", "zeros", "normal"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InPlaceSettings(Settings):
-    """A memory in the down projection: a chunk of `chunk_size` tokens reads what the chunks before
-    it wrote, at rate `eta`. `resets_at_document` False: the memory leaks from document to document,
-    as published."""
+    """A memory in the down projection: a chunk of `chunk_size` tokens reads the writes of the
+    chunks before it, at rate `eta`. `resets_at_document` False: the memory leaks from document to
+    document, as published."""
 
     chunk_size: Positive = 1024
     eta: NonNegativeFloat = 0.3
@@ -51,7 +52,7 @@ class InPlaceSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixSettings(InPlaceSettings):
-    """A memory that is a prefix sum: chunk i reads W_base + eta * (what chunks before i wrote).
+    """A memory that is a prefix sum: chunk i reads W_base + eta * (the writes of chunks before i).
 
     `num_taps` tokens of a convolution, this one the last, or the middle one (`is_conv_causal`
     False). `has_proj`: errors are multiplied by P, which `proj_init` begins as 0.02 I, 0.02
@@ -62,7 +63,7 @@ class PrefixSettings(InPlaceSettings):
     Not published: `half_lives`, of as many groups of the memory's columns, in tokens; () forgets
     nothing. `decay`: they are constants, learned from there, or learned and multiplied by a gate on
     every token, softplus(x w) / ln 2 with w from zero. `corrects_errors`: the delta rule. A token
-    writes its error less what the memory returns for its key already; keys have norm 1
+    writes its error less the memory's answer to its key; keys have norm 1
     (`memory.running.CorrectingMemory`).
     """
 
@@ -103,8 +104,8 @@ class PrefixSettings(InPlaceSettings):
         return PrefixOptions(*fields, state_dtype=precision.state_dtype)
 
     def correction_flops(self, mlp: MLPConfig, length: int) -> int | float:
-        """Of the correction: what the memory returns for every key, overlaps of the keys of a
-        chunk, and the triangular system."""
+        """Of the correction: the memory's answers to all keys, overlaps of the keys of a chunk, and
+        the triangular system."""
         if not self.corrects_errors:
             return 0
         size = min(self.chunk_size, length)
@@ -161,18 +162,18 @@ class InPlaceState(NamedTuple):
     tokens, which the convolutions look back at (None without one)."""
 
     chunks: OpenChunk
-    tail: Any | None
+    tail: Tree | None
 
-    def kinds(self) -> dict[str, Any]:
+    def kinds(self) -> dict[str, object]:
         return {"memory": self.chunks.memory, "open chunk": (self.chunks.open, self.tail)}
 
 
-class InPlaceMLP(SwiGLU):
+class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     """(x, t) [B, T, D] -> y [B, T, D], any T: x is read through the memory in the down projection.
 
     A method defines t (`source`) and its writes by four functions that whole rows and pieces share:
-    `tokens` (of each token alone), `convolved` (inside chunks), `operands` (of reads and writes),
-    `memory`.
+    `tokens` (of each token alone), `convolved` (the same inside chunks), `operands` (of reads and
+    writes), `memory`.
     """
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
@@ -208,7 +209,7 @@ class InPlaceMLP(SwiGLU):
         measures: bool = False,
     ) -> tuple[Float[Array, "B T D"], MemoryStats | Distillation]:
         """(y, statistics of the memory at the end of the row), for any t; with `measures` the
-        distances of every token in place of the statistics."""
+        distances of every token instead of the statistics."""
         settings, length = self.settings, x.shape[1]
         check_parts(length, settings.chunk_size)
         tokens = self.tokens(x, t)
@@ -250,7 +251,7 @@ class InPlaceMLP(SwiGLU):
         size, dtype = self.settings.chunk_size, self.config.precision.compute_dtype
         x = jax.ShapeDtypeStruct((batch_size, size, self.config.dim), dtype)
 
-        def one_chunk(x: jax.Array) -> tuple[Any, Any]:
+        def one_chunk(x: jax.Array) -> tuple[Tokens, Tree]:
             tokens = self.tokens(x, x)
             chunks = jax.tree.map(lambda x: x[:, None], tokens)
             return tokens, self.operands(self.convolved(chunks, None))[1]
@@ -313,19 +314,21 @@ class InPlaceMLP(SwiGLU):
         assert student is not None, f"{type(self).__name__} follows attention under two windows"
         return student
 
-    def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Any:
-        """Features of each token alone, a tree of [B, T, ...]."""
+    def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Tokens:
+        """Features of each token alone, [B, T, ...]."""
         raise AssertionError(f"{type(self).__name__} defines its own tokens")
 
-    def convolved(self, tokens: Any, segments: Int[Array, "B C L"] | None) -> Any:
-        """The same after the convolutions inside chunks, a tree of [B, C, L, ...]."""
-        return tokens
+    def convolved(self, tokens: Tokens, segments: Int[Array, "B C L"] | None) -> Convolved:
+        """Features [B, C, L, ...] after the convolutions inside chunks, by default none."""
+        return cast(Convolved, tokens)
 
-    def operands(self, convolved: Any) -> tuple[Float[Array, "B C L F"], Any]:
-        """(what is read, what is written)."""
+    def operands(self, convolved: Convolved) -> tuple[Float[Array, "B C L F"], Tree]:
+        """(operand of the reads, operands of the writes): `memory.protocol.Chunks`."""
         raise AssertionError(f"{type(self).__name__} defines its own operands")
 
-    def views(self, convolved: Any) -> tuple[Float[Array, "B C L F"], Float[Array, "B C L F"]]:
+    def views(
+        self, convolved: Convolved
+    ) -> tuple[Float[Array, "B C L F"], Float[Array, "B C L F"]]:
         """(features of the teacher, of the student) that the error of the writes compares, in a
         layer whose configuration `has_teacher`."""
         raise AssertionError(f"{type(self).__name__} has no teacher")
@@ -334,7 +337,8 @@ class InPlaceMLP(SwiGLU):
         raise AssertionError(f"{type(self).__name__} defines its own memory")
 
     def log_decay(self, x: Float[Array, "B T D"]) -> Float[Array, "B T Q"] | None:
-        """The logarithm of what every token leaves of the memory's groups of columns."""
+        """The logarithm of the share of the memory's groups of columns that is left after every
+        token."""
         settings, dtype = self.settings, self.config.precision.state_dtype
         assert isinstance(settings, PrefixSettings)
         if not settings.half_lives:
@@ -347,7 +351,7 @@ class InPlaceMLP(SwiGLU):
             rate = rate * jax.nn.softplus(gate) / jnp.log(2.0)
         return jnp.broadcast_to(-rate, (*x.shape[:2], len(settings.half_lives)))
 
-    def token_rate(self, tokens: Any) -> Float[Array, "B T"] | None:
+    def token_rate(self, tokens: Tokens) -> Float[Array, "B T"] | None:
         """The token rate, for statistics."""
         return None
 

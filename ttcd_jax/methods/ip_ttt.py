@@ -6,7 +6,7 @@
 x is the normed hidden state; the targets are x itself or the raw token embeddings. The memory is
 that of IP-TTCD, but its writes have no error, no token rate and, without `corrects_errors`, no key
 norm. A symmetric target convolution looks ahead inside its chunk and stays causal, because only
-later chunks read what a chunk writes; a symmetric activation convolution would not be.
+later chunks read the writes of a chunk; a symmetric activation convolution would not be.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ class Stored(NamedTuple):
     log_decay: jax.Array | None
 
 
-class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
+class IPTTTMLP(InPlaceMLP[Stored, Stored], config=IPTTTConfig):
     """(x, targets) [B, T, D] -> y [B, T, D], any T. Parameters of SwiGLU plus P and the
     convolutions; gradient flows into the targets."""
 
@@ -128,7 +128,7 @@ class IPTTTMLP(InPlaceMLP, config=IPTTTConfig):
             v = short_conv(v, self.target_conv[...], is_causal=causal, segment_ids=segments)
         return Stored(h, v, log_decay)
 
-    def operands(self, convolved: Stored) -> tuple[jax.Array, Any]:
+    def operands(self, convolved: Stored) -> tuple[Float[Array, "B C L F"], Writes]:
         h, v, log_decay = convolved
         if self.settings.has_proj:
             v = weight_product(v, self.proj[...].astype(v.dtype))

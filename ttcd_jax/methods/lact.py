@@ -351,7 +351,7 @@ class LaCT(Mixer, config=LaCTConfig):
         """The fast weights at the start of every row and document."""
         if self.config.memory.low_rank is None:
             return FastWeights(self.w0[...], self.w1[...], self.w2[...])
-        # In the state dtype: small, and what the running weights are added to.
+        # In the state dtype: small, and the start of the running weights.
         dtype = self.config.attention.precision.state_dtype
         identity = 0.5 * jnp.eye(self.config.fast_width, self.config.fast_hidden, dtype=dtype)
 

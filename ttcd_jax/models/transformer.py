@@ -15,7 +15,7 @@ from ttcd_jax.allocation import keep_freed_memory
 from ttcd_jax.axes import param
 from ttcd_jax.memory.distillation import Distillation
 from ttcd_jax.models.config import Remat, TransformerConfig, block_configs
-from ttcd_jax.nn.block import Block, BlockConfig, Configured, MemoryStats
+from ttcd_jax.nn.block import Block, BlockConfig, Configured, MemoryStats, Report
 from ttcd_jax.nn.linear import normal_param, rms_norm
 from ttcd_jax.nn.product import PRODUCT
 from ttcd_jax.nn.row import Row, check_array
@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The place of a layer's parameters: attribute names, and the row of the stacked arrays."""
+    """The position of a layer's parameters: attribute names, and the row of the stacked arrays."""
 
     group: str
     block: str
@@ -179,12 +179,12 @@ class Transformer(Configured):
         """The input of the head: the normed residual stream."""
         return rms_norm(h, self._gathered(self.final_norm), self.config.norm_eps)
 
-    def _run(self, unit: _Unit, run: Run, h: jax.Array, row: Row) -> tuple[jax.Array, list[Any]]:
+    def _run(self, unit: _Unit, run: Run, h: jax.Array, row: Row) -> tuple[jax.Array, list[Report]]:
         """(h, reports of the fast layers in order) after all repeats of a unit."""
         graph, params = nnx.split(unit)
         is_scanned = self.config.scans_layers is not False and run.repeats > 1
 
-        def body(h: jax.Array, layer_params: Any) -> tuple[jax.Array, list[Any]]:
+        def body(h: jax.Array, layer_params: Any) -> tuple[jax.Array, list[Report]]:
             reports = []
             for block in nnx.merge(graph, layer_params).blocks():
                 h, report = self._apply(block, h, row, is_scanned)
@@ -203,7 +203,7 @@ class Transformer(Configured):
 
     def _apply(
         self, block: Block, h: jax.Array, row: Row, is_scanned: bool
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Report]:
         """(h, report or None) after one block, the unit of remat."""
         graph, params = nnx.split(block)
         dtype = self.config.precision.compute_dtype
@@ -211,7 +211,7 @@ class Transformer(Configured):
         def whole(weight: nnx.Variable) -> nnx.Variable:
             return weight.replace(gathered(weight, dtype))
 
-        def forward(h: jax.Array, params: Any) -> tuple[jax.Array, Any]:
+        def forward(h: jax.Array, params: Any) -> tuple[jax.Array, Report]:
             h = checkpoint_name(h, _BOUNDARY)
             params = jax.tree.map(whole, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
             h, report = nnx.merge(graph, params).forward(h, row)

@@ -2,7 +2,7 @@
 student's."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +12,7 @@ from ttcd_kernels.dual_window.api import Implementation
 from ttcd_jax.axes import param
 from ttcd_jax.config import NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.nn.block import Dims, Mixer, Names, SublayerConfig, Views
+from ttcd_jax.nn.block import Dims, Mixer, Names, Output, SublayerConfig, Views
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.rope import RopeConfig, rotate
 from ttcd_jax.nn.row import Piece, Row
@@ -127,7 +127,7 @@ class Attention(Mixer, config=AttentionConfig):
 
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
-    ) -> tuple[Any, None]:
+    ) -> tuple[Output, None]:
         q, k, v = self.project(x, row.positions)
         implementation = self.config.attention_implementation
         return self._out(attend(q, k, v, row.segment_ids, self.windows, implementation)), None
@@ -141,7 +141,7 @@ class Attention(Mixer, config=AttentionConfig):
         piece: Piece,
         state: KVCache,
         student: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Any, KVCache]:
+    ) -> tuple[Output, KVCache]:
         q, k, v = self.project(x, piece.positions(x.shape[1]))
         implementation = self.config.attention_implementation
         seen, state = attend_cached(q, k, v, piece, state, self.windows, implementation)
@@ -163,7 +163,7 @@ class Attention(Mixer, config=AttentionConfig):
             k = rms_norm(k, self.key_norm[...], config.qk_norm_eps)
         return rotate(q, positions, config.rope), rotate(k, positions, config.rope), v
 
-    def _out(self, seen: Outputs) -> Any:
+    def _out(self, seen: Outputs) -> Output:
         return self.project_out(seen[0])
 
     def project_out(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:

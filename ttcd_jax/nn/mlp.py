@@ -1,14 +1,14 @@
 """SwiGLU: features silu(x W_gate) * (x W_up), output features W_down."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
 from ttcd_jax.config import Positive
-from ttcd_jax.nn.block import Dims, Names, Sublayer, SublayerConfig
+from ttcd_jax.nn.block import Dims, LayerState, Names, Report, Sublayer, SublayerConfig
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.row import Piece, Row
 
@@ -56,14 +56,14 @@ class SwiGLU(Sublayer, config=MLPConfig):
 
     def forward(
         self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
-    ) -> tuple[Float[Array, "B T D"], Any]:
+    ) -> tuple[Float[Array, "B T D"], Report]:
         return self.plain(x), None
 
     def extend(
         self,
         x: Float[Array, "B T D"],
         piece: Piece,
-        state: Any,
+        state: LayerState,
         student: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Any]:
+    ) -> tuple[Float[Array, "B T D"], LayerState]:
         return self.plain(x), None
