@@ -13,17 +13,13 @@ Queries = Float[Array, "B T N H"]
 Keys = Float[Array, "B S K H"]
 Ids = Int[Array, "B S"]
 # (teacher out, student out, teacher lse, student lse); in decode attention without the axis T
-type Results = tuple[
-    Float[Array, "B *T N H"],
-    Float[Array, "B *T N H"],
-    Float[Array, "B *T N"],
-    Float[Array, "B *T N"],
-]
+Outs = Float[Array, "B *T N H"]
+Lses = Float[Array, "B *T N"]
+type Results = tuple[Outs, Outs, Lses, Lses]
 
 
 class Windows(NamedTuple):
-    """The static part of a call: windows count the query itself; scores are multiplied by
-    `scale`."""
+    """Windows count the query itself; scores are multiplied by `scale`. Static in a call."""
 
     teacher: int
     student: int

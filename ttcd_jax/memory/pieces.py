@@ -41,9 +41,9 @@ class OpenChunk[Writes, State]:
         return {"memory": self.memory, "open chunk": self.open}
 
 
-def start_pieces[Writes, State](
-    memory: ChunkedMemory[Writes, State], batch_size: int, chunk_size: int, writes: Writes
-) -> OpenChunk[Writes, State]:
+def start_pieces[W, S](
+    memory: ChunkedMemory[W, S], batch_size: int, chunk_size: int, writes: W
+) -> OpenChunk[W, S]:
     """The state before rows begin; `writes`: shapes of the operands of writes, [B, C, L, ...]."""
     return OpenChunk(
         memory.start(batch_size),
@@ -51,13 +51,13 @@ def start_pieces[Writes, State](
     )
 
 
-def over_piece[Writes, State](
-    memory: ChunkedMemory[Writes, State],
-    state: OpenChunk[Writes, State],
+def over_piece[W, S](
+    memory: ChunkedMemory[W, S],
+    state: OpenChunk[W, S],
     reads: Float[Array, "B T ..."],
-    writes: Writes,
+    writes: W,
     piece: Piece,
-) -> tuple[Float[Array, "B T ..."], OpenChunk[Writes, State]]:
+) -> tuple[Float[Array, "B T ..."], OpenChunk[W, S]]:
     """(y, the state after the piece).
 
     `writes`, arrays [B, T, ...], may hold more positions than `reads`: the first few overwrite the
@@ -70,8 +70,8 @@ def over_piece[Writes, State](
         return _inside_chunk(memory, state, reads, writes, piece)
 
     def one_chunk(
-        state: OpenChunk[Writes, State], chunk: tuple[jax.Array, Writes, jax.Array]
-    ) -> tuple[OpenChunk[Writes, State], jax.Array]:
+        state: OpenChunk[W, S], chunk: tuple[Array, W, Array]
+    ) -> tuple[OpenChunk[W, S], Array]:
         reads, writes, offset = chunk
         inside = piece._replace(lengths=jnp.clip(piece.lengths - offset, 0, chunk_size))
         y, state = _inside_chunk(memory, state, reads, writes, inside)
@@ -83,13 +83,9 @@ def over_piece[Writes, State](
     return from_chunks(jnp.moveaxis(y, 0, 1), length), state
 
 
-def _inside_chunk[Writes, State](
-    memory: ChunkedMemory[Writes, State],
-    state: OpenChunk[Writes, State],
-    reads: jax.Array,
-    writes: Writes,
-    piece: Piece,
-) -> tuple[jax.Array, OpenChunk[Writes, State]]:
+def _inside_chunk[W, S](
+    memory: ChunkedMemory[W, S], state: OpenChunk[W, S], reads: Array, writes: W, piece: Piece
+) -> tuple[Array, OpenChunk[W, S]]:
     y = memory.read(state.memory, reads)
     assert piece.phase is not None
     phase = piece.phase
@@ -105,22 +101,22 @@ def _inside_chunk[Writes, State](
     return y, OpenChunk(_written(is_full, memory, before, chunk), chunk)
 
 
-def _written[Writes, State](
-    is_full: Bool[Array, " B"], memory: ChunkedMemory[Writes, State], state: State, chunk: Writes
-) -> State:
+def _written[W, S](
+    is_full: Bool[Array, " B"], memory: ChunkedMemory[W, S], state: S, chunk: W
+) -> S:
     """The state after a write in the rows whose chunk is full. One row at a time, because rows of
     a batch fill their chunks at different tokens, and most tokens fill none. On a mesh, whose
     devices share the rows, all rows at once; so for a single row, whose delta_w XLA would compute
     before a loop, at every token."""
     if is_distributed() or len(is_full) == 1:
 
-        def all_rows(state: State) -> State:
+        def all_rows(state: S) -> S:
             return where_rows(is_full, memory.write(state, chunk), state)
 
         return jax.lax.cond(is_full.any(), all_rows, lambda state: state, state)
     order = jnp.argsort(~is_full)
 
-    def one_row(index: jax.Array, state: State) -> State:
+    def one_row(index: jax.Array, state: S) -> S:
         row = order[index]
         before, operands = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), (state, chunk)

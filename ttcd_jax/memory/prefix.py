@@ -75,16 +75,25 @@ class Writes(NamedTuple):
     rate: Float[Array, "*rest"] | None = None  # of `running.CorrectingMemory` alone
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PrefixMemory(
-    ChunkedMemory[Writes, Sum], AssociativeMemory[Writes, Sum, Chunks[Writes], Element]
-):
-    """W_base and the sum of delta_w, as a memory: its state is the sum [B, F, D] without eta, it is
-    read by features z [B, C, L, F] and written by `Writes`."""
+class SumMemory(ChunkedMemory[Writes, Sum]):
+    """W_base and a sum, read by features z [B, C, L, F] and written by `Writes`."""
 
     w_base: Float[Array, "F D"]
     options: PrefixOptions = dataclasses.field(metadata={"static": True})
+
+    def start(self, batch_size: int) -> Sum:
+        return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
+
+    def read(self, state: Sum, reads: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
+        """z W_base + eta z S."""
+        return _read(self.options, self.w_base, state[:, None], reads[:, None], None)[:, 0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Element]):
+    """The sum of delta_w as a memory."""
 
     def axes(self) -> Axes:
         """F is sharded, except where scores (the attention form) or norms sum over it."""
@@ -93,13 +102,6 @@ class PrefixMemory(
         features = (*ROWS, None, "mlp")
         writes = Writes._make((features, ROWS, ROWS, ROWS))
         return Axes(("mlp",), features, writes, ROWS, ("tensor",))
-
-    def start(self, batch_size: int) -> Sum:
-        return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
-
-    def read(self, state: Sum, reads: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
-        """z W_base + eta z S."""
-        return read_state(self.options, self.w_base, state, reads)
 
     def write(self, state: Sum, writes: Writes, mask: Bool[Array, "#B L"] | None = None) -> Sum:
         """a S + delta_w of the chunk."""
@@ -238,16 +240,6 @@ def decayed(
     if log_decay is None:
         return state
     return times(jnp.exp(masked(log_decay, mask).sum(1)), state)
-
-
-def read_state(
-    options: PrefixOptions,
-    w_base: Float[Array, "F D"],
-    state: Float[Array, "B F D"],
-    z: Float[Array, "B L F"],
-) -> Float[Array, "B L D"]:
-    """z W_base + eta z S of one chunk."""
-    return _read(options, w_base, state[:, None], z[:, None], None)[:, 0]
 
 
 def decayed_sum(left: Element, right: Element) -> Element:

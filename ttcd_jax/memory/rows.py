@@ -14,10 +14,10 @@ from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Memory
 from ttcd_jax.sharding import rules, sequence
 
 
-def over_rows[Writes, State, Prepared](
-    memory: Memory[Writes, State, Prepared],
+def over_rows[W, S, P](
+    memory: Memory[W, S, P],
     reads: Float[Array, "B ..."],
-    writes: Writes,
+    writes: W,
     segments: Int[Array, "B ..."] | None,
     *,
     length: int,
@@ -32,9 +32,9 @@ def over_rows[Writes, State, Prepared](
 
     def on_shard(
         shard: rules.Shard,
-        memory: Memory[Writes, State, Prepared],
+        memory: Memory[W, S, P],
         reads: jax.Array,
-        writes: Writes,
+        writes: W,
         segments: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None]:
         previous = None
@@ -56,17 +56,12 @@ def over_rows[Writes, State, Prepared](
     return rules.sharded(on_shard, inputs, outputs)(memory, reads, writes, segments)
 
 
-def _along[Writes, State, Prepared](
-    shard: rules.Shard,
-    memory: Memory[Writes, State, Prepared],
-    prepared: Prepared,
-    reports_size: bool,
+def _along[W, S, P](
+    shard: rules.Shard, memory: Memory[W, S, P], prepared: P, reports_size: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """(y, `squared_size` at the end if `reports_size`) of this device's part of the row."""
 
-    def advance(
-        state: State | None, needs_end: bool = True
-    ) -> tuple[State, tuple[jax.Array, jax.Array | None]]:
+    def advance(state: S | None, needs_end: bool = True) -> tuple[S, tuple[Array, Array | None]]:
         y, end = memory.row(prepared, state, needs_end=needs_end)
         size = jax.lax.stop_gradient(memory.squared_size(end)) if reports_size else None
         return end, (y, size)

@@ -12,7 +12,7 @@ from ttcd_kernels.normalize import NORM_EPS
 from ttcd_jax.memory.chunks import masked
 from ttcd_jax.memory.delta import chunk_delta
 from ttcd_jax.memory.delta_rule import unit_lower_solve
-from ttcd_jax.memory.prefix import PrefixOptions, Sum, Writes, decayed, read_state
+from ttcd_jax.memory.prefix import PrefixOptions, Sum, SumMemory, Writes, decayed
 from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.nn.linear import length
 from ttcd_jax.nn.product import product
@@ -68,7 +68,7 @@ class IdealMemory(ChunkedMemory[Views, Weight]):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CorrectingMemory(ChunkedMemory[Writes, Sum]):
+class CorrectingMemory(SumMemory):
     """The memory of a `PrefixMemory` with error correction, the delta rule (Schlag et al., 2021): a
     token writes its error less the memory's answer to its key,
 
@@ -83,15 +83,6 @@ class CorrectingMemory(ChunkedMemory[Writes, Sum]):
     Reads, decays and documents are those of `PrefixMemory`; every operand has its gradient.
     `Writes.rate` is beta, None: 1; products of the system are in the state dtype.
     """
-
-    w_base: Float[Array, "F D"]
-    options: PrefixOptions = dataclasses.field(metadata={"static": True})
-
-    def start(self, batch_size: int) -> Sum:
-        return jnp.zeros((batch_size, *self.w_base.shape), self.options.state_dtype)
-
-    def read(self, state: Sum, reads: Float[Array, "B L F"]) -> Float[Array, "B L D"]:
-        return read_state(self.options, self.w_base, state, reads)
 
     def write(self, state: Sum, writes: Writes, mask: Bool[Array, "#B L"] | None = None) -> Sum:
         (keys, errors, log_decay, rate), wide = writes, self.options.state_dtype

@@ -16,6 +16,7 @@ from ttcd_jax.methods.ipttcd import dual_window_block
 from ttcd_jax.methods.registry import Method, ModelConfig, register
 from ttcd_jax.nn.block import BlockConfig
 from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.nn.row import Hidden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class IdealMLP(InPlaceMLP[Views, Views], config=IdealConfig):
     """(x, t) [B, T, D] -> y [B, T, D], any T: teacher and student. y is the teacher's features read
     through the running weight. The parameters of SwiGLU and no others."""
 
-    def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Views:
+    def tokens(self, x: Hidden, t: Hidden) -> Views:
         return self.features(x), self.features(t)
 
     def operands(self, convolved: Views) -> tuple[Float[Array, "B C L F"], Views]:

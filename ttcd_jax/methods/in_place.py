@@ -23,7 +23,7 @@ from ttcd_jax.nn.block import Dims, MemoryStats, Names, SublayerConfig, check_hi
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
 from ttcd_jax.nn.product import product, weight_product
-from ttcd_jax.nn.row import Piece, Row, after_tail, next_tail, zero_padding
+from ttcd_jax.nn.row import Hidden, Piece, Row, after_tail, next_tail, zero_padding
 from ttcd_jax.precision import Precision
 
 type Tree = tuple[Any, ...]  # a NamedTuple of arrays by token, or None
@@ -181,11 +181,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         self.settings = config.memory
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        t: Float[Array, "B T D"],
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
+        self, x: Hidden, t: Hidden, segment_ids: Int[Array, "B T"] | None = None
+    ) -> Hidden:
         """y. With `resets_at_document` the documents of `segment_ids` share no memory. Raises
         `UserError` for operands of other shapes."""
         for name, operand in (("x", x), ("t", t)):
@@ -195,19 +192,19 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         return self.remember(x, t, Row.of(x, None, segment_ids).segment_ids)[0]
 
     def forward(
-        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
-    ) -> tuple[Float[Array, "B T D"], MemoryStats | Distillation]:
+        self, x: Hidden, row: Row, student: Hidden | None = None
+    ) -> tuple[Hidden, MemoryStats | Distillation]:
         t = self.source(x, row, student)
         return self.remember(x, t, row.segment_ids, measures=row.measures is True)
 
     def remember(
         self,
-        x: Float[Array, "B T D"],
-        t: Float[Array, "B T D"],
+        x: Hidden,
+        t: Hidden,
         segment_ids: Int[Array, "B T"] | None = None,
         *,
         measures: bool = False,
-    ) -> tuple[Float[Array, "B T D"], MemoryStats | Distillation]:
+    ) -> tuple[Hidden, MemoryStats | Distillation]:
         """(y, statistics of the memory at the end of the row), for any t; with `measures` the
         distances of every token instead of the statistics."""
         settings, length = self.settings, x.shape[1]
@@ -265,12 +262,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         return InPlaceState(start_pieces(self.memory(size), batch_size, size, writes), tail)
 
     def extend(
-        self,
-        x: Float[Array, "B T D"],
-        piece: Piece,
-        state: InPlaceState,
-        student: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], InPlaceState]:
+        self, x: Hidden, piece: Piece, state: InPlaceState, student: Hidden | None = None
+    ) -> tuple[Hidden, InPlaceState]:
         """(y, the state after the piece).
 
         Reads and writes are those of whole rows: the convolutions see the tokens of their chunk
@@ -307,14 +300,12 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     def check_causal(self) -> None:
         """Raises `UserError` when y depends on later tokens."""
 
-    def source(
-        self, x: Float[Array, "B T D"], row: Row | Piece, student: Float[Array, "B T D"] | None
-    ) -> Float[Array, "B T D"]:
+    def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Hidden:
         """t, from the layer's normed input, its row, and the student's normed input."""
         assert student is not None, f"{type(self).__name__} follows attention under two windows"
         return student
 
-    def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Tokens:
+    def tokens(self, x: Hidden, t: Hidden) -> Tokens:
         """Features of each token alone, [B, T, ...]."""
         raise AssertionError(f"{type(self).__name__} defines its own tokens")
 
@@ -336,7 +327,7 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     def memory(self, length: int) -> ChunkedMemory:
         raise AssertionError(f"{type(self).__name__} defines its own memory")
 
-    def log_decay(self, x: Float[Array, "B T D"]) -> Float[Array, "B T Q"] | None:
+    def log_decay(self, x: Hidden) -> Float[Array, "B T Q"] | None:
         """The logarithm of the share of the memory's groups of columns that is left after every
         token."""
         settings, dtype = self.settings, self.config.precision.state_dtype

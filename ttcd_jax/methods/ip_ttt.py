@@ -36,7 +36,7 @@ from ttcd_jax.methods.registry import (
 from ttcd_jax.nn.block import BlockConfig, Names
 from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.nn.product import weight_product
-from ttcd_jax.nn.row import Piece, Row
+from ttcd_jax.nn.row import Hidden, Piece, Row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,7 @@ class IPTTTMLP(InPlaceMLP[Stored, Stored], config=IPTTTConfig):
             self.look_back = settings.num_taps - 1
         self._init_decay(settings)
 
-    def source(
-        self, x: Float[Array, "B T D"], row: Row | Piece, student: Float[Array, "B T D"] | None
-    ) -> Float[Array, "B T D"]:
+    def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Hidden:
         """The targets: x itself, or the token embeddings of the row. Raises `ValueError` for a row
         without them."""
         if self.settings.target == "hidden":
@@ -116,7 +114,7 @@ class IPTTTMLP(InPlaceMLP[Stored, Stored], config=IPTTTConfig):
             raise ValueError("this block stores token embeddings: pass embeddings=[B, T, D]")
         return row.embeddings
 
-    def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Stored:
+    def tokens(self, x: Hidden, t: Hidden) -> Stored:
         h = self.features(x)
         return Stored(h, t.astype(h.dtype), self.log_decay(x))
 

@@ -48,6 +48,7 @@ from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.block import Block, BlockConfig, Names
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.nn.row import Hidden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,7 @@ class IPTTCDMLP(InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig):
         if settings.has_teacher_conv or settings.has_student_conv:
             self.look_back, self.look_ahead = settings.num_taps - 1, settings.look_ahead
 
-    def tokens(self, x: Float[Array, "B T D"], t: Float[Array, "B T D"]) -> Features:
+    def tokens(self, x: Hidden, t: Hidden) -> Features:
         beta = None
         if self.settings.has_token_rate:
             beta = jax.nn.sigmoid(jnp.einsum("BTD,D->BT", t, self.rate[...].astype(t.dtype)))

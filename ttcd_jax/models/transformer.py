@@ -18,7 +18,7 @@ from ttcd_jax.models.config import Remat, TransformerConfig, block_configs
 from ttcd_jax.nn.block import Block, BlockConfig, Configured, MemoryStats, Report
 from ttcd_jax.nn.linear import normal_param, rms_norm
 from ttcd_jax.nn.product import PRODUCT
-from ttcd_jax.nn.row import Row, check_array
+from ttcd_jax.nn.row import Hidden, Row, check_array
 from ttcd_jax.sharding.rules import constrain, gathered, is_distributed, never_saves_gathered
 from ttcd_jax.sharding.vocabulary import lookup
 from ttcd_jax.tokens import check_tokens
@@ -123,7 +123,7 @@ class Transformer(Configured):
         `head_weight` with `train.loss`, which never holds all logits at once."""
         return self.logits(self.forward(tokens, segment_ids)[0])
 
-    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def logits(self, hidden: Hidden) -> Float[Array, "B T V"]:
         """The output of the head on the hidden states of `forward`."""
         return jnp.einsum("BTD,VD->BTV", hidden, self.head_weight().astype(hidden.dtype))
 
@@ -138,7 +138,7 @@ class Transformer(Configured):
         tokens: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], MemoryStats | None]:
+    ) -> tuple[Hidden, MemoryStats | None]:
         """(final normed hidden states, statistics [fast layers] in layer order).
 
         Tokens of different segments do not see each other, in attention, convolutions or memory.
@@ -175,7 +175,7 @@ class Transformer(Configured):
         joined = jax.tree.map(lambda *leaves: jnp.stack(leaves), *reports) if reports else None
         return h, joined
 
-    def normed(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def normed(self, h: Hidden) -> Hidden:
         """The input of the head: the normed residual stream."""
         return rms_norm(h, self._gathered(self.final_norm), self.config.norm_eps)
 

@@ -15,7 +15,7 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.nn.block import Dims, Mixer, Names, Output, SublayerConfig, Views
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.nn.rope import RopeConfig, rotate
-from ttcd_jax.nn.row import Piece, Row
+from ttcd_jax.nn.row import Hidden, Piece, Row
 from ttcd_jax.nn.windows import KVCache, Outputs, Windows, attend, attend_cached
 
 
@@ -125,9 +125,7 @@ class Attention(Mixer, config=AttentionConfig):
     def windows(self) -> Windows:
         return (self.config.window,)
 
-    def forward(
-        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
-    ) -> tuple[Output, None]:
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, None]:
         q, k, v = self.project(x, row.positions)
         implementation = self.config.attention_implementation
         return self._out(attend(q, k, v, row.segment_ids, self.windows, implementation)), None
@@ -136,11 +134,7 @@ class Attention(Mixer, config=AttentionConfig):
         return start_cache(self.config, batch_size, max_length)
 
     def extend(
-        self,
-        x: Float[Array, "B T D"],
-        piece: Piece,
-        state: KVCache,
-        student: Float[Array, "B T D"] | None = None,
+        self, x: Hidden, piece: Piece, state: KVCache, student: Hidden | None = None
     ) -> tuple[Output, KVCache]:
         q, k, v = self.project(x, piece.positions(x.shape[1]))
         implementation = self.config.attention_implementation
@@ -148,7 +142,7 @@ class Attention(Mixer, config=AttentionConfig):
         return self._out(seen), state
 
     def project(
-        self, h: Float[Array, "B T D"], positions: Int[Array, "B T"]
+        self, h: Hidden, positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Rotated q and k, and v."""
         config, dtype = self.config, self.config.precision.compute_dtype
@@ -166,7 +160,7 @@ class Attention(Mixer, config=AttentionConfig):
     def _out(self, seen: Outputs) -> Output:
         return self.project_out(seen[0])
 
-    def project_out(self, heads: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+    def project_out(self, heads: Float[Array, "B T N H"]) -> Hidden:
         flat = heads.reshape(*heads.shape[:2], -1)
         return linear(flat, self.out[...], self.config.precision.compute_dtype)
 

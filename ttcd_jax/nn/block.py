@@ -14,7 +14,7 @@ from ttcd_jax.axes import param
 from ttcd_jax.config import Config, NonNegativeFloat, Positive
 from ttcd_jax.errors import UserError
 from ttcd_jax.nn.linear import rms_norm
-from ttcd_jax.nn.row import Piece, Row, check_array
+from ttcd_jax.nn.row import Hidden, Piece, Row, check_array
 from ttcd_jax.precision import Precision
 
 # Reference name -> (our name, how the array is laid out there).
@@ -108,11 +108,11 @@ class Views(NamedTuple):
     """One layer's output under two windows: the teacher's joins the residual stream, the student's
     is an extra input of the next layer."""
 
-    teacher: Float[Array, "B T D"]
-    student: Float[Array, "B T D"]
+    teacher: Hidden
+    student: Hidden
 
 
-type Output = Float[Array, "B T D"] | Views
+type Output = Hidden | Views
 type Report = tuple[Any, ...] | None  # arrays: `MemoryStats`, or what a row `measures`
 type LayerState = tuple[Any, ...] | None  # a NamedTuple of arrays, the batch axis first
 
@@ -132,9 +132,7 @@ class Sublayer(Configured):
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         raise AssertionError(f"{type(self).__name__} defines its own parameters")
 
-    def forward(
-        self, x: Float[Array, "B T D"], row: Row, student: Float[Array, "B T D"] | None = None
-    ) -> tuple[Output, Report]:
+    def forward(self, x: Hidden, row: Row, student: Hidden | None = None) -> tuple[Output, Report]:
         """(output, the report of the layer's memory)."""
         raise AssertionError(f"{type(self).__name__} defines its own forward")
 
@@ -143,11 +141,7 @@ class Sublayer(Configured):
         return None
 
     def extend(
-        self,
-        x: Float[Array, "B T D"],
-        piece: Piece,
-        state: LayerState,
-        student: Float[Array, "B T D"] | None = None,
+        self, x: Hidden, piece: Piece, state: LayerState, student: Hidden | None = None
     ) -> tuple[Output, LayerState]:
         """`forward` for a piece of rows: (output, the state after the piece). Over consecutive
         pieces the outputs are those of `forward`, without gradient."""
@@ -161,7 +155,7 @@ class Mixer(Sublayer):
 
     def __call__(
         self,
-        h: Float[Array, "B T D"],
+        h: Hidden,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Output:
@@ -240,17 +234,17 @@ class Block(Configured):
 
     def __call__(
         self,
-        h: Float[Array, "B T D"],
+        h: Hidden,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-        embeddings: Float[Array, "B T D"] | None = None,
-    ) -> Float[Array, "B T D"]:
+        embeddings: Hidden | None = None,
+    ) -> Hidden:
         """The block's output. `embeddings` of the tokens are the targets of an IP-TTT memory
         that stores them."""
         check_array("the layer", "h", h, "float", "B", "T", self.config.mixer.dims.dim)
         return self.forward(h, Row.of(h, positions, segment_ids, embeddings))[0]
 
-    def forward(self, h: Float[Array, "B T D"], row: Row) -> tuple[Float[Array, "B T D"], Report]:
+    def forward(self, h: Hidden, row: Row) -> tuple[Hidden, Report]:
         """(output, the report of the block's memory over the row; None without one)."""
         stats, student = None, None
         if not h.size:
@@ -262,9 +256,7 @@ class Block(Configured):
             stats = stats if layer_stats is None else layer_stats
         return h, stats
 
-    def inputs(
-        self, name: str, h: Float[Array, "B T D"], row: Row
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None]:
+    def inputs(self, name: str, h: Hidden, row: Row) -> tuple[Hidden, Hidden | None]:
         """The inputs of sub-layer `name`: (normed hidden states, those of a student)."""
         student = None
         for before in itertools.takewhile(lambda other: other != name, self.config.order):
@@ -277,8 +269,8 @@ class Block(Configured):
         return {name: getattr(self, name).start(batch_size, max_length) for name in order}
 
     def extend(
-        self, h: Float[Array, "B T D"], piece: Piece, state: dict[str, LayerState]
-    ) -> tuple[Float[Array, "B T D"], dict[str, LayerState]]:
+        self, h: Hidden, piece: Piece, state: dict[str, LayerState]
+    ) -> tuple[Hidden, dict[str, LayerState]]:
         """`forward` for a piece of rows: (output, the states after it). Raises `UserError` for
         another number of rows than the states have."""
         check_hidden("h", h, self.config.mixer.dims.dim)

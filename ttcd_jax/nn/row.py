@@ -13,6 +13,8 @@ from ttcd_kernels.dual_window.tiles import documents
 
 from ttcd_jax.errors import UserError
 
+Hidden = Float[Array, "B T D"]  # hidden states, or another vector per token
+
 
 def check_array(owner: str, name: str, x: Any, kind: str, *shape: int | str) -> None:
     """Raises `UserError` unless x is an array of this kind ("int" or "float") and shape, in which a
@@ -37,7 +39,7 @@ class Row(NamedTuple):
     # Rotary attention takes differences inside a document only, a memory of LaCT does not.
     positions: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"] | None = None  # one value per document; None: one document
-    embeddings: Float[Array, "B T D"] | None = None  # of the tokens, as the model looked them up
+    embeddings: Hidden | None = None  # of the tokens, as the model looked them up
     # True: `forward` of a memory with a teacher returns `memory.distillation.Distillation`, not
     # `MemoryStats`. Known when it is traced; None is no leaf.
     measures: Literal[True] | None = None
@@ -48,7 +50,7 @@ class Row(NamedTuple):
         h: Float[Array, "B T *rest"] | Int[Array, "B T"],
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-        embeddings: Float[Array, "B T D"] | None = None,
+        embeddings: Hidden | None = None,
     ) -> "Row":
         """The row of `h`; positions default to 0, 1, ... from the start of each document. Raises
         `UserError` for positions and documents of another shape, or not int."""
@@ -97,13 +99,13 @@ class Piece(NamedTuple):
     has_gap: bool  # static: some row has fewer than `halo` positions before the piece
     # Rows that bypass in-place memories; True: all do, and the memories are not even computed.
     is_plain: Bool[Array, " B"] | Literal[True] | None = None
-    embeddings: Float[Array, "B T D"] | None = None
+    embeddings: Hidden | None = None
     cut: Cut = Cut()
 
     @classmethod
     def of(
         cls,
-        h: Float[Array, "B T D"],
+        h: Hidden,
         start: int | Int[Array, " B"],
         *,
         chunk_size: int | None = None,

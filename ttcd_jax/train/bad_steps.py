@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, Shaped
 
 DECAY, WARMUP = 0.98, 50
 
+Scalars = dict[str, Shaped[Array, ""]]
 # `skipped` steps of the run, `accepted` ones, and their `norm`, averaged with a bias to zero.
-Skips = dict[str, Shaped[Array, ""]]
+Skips = Scalars
 
 
 def no_skips() -> Skips:
@@ -24,11 +25,8 @@ def no_skips() -> Skips:
 
 
 def judged(
-    skips: Skips,
-    metrics: dict[str, Shaped[Array, ""]],
-    is_good: Bool[Array, ""],
-    spike_factor: float | None,
-) -> tuple[Bool[Array, ""], Skips, dict[str, Shaped[Array, ""]]]:
+    skips: Skips, metrics: Scalars, is_good: Bool[Array, ""], spike_factor: float | None
+) -> tuple[Bool[Array, ""], Skips, Scalars]:
     """(whether the step is accepted, the counts after it, its metrics and these counts). A step is
     accepted if it `is_good` and its gradient norm is not a spike."""
     count, norm = skips["accepted"], metrics["grad_norm"].astype(jnp.float32)

@@ -44,7 +44,7 @@ def parameter_groups(axes: AxesTree) -> Any:
 def scale_by_muon(
     axes: AxesTree, *, momentum: float, is_nesterov: bool, dtype: DTypeLike
 ) -> optax.GradientTransformation:
-    """g -> 0.2 sqrt(max(A, B)) NS(u), Newton-Schulz in `dtype`; its momentum has that of u."""
+    """g -> 0.2 sqrt(max(A, B)) NS(u), Newton-Schulz in `dtype`, the momentum in that of p."""
 
     def is_masked(node: Any) -> bool:  # a parameter of the other group
         return isinstance(node, optax.MaskedNode)
@@ -58,9 +58,7 @@ def scale_by_muon(
     return optax.chain(optax.trace(momentum, nesterov=is_nesterov), optax.stateless(update))
 
 
-def orthogonalized(
-    u: Float[Array, "*shape"], axes: Axes, dtype: DTypeLike
-) -> Float[Array, "*shape"]:
+def orthogonalized(u: Float[Array, "..."], axes: Axes, dtype: DTypeLike) -> Float[Array, "..."]:
     """0.2 sqrt(max(A, B)) NS(u) of every matrix [A, B] of a tensor, in u's dtype.
 
     The matrices are the last two dimensions; taps [R, F] of a depthwise convolution are F matrices
