@@ -16,7 +16,7 @@ accuracy by the distance to the key, for runs on recall data. needle: accuracy o
 prompt that are queried after --distances=16,512 decoded tokens, with the memory kept on while
 decoding and, as in the published code, off, or after tokens read in one pass (--by=prefill). In the
 others a method with a memory is measured with its fast
-weights on and off (eta = 0). Every task is a file in ttcd_jax/eval/tasks with its options,
+weights on and off (eta = 0). Every task is a file in ttcd_jax/tasks with its options,
 --batch_size=N for all; docs/evaluation.md describes them.
 
 --param changes settings without parameters: the window, YaRN. Results go to eval/TASK in the run,
@@ -45,12 +45,12 @@ def main(argv: list[str]) -> None:
     import jax
     from ttcd_kernels.table import format_table
 
-    from ttcd_jax.eval.results import evaluate, write_results
-    from ttcd_jax.eval.task import Subject
-    from ttcd_jax.eval.tasks import find_task
+    from ttcd_jax.measure.results import evaluate
+    from ttcd_jax.measure.task import Subject
     from ttcd_jax.run.directory import RunDirectory, load_run
     from ttcd_jax.run.model_changes import describe
     from ttcd_jax.sharding.mesh import MeshConfig, build_mesh
+    from ttcd_jax.tasks import find_task
     from ttcd_jax.train.watchdog import Watchdog
     from ttcd_jax.units import printable
 
@@ -64,14 +64,14 @@ def main(argv: list[str]) -> None:
         subject = Subject(run.model, run.tokenizer, data, FLAGS.run_dir, FLAGS.label, changes)
         result = evaluate(task, subject, run.step)
         if jax.process_index() == 0:
-            folder = write_results(result)
-            print(f"{task.title} (step {run.step}, {result['rows']} rows)")
-            print(format_table(task.table(result["series"])))
+            folder = result.write()
+            print(f"{task.title} (step {run.step}, {result.rows} rows)")
+            print(format_table(result.table))
             print(printable(f"written to {folder}"))
 
 
 def _options(arguments: list[str]) -> type[Config] | None:
-    from ttcd_jax.eval.tasks import TASKS
+    from ttcd_jax.tasks import TASKS
 
     return TASKS.get(FLAGS.task)
 

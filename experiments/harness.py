@@ -17,7 +17,7 @@ from ttcd_jax.registry import import_modules
 def main() -> None:
     cli.open_standard_streams()
     try:
-        from ttcd_jax.eval import harness  # before lm_eval: it is offline from then on
+        from ttcd_jax.measure import harness  # before lm_eval: it is offline from then on
     except ImportError as error:
         sys.exit(f"error: {error}: install ttcd_jax[harness]")
     import jax

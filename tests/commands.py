@@ -27,9 +27,9 @@ IMPORTED = (
     "ttcd_jax.run.training",
     "ttcd_jax.run.bindings",
     "experiments.plan",
-    "ttcd_jax.eval.results",
-    "ttcd_jax.eval.page",
-    "ttcd_jax.eval.report",
+    "ttcd_jax.measure.results",
+    "ttcd_jax.measure.page",
+    "ttcd_jax.measure.pictures",
     "ttcd_jax.inference.generate",
 )
 # XLA's CPU backend spends most of the suite in LLVM's optimizer and in MLIR passes over every

@@ -48,8 +48,9 @@ METHODS = (*MEMORY, "ttcd_jax.methods")
 MODELS = (*METHODS, "ttcd_jax.models")
 TRAIN = (*MODELS, "ttcd_jax.data", "ttcd_jax.train")
 INFERENCE = (*TRAIN, "ttcd_jax.inference")
-EVAL = (*INFERENCE, "ttcd_jax.eval")
-INTEROP = (*EVAL, "ttcd_jax.interop")
+MEASURE = (*INFERENCE, "ttcd_jax.measure")
+TASKS = (*MEASURE, "ttcd_jax.tasks")
+INTEROP = (*TASKS, "ttcd_jax.interop")
 OURS = ("ttcd_jax", "ttcd_kernels", "experiments", "tests")
 MAY_IMPORT = {
     "kernels": ("ttcd_kernels",),
@@ -61,7 +62,8 @@ MAY_IMPORT = {
     "ttcd_jax/data": ("ttcd_jax.data",),
     "ttcd_jax/train": TRAIN,
     "ttcd_jax/inference": INFERENCE,
-    "ttcd_jax/eval": EVAL,
+    "ttcd_jax/measure": MEASURE,
+    "ttcd_jax/tasks": TASKS,
     "ttcd_jax/interop": INTEROP,
     "ttcd_jax/run": (*INTEROP, "ttcd_jax.run"),
     "experiments": ("ttcd_jax", "ttcd_kernels", "experiments"),
@@ -167,7 +169,8 @@ def test_commands_stay_in_experiments_and_gin_in_one_file():
 
 
 def test_evaluation_never_imports_the_training_loop():
-    for path in (ROOT / "ttcd_jax/eval").rglob("*.py"):
+    folders = (ROOT / "ttcd_jax" / name for name in ("measure", "tasks"))
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
         assert not any(_is_in(name, ("ttcd_jax.train.loop",)) for name in _imports(path))
 
 

@@ -11,11 +11,13 @@ measured ceilings. `tiny` takes a minute or two, `cpu` a few more on two cores, 
 """
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ttcd_kernels import launch, measure, parity
+from ttcd_kernels import launch, measure, parity, verified
+from ttcd_kernels.cases import Store
 from ttcd_kernels.decode import bench as decode
 from ttcd_kernels.dual_window import bench as dual_window
 from ttcd_kernels.measure import MIB, MILLISECOND, TERA, Row, over
@@ -68,24 +70,28 @@ def _failed(op: Any, rows: Sequence[Row]) -> dict[str, None]:
     return dict.fromkeys(name for name in refused if not name.startswith(op.PEERS))
 
 
-def parser_of(command: str, about: str, ops: list[str], shapes: str) -> argparse.ArgumentParser:
-    """The options that `bench` and `tune` share; `ops` and `shapes` are their defaults."""
+def parser_of(
+    command: str, about: str, ops: list[str], shapes: str | None = None
+) -> argparse.ArgumentParser:
+    """The options that commands share; `ops` and `shapes` are their defaults."""
     parser = argparse.ArgumentParser(
         prog=f"python -m ttcd_kernels.{command}", description=about, allow_abbrev=False
     )
     parser.add_argument("--op", choices=OPS, nargs="+", default=ops, help="kernels of these ops")
-    parser.add_argument("--shapes", choices=SETS, default=shapes, help="set of shapes")
-    parser.add_argument("--case", nargs="+", default=[], help="names in the set; default: all")
     parser.add_argument("--json", type=Path, help="file for the report, written as it grows")
+    if shapes is not None:
+        parser.add_argument("--shapes", choices=SETS, default=shapes, help="set of shapes")
+        parser.add_argument("--case", nargs="+", default=[], help="names in the set; default: all")
     return parser
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
-    known = [case.name for op in options.op for case in OPS[op].SHAPES[options.shapes]]
-    for name in options.case:
-        if name not in known:
-            parser.error(f"--case: no {name!r} in {options.shapes}; it has {', '.join(known)}")
+    if "shapes" in options:
+        known = [case.name for op in options.op for case in OPS[op].SHAPES[options.shapes]]
+        for name in options.case:
+            if name not in known:
+                parser.error(f"--case: no {name!r} in {options.shapes}; it has {', '.join(known)}")
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"--json: no folder {options.json.parent}; create it first")
     return options
@@ -103,6 +109,24 @@ def environment() -> dict[str, Any]:
     found = measure.environment()
     print(" ".join(f"{key}={value}" for key, value in found.items()), flush=True)
     return found
+
+
+def no_gpu() -> str | None:
+    """The reason why kernels cannot run here in processes that share a GPU; None if they can."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    launch.check_devices()
+    return launch.unavailable()
+
+
+def store(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, case: type, **head: Any
+) -> Store:
+    """The rows of --json, of this machine and source."""
+    head |= {"environment": environment(), "source": verified.source()}
+    try:
+        return Store(options.json, case, head)
+    except ValueError as error:
+        parser.error(f"--json: {error}; name another file")
 
 
 def measured(

@@ -13,20 +13,17 @@ it tunes for.
 import argparse
 import contextlib
 import fcntl
-import functools
 import itertools
 import json
-import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from ttcd_kernels import bench, check, launch, machine_code, measure, verified
+from ttcd_kernels import bench, cases, launch, machine_code, measure
 from ttcd_kernels.bench import OPS
 from ttcd_kernels.measure import MILLISECOND, Row, over
-from ttcd_kernels.table import format_table, write_json
+from ttcd_kernels.table import format_table
 
 PROGRAM = ("-m", "ttcd_kernels.tune")
 TABLE = "the table's"
@@ -53,28 +50,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--turn", help=argparse.SUPPRESS)  # of its own
     options = bench.parsed(parser, arguments)
     if options.job:
-        print(json.dumps([measured(Job(*options.job), options.turn)]))
+        print(json.dumps(measured(Job(*options.job), options.turn)))
         return
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # many processes, one GPU
-    launch.check_devices()
-    reason = launch.unavailable()
+    reason = bench.no_gpu()
     if reason is not None:
         raise SystemExit(f"nothing to tune: {reason}")
-    report = _continued(options.json, parser)
-    rows = report["rows"]
-    done = {tuple(row[name] for name in Job._fields) for row in rows}
-    left = [job for job in jobs(options) if job not in done]
-    print(f"{len(left)} tiles to try, {len(done)} tried before", flush=True)
+    store = bench.store(parser, options, Job)
+    left = store.left(jobs(options))
+    print(f"{len(left)} tiles to try, {len(store.rows)} tried before", flush=True)
     with tempfile.NamedTemporaryFile() as turn:
         program = (*PROGRAM, "--turn", turn.name)
-        run = functools.partial(check.in_process, timeout=_LONGEST, program=program)
-        for found in check.as_they_end(run, left, _at_once(options)):
-            rows += found
-            write_json(report, options.json)
-            for row in found:
-                shown = row["note"] if row.get("ms") is None else f"{row['ms']:.4g} ms"
-                print(row["case"], row["kernel"], row["tile"], shown, sep="  ", flush=True)
-    print(format_table(ranked(rows)), *advice(report), sep="\n", flush=True)
+        for row in cases.in_processes(program, left, _LONGEST, _at_once(options)):
+            store.add(row)
+            shown = row["note"] if row.get("ms") is None else f"{row['ms']:.4g} ms"
+            print(row["case"], row["kernel"], row["tile"], shown, sep="  ", flush=True)
+    print(format_table(ranked(store.rows)), *advice(store.rows), sep="\n", flush=True)
 
 
 def _at_once(options: argparse.Namespace) -> int:
@@ -148,25 +138,6 @@ def _turn(file: str, kind: int, seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def _continued(file: Path | None, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """The report in the file, if it is of this machine and source; an empty one without a file."""
-    report = {"environment": bench.environment(), "source": verified.source(), "rows": []}
-    if file is None or not file.exists():
-        return report
-    try:
-        earlier = json.loads(file.read_text())
-        is_same = _origin(earlier) == _origin(report)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        parser.error(f"--json: {file} is no report of this command ({error}); name another file")
-    if not is_same:
-        parser.error(f"--json: {file} is of another machine, version or source; name another file")
-    return earlier
-
-
-def _origin(report: dict[str, Any]) -> tuple[Any, ...]:
-    return report["source"], {**report["environment"], "clocks": None, "commit": None}
-
-
 def _by_kernel(rows: list[Row]) -> Iterator[tuple[Row | None, list[Row]]]:
     """Of each kernel and case the table's row, if that was timed, and all, the fastest first."""
     groups: dict[tuple[str, ...], list[Row]] = {}
@@ -189,10 +160,10 @@ def ranked(rows: list[Row]) -> list[Row]:
     return found
 
 
-def advice(report: dict[str, Any]) -> list[str]:
+def advice(rows: list[Row]) -> list[str]:
     """Advice on the tables of tiles."""
     lines = []
-    for table, (best, *_) in _by_kernel(report["rows"]):
+    for table, (best, *_) in _by_kernel(rows):
         if table is not None and best["ms"] < _GAIN * table["ms"]:
             share = best["ms"] / table["ms"]
             lines.append(

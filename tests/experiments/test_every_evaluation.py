@@ -6,9 +6,9 @@ import json
 import commands
 from tiny_run import params
 
-from ttcd_jax.eval.tasks import TASKS
+from ttcd_jax.tasks import TASKS
 
-DATA = commands.ROOT / "tests" / "eval" / "data"
+DATA = commands.ROOT / "tests" / "tasks" / "data"
 QUESTION = {"ctx": "def main(", "activity_label": "a", "ctx_a": "def main(", "ctx_b": ""}
 SMALL = {
     "ppl": ("--max_rows=8", "--seq_len=256"),

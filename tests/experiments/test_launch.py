@@ -11,11 +11,11 @@ import commands
 import pytest
 import tiny_run
 
-from ttcd_jax.eval.results import evaluate
-from ttcd_jax.eval.task import Subject
-from ttcd_jax.eval.tasks import TASKS
+from ttcd_jax.measure.results import evaluate
+from ttcd_jax.measure.task import Subject
 from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.run.reporting import read_metrics
+from ttcd_jax.tasks import TASKS
 
 LAUNCH = ("launch", *tiny_run.flags("recall.gin", *tiny_run.RECALL))
 
@@ -120,8 +120,8 @@ def test_training_evaluates_as_the_command_does(evaluated):
     data = RunDirectory(run_dir).read_config()["data"]
     expected = evaluate(TASKS["recall"](), Subject(run.model, None, data, run_dir), run.step)
     assert scores[-1] == {"step": 24} | {
-        f"recall/{variant}/{row['distance']}": row["accuracy"]
-        for variant, rows in expected["series"].items()
+        f"recall/{variant}/{row.distance}": row.accuracy
+        for variant, rows in expected.series.items()
         for row in rows
     }
     assert len({*scores[-1].values()}) > 2

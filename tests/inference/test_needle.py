@@ -7,10 +7,10 @@ from small_models import config_of
 
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.synthetic.recall import RecallConfig, RecallRows, needles
-from ttcd_jax.eval.tasks.recall import read_back
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.precision import Precision
+from ttcd_jax.tasks.recall import read_back
 from ttcd_jax.train.state import init_params, state_of, with_params
 from ttcd_jax.train.step import make_train_step
 
@@ -61,6 +61,6 @@ def test_a_needle_is_read_back_after_long_decoding():
     (kept,) = read_back(model, rows, [DISTANCE])
     (published,) = read_back(model, rows, [DISTANCE], "published")
     assert read_back(model, rows, [DISTANCE // 2, DISTANCE], by="prefill")[1] == kept
-    assert kept["queries"] == 96
-    assert kept["accuracy"] > 0.9
-    assert published["accuracy"] < 0.4  # chance is 1 in 8
+    assert kept.queries == 96
+    assert kept.accuracy > 0.9
+    assert published.accuracy < 0.4  # chance is 1 in 8

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from launched import launched_kernels
-from ttcd_kernels import bench, check, launch, machine_code, measure, tune
+from ttcd_kernels import bench, cases, launch, machine_code, measure, tune
 from ttcd_kernels.bench import OPS
 from ttcd_kernels.decode import tuning as decode_tuning
 from ttcd_kernels.dual_window import tuning as dual_window_tuning
@@ -78,7 +78,7 @@ def test_a_kernel_is_timed_alone(op, case, kernel, arrays, launched, turn, capsy
     (found,) = (x for x in OPS[op].SHAPES["parity"] if x.name == case)
     tile = getattr(OPS[op].tuning(found), kernel)
     tune.main(["--job", *_job(op, case, kernel, tile), "--turn", turn])
-    (row,) = json.loads(capsys.readouterr().out)
+    row = json.loads(capsys.readouterr().out)
     assert row["ms"] > 0
     assert row["note"] == tune.TABLE
     assert row["registers"] > 0
@@ -168,19 +168,19 @@ def processes(hopper, monkeypatch):
     table's tile takes 10 ms, other tiles as many as their warps; one crashes."""
     seen, stops = [], []
 
-    def in_process(job, timeout, program):
+    def in_process(program, job, seconds):
         assert program[:3] == (*tune.PROGRAM, "--turn")
         if stops == [len(seen)]:
             raise KeyboardInterrupt
         seen.append(job)
         if job.tile == "32,128,4,2":
-            return [job._asdict() | {"note": "failed: exit status -11: "}]
+            return job._asdict() | {"note": "failed: no result (exit status -11): "}
         table = OPS[job.op].tuning(OPS[job.op].SHAPES["paper"][0])
         is_table = job.tile == ",".join(map(str, getattr(table, job.kernel)))
         ms = 10.0 if is_table else float(job.tile.split(",")[2])
-        return [job._asdict() | {"ms": ms, "note": tune.TABLE if is_table else ""}]
+        return job._asdict() | {"ms": ms, "note": tune.TABLE if is_table else ""}
 
-    monkeypatch.setattr(check, "in_process", in_process)
+    monkeypatch.setattr(cases, "in_process", in_process)
     return seen, stops
 
 
@@ -198,7 +198,7 @@ def test_every_tile_of_every_kernel_is_tried_and_the_best_named(processes, tmp_p
     for table, group in tune._by_kernel(report["rows"]):
         assert table["ms"] == 10
         assert [row["ms"] for row in group[:2]] == [4, 4]
-        assert group[-1]["note"] == "failed: exit status -11: "
+        assert group[-1]["note"] == "failed: no result (exit status -11): "
     first = tune.ranked(report["rows"])[0]
     assert (first["kernel"], first["time ms"], first["/ table"]) == ("forward", 4, 0.4)
     lines = capsys.readouterr().out.splitlines()[-3:]
@@ -281,7 +281,7 @@ def test_results_of_another_machine_or_source_are_not_mixed(processes, tmp_path,
         ),
         ("{", "is no report of this command"),
         ("[]", "is no report of this command"),
-        ('{"rows": []}', "is no report of this command ('source')"),
+        ('{"rows": []}', "is no report of this command (KeyError('environment'))"),
     ]:
         file.write_text(text)
         with pytest.raises(SystemExit) as leaving:

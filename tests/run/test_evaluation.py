@@ -13,14 +13,14 @@ from small_models import config_of
 from experiments import cli
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.tasks.perplexity import Perplexity
-from ttcd_jax.eval.tasks.recall import Recall
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.evaluation import evaluation_callbacks
+from ttcd_jax.tasks.perplexity import Perplexity
+from ttcd_jax.tasks.recall import Recall
 from ttcd_jax.train.optimizer import OptimizerConfig, ScheduleConfig
 from ttcd_jax.train.state import TrainState
 

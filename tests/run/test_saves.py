@@ -22,7 +22,7 @@ import os, runpy, signal, sys
 
 import jax
 from ttcd_jax.run import bindings
-from ttcd_jax.eval.tasks import TASKS
+from ttcd_jax.tasks import TASKS
 from ttcd_jax.run.reporting import MetricFiles
 from ttcd_jax.train import digest
 from ttcd_jax.train.checkpoint import Checkpoints

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 from ttcd_jax.config import Bound, Config, NonNegative, Positive, PositiveFloat, closest
 from ttcd_jax.data.sources import DataConfig
 from ttcd_jax.errors import UserError, listed
-from ttcd_jax.eval.task import Task
-from ttcd_jax.eval.tasks.perplexity import Perplexity
+from ttcd_jax.measure.task import Task
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.run.trackers import TRACKERS
 from ttcd_jax.sharding.mesh import MeshConfig
+from ttcd_jax.tasks.perplexity import Perplexity
 from ttcd_jax.train.loss import DEFAULT_ROWS
 from ttcd_jax.train.metrics import IN_STEP, METRICS
 from ttcd_jax.train.optimizer import MuonSettings, OptimizerConfig

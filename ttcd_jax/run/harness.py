@@ -11,8 +11,8 @@ from absl import logging
 
 from ttcd_jax.config import closest
 from ttcd_jax.errors import UserError
-from ttcd_jax.eval.harness import ScorerLM
-from ttcd_jax.eval.scorer import Scorer
+from ttcd_jax.measure.harness import ScorerLM
+from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.run.directory import load_run
 
 _AUTO = 16  # rows at once

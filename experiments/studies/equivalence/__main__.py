@@ -59,8 +59,8 @@ def main(argv: list[str]) -> None:
     from experiments.studies.equivalence import levels
     from experiments.studies.equivalence.ways import Computed, parse_way
     from ttcd_jax.data.sources import text_records
-    from ttcd_jax.eval.ruler import NIAH
     from ttcd_jax.run.directory import RunDirectory, load_run, model_config
+    from ttcd_jax.tasks.ruler import NIAH
 
     directory = RunDirectory(FLAGS.run_dir)
     data, config = directory.read_part("data"), model_config(directory)

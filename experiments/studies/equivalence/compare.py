@@ -22,11 +22,11 @@ from ttcd_kernels import parity
 
 from experiments.studies.equivalence.ways import Computed
 from ttcd_jax.data.tokenizer import Tokenizer
-from ttcd_jax.eval.ruler import TASKS
-from ttcd_jax.eval.ruler.samples import Sample, score
-from ttcd_jax.eval.scorer import batches
-from ttcd_jax.eval.tasks.perplexity import bucket_edges
+from ttcd_jax.measure.scorer import batches
 from ttcd_jax.nn.block import Block
+from ttcd_jax.tasks.perplexity import bucket_edges
+from ttcd_jax.tasks.ruler import TASKS
+from ttcd_jax.tasks.ruler.samples import Sample, score
 
 QUANTILES = {"50%": 0.5, "90%": 0.9, "99%": 0.99, "99.9%": 0.999, "max": 1.0}
 _LOGITS = 2**26  # held at once, for each way

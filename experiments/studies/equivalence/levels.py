@@ -21,9 +21,9 @@ from ttcd_jax.data.packing import DocumentRows
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError
-from ttcd_jax.eval.report import plot_bars
-from ttcd_jax.eval.ruler import make_samples
-from ttcd_jax.eval.ruler.documents import Sources, prose_of
+from ttcd_jax.measure.pictures import plot_bars
+from ttcd_jax.tasks.ruler import make_samples
+from ttcd_jax.tasks.ruler.documents import Sources, prose_of
 from ttcd_jax.tokens import check_tokens
 
 Pair = tuple[Computed, Computed]  # reference, candidate

@@ -32,8 +32,8 @@ def main(argv: list[str]) -> None:
     from experiments.studies.mad.records import gather
     from experiments.studies.mad.report import report
     from experiments.studies.mad.training import train_jobs
-    from ttcd_jax.eval.results import damage_named
     from ttcd_jax.files import write_whole
+    from ttcd_jax.measure.results import damage_named
     from ttcd_jax.run.bindings import load_config
     from ttcd_jax.run.directory import RunDirectory
 

@@ -17,13 +17,13 @@ from experiments.studies.mad.tasks.rows import IGNORE
 from experiments.studies.mad.tasks.settings import PUBLISHED, MADConfig
 from ttcd_jax.axes import param
 from ttcd_jax.config import Bound
-from ttcd_jax.eval.tasks.distillation import key_ranks
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.models.config import TransformerConfig, switched_off
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
+from ttcd_jax.tasks.distillation import key_ranks
 from ttcd_jax.train.step import Batch, Metrics
 
 # The methods with published scores, and the two without a memory.

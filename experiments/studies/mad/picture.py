@@ -9,7 +9,7 @@ from experiments.studies.mad.models import MAD_METHODS
 from experiments.studies.mad.records import Record
 from experiments.studies.mad.report import best_run, methods_of, tasks_of
 from experiments.studies.mad.tasks.settings import PUBLISHED
-from ttcd_jax.eval.report import COLOURS, MARKERS, save_figure
+from ttcd_jax.measure.pictures import COLOURS, MARKERS, save_figure
 from ttcd_jax.methods import METHODS
 
 _COLUMNS = 3

@@ -9,8 +9,8 @@ from typing import Any
 from experiments.studies.mad.config import Job
 from ttcd_jax.config import differences
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.eval.results import damage_named
 from ttcd_jax.files import lock, read_json, write_whole
+from ttcd_jax.measure.results import damage_named
 
 Record = dict[str, Any]
 type Known = dict[tuple[str, ...], tuple[Path, dict[str, Any]]]  # by task and part of its settings

@@ -21,9 +21,9 @@ from experiments.studies.equivalence.compare import Distances, agreement, compar
 from experiments.studies.equivalence.ways import Computed, Way, parse_way
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import NonFiniteError, UserError
-from ttcd_jax.eval.ruler.samples import Sample
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
+from ttcd_jax.tasks.ruler.samples import Sample
 from ttcd_jax.train.state import with_params
 
 CONFIG = config_of("ipttcd", window=6, student_window=3, precision=Precision())

@@ -1,0 +1,208 @@
+"""The choice of documents, its manifest, and intervals over documents."""
+
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+import scipy.stats
+import tokenizers
+
+from ttcd_jax.data.corpus import CorpusConfig, load_documents
+from ttcd_jax.data.packing import encode_documents
+from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
+from ttcd_jax.errors import DataError
+from ttcd_jax.measure.by_document import Means, cells, means_of, means_over_documents
+from ttcd_jax.measure.selection import Selection, plain_documents, read_manifest, select
+from ttcd_jax.tasks.final_block import BlockLoss
+
+TEXTS = {"a": b"abcdefghij", "b": b" \n\t ", "c": b"klm", "d": b"nopqrstuvwxyz", "e": b"0123456"}
+
+
+def _documents(tmp_path, texts=TEXTS, tokenizer=None):
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_bytes(text)
+    corpus = CorpusConfig(kind="text", path=str(tmp_path), validation_percent=0)
+    tokenizer = tokenizer or ByteTokenizer()
+    records = encode_documents(load_documents(corpus, "train"), tokenizer)
+    return records, plain_documents([records], tokenizer)
+
+
+def test_documents_have_no_special_tokens_and_blank_ones_are_left_out(tmp_path):
+    records, documents = _documents(tmp_path)
+    found = [bytes(ids.tolist()) for ids in documents]
+    assert found == [TEXTS[name] for name in "acde"]
+    assert records.num_files == 5
+    (tmp_path / "many").mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("one", "", " ", "two"))
+    (tmp_path / "many" / "x.jsonl").write_text(lines)
+    corpus = CorpusConfig(kind="text", path=str(tmp_path / "many"), glob="*.jsonl")
+    corpus = corpus.replace(validation_percent=0)
+    records = encode_documents(load_documents(corpus, "train"), ByteTokenizer())
+    assert records.num_files == 1
+    assert len([*plain_documents([records], ByteTokenizer())]) == 2
+
+
+def test_the_first_long_enough_documents_are_chosen_up_to_the_budget(tmp_path):
+    _, documents = _documents(tmp_path)
+    kept = (ids[-9:] for ids in documents)
+    chosen = select(kept, lambda ids: ids, min_tokens=7, max_tokens=18)
+    texts = [bytes(ids.tolist()) for ids in chosen.documents]
+    assert texts == [b"bcdefghij", b"rstuvwxyz"]  # 18 tokens: the last document is not looked at
+    stats = chosen.stats
+    assert (stats["sampled_docs"], stats["eligible_docs"], stats["min_doc_tokens"]) == (3, 2, 7)
+    assert stats["selected_total_tokens"] == stats["eligible_total_tokens"] == 18
+    quantiles = {"p50": 9, "p75": 9, "p90": 9, "p95": 9, "p99": 9, "max": 9}
+    assert stats["sampled_doc_length_quantiles"] == quantiles
+    assert stats["selected_doc_length_quantiles"] == quantiles
+    long = [np.zeros(n, np.int32) for n in (10, 3000, 20_000, 5000)]
+    stats = select(long, lambda ids: ids[:7], min_tokens=2048, max_documents=2).stats
+    assert (stats["sampled_docs"], stats["selected_total_tokens"]) == (3, 14)
+    assert stats["sampled_doc_length_quantiles"]["p90"] == 3000  # index int(2 * 0.9)
+    counts = [stats[f"{x}_ge_{n}"] for n in (2048, 4096, 32768) for x in ("sampled_docs",)]
+    assert counts == [2, 1, 0]
+    assert (stats["eligible_docs_ge_16384"], stats["eligible_tokens_ge_2048"]) == (1, 23_000)
+
+
+def test_too_short_documents_are_refused_with_both_lengths(tmp_path):
+    _, documents = _documents(tmp_path)
+    with pytest.raises(DataError, match=r"none of 4 documents has 14 tokens \(longest: 13\): take"):
+        select(documents, lambda ids: ids, min_tokens=14)
+
+
+def _selection():
+    return Selection([np.arange(5), np.arange(3, 10)], {"selected_total_tokens": 12}, "byte")
+
+
+def test_a_manifest_gives_the_same_selection(tmp_path):
+    path, selection = tmp_path / "documents.npz", _selection()
+    path.write_bytes(selection.manifest())
+    with np.load(path) as arrays:
+        assert (arrays["flat_tokens"].dtype, arrays["lengths"].dtype) == (np.int32, np.int32)
+        assert arrays["lengths"].tolist() == [5, 7]
+        assert json.loads(str(arrays["document_stats_json"])) == selection.stats
+    read = read_manifest(path, "byte")
+    for ours, theirs in zip(read.documents, selection.documents, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert (read.stats, read.digest) == (selection.stats, selection.digest)
+    others = [_selection() for _ in range(3)]
+    others[0].documents[1][0] += 1
+    others[1].stats["min_doc_tokens"] = 1
+    others[2].documents[:] = [np.arange(4), np.array([4, *range(3, 10)])]  # the same flat tokens
+    assert len({selection.digest, *(x.digest for x in others)}) == 4
+
+
+def _npz(**changes):
+    arrays = {"flat_tokens": np.arange(6), "lengths": np.array([2, 4])}
+    arrays |= {"document_stats_json": np.array("{}")} | changes
+    file = io.BytesIO()
+    np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
+    return file.getvalue()
+
+
+def test_the_manifest_of_the_authors_is_read(tmp_path):
+    path = tmp_path / "theirs.npz"
+    path.write_bytes(_npz())
+    assert [ids.tolist() for ids in read_manifest(path, "x").documents] == [[0, 1], [2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (_npz(tokenizer=np.array("f" * 64)), "made by another tokenizer (ffffffffffff) than"),
+        (_npz(lengths=np.array([2, 5])), "it has 6 tokens, and other lengths: [2 5]"),
+        (_npz(lengths=np.array([1, 5])), "its arrays are of another kind"),
+        (_npz(lengths=np.array([-2, 8])), "its arrays are of another kind"),
+        (_npz(lengths=np.array([2**62] * 4 + [6])), "it has 6 tokens, and other lengths"),
+        (_npz(lengths=np.zeros(0, int)), "its arrays are of another kind"),
+        (_npz(flat_tokens=np.ones(6)), "its arrays are of another kind"),
+        (_npz(flat_tokens=np.ones((6, 1), int)), "its arrays are of another kind"),
+        (_npz(flat_tokens=np.array([{}])), "is no manifest of documents"),
+        (_npz(lengths=None), "is no manifest of documents"),
+        (_npz(document_stats_json=np.array("[]")), "is a list, not"),
+        (_npz(document_stats_json=np.array("{")), "is no manifest of documents"),
+        (_npz()[:-40], "is no manifest of documents"),
+        (_npz()[:200], "is no manifest of documents"),
+        (b"text", "is no manifest of documents"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path, content, message):
+    path = tmp_path / "documents.npz"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(message)):
+        read_manifest(path, "byte")
+
+
+def test_a_header_that_promises_too_much_is_refused(tmp_path):
+    path = tmp_path / "documents.npz"
+    large = _npz(flat_tokens=np.arange(6)).replace(b"'shape': (6,), ", b"'shape': (9" + b"9" * 13)
+    path.write_bytes(large)
+    with pytest.raises(DataError, match="is no manifest of documents"):
+        read_manifest(path, "byte")
+
+
+def test_a_tokenizer_has_one_digest(tmp_path):
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        ["some text"] * 3, 260, special_tokens=["<s>", "</s>"], show_progress=False
+    )
+    tokenizer.save(str(tmp_path / "a.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.save(str(tmp_path / "b.json"))
+    first, second = (JsonTokenizer(str(tmp_path / x)) for x in ("a.json", "b.json"))
+    assert first.digest == second.digest != ByteTokenizer().digest
+
+
+def test_intervals_of_equal_documents_are_students_t():
+    sums = np.random.default_rng(0).normal(5, 2, (5, 3))
+    mean, low, high = means_over_documents(7 * sums, np.full_like(sums, 7))
+    expected = scipy.stats.ttest_1samp(sums, 0).confidence_interval(0.95)
+    np.testing.assert_allclose(mean, sums.mean(0))
+    np.testing.assert_allclose((low, high), (expected.low, expected.high))
+
+
+@pytest.mark.parametrize(("documents", "least", "most"), [(5, 0.9, 0.97), (40, 0.93, 0.97)])
+def test_intervals_cover_the_mean_of_documents_of_any_length(documents, least, most):
+    """About 95 % of 2,000 draws, of documents whose loss does not depend on their length."""
+    rng = np.random.default_rng(1)
+    tokens = np.tile(rng.integers(10, 1000, (documents, 1)), 2_000).astype(float)
+    _, low, high = means_over_documents(tokens * rng.normal(3, 1, (documents, 2_000)), tokens)
+    assert least < np.mean((low < 3) & (high > 3)) < most
+
+
+def test_intervals_of_fewer_than_five_documents_are_unknown():
+    sums = np.array([[6.0, 4, 0], [2, 2, 0], [4, 4, 0], [4, 4, 0], [4, 0, 0]])
+    counts = np.where(sums > 0, 2.0, 0)
+    mean, low, high = means_over_documents(sums, counts)
+    assert mean[:2].tolist() == [2, 1.75]
+    # The sums 6 and 2 differ by 2 from two tokens at the mean: the half is t(4) sqrt(8 * 5/4) / 10.
+    np.testing.assert_allclose((low[0], high[0]), (2 - 0.877989, 2 + 0.877989), rtol=1e-5)
+    assert np.isnan([mean[2], *low[1:], *high[1:]]).all()
+
+
+def test_differences_of_variants_are_paired_by_document():
+    rng = np.random.default_rng(0)
+    hardness = rng.normal(5, 2, 50)
+    gains = rng.normal(0.1, 0.01, 50)
+    on = [BlockLoss(8, i, 10, 10 * x) for i, x in enumerate(hardness - gains)]
+    off = [BlockLoss(8, i, 10, 10 * x) for i, x in enumerate(hardness)]
+    series = {"run, fast weights on": on, "run, off (eta = 0)": off[::-1], "other": off}
+    means, pairs = means_of(series, lambda record: "all")
+    assert [*pairs] == ["run"]
+    _, (mean, low, high) = pairs["run"]
+    assert mean[0] == pytest.approx(-gains.mean())
+    assert high[0] - low[0] < 0.01 < 0.5 < np.ptp(means["other"][1][1:])
+    with pytest.raises(ValueError, match="on other tokens"):
+        means_of(series | {"run, off (eta = 0)": off[1:]}, lambda record: "all")
+
+
+def test_a_mean_and_its_interval_are_one_cell():
+    nan = float("nan")
+    means = Means(*np.array([[2.3456, 2.3, nan, 5e9], [2.3, nan, nan, 4e9], [2.4, nan, nan, 6e9]]))
+    expected = ["2.346 ± 0.050", "2.300 (no interval)", None, "5.000e+09 ± 1.000e+09"]
+    assert [*cells([8, 16, 32, 64], means).values()] == expected
+    ends = cells([8], Means(*np.exp([[0.7], [0.1], [1.3]])), has_ends=True)
+    assert ends == {8: "2.014 (1.105 to 3.669)"}

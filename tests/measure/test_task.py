@@ -1,0 +1,257 @@
+"""A task of somebody else's gets all that an evaluation is from one class: options, batches of
+rows, results, table, picture, its section of the report."""
+
+import dataclasses
+import json
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import randomize
+from small_models import config_of
+
+from experiments.cli import parse_options
+from ttcd_jax.config import Positive
+from ttcd_jax.errors import DataError, NonFiniteError, UserError
+from ttcd_jax.files import write_json
+from ttcd_jax.measure.results import (
+    evaluate,
+    merged,
+    read_all_results,
+    read_results,
+    task_sections,
+)
+from ttcd_jax.measure.task import RowTask, Subject, find_task, register, row_scores
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.precision import Precision
+from ttcd_jax.tasks import TASKS
+
+NUM_ROWS = 5
+
+
+class Half(NamedTuple):
+    half: str | int
+    rows: int
+    loss: float | None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toy():
+    @register
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Halves(RowTask):
+        """The loss of made-up rows by the half of the row. `length`: tokens of a row. `sizes` and
+        `names` are only options."""
+
+        name = "halves"
+        title = "Loss by half of the row"
+        record = Half
+        key = "half"
+        x_label = "half"
+        value = "loss"
+
+        length: Positive = 8
+        text: str = "none"
+        sizes: tuple[Positive, ...] = ()
+        names: tuple[str, ...] = ()
+
+        def source(self, subject):
+            tokens = np.random.default_rng(0).integers(11, size=(NUM_ROWS, self.length + 1))
+            segments = np.ones(self.length, np.int32)
+            return [
+                {"tokens": row[:-1], "targets": row[1:], "segment_ids": segments} for row in tokens
+            ]
+
+        def measure(self, scorer, rows, subject):
+            halves = np.split(row_scores(scorer, rows).losses, 2, axis=1)
+            return [
+                Half(name, len(half), float(half.mean()))
+                for name, half in zip(("first", "second"), halves, strict=True)
+            ]
+
+        def chance(self, subject):
+            return float(np.log(11))
+
+    yield Halves
+    del TASKS["halves"]
+
+
+def _subject(run_dir, label=None):
+    model = randomize(Transformer, config_of("ipttcd", precision=Precision()))
+    return Subject(model, None, {"type": "none"}, run_dir, label)
+
+
+@pytest.fixture(scope="module")
+def result(toy, tmp_path_factory):
+    return evaluate(toy(batch_size=2), _subject(tmp_path_factory.mktemp("run"), "mine"), 7)
+
+
+def test_rows_are_scored_in_batches_and_none_counts_twice(toy, result, tmp_path):
+    assert result.rows == NUM_ROWS
+    subject = _subject(tmp_path)
+    rows = toy().rows(subject)
+    logits = subject.model(jnp.asarray(rows["tokens"]))
+    losses = -np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits)), rows["targets"][:, :, None], axis=2
+    )
+    on, off = result.series.items()
+    assert (on[0], off[0]) == ("mine, fast weights on", "mine, off (eta = 0)")
+    assert [record.rows for record in on[1]] == [NUM_ROWS, NUM_ROWS]
+    np.testing.assert_allclose(
+        [record.loss for record in on[1]], [losses[:, :4].mean(), losses[:, 4:].mean()], rtol=1e-6
+    )
+    # The first half is the first chunk, which has no memory to read.
+    assert on[1][0] == off[1][0]
+    assert on[1][1] != off[1][1]
+    assert len(toy(max_rows=2).rows(subject)["tokens"]) == 2
+
+
+def test_measures_that_are_not_finite_are_refused(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(toy, "measure", lambda *_: [Half("first", 1, float("nan"))])
+    with pytest.raises(NonFiniteError, match=r"task halves: loss of mine, .* is nan at step 7"):
+        evaluate(toy(), _subject(tmp_path, "mine"), 7)
+    assert not list(tmp_path.rglob("results.json"))
+
+
+def test_results_are_written_read_and_reported(toy, result, tmp_path):
+    folder = result.write()
+    assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "halves.png"}
+    assert (folder / "halves.png").read_bytes().startswith(b"\x89PNG")
+    first = result.series["mine, fast weights on"][0]
+    line = f'"mine, fast weights on",first,{NUM_ROWS},{first.loss}'
+    assert (folder / "results.csv").read_text().splitlines()[1] == line
+    run_dir = folder.parents[1]
+    assert read_all_results([run_dir]) == {"mine": [result]}
+    (section,) = task_sections({"mine": [result]}, tmp_path)
+    assert section.title == toy.title
+    assert section.table[0] == {"half": "first"} | {
+        name: records[0].loss for name, records in result.series.items()
+    }
+    assert [(tmp_path / picture.path).name for picture in section.pictures] == ["halves.png"]
+    (folder / "results.json").write_text(json.dumps(result.to_dict())[:-5])
+    with pytest.raises(UserError, match=r"results\.json is not JSON"):
+        read_all_results([run_dir])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"half": "first", "rows": 1},
+        {"half": "first", "rows": "1", "loss": 1.0},
+        {"half": "first", "rows": 1, "loss": [1.0]},
+        3,
+    ],
+    ids=["missing", "of another type", "a list", "no object"],
+)
+def test_a_damaged_record_is_named(result, tmp_path, fields):
+    path = tmp_path / "eval/x/results.json"
+    write_json(path, result.to_dict() | {"series": {"mine": [fields]}})
+    with pytest.raises(DataError, match=rf"{path} is damaged .*Half"):
+        read_results(path)
+
+
+def test_runs_of_one_label_are_named_by_their_folders(result, tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    for folder, label in zip(folders, ("mine", "mine", "its"), strict=True):
+        series = {f"{label}, long": [Half("first", 1, None)]}
+        fields = {"run_dir": folder, "folder": "x", "label": label, "series": series}
+        dataclasses.replace(result, **fields).write()
+    names = ["mine (a)", "mine (b)", "its"]
+    found = read_all_results(folders)
+    assert [*found] == names
+    assert [*read_all_results([folders[0]] * 2)] == [f"mine ({folders[0]})"]
+    assert [[*x.series] for (x,) in found.values()] == [[f"{name}, long"] for name in names]
+
+
+def test_a_table_for_spreadsheets_holds_no_formula(result, tmp_path):
+    series = {"=cmd()": [Half("-1+1", 1, -2.0)]}
+    folder = dataclasses.replace(result, run_dir=tmp_path, series=series).write()
+    assert (folder / "results.csv").read_text().splitlines()[1] == "'=cmd(),'-1+1,1,-2.0"
+
+
+def test_a_bucket_may_be_a_number_and_results_are_there_before_pictures(toy, result, tmp_path):
+    series = {"mine": [Half(1, 1, 2.0), Half(2, 1, None)]}
+    written = dataclasses.replace(result, run_dir=tmp_path, series=series)
+    assert (written.write() / "halves.png").stat().st_size > 1000
+
+    def fail(*args):
+        raise TypeError("of a picture")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "pictures", fail)
+        with pytest.raises(TypeError):
+            dataclasses.replace(written, step=8).write()
+    assert read_all_results([tmp_path])["mine"][0].step == 8
+
+
+def test_other_cases_are_not_the_same_measure(toy, result, tmp_path, caplog):
+    assert [*result.measured_on] == [""]
+    again = evaluate(toy(batch_size=5), _subject(tmp_path, "mine"), 7)
+    assert again.measured_on == result.measured_on  # by the cases, not by how they are read
+    longer = evaluate(toy(length=16), _subject(tmp_path, "other"), 7)
+    with pytest.raises(
+        UserError, match=r"halves was not measured on the same text in .*halves.mine"
+    ):
+        merged([result, longer])
+    again.write()
+    for digests, options in (({"": "older"}, {}), (3, {}), (again.measured_on, {"length": 16})):
+        old = again.to_dict() | {"measured_on": digests, "facts": 3}
+        write_json(tmp_path / "eval/halves.mine/results.json", old)
+        evaluate(toy(batch_size=5, **options), _subject(tmp_path, "mine"), 7)
+        message = "halves.mine/results.json was measured on other text, or other rows of it: it is"
+        assert caplog.text.count(message) == 1
+        caplog.clear()
+    again.write()
+    evaluate(toy(), _subject(tmp_path, "mine"), 7)
+    assert not caplog.text
+
+
+def test_a_refusal_names_both_results_where_they_lie_now(result, tmp_path):
+    written = dataclasses.replace(result, run_dir=tmp_path / "original")
+    written.write()
+    other = {"measured_on": {"": "of other text"}, "folder": "halves.other"}
+    dataclasses.replace(written, **other).write()
+    run_dir = (tmp_path / "original").rename(tmp_path / "moved")
+    found = read_all_results([run_dir])
+    with pytest.raises(UserError) as refusal:
+        task_sections(found, tmp_path)
+    folders = [str(run_dir / "eval" / name) for name in ("halves.mine", "halves.other")]
+    assert all(folder in str(refusal.value) for folder in folders)
+    assert str(refusal.value).endswith("same options and text, or remove one")
+
+
+def test_runs_share_a_table_when_their_buckets_are_the_same(toy, result):
+    series = {"other": result.series["mine, fast weights on"]}
+    whole = merged([result, dataclasses.replace(result, series=series)])
+    assert [*whole.series] == [*result.series, "other"]
+    cut = {"other": series["other"][:1]}
+    with pytest.raises(UserError, match="other buckets"):
+        merged([result, dataclasses.replace(result, series=cut)])
+
+
+def _parsed(name, options):
+    return parse_options(find_task(name), f"task {name}", options)
+
+
+def test_options_are_those_of_the_task(toy):
+    with pytest.raises(
+        UserError, match="no option '--title=x': it takes batch_size=VALUE, max_rows"
+    ):
+        parse_options(toy, "task halves", ["--title=x"])
+    options = ["--length=4", "--text=12", "--batch_size=3"]
+    assert _parsed("halves", options) == toy(length=4, text="12", batch_size=3)
+    several = ["--sizes=4,8", "--names=a,b", "--names=c"]
+    assert _parsed("halves", several) == toy(sizes=(4, 8), names=("a,b", "c"))
+    for name, option, message in [
+        ("halves", "--seq_len=4", r"task halves has no option '--seq_len=4': .* length=VALUE"),
+        ("needle", "--text=a", "task needle has no option '--text=a'"),
+        ("needle", "--distances=4,4", "distances"),
+        ("halves", "--length", "task halves has no option '--length': .* length=VALUE"),
+        ("halves", "--length=0", "length 0 must be at least 1"),
+        ("halves", "--length=four", r"length must be int, got 'four' \(str\)"),
+        ("halve", "--length=4", "no evaluation task is called 'halve'; did you mean 'halves'"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            _parsed(name, [option])

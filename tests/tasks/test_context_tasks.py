@@ -1,0 +1,304 @@
+"""Losses by context, position and recurrence equal plain computations from the model's logits."""
+
+import dataclasses
+import math
+import re
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import randomize
+from flax import nnx
+from small_models import config_of
+
+from ttcd_jax.data.corpus import CorpusConfig
+from ttcd_jax.data.sources import TextConfig
+from ttcd_jax.data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    TokenizerConfig,
+    train_tokenizer,
+)
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.measure import by_document
+from ttcd_jax.measure.results import evaluate, merged
+from ttcd_jax.measure.scorer import Scores
+from ttcd_jax.measure.task import Subject
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.precision import Precision
+from ttcd_jax.tasks.final_block import FinalBlock
+from ttcd_jax.tasks.position import Position
+from ttcd_jax.tasks.recurrence import Recurrence, distances
+
+LENGTHS = (40, 7, 55, 33, 36, 90, 34)
+RNG = np.random.default_rng(0)
+TEXTS = [bytes(RNG.choice([*b"abc "], length).tolist()) for length in LENGTHS]
+ON, OFF = "mine, fast weights on", "mine, off (eta = 0)"
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory):
+    model = _model("ipttcd", vocab_size=258)
+    data = {"type": "none", "seq_len": 32}
+    return Subject(model, ByteTokenizer(), data, tmp_path_factory.mktemp("run"), "mine")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number}.txt").write_bytes(text)
+    return str(folder)
+
+
+@nnx.jit
+def _logits(model, tokens):
+    return model(tokens)
+
+
+def _losses(model, text):
+    """The loss of every byte of a text but the first."""
+    ids = np.frombuffer(text, np.uint8).astype(np.int32)
+    logits = np.asarray(_logits(model, jnp.asarray(ids[None, :-1]))[0], np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    return np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(ids.size - 1), ids[1:]]
+
+
+def _exact(task, result):
+    """The table with means as numbers."""
+    with mock.patch.object(
+        by_document, "cells", lambda x, y, **_: dict(zip(x, y.mean, strict=True))
+    ):
+        return task.table(result.series)
+
+
+def _nll(records, **place):
+    rows = [x for x in records if all(getattr(x, name) == value for name, value in place.items())]
+    return {x.document: (x.tokens, x.nll) for x in rows}
+
+
+def test_the_final_block_is_read_after_every_context_anew(subject, folder):
+    options = {"contexts": (24, 3, 8, 3), "final_block": 6, "seq_len": 34, "token_budget": 150}
+    task = FinalBlock(text=folder, batch_size=2, **options)
+    result = evaluate(task, subject, 7)
+    chosen = [text[-34:] for text in TEXTS if len(text) >= 30][:5]  # 34 + 34 + 33 + 34 + 34 > 150
+    for label, model in subject.variants().items():
+        records, table = result.series[label], _exact(task, result)
+        assert [row["context"] for row in table] == [3, 8, 24]
+        for row in table:
+            context = row["context"]
+            losses = [_losses(model, text[-context - 6 :])[-6:] for text in chosen]
+            assert {len(x) for x in losses} == {6}
+            found = _nll(records, context=context)
+            assert [*found] == [0, 1, 2, 3, 4]
+            for number, expected in enumerate(losses):
+                assert found[number] == (6, pytest.approx(expected.sum(), rel=1e-5))
+            assert row[label] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+        cells = [re.findall(r"[\d.]+", row[label]) for row in task.table(result.series)]
+        assert [mean for mean, _, _ in cells] == [f"{row[label]:.3f}" for row in table]
+        for mean, low, high in ([*map(float, ends)] for ends in cells):
+            assert 1 < low < mean < high  # symmetric in nats
+            assert math.log(high / mean) == pytest.approx(math.log(mean / low), abs=1e-2)
+    stats = result.facts["document_stats"]
+    assert (stats["num_files"], stats["sampled_docs"], stats["eligible_docs"]) == (7, 6, 5)
+    assert (stats["selected_total_tokens"], stats["min_doc_tokens"]) == (169, 30)
+    gain = "mine, on - off (nats)"
+    expected = [math.log(row[ON] / row[OFF]) for row in table]
+    assert [row[gain] for row in table] == pytest.approx(expected, rel=1e-4, abs=1e-9)
+    assert any(expected)
+
+
+def test_contexts_that_no_document_has_are_empty(subject, folder):
+    options = {"contexts": (60, 80, 100), "final_block": 8, "seq_len": 120, "min_doc_tokens": 50}
+    task = FinalBlock(text=folder, **options)
+    result = evaluate(task, subject, 7)
+    records = result.series[ON]
+    assert [(x.context, x.document, x.tokens) for x in records] == [
+        *((60, 1, 8), (80, 1, 8), (100, None, 0))
+    ]
+    last = task.table(result.series)[-1]
+    assert last == {"context": 100} | {name: None for name in last if name != "context"}
+
+
+def test_a_manifest_repeats_an_evaluation(subject, folder, tmp_path):
+    options = {"contexts": (4, 8), "final_block": 4, "seq_len": 16}
+    task = FinalBlock(text=folder, **options)
+    first = evaluate(task, subject, 7)
+    path = tmp_path / "documents.npz"
+    path.write_bytes(task.files(task.rows(subject))["documents.npz"])
+    again = FinalBlock(manifest=str(path), **options | {"seq_len": 99})  # chooses no documents
+    second = evaluate(again, subject, 7)
+    assert first.series == second.series
+    other = evaluate(FinalBlock(text=folder, **options | {"token_budget": 40}), subject, 7)
+    second = dataclasses.replace(
+        second, series={f"other{label}": x for label, x in second.series.items()}
+    )
+    both = merged([first, second]).series
+    assert [*both] == [ON, OFF, f"other{ON}", f"other{OFF}"]
+    assert len(task.table(both)[0]) == 1 + 2 * 3
+    pictures = task.pictures(tmp_path, both, None)
+    assert [(tmp_path / x.path).read_bytes()[:4] for x in pictures] == [b"\x89PNG"] * 2
+    shorter = dataclasses.replace(first, options=first.options | {"contexts": (4,)})
+    for theirs, why in ((other, "not measured on the same text"), (shorter, "buckets")):
+        with pytest.raises(UserError, match=why):
+            merged([first, theirs])
+    small = subject._replace(model=_model("full"))
+    with pytest.raises(DataError, match="outside the vocabulary of 11 tokens"):
+        again.rows(small)
+    with pytest.raises(UserError, match="both name documents: give one"):
+        FinalBlock(manifest=str(path), text=folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"contexts": ()}, "contexts .* none"),
+        ({"contexts": (0,)}, "contexts .* must each be at least 1"),
+        ({"seq_len": 31743}, "contexts up to 30720 and final_block 1024 .* need 31744 tokens"),
+        ({"min_doc_tokens": 40_000}, "need 40000 tokens, and seq_len 32768"),
+    ],
+)
+def test_contexts_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        FinalBlock(**options)
+
+
+def test_texts_that_are_too_short_are_refused(subject, folder):
+    with pytest.raises(DataError, match=r"none of 7 documents has 31744 tokens \(longest: 90\)"):
+        FinalBlock(text=folder).rows(subject)
+    with pytest.raises(DataError, match=r"none of 7 documents has 91 tokens \(longest: 90\)"):
+        Position(text=folder, seq_len=91).rows(subject)
+    with pytest.raises(UserError, match="seq_len None is not 2 or more"):
+        Position(text=folder).rows(subject._replace(data={"type": "none"}))
+
+
+def test_loss_by_position(subject, folder):
+    task = Position(text=folder, seq_len=33, offset=2, max_rows=3)
+    result = evaluate(task, subject, 7)
+    chosen = [text[2:35] for text in TEXTS if len(text) >= 35][:3]
+    for label, model in subject.variants().items():
+        losses = np.array([_losses(model, text) for text in chosen])
+        records = result.series[label]
+        totals = [x for x in records if x.document is None]
+        assert [x.start for x in totals] == [*range(1, 33)]
+        means = [x.nll / x.tokens for x in totals]
+        np.testing.assert_allclose(means, losses.mean(axis=0), rtol=1e-5)
+        table = _exact(task, result)
+        assert [row["positions"] for row in table] == ["1-31", "32-32", "all"]
+        expected = [losses[:, :31].mean(), losses[:, 31:].mean(), losses.mean()]
+        np.testing.assert_allclose([row[label] for row in table], expected, rtol=1e-5)
+        starts = sorted({x.start for x in records if x.document is not None})
+        assert starts == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16, 19, 23, 27, 32]
+        fine = _nll(records, start=27)[1]
+        assert fine == (5, pytest.approx(losses[1, 26:31].sum(), rel=1e-5))
+    assert result.facts["document_stats"]["min_doc_tokens"] == 35
+
+
+def test_the_default_text_is_held_out_by_the_run(subject, tmp_path):
+    lines = [f"Line {i} of a text, and another.\n" * 9 for i in range(8)]
+    for split, texts in (("train", lines[4:]), ("validation", lines[:4])):
+        (tmp_path / split).mkdir()
+        for number, text in enumerate(texts):
+            (tmp_path / split / f"{number}.txt").write_text(text)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(train_tokenizer([x.encode() for x in lines], 300))
+    tokenizer = JsonTokenizer(str(path))
+    data = TextConfig(
+        corpus=CorpusConfig(kind="text", path=str(tmp_path)),
+        tokenizer=TokenizerConfig(kind="json", path=str(path)),
+        seq_len=32,
+    )
+    model = _model("ipttcd", vocab_size=300)
+    subject = Subject(model, tokenizer, data.to_dict(), tmp_path)
+    rows = Position(max_rows=3).rows(subject)
+    expected = [tokenizer.encode(text)[:32] for text in lines[:3]]
+    assert all(map(np.array_equal, rows.documents, expected))
+    assert tokenizer.bos_id not in np.concatenate(rows.documents)
+    block = FinalBlock(contexts=(4, 8), final_block=4, seq_len=12)
+    result = evaluate(block, subject, 1)
+    ends = [tokenizer.encode(text)[-12:] for text in lines[:4]]
+    assert all(map(np.array_equal, block.rows(subject).documents, ends))
+    assert [row["context"] for row in result.table] == [4, 8]
+
+
+def test_offsets_are_drawn_by_the_seed(subject, folder):
+    task = Position(text=folder, seq_len=8, offset_max=20)
+    rows = task.rows(subject).documents
+    texts = [text for text in TEXTS if len(text) >= 28]
+    starts = [text.find(bytes(ids.tolist())) for text, ids in zip(texts, rows, strict=True)]
+    assert all(0 <= start <= 20 for start in starts)
+    assert len(set(starts)) > 2
+    again = task.rows(subject).documents
+    assert all(map(np.array_equal, rows, again))
+    other = task.replace(seed=1).rows(subject).documents
+    assert not all(map(np.array_equal, rows, other))
+    with pytest.raises(UserError, match="offset 1 is fixed and offset_max 2 bounds drawn ones"):
+        Position(offset=1, offset_max=2)
+
+
+def _plain_distances(ids, size):
+    found = []
+    for t in range(len(ids)):
+        gram = ids[t - size + 1 : t + 1]
+        ends = [e for e in range(size - 1, t) if ids[e - size + 1 : e + 1] == gram]
+        found.append(t - 1 - max(ends) if len(gram) == size and ends else -1)
+    return found
+
+
+def test_distances_are_those_of_the_definition():
+    rng = np.random.default_rng(0)
+    for length, vocab_size in ((60, 2), (60, 5), (40, 300_000), (4, 1), (2, 1), (200, 12)):
+        ids = rng.integers(vocab_size, size=length)
+        for size in (2, 3, 4):
+            expected = _plain_distances(ids.tolist(), size)
+            assert distances(ids.astype(np.int32), size).tolist() == expected
+
+
+def test_recurrence_slices_hold_every_token_once(subject, folder):
+    task = Recurrence(text=folder, seq_len=54, window=6, reach=20)
+    result = evaluate(task, subject, 7)
+    chosen = [text[:54] for text in TEXTS if len(text) >= 54]
+    table = {row["slice"]: row for row in _exact(task, result)}
+    assert [*table][:4] == [
+        f"n = 2, {x}"
+        for x in ("new", "within the window (0-5)", "within reach (6-20)", "beyond (21-)")
+    ]
+    for label, model in subject.variants().items():
+        losses = [_losses(model, text) for text in chosen]
+        records = result.series[label]
+        for size in (2, 3, 4):
+            parts = [x for x in records if x.n == size]
+            assert sum(x.tokens for x in parts) == 53 * len(chosen)
+            assert sum(x.nll for x in parts) == pytest.approx(np.sum(losses), rel=1e-5)
+            found = [_plain_distances([*text], size)[1:] for text in chosen]
+            beyond = np.array(found) > 20
+            expected = np.array(losses)[beyond].mean()
+            assert table[f"n = {size}, beyond (21-)"][label] == pytest.approx(expected, rel=1e-5)
+            new = np.array(losses)[np.array(found) < 0].mean()
+            assert table[f"n = {size}, new"][label] == pytest.approx(new, rel=1e-5)
+    row = table["n = 2, beyond (21-)"]
+    gain = row["mine, on - off (nats)"]
+    assert gain == pytest.approx(row[ON] - row[OFF], rel=1e-4)
+    (shown,) = (x for x in task.table(result.series) if x["slice"] == row["slice"])
+    assert shown["mine, on - off (nats)"] == f"{gain:.3f} (no interval)"  # three documents
+
+
+def test_slices_are_by_the_model_unless_given(subject, folder):
+    task = Recurrence(text=folder, seq_len=54)
+    names = {x.slice for x in task.measure(_Zeros(), task.rows(subject), subject)}
+    assert "n = 2, within the window (0-3)" in names  # windows of 4, in 2 layers
+    assert "n = 2, beyond (7-)" in names
+    full = subject._replace(model=_model("full", vocab_size=258))
+    names = {x.slice for x in task.measure(_Zeros(), task.rows(full), full)}
+    slices = ("new", "within the window (0-53)")
+    assert names == {f"n = {n}, {x}" for n in (2, 3, 4) for x in slices}
+
+
+class _Zeros:
+    def losses(self, rows):
+        return [Scores(np.zeros(len(x) - 1), np.zeros(len(x) - 1, bool)) for x in rows]
+
+
+def _model(method, **changes):
+    return randomize(Transformer, config_of(method, precision=Precision(), **changes))

@@ -1,1 +1,0 @@
-"""Evaluation of a trained model, from its run directory."""

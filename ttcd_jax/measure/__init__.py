@@ -1,0 +1,1 @@
+"""Whatever is measured: tasks, their records, results on disk, pictures and pages."""

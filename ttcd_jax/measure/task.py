@@ -1,0 +1,233 @@
+"""Evaluation tasks, each with its options, rows, records, table and picture, and their registry.
+
+A new evaluation is one file in `ttcd_jax/tasks`: a NamedTuple, its record, and a subclass of `Task`
+with `@register`. `experiments.evaluate`, training and the report iterate over `TASKS`.
+"""
+
+import abc
+import dataclasses
+import hashlib
+import os
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from ttcd_kernels.table import Row
+
+from ttcd_jax.config import Bound, Config, Positive
+from ttcd_jax.data.tokenizer import Tokenizer
+from ttcd_jax.measure.journal import Journal
+from ttcd_jax.measure.pictures import Picture, plot_bars
+from ttcd_jax.measure.scorer import Scorer, Scores
+from ttcd_jax.methods import method_named
+from ttcd_jax.models.config import has_in_place_memory, switched_off
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.registry import Registry
+from ttcd_jax.tokens import check_tokens
+from ttcd_jax.train.state import with_params
+
+type Series[Record] = dict[str, list[Record]]  # the records of every variant of a model, by label
+type Arrays = dict[str, np.ndarray]  # [rows, ...]
+MEMORY_ON, MEMORY_OFF = "fast weights on", "off (eta = 0)"  # the variants
+
+
+class Subject(NamedTuple):
+    """A model to evaluate, and its run."""
+
+    model: Transformer
+    tokenizer: Tokenizer | None  # None for synthetic data
+    data: dict[str, Any]  # the run's data configuration, as in `config.json`
+    run_dir: str | os.PathLike[str]
+    label: str | None = None  # of the model in tables and pictures; None: its method's and changes
+    changes: str = ""  # of the trained model's configuration, in words
+    journal: Journal | None = None  # of answers, with lines of progress; None: neither
+
+    @property
+    def name(self) -> str:
+        """The label of the model in tables and pictures."""
+        method = method_named(self.model.config.method).label
+        return self.label or (f"{method}, {self.changes}" if self.changes else method)
+
+    def variants(self) -> dict[str, Transformer]:
+        """The model with its fast weights on and off (eta = 0), if they have a rate eta."""
+        config = self.model.config
+        off = switched_off(config, length=1)
+        if off is None or not has_in_place_memory(config):
+            return {self.name: self.model}
+        params = nnx.to_pure_dict(nnx.state(self.model, nnx.Param))
+        without = with_params(off, params)
+        return {f"{self.name}, {MEMORY_ON}": self.model, f"{self.name}, {MEMORY_OFF}": without}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
+    """An evaluation, which gives records of a model's answers to rows. Its fields are options;
+    `batch_size`: rows, or prompts, read at once."""
+
+    name: ClassVar[str]  # for the option --task and the folder of results
+    title: ClassVar[str]  # of table and picture
+    record: ClassVar[type[tuple[Any, ...]]]  # the NamedTuple of its records: texts, numbers, None
+    key: ClassVar[str]  # the field of a record that names its bucket: the table's first column
+    x_label: ClassVar[str]  # of `key`
+    value: ClassVar[str] = "accuracy"  # the field of a record that is shown
+    is_lower_better: ClassVar[bool] = False
+    rank: ClassVar[int] = 50  # on a page, the lowest first
+
+    batch_size: Annotated[int, Bound("in 1 .. 65,536", lambda rows: 0 < rows <= 2**16)] = 16
+
+    @classmethod
+    def alternatives(cls) -> list[type[Config]]:
+        """A field of this type can hold every registered task."""
+        return TASKS.classes() if cls is Task else [cls]
+
+    @abc.abstractmethod
+    def rows(self, subject: Subject) -> Rows:
+        """The cases, independent of the parameters: a list, or a tuple or dict of arrays
+        [rows, ...]. A pure function of options, run and tokenizer. Raises `UserError` for a run
+        that this task cannot measure."""
+
+    @abc.abstractmethod
+    def measure(self, scorer: Scorer, rows: Rows, subject: Subject) -> list[Record]:
+        """The records of one variant of the model, of the finest grain that table and pictures
+        need. All processes take part."""
+
+    def series(self, subject: Subject, rows: Rows) -> Series[Record]:
+        """The records of every variant of the model."""
+        return {
+            label: self.measure(self.scorer(subject, label, model), rows, subject)
+            for label, model in subject.variants().items()
+        }
+
+    def scorer(self, subject: Subject, label: str, model: Transformer) -> Scorer:
+        """The scorer of a variant."""
+        name = "" if subject.journal is None else f"{self.name}, {label}"
+        return Scorer(
+            model,
+            subject.tokenizer,
+            batch_size=self.batch_size,
+            name=name,
+            journal=subject.journal,
+        )
+
+    def measured_on(self, rows: Rows, subject: Subject) -> dict[str, str]:
+        """The sha256 of the cases, by part: results share a table where the parts that they have in
+        common are equal."""
+        return {"": digest(rows)}
+
+    def facts(self, rows: Rows) -> dict[str, Any]:
+        """What `results.json` says about the cases, JSON."""
+        return {}
+
+    def files(self, rows: Rows) -> dict[str, bytes]:
+        """Files of the cases by name, for the folder of results."""
+        return {}
+
+    def chance(self, subject: Subject) -> float | None:
+        """The value that guessing reaches, if it is known."""
+        return None
+
+    @classmethod
+    def unit(cls, series: Series[Record]) -> tuple[str, str]:
+        """(field of a record that is shown, its name on the axis)."""
+        return cls.value, cls.value
+
+    @classmethod
+    def table(cls, series: Series[Record]) -> list[Row]:
+        """One row per bucket, one column per variant."""
+        value, _ = cls.unit(series)
+        columns = {
+            name: {getattr(record, cls.key): getattr(record, value) for record in records}
+            for name, records in series.items()
+        }
+        buckets = dict.fromkeys(bucket for column in columns.values() for bucket in column)
+        return [
+            {cls.key: bucket} | {name: column.get(bucket) for name, column in columns.items()}
+            for bucket in buckets
+        ]
+
+    @classmethod
+    def pictures(cls, folder: Path, series: Series[Record], chance: float | None) -> list[Picture]:
+        """Draws the pictures of the task into `folder`, the most telling first: bars of the table
+        unless overridden."""
+        _, label = cls.unit(series)
+        path, table = folder / f"{cls.name}.png", cls.table(series)
+        plot_bars(
+            path,
+            title=cls.title,
+            x_label=cls.x_label,
+            y_label=label,
+            groups=[row[cls.key] for row in table],
+            series={name: [row.get(name) for row in table] for name in series},
+            chance=chance,
+        )
+        return [cls.picture(path, label)]
+
+    @classmethod
+    def picture(cls, path: Path, label: str) -> Picture:
+        """A picture of the value `label` by the task's `x_label`."""
+        better = "lower" if cls.is_lower_better else "higher"
+        sentence = f"{label[:1].upper()}{label[1:]} by {cls.x_label}: {better} is better."
+        return Picture(Path(path.name), sentence)
+
+    @classmethod
+    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
+        """Results of the same cases share a table where this is equal; `options` are JSON."""
+        return [row[cls.key] for row in table]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowTask[Record: tuple[Any, ...]](Task[Arrays, Record]):
+    """A task that measures the losses of at most `max_rows` rows [T], spread evenly over a
+    source."""
+
+    max_rows: Positive = 512
+
+    @abc.abstractmethod
+    def source(self, subject: Subject) -> Any:
+        """Random access to rows of a document each, with the fields of `ttcd_jax.data.packing`."""
+
+    def rows(self, subject: Subject) -> Arrays:
+        source = self.source(subject)
+        chosen = np.linspace(0, len(source) - 1, min(self.max_rows, len(source))).astype(int)
+        examples = [source[int(index)] for index in chosen]
+        rows = {name: np.stack([row[name] for row in examples]) for name in examples[0]}
+        check_tokens(rows["targets"], subject.model.config.vocab_size)
+        return rows
+
+    def measured_on(self, rows: Arrays, subject: Subject) -> dict[str, str]:
+        """Of text its characters, so that runs of other tokenizers compare."""
+        if subject.tokenizer is None:
+            return super().measured_on(rows, subject)
+        return {"": digest(subject.tokenizer.decode(rows["targets"][rows["loss_mask"]]))}
+
+
+def digest(cases: Any) -> str:
+    """The sha256 of texts, numbers and arrays, in any nesting."""
+    leaves = (x if isinstance(x, np.ndarray) else str(x) for x in jax.tree.leaves(cases))
+    result = hashlib.sha256()
+    for leaf in leaves:
+        is_text = isinstance(leaf, str)
+        content = leaf.encode(errors="surrogatepass") if is_text else leaf.tobytes()
+        header = str if is_text else (leaf.dtype, leaf.shape)
+        result.update(f"{header}, {len(content)}:".encode() + content)
+    return result.hexdigest()
+
+
+def row_scores(scorer: Scorer, rows: Arrays) -> Scores:
+    """The scores [rows, T] of the targets of `rows`, which hold one document each; 0 for padding
+    (segment 0)."""
+    is_token = rows.get("segment_ids", np.ones_like(rows["tokens"])) > 0
+    ids = np.concatenate([rows["tokens"], rows["targets"][:, -1:]], axis=1)
+    sizes = is_token.sum(axis=1)
+    found = scorer.losses([row[: size + 1] for row, size in zip(ids, sizes, strict=True)])
+    fields = zip(*found, strict=True)
+    scores = Scores(*(np.zeros(is_token.shape, field[0].dtype) for field in fields))
+    for whole, values in zip(scores, zip(*found, strict=True), strict=True):
+        whole[is_token] = np.concatenate(values)
+    return scores
+
+
+TASKS = Registry[type[Task]]("evaluation task", lambda task: task)
+find_task, register = TASKS.named, TASKS.add

@@ -1,0 +1,227 @@
+"""The gap between student and teacher by position, and what the memory leaves of it."""
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+from ttcd_kernels.table import Row as TableRow
+
+from ttcd_jax.config import Positive
+from ttcd_jax.data.synthetic.recall import RecallConfig
+from ttcd_jax.errors import UserError
+from ttcd_jax.inference.model import inference_model
+from ttcd_jax.measure.pictures import Picture, plot_lines
+from ttcd_jax.measure.scorer import Scorer, batches, placed
+from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, register
+from ttcd_jax.memory.chunks import from_chunks, to_chunks
+from ttcd_jax.memory.distillation import Distillation, summary
+from ttcd_jax.methods.in_place import InPlaceConfig
+from ttcd_jax.models.config import layers_with_teacher
+from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.nn.row import Row
+from ttcd_jax.sharding.batch import replicated
+from ttcd_jax.tasks.perplexity import Perplexity, buckets
+from ttcd_jax.tasks.recall import Recall
+
+
+class LayerDistances(NamedTuple):
+    """Means over positions `start` to `stop` of a layer (`memory.distillation.summary`); None where
+    nothing can be measured. `key_rank` is that of all positions."""
+
+    layer: int
+    context: str
+    start: int
+    stop: int
+    tokens: int
+    gap: float | None
+    gap_on: float | None
+    gap_both: float | None
+    cosine: float | None
+    closer: float | None
+    change: float | None
+    loss: float | None
+    loss_on: float | None
+    key_rank: float | None = None
+
+
+_MEASURES = LayerDistances._fields[5:]
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudentTeacher(RowTask[LayerDistances]):
+    """The student's distance to the teacher in every layer that has both, with the memory off and
+    on, and where the memory moves the student (`ttcd_jax.memory.distillation`); over all positions
+    also the effective rank of the keys of the first batch. At most `max_rows` rows are those of
+    task ppl, with its `text` and `seq_len`; for a run on recall data, such rows."""
+
+    name = "distillation"
+    title = "The student's distance to the teacher, by position"
+    record = LayerDistances
+    key = "layer"
+    x_label = "position (tokens)"
+    rank = 40
+    value = "gap_on"
+    is_lower_better = True
+
+    max_rows: Positive = 64
+    text: str | None = None
+    seq_len: Positive | None = None
+
+    def source(self, subject: Subject) -> Any:
+        config = subject.model.config
+        if not layers_with_teacher(config):
+            raise UserError(
+                f"{subject.run_dir}: method {config.method!r} has no student and teacher to "
+                "compare: task distillation is for those that learn from a longer window"
+            )
+        if subject.data["type"] == RecallConfig.__name__:
+            for name in ("text", "seq_len"):
+                if getattr(self, name) is not None:
+                    raise UserError(
+                        f"--{name} has no effect: {subject.run_dir} was trained on recall data, "
+                        "which has rows of its own"
+                    )
+            return Recall(max_rows=self.max_rows).source(subject)
+        return Perplexity(text=self.text, seq_len=self.seq_len).source(subject)
+
+    def series(self, subject: Subject, rows: Arrays) -> Series[LayerDistances]:
+        scorer = self.scorer(subject, subject.name, subject.model)
+        return {subject.name: self.measure(scorer, rows, subject)}
+
+    def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[LayerDistances]:
+        """A record for every bucket of positions and layer."""
+        found = distances(scorer.model, rows, scorer.batch_size)
+        index, _ = next(iter(batches(len(rows["tokens"]), scorer.batch_size)))
+        graph, params = nnx.split(scorer.model)
+        ranks = _ranks(graph, params, placed({"tokens": rows["tokens"][index]})["tokens"])
+        is_token = rows.get("segment_ids", np.ones_like(rows["tokens"])) > 0
+        records = []
+        for context, start, stop in buckets(is_token.shape[1]):
+            counted = is_token[:, start:stop]
+            part = jax.tree.map(lambda x, cut=np.s_[..., start:stop]: jnp.asarray(x[cut]), found)
+            measures = summary(part, jnp.asarray(counted))
+            for index, layer in enumerate(layers_with_teacher(scorer.model.config)):
+                values = {name: float(x[index]) for name, x in measures.items()}
+                if context == "all":
+                    values["key_rank"] = float(ranks[index])
+                finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
+                bucket = layer, context, start, stop, int(counted.sum())
+                records.append(LayerDistances(*bucket, **finite))
+        return records
+
+    @classmethod
+    def table(cls, series: Series[LayerDistances]) -> list[TableRow]:
+        """A row per layer, over all positions; a column per measure, and run if there are
+        several."""
+        rows: dict[int, dict[str, Any]] = {}
+        for name, records in series.items():
+            prefix = f"{name}: " if len(series) > 1 else ""
+            for record in records:
+                if record.context == "all":
+                    row = rows.setdefault(record.layer, {cls.key: record.layer})
+                    row |= {f"{prefix}{name}": getattr(record, name) for name in _MEASURES}
+        columns = dict.fromkeys(column for row in rows.values() for column in row)
+        return [dict.fromkeys(columns) | rows[layer] for layer in sorted(rows)]
+
+    @classmethod
+    def pictures(
+        cls, folder: Path, series: Series[LayerDistances], chance: float | None
+    ) -> list[Picture]:
+        """One for every layer."""
+        drawn = []
+        for layer in sorted({record.layer for records in series.values() for record in records}):
+            lines = {}
+            for name, records in series.items():
+                own = [record for record in records if record.layer == layer]
+                parts = [record for record in own if record.context != "all"] or own
+                stops = [x.stop for x in parts]
+                lines[f"{name}, memory off"] = stops, [x.gap for x in parts]
+                lines[f"{name}, memory on"] = stops, [x.gap_on for x in parts]
+            path = folder / f"{cls.name}_{layer}.png"
+            title, y_label = f"Layer {layer}: distance to the teacher", "|y_T - y| / |y_T|"
+            plot_lines(path, title=title, x_label=cls.x_label, y_label=y_label, series=lines)
+            sentence = (
+                f"Distance in layer {layer} of the student's output to the teacher's, in units of "
+                "the teacher's, by position: the memory closes the gap where its line is lower."
+            )
+            drawn.append(Picture(Path(path.name), sentence))
+        return drawn
+
+    @classmethod
+    def comparable(cls, options: dict[str, Any], table: list[TableRow]) -> Any:
+        """Rows of the same length; layers may differ."""
+        return options.get("seq_len")
+
+
+def distances(model: Transformer, rows: Arrays, batch_size: int) -> Distillation:
+    """The distances [Y, rows, T] of `rows` (fields of `ttcd_jax.data.packing`), computed in
+    batches, which are sharded over the mesh in use; every process gets all."""
+    graph, params = nnx.split(model)
+    mesh, results = jax.sharding.get_mesh(), []
+    for index, count in batches(len(rows["tokens"]), batch_size):
+        fields = ("tokens", "segment_ids")
+        batch = placed({name: rows[name][index] for name in fields if name in rows})
+        found = jax.device_get(_measured(graph, mesh, params, batch))
+        results.append(jax.tree.map(lambda x, count=count: x[:, :count], found))
+    return jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *results)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _measured(
+    graph: nnx.GraphDef[Transformer], mesh: Mesh, params: nnx.GraphState, batch: dict[str, Any]
+) -> Distillation:
+    """One program for every evaluation of a model, however often its parameters change."""
+    found = nnx.merge(graph, params).distillation(batch["tokens"], batch.get("segment_ids"))
+    return found if mesh.empty else jax.lax.with_sharding_constraint(found, replicated(mesh))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _ranks(
+    graph: nnx.GraphDef[Transformer], params: nnx.GraphState, tokens: jax.Array
+) -> jax.Array | None:
+    return key_ranks(nnx.merge(graph, params), tokens)
+
+
+def effective_rank(x: Float[Array, "*rows F"]) -> Float[Array, ""]:
+    """exp(entropy of p), p the singular values of x over their sum (Roy and Vetterli 2007): F for
+    an orthogonal x, 1 for a single direction, and for a matrix of zeros."""
+    flat = x.reshape(-1, x.shape[-1]).astype(jnp.promote_types(x.dtype, jnp.float32))
+    squares = jnp.linalg.eigvalsh(jnp.einsum("TF,TE->FE", flat, flat))
+    # Rounding gives absent directions about eps of the largest square.
+    floor = squares.max() * len(squares) * jnp.finfo(flat.dtype).eps
+    sizes = jnp.sqrt(jnp.where(squares > floor, squares, 0))
+    shares = sizes / jnp.maximum(sizes.sum(), jnp.finfo(flat.dtype).tiny)
+    return jnp.exp(jax.scipy.special.entr(shares).sum())
+
+
+def key_ranks(model: Transformer, tokens: Int[Array, "B T"]) -> Float[Array, " fast_layers"] | None:
+    """The effective rank of the keys of all tokens, of each in-slot memory in layer order; None
+    for a model without one. Costs a forward and an attention per memory."""
+    layers = inference_model(model)
+    h = layers.embedding[...].astype(model.config.precision.compute_dtype)[tokens]
+    row, ranks = Row.of(h, embeddings=h), []
+    for graph, params in zip(layers.blocks, layers.layers, strict=True):
+        block: Any = nnx.merge(graph, params)
+        if isinstance(block.config.mlp, InPlaceConfig):
+            ranks.append(effective_rank(_keys(block, h, row)))
+        h, _ = block.forward(h, row)
+    return jnp.stack(ranks) if ranks else None
+
+
+def _keys(block: Any, h: Float[Array, "B T D"], row: Row) -> Float[Array, "B T F"]:
+    """The keys under which the tokens are written."""
+    x, student = block.inputs("mlp", h, row)
+    mlp, size = block.mlp, block.mlp.settings.chunk_size
+    tokens = mlp.tokens(x, mlp.source(x, row, student))
+    chunks = jax.tree.map(lambda x: to_chunks(x, size), tokens)
+    _, (keys, *_) = mlp.operands(mlp.convolved(chunks, None))
+    return from_chunks(keys, h.shape[1])

@@ -1,0 +1,174 @@
+"""Recall accuracy by distance back to the value: in one pass, and after a haystack."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Annotated, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttcd_jax.config import DISTINCT, Positive
+from ttcd_jax.data.synthetic.recall import Needles, RecallConfig, RecallRows, needles
+from ttcd_jax.errors import UserError
+from ttcd_jax.inference.decode import decode
+from ttcd_jax.inference.model import InferenceModel
+from ttcd_jax.inference.prefill import MemoryMode, prefill
+from ttcd_jax.inference.state import start_state
+from ttcd_jax.measure.scorer import Scorer, Scores
+from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, Task, register, row_scores
+from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
+
+_SEED = 1_000_003  # differs from any training seed of a few digits
+_BUCKETS_BEYOND = 4
+_MAX_NEEDLES = 4
+
+
+class DistanceAccuracy(NamedTuple):
+    """The accuracy of queries at such distances; `is_total`: of all beyond the reach."""
+
+    distance: str
+    queries: int
+    accuracy: float
+    is_total: bool = False
+
+
+def _recall_config(subject: Subject) -> RecallConfig:
+    if subject.data["type"] != RecallConfig.__name__:
+        raise UserError(f"{subject.run_dir} was not trained on recall data: use --task=ppl")
+    return RecallConfig.from_dict(subject.data)
+
+
+class _OnRecallData(Task):
+    """Accuracy of a run on the recall data."""
+
+    record = DistanceAccuracy
+    key = "distance"
+
+    def chance(self, subject: Subject) -> float:
+        return _recall_config(subject).chance_accuracy
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recall(_OnRecallData, RowTask[DistanceAccuracy]):
+    """Accuracy at queries by the distance back to their value."""
+
+    name = "recall"
+    title = "Recall accuracy by distance"
+    x_label = "distance from the query back to the value (tokens)"
+    rank = 45
+
+    def source(self, subject: Subject) -> RecallRows:
+        return RecallRows(_recall_config(subject), seed=_SEED, num_rows=self.max_rows)
+
+    def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[DistanceAccuracy]:
+        reach = attention_reach(subject.model.config)
+        return by_distance(row_scores(scorer, rows), rows, reach)
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needle(_OnRecallData):
+    """Accuracy of recalling a prompt's values after each of `distances` other tokens. They are read
+    by "decode", one by one, with the memory on, and off, as published, or by "prefill" in one pass,
+    with the memory on: for thousands of them (`by`). `batch_size` is the number of rows."""
+
+    name = "needle"
+    title = "Needles read back"
+    x_label = "tokens between the value and the query"
+    rank = 46
+
+    distances: Annotated[tuple[Positive, ...], DISTINCT] = (16, 32, 64, 128, 256, 512)
+    by: Literal["decode", "prefill"] = "decode"
+
+    def validate(self) -> None:
+        super().validate()
+        if not self.distances:
+            raise UserError("distances () are none: give one or more, such as --distances=64,4096")
+
+    def rows(self, subject: Subject) -> Needles:
+        if jax.process_count() > 1:
+            raise UserError(
+                f"task needle decodes in one process, not in {jax.process_count()}: leave "
+                "--distributed out"
+            )
+        config = _recall_config(subject)
+        return needles(
+            config,
+            seed=_SEED,
+            num_rows=self.batch_size,
+            num_needles=max(1, min(_MAX_NEEDLES, config.num_keys // 2)),
+            num_tokens=2 * -(-max(self.distances) // 2),  # pairs
+        )
+
+    def series(self, subject: Subject, rows: Needles) -> Series[DistanceAccuracy]:
+        modes: dict[str, MemoryMode] = {subject.name: "kept"}
+        if self.by == "decode" and has_in_place_memory(subject.model.config):
+            modes = {f"{subject.name}, memory {mode}": mode for mode in get_args(MemoryMode)}
+        scorer = self.scorer(subject, subject.name, subject.model)
+        return {
+            label: read_back(scorer.inference, rows, self.distances, memory, self.by)
+            for label, memory in modes.items()
+        }
+
+    def measure(self, scorer: Scorer, rows: Needles, subject: Subject) -> list[DistanceAccuracy]:
+        return read_back(scorer.inference, rows, self.distances, by=self.by)
+
+
+def attention_reach(config: TransformerConfig) -> int | None:
+    """The number of positions back that stacked windows reach, Y (w - 1); None: unlimited."""
+    return None if config.window is None else config.num_layers * (config.window - 1)
+
+
+def by_distance(scores: Scores, rows: Arrays, reach: int | None) -> list[DistanceAccuracy]:
+    """Accuracy at query positions: within the reach of attention, in equal buckets beyond it, and
+    over everything beyond."""
+    distance, mask = rows["distance"], rows["loss_mask"]
+    longest = int(distance.max())
+    reach = longest if reach is None else min(reach, longest)
+    edges = np.unique(np.linspace(reach, longest, _BUCKETS_BEYOND + 1).astype(int))
+    buckets = [(0, reach), *zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
+    if reach < longest:
+        buckets.append((reach, longest))
+    records = []
+    for index, (low, high) in enumerate(buckets):
+        chosen = mask & (distance > low) & (distance <= high)
+        if not chosen.any():
+            continue
+        is_total = index == len(buckets) - 1 and reach < longest
+        name = f"beyond {low}" if is_total else f"{low + 1}-{high}"
+        accuracy = float(scores.is_hit[chosen].mean())
+        records.append(DistanceAccuracy(name, int(chosen.sum()), accuracy, is_total))
+    return records
+
+
+def read_back(
+    model: InferenceModel,
+    needles: Needles,
+    distances: Iterable[int],
+    memory: MemoryMode = "kept",
+    by: Literal["decode", "prefill"] = "decode",
+) -> list[DistanceAccuracy]:
+    """Accuracy at the needles of a prompt after each of `distances` tokens of haystack, at most all
+    of it, read one by one or in one pass."""
+    num_rows, num_tokens = needles.haystack.shape
+    max_length = needles.pairs.shape[1] + num_tokens + 1
+    state = start_state(model, num_rows, max_length=max_length)
+    _, state = prefill(model, state, needles.pairs, memory=memory)
+    records, read = [], 0
+    for distance in sorted(distances):
+        tokens = needles.haystack[:, read:distance]
+        if by == "prefill":
+            _, state = prefill(model, state, tokens, memory=memory)
+        else:
+            for column in tokens.T:
+                _, state = decode(model, state, column, memory=memory)
+        read = distance
+        is_hit = np.empty(needles.keys.shape, bool)
+        for index, keys in enumerate(needles.keys.T):
+            # Each query decodes a copy: `decode` donates its state.
+            logits, _ = decode(model, jax.tree.map(jnp.copy, state), keys, memory=memory)
+            is_hit[:, index] = np.asarray(logits).argmax(-1) == needles.values[:, index]
+        records.append(DistanceAccuracy(str(distance), is_hit.size, float(is_hit.mean())))
+    return records

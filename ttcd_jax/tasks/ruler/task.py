@@ -1,0 +1,246 @@
+"""RULER at several lengths: scores by task, with the averages of the paper's tables."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from absl import logging
+from ttcd_kernels.table import Row
+
+from ttcd_jax import units
+from ttcd_jax.config import DISTINCT, Bound, Positive, closest
+from ttcd_jax.data.sources import text_data, text_records
+from ttcd_jax.data.tokenizer import Tokenizer
+from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.inference.generate import Request
+from ttcd_jax.inference.sampling import SamplingConfig
+from ttcd_jax.measure.pictures import Picture, plot_heat_map, plot_lines
+from ttcd_jax.measure.scorer import Scorer
+from ttcd_jax.measure.task import Series, Subject, Task, digest, register
+from ttcd_jax.tasks.ruler import NIAH, SINGLE, TASKS, make_samples
+from ttcd_jax.tasks.ruler.documents import Sources, prose_of, read_essay
+from ttcd_jax.tasks.ruler.samples import Sample, read_samples, sample_file, score
+
+_GROUPS = {"all": tuple(TASKS), "niah": NIAH}
+_DEPTHS = range(0, 100, 10)
+_Length = Annotated[int, Bound("in 1 .. 2^24", lambda length: 0 < length <= 2**24)]
+
+
+class Case(NamedTuple):
+    """A sample of a task at a length."""
+
+    task: str
+    length: int
+    number: int
+    sample: Sample
+
+
+class Answered(NamedTuple):
+    """The score in percent of a prediction; `depth`: the percent of the text before the first
+    answer, for needles."""
+
+    task: str
+    length: int
+    sample: int
+    depth: float | None
+    score: float
+    prediction: str
+    answers: str
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ruler(Task[list[Case], Answered]):
+    """RULER: `samples` of each of `tasks` (names, `niah` for the paper's six, `all`) at `lengths`,
+    tokens of prompt and answer without bos, drawn by `seed`. Answers are greedy.
+
+    Prose to hide needles in is `essay` (a text file, a folder, JSON lines, JSON), or the run's
+    held-out text; `squad` and `hotpot` are the files of qa_1 and qa_2. `data`: a folder of samples
+    from the published scripts (ctx4096/vt/validation.jsonl), or the file of one task and length,
+    instead of generated ones.
+    """
+
+    name = "ruler"
+    title = "RULER: score by task and length"
+    record = Answered
+    key = "task"
+    x_label = "length (tokens)"
+    value = "score"
+    rank = 20
+
+    tasks: str = "all"
+    lengths: Annotated[tuple[_Length, ...], DISTINCT] = (4096,)
+    samples: Positive = 100
+    seed: Annotated[int, Bound("in 0 .. 2^32 - 1", lambda seed: 0 <= seed < 2**32)] = 42
+    essay: str | None = None
+    squad: str | None = None
+    hotpot: str | None = None
+    data: str | None = None
+
+    def validate(self) -> None:
+        known = [*_GROUPS, *TASKS]
+        for name in self.tasks.split(","):
+            if name not in known:
+                near = closest(name, known)
+                raise UserError(f"RULER has no task {name!r}{near}: {', '.join(known)}")
+
+    def rows(self, subject: Subject) -> list[Case]:
+        """The samples in the order of lengths and tasks. A task whose source is missing, or whose
+        smallest text does not fit, is left out of a group with a warning, and refused by name."""
+        if (tokenizer := subject.tokenizer) is None:
+            raise UserError(f"{subject.run_dir} has no tokenizer and RULER is text: take another")
+        names = self.tasks.split(",")
+        chosen = dict.fromkeys(task for name in names for task in _GROUPS.get(name, (name,)))
+        sources = Sources(lambda: self._prose(subject, tokenizer), self.squad, self.hotpot)
+        cases: list[Case] = []
+        left_out: dict[str, None] = {}
+        for length, task in ((length, task) for length in self.lengths for task in chosen):
+            try:
+                samples = self._samples(task, length, tokenizer, sources)
+            except UserError as error:
+                if task in names or isinstance(error, DataError):
+                    raise
+                left_out[f"{task} is left out: {error}"] = None
+            else:
+                cases += [Case(task, length, *numbered) for numbered in enumerate(samples)]
+        for line in left_out:
+            logging.warning("%s", line)
+        if not cases:
+            raise UserError(f"RULER has no task here ({'; '.join(left_out)})")
+        return cases
+
+    def _prose(self, subject: Subject, tokenizer: Tokenizer) -> str:
+        if self.essay is not None:
+            return read_essay(self.essay)
+        if text_data(subject.data) is None:
+            return ""
+        records = text_records(subject.run_dir, subject.data, tokenizer, None, "essay")
+        return prose_of(records, tokenizer, max(self.lengths))
+
+    def _samples(
+        self, task: str, length: int, tokenizer: Tokenizer, sources: Sources
+    ) -> Sequence[Sample]:
+        if self.data is None:
+            return make_samples(
+                task,
+                length=length,
+                num_samples=self.samples,
+                count=lambda text: len(tokenizer.encode(text)),
+                sources=sources,
+                seed=self.seed,
+            )
+        path = Path(self.data)
+        if not path.is_file():
+            path = sample_file(path, task, length)
+        elif self.tasks != task or len(self.lengths) > 1:
+            raise DataError(f"{path} is the file of one task and length: name them")
+        if not path.exists():
+            raise UserError(f"there is no {path}: pass --data=FOLDER of the published scripts")
+        return read_samples(path, self.samples)
+
+    def measure(self, scorer: Scorer, rows: list[Case], subject: Subject) -> list[Answered]:
+        """A record for each sample."""
+        assert subject.tokenizer is not None, "rows refuses a run without one"
+        requests = [
+            Request(
+                tokens=subject.tokenizer.encode(case.sample.prompt),
+                sampling=SamplingConfig(temperature=0),
+                max_new_tokens=TASKS[case.task].num_new,
+            )
+            for case in rows
+        ]
+        records = []
+        for case, prediction in zip(rows, scorer.generate(requests), strict=True):
+            answers, takes_any = case.sample.outputs, TASKS[case.task].takes_any
+            depth = case.sample.depth if case.task.startswith("niah") else None
+            points = score(prediction, answers, takes_any=takes_any)
+            which = case.task, case.length, case.number, depth
+            records.append(Answered(*which, points, prediction, ", ".join(answers)))
+        return records
+
+    @classmethod
+    def table(cls, series: Series[Answered]) -> list[Row]:
+        """The mean score of every task, of all given, and of the paper's six, by variant and
+        length; no mean where a task is missing."""
+        columns = {
+            f"{label}, {units.count(length)}" if len(series) > 1 else units.count(length): part
+            for label, records in series.items()
+            for length, part in _by_length(records).items()
+        }
+        given = {record.task for records in columns.values() for record in records}
+        rows = {task: [task] for task in TASKS if task in given}
+        for what, group in (("", _GROUPS["all"]), (" needles", NIAH)):
+            parts = [task for task in group if task in given]
+            few = "" if len(parts) == len(group) else f"{len(parts)} of "
+            rows |= {f"average of {few}{len(group)}{what}": parts} if parts else {}
+        return [
+            {"task": row} | {name: _mean(records, tasks) for name, records in columns.items()}
+            for row, tasks in rows.items()
+        ]
+
+    @classmethod
+    def pictures(
+        cls, folder: Path, series: Series[Answered], chance: float | None
+    ) -> list[Picture]:
+        every = [record for records in series.values() for record in records]
+        lengths, given = [*_by_length(every)], {record.task for record in every}
+        parts = [part for records in series.values() for part in _by_length(records).values()]
+        shared = given.intersection(*({record.task for record in part} for part in parts))
+        lines, panels = {}, {}
+        for label, records in series.items():
+            at = _by_length(records) if shared else {}
+            lines[label] = lengths, [_mean(at.get(length, []), shared) for length in lengths]
+            single = _by_length([record for record in records if record.task in SINGLE])
+            panels[label] = [
+                [
+                    _mean([r for r in single.get(x, []) if low <= (r.depth or 0) < low + 10])
+                    for x in lengths
+                ]
+                for low in _DEPTHS
+            ]
+        path, title = folder / "ruler.png", "RULER: mean score by length"
+        plot_lines(path, title=title, x_label=cls.x_label, y_label="score (%)", series=lines)
+        line = f"Mean score of the tasks given at every length ({len(shared)}), by length."
+        pictures = [Picture(Path("ruler.png"), line)]
+        if given.intersection(SINGLE):
+            plot_heat_map(
+                folder / "depth.png",
+                title="A needle by its depth and the length of the text",
+                x_label=cls.x_label,
+                y_label="text before the needle (%)",
+                x=[units.count(length) for length in lengths],
+                y=[f"{low}-{low + 10}" for low in _DEPTHS],
+                panels=panels,
+            )
+            line = "Score of a single needle, by the share of the text before it and by length."
+            pictures.append(Picture(Path("depth.png"), line))
+        return pictures
+
+    def measured_on(self, rows: list[Case], subject: Subject) -> dict[str, str]:
+        """By task and length."""
+        parts: dict[str, list[Sample]] = {}
+        for case in rows:
+            parts.setdefault(f"{case.task}, {case.length}", []).append(case.sample)
+        return {name: digest(samples) for name, samples in parts.items()}
+
+    @classmethod
+    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
+        """As many samples of the same seed; tasks and lengths may differ."""
+        return [options.get(name) for name in ("samples", "seed")]
+
+
+def _by_length(records: list[Answered]) -> dict[int, list[Answered]]:
+    lengths = sorted({record.length for record in records})
+    return {x: [record for record in records if record.length == x] for x in lengths}
+
+
+def _mean(records: list[Answered], tasks: Collection[str] = ()) -> float | None:
+    """The mean over tasks of their mean scores; None without records, or for one of `tasks`."""
+    scores: dict[str, list[float]] = {task: [] for task in tasks}
+    for record in records:
+        if not tasks or record.task in scores:
+            scores.setdefault(record.task, []).append(record.score)
+    is_whole = scores and all(scores.values())
+    return float(np.mean([np.mean(values) for values in scores.values()])) if is_whole else None
