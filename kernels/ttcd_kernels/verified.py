@@ -43,8 +43,7 @@ def record(capability: int) -> Path:
 
 
 def passed() -> list[dict[str, Any]]:
-    """The conditions of the checks that have passed on this machine; nothing where the file is
-    missing or damaged."""
+    """The checks that have passed on this machine; nothing where the file is missing or damaged."""
     try:
         found = json.loads(_file().read_text())
     except (OSError, ValueError):

@@ -3,15 +3,17 @@
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 # The operands of dual-window attention.
 Queries = Float[Array, "B T N H"]
 Keys = Float[Array, "B S K H"]
 Ids = Int[Array, "B S"]
+# Those of decode attention, besides q [B, N, H].
+Cache = Float[Array, "B W K H"]
+Position = Int[Array, " B"]
 # (teacher out, student out, teacher lse, student lse); in decode attention without the axis T
 Outs = Float[Array, "B *T N H"]
 Lses = Float[Array, "B *T N"]
@@ -54,7 +56,7 @@ def checked(
     return Windows(teacher, student, float(head_dim**-0.5) if scale is None else scale)
 
 
-def check_operands(axes: str, **arrays: jax.Array) -> None:
+def check_operands(axes: str, **arrays: Shaped[Array, "..."]) -> None:
     """Raises `ValueError` for queries of these axes, keys and values (by name, in this order) that
     do not fit each other."""
     (_, q), (k_name, k), (v_name, v) = arrays.items()

@@ -111,11 +111,9 @@ class MixtureConfig(WeightedConfig):
         """(endless rows of the training splits, manifest)."""
         seeds = itertools.count(seed)
         parts = [part.rows(seed, shuffle_seeds=seeds) for part in self._alike]
-        metadata = [metadata for _, metadata in parts]
-        rows, num_rows = self.mixed(
-            [(x, metadata["num_rows"]) for x, metadata in parts], batch_size
-        )
-        return rows, {"kind": "mixture", "num_rows": num_rows, "parts": metadata}
+        rows, num_rows = self.mixed([(x, found["num_rows"]) for x, found in parts], batch_size)
+        manifests = [found for _, found in parts]
+        return rows, {"kind": "mixture", "num_rows": num_rows, "parts": manifests}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,20 +182,20 @@ def check_unchanged(
     path = Path(run_dir) / MANIFEST
     if not path.is_file():
         return
-    metadata = identity()
+    current = identity()
     # Earlier versions stored no digest of the tokenizer.
-    stored = {"tokenizer": metadata.get("tokenizer")} | read_json(path)
-    if changed := differences(_shared(stored, metadata), metadata):
+    stored = {"tokenizer": current.get("tokenizer")} | read_json(path)
+    if changed := differences(_shared(stored, current), current):
         raise DataError(
             f"the training data changed since {run_dir} was started ({changed[0]}): restore it, or "
             "choose another --run_dir"
         )
 
 
-def _shared(stored: Any, metadata: Any) -> Any:
-    """The fields of `stored` that `metadata` has too, in lists of parts as well."""
-    if isinstance(stored, dict) and isinstance(metadata, dict):
-        return {name: _shared(stored.get(name), value) for name, value in metadata.items()}
-    if isinstance(stored, list) and isinstance(metadata, list) and len(stored) == len(metadata):
-        return [_shared(*pair) for pair in zip(stored, metadata, strict=True)]
+def _shared(stored: Any, current: Any) -> Any:
+    """The fields of `stored` that `current` has too, in lists of parts as well."""
+    if isinstance(stored, dict) and isinstance(current, dict):
+        return {name: _shared(stored.get(name), value) for name, value in current.items()}
+    if isinstance(stored, list) and isinstance(current, list) and len(stored) == len(current):
+        return [_shared(*pair) for pair in zip(stored, current, strict=True)]
     return stored

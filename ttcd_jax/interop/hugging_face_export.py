@@ -138,8 +138,7 @@ def _rope(rope: RopeConfig) -> dict[str, Any]:
 
 def _own_config(config: TransformerConfig) -> dict[str, Any]:
     """The `config.json` of a model that `modeling_ttcd.py` computes: our configuration, and the
-    keys that transformers itself reads. Raises `UserError` for a memory that it does not
-    compute."""
+    keys of transformers. Raises `UserError` for a memory that it does not compute."""
     settings = config.settings
     if not isinstance(settings, PrefixSettings):
         raise UserError(

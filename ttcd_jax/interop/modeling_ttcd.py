@@ -58,10 +58,9 @@ class TTCDConfig(PretrainedConfig):
 
 
 class TTCDCache(DynamicCache):
-    """`starts`: the number of columns before the first token of every row. `groups`: by this
-    number, of the rows that begin there, the keys and values of every layer. A layer with a memory
-    adds the sum [B, F, D] written by full chunks, and the inputs [B, n, ...] of the n tokens after
-    them."""
+    """`starts`: the columns before the first token of every row. `groups`: by this number the keys
+    and values of every layer, of the rows that begin there, and of a memory the sum [B, F, D] of
+    full chunks and the inputs [B, n, ...] of the n tokens after them."""
 
     is_linear, is_croppable = (False,), False
 

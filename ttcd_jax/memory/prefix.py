@@ -67,7 +67,7 @@ class PrefixOptions(NamedTuple):
 
 class Writes(NamedTuple):
     """Operands of the write of a chunk [B, C, L, ...], of a row's or of the open one's [B, L, ...].
-    None: nothing decays, every write replaces as a whole."""
+    Without `log_decay` nothing decays, without `rate` every write replaces as a whole."""
 
     keys: Float[Array, "*rest F"]
     errors: Float[Array, "*rest D"]

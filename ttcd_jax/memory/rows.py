@@ -31,18 +31,14 @@ def over_rows[W, S, P](
     axes = memory.axes()
 
     def on_shard(
-        shard: rules.Shard,
-        memory: Memory[W, S, P],
-        reads: jax.Array,
-        writes: W,
-        segments: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array | None]:
+        shard: rules.Shard, memory: Memory[W, S, P], reads: Array, writes: W, ids: Array | None
+    ) -> tuple[Array, Array | None]:
         previous = None
-        if segments is not None and shard.size(sequence.SEQ) > 1:
-            previous = sequence.left_segment(shard, segments.reshape(len(segments), -1))
+        if ids is not None and shard.size(sequence.SEQ) > 1:
+            previous = sequence.left_segment(shard, ids.reshape(len(ids), -1))
         shard_length = length // shard.size(sequence.SEQ)
         prepared = memory.prepared(
-            reads, writes, segments, length=shard_length, previous_segment=previous
+            reads, writes, ids, length=shard_length, previous_segment=previous
         )
         y, square = _along(shard, memory, prepared, reports_size)
         y = shard.sum(y, *axes.sums)

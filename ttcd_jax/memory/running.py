@@ -74,9 +74,9 @@ class CorrectingMemory(SumMemory):
 
         S <- S + k^T (e - beta k S),   k S read after the earlier tokens of its chunk wrote,
 
-    so that a key that comes again replaces its old value, and S does not grow with the writes. With
-    |k| = 1 and beta in [0, 1] no write makes it grow without bound. The writes u of a chunk solve a
-    unit lower triangular system (`memory.delta_rule`):
+    so that a key that comes again replaces its old value, and S stays as large as the values in it.
+    With |k| = 1 and beta in [0, 1] no write makes it grow without bound. The writes u of a chunk
+    solve a unit lower triangular system (`memory.delta_rule`):
 
         (I + A) U = E - beta K S,   A_ij = beta_i (k_i . k_j) for j < i
 
@@ -102,7 +102,8 @@ class RenormalizedMemory(ChunkedMemory[Writes, Group]):
 
     Inside a group of `group_chunks` chunks W_i = R(B_g + eta * sum_{j<i in group} delta_w_j), and
     the group ends with B_{g+1} = R(the same with all its chunks); R(M) = M |W_base|_F / max(|M|_F,
-    1e-6). Groups are counted from the first chunk a document can write into. Read by features z.
+    1e-6). Groups are counted from the first chunk a document can write into. Read by features z,
+    written by keys and errors.
     """
 
     w_base: Float[Array, "F D"]

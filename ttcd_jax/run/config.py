@@ -54,8 +54,8 @@ class RunConfig(Config):
     those that receive the metrics besides `metrics.jsonl` and TensorBoard. `metrics`: the numbers
     of a step in `metrics.jsonl` besides its loss, by the names in `ttcd_jax.train.metrics`:
     "memory_ratio" and "gate_mean" of memories, "distillation" (the gap between student and teacher
-    of every layer with a teacher, and the rest of it with the memory; it costs a forward pass per
-    logged step), and your own.
+    of every layer with a teacher, with and without the memory; a forward pass per logged step), and
+    your own.
 
     A checkpoint is saved every `checkpoint_every` steps, and `checkpoint_minutes` after the last
     one. The newest `keep_checkpoints` are kept, those of steps divisible by `keep_every`, and the

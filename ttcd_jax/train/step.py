@@ -124,9 +124,7 @@ def in_parts(batch: Batch, count: int) -> Batch:
     return jax.tree.map(split, batch)
 
 
-def _accumulated(
-    loss_sum: Callable[..., tuple[jax.Array, Metrics]], axes: Params, count: int
-) -> Gradients:
+def _accumulated(loss_sum: Callable, axes: Params, count: int) -> Gradients:
     """Gradients of a batch in `count` parts, and their mean metrics. The backward of every part
     adds to one copy of the gradients, layer by layer, sharded by the parameters' `axes`."""
 

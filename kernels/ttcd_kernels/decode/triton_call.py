@@ -5,13 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ttcd_kernels import launch
 from ttcd_kernels.decode.tuning import HEAD_DIMS, Tile, Tuning, slices_for, tuning_for
 from ttcd_kernels.launch import Operand
 from ttcd_kernels.partitioning import everywhere
-from ttcd_kernels.windows import Results, Windows
+from ttcd_kernels.windows import Cache, Position, Results, Windows
 
 _MERGED_AT_ONCE = 16  # slices
 _SMALLEST_GROUP, _LARGEST_GROUP = 16, 64  # rows of a matrix product; accumulators in registers
@@ -27,9 +27,9 @@ def unsupported(q: Operand, k_cache: Operand, v_cache: Operand) -> str | None:
 
 def decode(
     q: Float[Array, "B N H"],
-    k_cache: Float[Array, "B W K H"],
-    v_cache: Float[Array, "B W K H"],
-    position: Int[Array, " B"],
+    k_cache: Cache,
+    v_cache: Cache,
+    position: Position,
     windows: Windows,
     tuning: Tuning | None = None,
 ) -> Results:

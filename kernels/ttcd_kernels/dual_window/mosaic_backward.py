@@ -30,16 +30,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Shaped
 
 from ttcd_kernels.dual_window import mosaic_block
 from ttcd_kernels.dual_window.mosaic_block import Block, QueryBlock, Static, by_column, by_row
 from ttcd_kernels.dual_window.tuning import COMPUTE_WARPGROUPS
 from ttcd_kernels.launch import LOG2E
+from ttcd_kernels.windows import Keys, Queries
 
-type _Arrays = dict[str, jax.Array]
+type _Arrays = dict[str, Shaped[Array, "..."]]
 
 
-def dual_window_backward_q(static: Static, operands: _Arrays) -> jax.Array:
+def dual_window_backward_q(static: Static, operands: _Arrays) -> Queries:
     """dq from q, k, v, tiles, ids and, for every band i, d_out<i>, lse<i> and delta<i>."""
     q = operands["q"]
     B, T, N, H = q.shape
@@ -121,7 +123,7 @@ class _QueryGradient(QueryBlock):
         return dq
 
 
-def dual_window_backward_kv(static: Static, operands: _Arrays) -> tuple[jax.Array, jax.Array]:
+def dual_window_backward_kv(static: Static, operands: _Arrays) -> tuple[Keys, Keys]:
     """dk and dv from the operands of `dual_window_backward_q`."""
     k = operands["k"]
     B, S, K, H = k.shape
