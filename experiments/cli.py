@@ -1,7 +1,7 @@
 """The entry point of every command: flags, and one line and an exit status for a user's mistake.
 
-Exit status: 0 done, 2 to 6 a `UserError` (`ttcd_jax.errors`; 2 also for a kernel chosen by name
-that cannot run here, a missing package and a file that the system refuses, 6 for any full disk and
+Exit status: 0 done, 2 to 6 a `UserError` (`ttcd_jax.errors`; 2 also for a kernel by name that
+cannot run here, a missing package and a file refused by the system, 6 for any full disk and
 exhausted memory), 130 interrupted, 141 standard output closed by its reader, 143 terminated, with
 the unfinished files removed. Any other exception keeps its traceback.
 """
@@ -230,7 +230,7 @@ def _parse_flags(
 
 
 def open_standard_streams() -> None:
-    """Opens those that the caller closed, or files of ours would get their numbers. What is printed
+    """Opens those that the caller closed, or files of ours would get their numbers. Lines printed
     or logged may quote anything: control characters are escaped here, for all."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -54,7 +54,7 @@ flags.DEFINE_enum(
 )
 
 _SEQ_LEN = 2048  # for a model whose configuration has no length
-_FACTS = ("config_json", "dtypes", "format", "tied_head")
+_ORIGIN = ("config_json", "dtypes", "format", "tied_head")
 
 
 def main(argv: list[str]) -> None:
@@ -87,10 +87,10 @@ def _import(name: str, run_dir: Path) -> None:
     source = model_folder(name) if is_theirs else Path(name)
     if not source.exists():
         raise DataError(f"no checkpoint file or folder at {source}")
-    params, config, facts = (open_hugging_face if is_theirs else import_reference)(source)
+    params, config, origin = (open_hugging_face if is_theirs else import_reference)(source)
     special = special_tokens(source) if is_theirs and FLAGS.tokenizer is None else {}
     tokenizer = _tokenizer(source, config.vocab_size, special)
-    length = json.loads(facts["config_json"]).get("max_position_embeddings")
+    length = json.loads(origin["config_json"]).get("max_position_embeddings")
     is_length = type(length) is int and 2 <= length < 2**31
     data: dict[str, Any] = {"type": IMPORTED, "seq_len": length if is_length else _SEQ_LEN}
     with whole_folder(run_dir) as unfinished:
@@ -103,8 +103,8 @@ def _import(name: str, run_dir: Path) -> None:
         writer = StreamedCheckpoints if is_theirs else functools.partial(Checkpoints, model=config)
         with contextlib.closing(writer(directory.checkpoints)) as checkpoints:
             checkpoints.save(0, {"params": params})
-        directory.write_import({"model": config.to_dict(), "data": data}, facts)
-    _print_import(facts)
+        directory.write_import({"model": config.to_dict(), "data": data}, origin)
+    _print_import(origin)
     print(units.printable(f"run directory {run_dir.absolute()}"))
 
 
@@ -133,17 +133,17 @@ def _tokenizer(source: Path, vocab_size: int, special: dict[str, Any]) -> "Token
     return config
 
 
-def _print_import(facts: dict[str, Any]) -> None:
-    dtypes = sorted(set(facts["dtypes"].values()))
-    print(f"{facts['model_type']}: {facts['num_parameters']:,} parameters, {', '.join(dtypes)}")
-    unused = len(facts["dropped"]) + (facts["tied_head"] is not None)
-    print(f"{len(facts['dtypes']) - unused} tensors mapped, {len(facts['dropped'])} dropped")
-    for name in facts["dropped"]:
+def _print_import(origin: dict[str, Any]) -> None:
+    dtypes = sorted(set(origin["dtypes"].values()))
+    print(f"{origin['model_type']}: {origin['num_parameters']:,} parameters, {', '.join(dtypes)}")
+    unused = len(origin["dropped"]) + (origin["tied_head"] is not None)
+    print(f"{len(origin['dtypes']) - unused} tensors mapped, {len(origin['dropped'])} dropped")
+    for name in origin["dropped"]:
         print(f"  dropped: {name}")
-    if facts["tied_head"]:
-        print(f"  stored head: {facts['tied_head']}")
-    if facts["ignored_keys"]:
-        print(f"keys of config.json without effect: {', '.join(facts['ignored_keys'])}")
+    if origin["tied_head"]:
+        print(f"  stored head: {origin['tied_head']}")
+    if origin["ignored_keys"]:
+        print(f"keys of config.json without effect: {', '.join(origin['ignored_keys'])}")
 
 
 def _export(run_dir: str, folder: Path) -> None:
@@ -154,15 +154,15 @@ def _export(run_dir: str, folder: Path) -> None:
 
     check_unused(folder)
     directory = RunDirectory(run_dir)
-    facts = directory.read_import()
-    if facts is not None and not all(name in facts for name in _FACTS):
+    origin = directory.read_import()
+    if origin is not None and not all(name in origin for name in _ORIGIN):
         raise CheckpointError(f"{run_dir}/import.json is damaged: import the checkpoint again")
     if FLAGS.format == "huggingface":
         tensors, files, step = exported_run(run_dir, FLAGS.step, FLAGS.dtype)
     else:
         params, config, step = load_params(run_dir, FLAGS.step)
-        facts = facts if facts and facts["format"] == FLAGS.format else None
-        tensors, text = export_reference(params, config, facts, FLAGS.dtype)
+        origin = origin if origin and origin["format"] == FLAGS.format else None
+        tensors, text = export_reference(params, config, origin, FLAGS.dtype)
         files = {CONFIG: text}
         if (directory.path / TOKENIZER).is_file():
             files[TOKENIZER] = (directory.path / TOKENIZER).read_bytes().decode()
@@ -171,8 +171,8 @@ def _export(run_dir: str, folder: Path) -> None:
         for name, content in files.items():
             (unfinished / name).write_bytes(content.encode())
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    place = units.printable(str(folder.absolute()))
-    print(f"{len(tensors)} tensors, {count:,} numbers of step {step} in {place}")
+    path = units.printable(str(folder.absolute()))
+    print(f"{len(tensors)} tensors, {count:,} numbers of step {step} in {path}")
 
 
 def _export_run(run_dir: str, folder: Path) -> None:

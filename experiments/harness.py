@@ -3,8 +3,8 @@
     ttcd_lm_eval --model ttcd_jax --model_args run_dir=DIR,step=N,batch_size=16 --tasks hellaswag
 
 `python -m experiments.harness` is the same. The harness looks for models in its own registry only,
-so its command `lm_eval` has to be started here. All flags are the harness', and --import=MODULE,
-which imports a module that registers what the run needs.
+so its command `lm_eval` has to be started here. All flags are the harness', and --import=MODULE: it
+imports a module of the run.
 """
 
 import sys

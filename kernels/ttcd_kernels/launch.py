@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jaxtyping import Array, Shaped
 
+Operand = Shaped[Array | jax.ShapeDtypeStruct, "B ..."]
 _OLDEST_GPU = 80
 DTYPES = ("bfloat16", "float16", "float32")
 LOG2E = 1.4426950408889634
@@ -82,7 +84,9 @@ def unavailable(*arrays: Any) -> str | None:
     return None
 
 
-def unsupported(dtypes: Sequence[str], head_dims: Iterable[int] = (), **arrays: Any) -> str | None:
+def unsupported(
+    dtypes: Sequence[str], head_dims: Iterable[int] = (), **arrays: Operand
+) -> str | None:
     """The reason why no kernel can take these arrays (by name) on this machine: the first's head
     dimension, dtypes that differ or are not in `dtypes`, no GPU. None if one can."""
     head_dim = next(iter(arrays.values())).shape[-1]
@@ -127,7 +131,7 @@ def launch(
     num_warps: int,
     num_stages: int,
     **constants: Any,
-) -> list[jax.Array]:
+) -> list[Shaped[Array, "..."]]:
     """Results of `kernel(*args, *results, **constants)` on `grid`. A float argument is np.float32:
     a Python float would be 64 bit in the kernel. Raises `TypeError` for arguments that do not match
     the kernel's parameters."""

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int, Shaped
 
 # tiny: milliseconds; cpu: minutes on two cores; paper: a GPU; parity: small enough to compare
 # results with the definition; check: the same for a GPU, in every dtype; aot: compiled for a GPU,
@@ -33,8 +34,8 @@ _CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 def median_seconds[Name: Hashable](
     programs: Mapping[Name, Callable[[], Any]], rounds: int
 ) -> dict[Name, float]:
-    """Seconds per call of each program: the median of rounds that time every program in turn, so
-    that a machine shared with others slows all of them alike."""
+    """Seconds per call of each program: the median of rounds that time every program in turn: a
+    machine shared with others slows all of them alike."""
     calls = {}
     for name, program in programs.items():
         first = _seconds(program, 1)  # also the warm-up
@@ -52,7 +53,7 @@ FAILED = "failed: "
 
 
 def refusal(error: BaseException) -> str:
-    """The note that replaces the numbers of an implementation that refused."""
+    """The note of an implementation that refused, instead of its numbers."""
     lines = str(error).strip().splitlines() or [""]
     return f"{FAILED}{type(error).__name__}: {lines[0][:120]}"
 
@@ -78,8 +79,8 @@ def timed[Name: Hashable](
 def ready[Name: Hashable](
     programs: Mapping[Name, Callable[..., Any]], shapes: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[dict[Name, Timed], dict[Name, Callable[[], Any]]]:
-    """What is known of each program before it is timed, and calls of those that can be, compiled
-    and run once."""
+    """(results of each program before it is timed, calls of those that can be timed), compiled and
+    run once."""
     results, compiled, calls = {}, {}, {}
     for name, function in programs.items():
         try:
@@ -157,12 +158,12 @@ def ceilings(rounds: int = 3) -> Ceilings:
     return Ceilings(2 * size**3 / seconds["product"], 2 * matrix.nbytes / seconds["copy"])
 
 
-def three_documents(*shape: int) -> jax.Array:
+def three_documents(*shape: int) -> Int[Array, "..."]:
     """Segment ids of rows that hold three documents each."""
     return jnp.broadcast_to(jnp.arange(shape[-1]) * 3 // shape[-1], shape)
 
 
-def operands(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+def operands(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Shaped[Array, "..."]]:
     """Random arrays, since zeros run faster on a GPU; integer arrays are zero."""
     rng = np.random.default_rng(0)
     return [

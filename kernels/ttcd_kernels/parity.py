@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, UInt
 
 from ttcd_kernels import measure
 from ttcd_kernels.measure import FAILED, Row
 
+Numbers = Float[np.ndarray, "*shape"]
 _NOTHING = math.nan, math.nan, math.nan  # is compared: beyond every bound
 BASELINE = "xla"  # name of the implementation that results and times are compared with
 # Of `max rel. error`: some steps of the dtype at the largest result.
@@ -72,7 +74,7 @@ def _in_float64(function: Any, arrays: list[jax.Array]) -> Any:
         return jax.device_get(jax.jit(function)(*wide))
 
 
-def distance(found: np.ndarray, expected: np.ndarray) -> tuple[float, float, float]:
+def distance(found: Numbers, expected: Numbers) -> tuple[float, float, float]:
     """(share of equal elements, ulp of 99 %, largest relative error) of `found`, in its dtype; NaN
     without an element."""
     if not found.size:
@@ -82,14 +84,14 @@ def distance(found: np.ndarray, expected: np.ndarray) -> tuple[float, float, flo
     return float((ulp == 0).mean()), float(np.quantile(ulp, 0.99)), error
 
 
-def ulps(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+def ulps(found: Numbers, expected: Numbers) -> UInt[np.ndarray, "*shape"]:
     """Number of representable numbers between each element and the expected one, rounded to the
     dtype of `found`; unsigned."""
     ours, theirs = _ordered(found), _ordered(expected.astype(found.dtype))
     return np.where(ours > theirs, ours - theirs, theirs - ours).view(np.uint64)
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(found: Numbers, expected: Numbers) -> float:
     """The largest difference over the largest magnitude; if only zeros are expected, undivided; NaN
     without an element."""
     if not found.size:

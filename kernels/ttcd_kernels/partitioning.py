@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
 
 
 def everywhere(
     function: Callable[..., Any],
     kinds: str,
     axes: Mapping[str, str],
-    arrays: Sequence[jax.Array | None],
+    arrays: Sequence[Shaped[Array, "..."] | None],
     whole: Iterable[str],
 ) -> Any:
     """`function(*arrays)` under vmap and on a mesh. `kinds` has a letter for every array,
@@ -52,9 +53,9 @@ def everywhere(
         return mesh, function, results, arguments
 
     mapped = custom_partitioning(function)
-    facts: dict[str, Any] = {"need_replication_factors": tuple(whole)}
-    facts |= {"g": group} if "(" in query_heads else {}
-    mapped.def_partition(partition, sharding_rule=rule, **facts)
+    options: dict[str, Any] = {"need_replication_factors": tuple(whole)}
+    options |= {"g": group} if "(" in query_heads else {}
+    mapped.def_partition(partition, sharding_rule=rule, **options)
     return folds_batch(mapped)(*arrays)
 
 

@@ -3,11 +3,11 @@
 
     python -m ttcd_kernels.tune [--op dual_window] [--shapes paper] [--case NAME ...] [--json FILE]
 
-One kernel is varied at a time. A tile has a process of its own, which may crash or hang. It first
-counts what the assembler reports, and ends there if the kernel spills or does not fit. Processes
-compile at the same time and time in turn, while no other compiles (jax-triton keeps nothing that it
-compiles on disk). The JSON is written after every tile, and the same command goes on from it. Needs
-the GPU it tunes for.
+One kernel is varied at a time. A tile has its own process, which may crash or hang. It first reads
+the assembler's report, and ends there if the kernel spills or does not fit. Processes compile at
+the same time and time in turn, while no other compiles (jax-triton keeps nothing that it compiles
+on disk). The JSON is written after every tile, and the same command goes on from it. Needs the GPU
+it tunes for.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _COUNTS = ("registers", "spill_bytes", "shared_bytes")
 
 
 class Job(NamedTuple):
-    """What one process runs: a tile of a kernel."""
+    """The task of one process: a tile of a kernel."""
 
     op: str
     shapes: str
@@ -75,8 +75,8 @@ def _at_once(options: argparse.Namespace) -> int:
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
-    """All tiles: the table's of every kernel, then the candidates of the kernels in turn, so that
-    time that runs out leaves some of each."""
+    """All tiles: the table's of every kernel, then the candidates of the kernels in turn: if time
+    runs out, some of each are measured."""
     found = []
     for name, case in bench.cases(options):
         op = OPS[name]
@@ -161,7 +161,7 @@ def ranked(rows: list[Row]) -> list[Row]:
 
 
 def advice(rows: list[Row]) -> list[str]:
-    """What to change in the tables of tiles."""
+    """Advice on the tables of tiles."""
     lines = []
     for table, (best, *_) in _by_kernel(rows):
         if table is not None and best["ms"] < _GAIN * table["ms"]:

@@ -72,8 +72,8 @@ def test_an_export_equals_its_import(path, write):
     source = golden.config | {"model_type": model_type(golden)}
     assert imported.config == transformer_config(source)
     assert_same(imported.params, model_from_reference(tensors, imported.config))
-    assert imported.facts["num_parameters"] == sum(value.size for value in tensors.values())
-    assert imported.facts["ignored_keys"] == imported.facts["dropped"] == []
+    assert imported.metadata["num_parameters"] == sum(value.size for value in tensors.values())
+    assert imported.metadata["ignored_keys"] == imported.metadata["dropped"] == []
 
 
 @pytest.mark.parametrize("max_bytes", [10**9, 20_000])
@@ -86,7 +86,7 @@ def test_exports_of_narrow_and_sharded_checkpoints_equal_their_imports(write, dt
     imported = import_reference(folder)
     assert imported.params["embedding"].dtype == jnp.float32
     _assert_exported(folder, imported)
-    assert set(imported.facts["files"]) > {"config.json"}
+    assert set(imported.metadata["files"]) > {"config.json"}
     wide, text = export_reference(*imported, dtype="float32")
     assert {value.dtype.name for value in wide.values()} == {"float32"}
     assert json.loads(text)["torch_dtype"] == "float32"
@@ -101,7 +101,7 @@ def test_a_second_prefix_and_old_buffers_are_removed(write):
     folder, golden = write(UNTIED, tensors | buffers)
     imported = import_reference(folder)
     names = sorted(name.removeprefix("model.") for name in buffers)
-    assert imported.facts["dropped"] == names
+    assert imported.metadata["dropped"] == names
     exported, _ = export_reference(*imported)
     assert exported.keys() == golden.group("param.").keys()
     write(UNTIED, tensors | {HEAD: tensors["model." + HEAD]})
@@ -113,7 +113,7 @@ def test_a_stored_tied_head_is_exported(write):
     tensors = Golden(TIED).group("param.")
     folder, _ = write(TIED, tensors | {HEAD: tensors[EMBEDDING]})
     imported = import_reference(folder)
-    assert imported.facts["tied_head"] == "equal to the embedding"
+    assert imported.metadata["tied_head"] == "equal to the embedding"
     assert "head" not in imported.params
     _assert_exported(folder, imported)
 

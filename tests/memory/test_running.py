@@ -32,7 +32,7 @@ def _row(memory, reads, writes, ids, length):
 def _renormalised(options, z, keys, errors, w_base, group_chunks, length, ids=None):
     """(y, what was written over eta)."""
     memory = RenormalizedMemory(w_base, options, group_chunks)
-    y, end = _row(memory, z, (keys, errors), ids, length)
+    y, end = _row(memory, z, Writes(keys, errors), ids, length)
     return y, (memory._weight(end) - w_base) / (options.eta or 1.0)
 
 

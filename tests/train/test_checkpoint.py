@@ -320,7 +320,7 @@ def test_other_paths_are_read_back(tmp_path, name):
 
 
 def test_a_step_that_cannot_be_opened_is_not_sealed(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "check_place", lambda directory: None)
+    monkeypatch.setattr(checkpoint, "check_directory", lambda directory: None)
     with _opened(tmp_path / "run[1]") as checkpoints:
         checkpoints.save(1, _state(1))
         with pytest.raises(CheckpointError, match=r"step 1 was not saved: .*NOT_FOUND"):

@@ -47,8 +47,8 @@ def unpacked(path: Path) -> Iterator[io.BufferedIOBase]:
 
 
 def bytes_read(more: int = 0) -> int:
-    """The bytes that this process has read from files, packed as they are, with `more` of a file
-    that is memory-mapped."""
+    """The bytes that this process has read from files, still packed, with `more` of a memory-mapped
+    file."""
     _Counted.num_bytes += more
     return _Counted.num_bytes
 

@@ -1,6 +1,6 @@
 """Token records of a corpus, its documents streamed and tokenized by several processes.
 
-While a folder is filled, its manifest has the format `UNFINISHED` and lists what is on disk. A
+While a folder is filled, its manifest has the format `UNFINISHED` and lists the files on disk. A
 later call reads all text again, but tokenizes only the other documents.
 """
 
@@ -47,7 +47,7 @@ _BATCH_BYTES = 2**20
 _LONG_BYTES = 2**24  # a batch of more is not copied to another process and back
 _BATCHES_AHEAD = 4  # for each process
 
-Facts = dict[str, Any]  # ready for JSON
+Metadata = dict[str, Any]  # ready for JSON
 type _Writers = dict[Split, _SplitWriter]
 
 
@@ -57,7 +57,7 @@ class _Batch(NamedTuple):
     split: Split
     documents: list[Document]
     num_bytes: int
-    text: Facts
+    text: Metadata
 
 
 def prepare_records(
@@ -69,7 +69,7 @@ def prepare_records(
     shard_tokens: int = SHARD_TOKENS,
     samples_are_rows: bool = False,
     on_progress: Callable[[int], None] = lambda num_tokens: None,
-) -> Facts:
+) -> Metadata:
     """Fills `folder`, which is empty or unfinished, and returns its manifest; `on_progress` gets
     counts of new tokens, 0 while text is read again.
 
@@ -83,14 +83,14 @@ def prepare_records(
         build_tokenizer(config)  # an error names the user's file, not the copy
         config = config.replace(path=str(shutil.copyfile(config.path, folder / TOKENIZER)))
     tokenizer = build_tokenizer(config)
-    facts = {
+    metadata = {
         "tokenizer": "byte" if config.path is None else sha256(Path(config.path)),
         **{name: getattr(tokenizer, name) for name in ("vocab_size", "bos_id", "eos_id")},
         "stop_ids": [*tokenizer.stop_ids],
         "dtype": token_dtype(tokenizer.vocab_size).name,
     }
     arguments = {
-        "tokenizer": facts["tokenizer"],
+        "tokenizer": metadata["tokenizer"],
         "samples_are_rows": samples_are_rows,
         "shard_tokens": shard_tokens,
         "corpus": corpus.to_dict() | {"path": None},  # its content is compared
@@ -106,31 +106,31 @@ def prepare_records(
         has_filled_one = writers[batch.split].append(records, batch.text)
         on_progress(int(records.starts[-1]))
         if has_filled_one or time.monotonic() - saved > _SAVE_SECONDS:
-            _save(folder, writers, {"format": UNFINISHED} | facts, arguments)
+            _save(folder, writers, {"format": UNFINISHED} | metadata, arguments)
             saved = time.monotonic()
     if not writers["train"].num_documents:
         raise empty_split(corpus, "train")
-    extra: Facts = {"samples_are_rows": True} if samples_are_rows else {}
+    extra: Metadata = {"samples_are_rows": True} if samples_are_rows else {}
     if left_out.num_lines:
         extra["lines_left_out"] = left_out.num_lines
         write_json(folder / LEFT_OUT, left_out.first)
-    return _save(folder, writers, {"format": FORMAT} | facts, extra)
+    return _save(folder, writers, {"format": FORMAT} | metadata, extra)
 
 
 def stored_tokens(folder: Path) -> int:
     """Number of tokens that an unfinished folder keeps for the next call."""
-    return sum(facts["num_tokens"] for facts in _stored(folder).get("splits", {}).values())
+    return sum(entry["num_tokens"] for entry in _stored(folder).get("splits", {}).values())
 
 
-def _stored(folder: Path) -> Facts:
+def _stored(folder: Path) -> Metadata:
     """The manifest of an unfinished folder, or of a complete one before it got its name."""
     with contextlib.suppress(DataError):
         return read_manifest(folder, UNFINISHED, FORMAT)
     return {}
 
 
-def _take_up(folder: Path, arguments: Facts, writers: _Writers) -> None:
-    """Goes back to what the manifest lists."""
+def _take_up(folder: Path, arguments: Metadata, writers: _Writers) -> None:
+    """Goes back to the files that the manifest lists."""
     if not (manifest := _stored(folder)):
         return
     old = {name: manifest[name] for name in arguments if name in manifest}
@@ -139,8 +139,8 @@ def _take_up(folder: Path, arguments: Facts, writers: _Writers) -> None:
     for path in folder.iterdir():
         if path.name not in (MANIFEST, TOKENIZER, *manifest["files"]):
             path.unlink()
-    for split, facts in manifest["splits"].items():
-        writers[split].take_up(facts, manifest["files"])
+    for split, entry in manifest["splits"].items():
+        writers[split].take_up(entry, manifest["files"])
 
 
 def _no_continuation(folder: Path, change: str) -> DataError:
@@ -150,12 +150,12 @@ def _no_continuation(folder: Path, change: str) -> DataError:
     )
 
 
-def _save(folder: Path, writers: _Writers, facts: Facts, extra: Facts) -> Facts:
+def _save(folder: Path, writers: _Writers, metadata: Metadata, extra: Metadata) -> Metadata:
     """Writes the manifest of all that is stored, once it is on disk."""
     written = {split: writer for split, writer in writers.items() if writer.num_documents}
-    splits = {split: writer.facts for split, writer in written.items()}
+    splits = {split: writer.entry for split, writer in written.items()}
     files = {name: x for writer in written.values() for name, x in writer.files().items()}
-    manifest = sealed(facts | {"splits": splits, "files": files} | extra)
+    manifest = sealed(metadata | {"splits": splits, "files": files} | extra)
     write_json(folder / MANIFEST, manifest)
     return manifest
 
@@ -245,14 +245,14 @@ def _end_with_parent() -> None:
 
 
 class _SplitWriter:
-    """A writer of the shards and the starts of one split. `facts`: its entry in the manifest;
-    `census`: that of the text read, while `facts` has that of the text stored."""
+    """A writer of the shards and the starts of one split. `entry`: the split's in the manifest,
+    with the census of the text stored; `census`: that of the text read."""
 
     def __init__(self, folder: Path, split: Split, shard_tokens: int) -> None:
         self._folder, self._split, self._shard_tokens, self._room = folder, split, shard_tokens, 0
-        self._filled: dict[str, Facts] = {}  # size and sha256
+        self._filled: dict[str, Metadata] = {}  # size and sha256
         self.census = Census()
-        self.facts: Facts = {
+        self.entry: Metadata = {
             "num_documents": 0,
             "num_tokens": 0,
             "starts": f"{split}.starts.bin",
@@ -262,34 +262,34 @@ class _SplitWriter:
 
     @property
     def num_documents(self) -> int:
-        return self.facts["num_documents"]
+        return self.entry["num_documents"]
 
-    def take_up(self, facts: Facts, files: dict[str, Facts]) -> None:
+    def take_up(self, entry: Metadata, files: dict[str, Metadata]) -> None:
         """Goes back to the entries of the split and of its files in a manifest."""
-        self.facts = facts
-        for name in (facts["starts"], *facts["shards"]):
+        self.entry = entry
+        for name in (entry["starts"], *entry["shards"]):
             path, num_bytes = self._folder / name, files[name]["num_bytes"]
             if path.exists():
                 os.truncate(path, num_bytes)
             if problem := difference(path, num_bytes, files[name]["sha256"]):
                 raise _no_continuation(self._folder, f"{name}: {problem}")
-        self._filled = {name: files[name] for name in facts["shards"][:-1]}
-        sizes = [files[name]["num_bytes"] for name in facts["shards"]]
-        last_tokens = sizes[-1] * facts["num_tokens"] // sum(sizes)
+        self._filled = {name: files[name] for name in entry["shards"][:-1]}
+        sizes = [files[name]["num_bytes"] for name in entry["shards"]]
+        last_tokens = sizes[-1] * entry["num_tokens"] // sum(sizes)
         self._room = max(0, self._shard_tokens - last_tokens)
 
     def check_text(self) -> None:
-        """Raises `DataError` unless the text that was read is what is stored."""
-        if self.census.summary() != self.facts["text"]:
+        """Raises `DataError` unless the text read is the text stored."""
+        if self.census.summary() != self.entry["text"]:
             change = f"the first {self.num_documents:,} documents of {self._split}"
             raise _no_continuation(self._folder, change)
 
-    def append(self, records: TokenRecords, text: Facts) -> bool:
+    def append(self, records: TokenRecords, text: Metadata) -> bool:
         """Appends the documents; one that does not fit into the last shard begins a new one.
         Returns whether a shard was filled."""
-        (ids,), starts, shards = records.shards, records.starts, self.facts["shards"]
+        (ids,), starts, shards = records.shards, records.starts, self.entry["shards"]
         new = starts[1:] if self.num_documents else starts  # the first is stored as the last end
-        _append(self._folder / self.facts["starts"], (self.facts["num_tokens"] + new).astype("<u8"))
+        _append(self._folder / self.entry["starts"], (self.entry["num_tokens"] + new).astype("<u8"))
         begin, num_shards = 0, len(shards)
         while begin < len(records):
             end = int(np.searchsorted(starts, starts[begin] + self._room, side="right")) - 1
@@ -300,23 +300,23 @@ class _SplitWriter:
             _append(self._folder / shards[-1], ids[starts[begin] : starts[end]])
             self._room -= int(starts[end] - starts[begin])
             begin = end
-        self.facts["num_tokens"] += int(starts[-1])
-        self.facts["num_documents"] += len(records)
-        self.facts["text"] = text
+        self.entry["num_tokens"] += int(starts[-1])
+        self.entry["num_documents"] += len(records)
+        self.entry["text"] = text
         return len(shards) > num_shards > 0
 
-    def files(self) -> dict[str, Facts]:
+    def files(self) -> dict[str, Metadata]:
         """Size and sha256 of each file; all are on disk when this returns."""
-        shards = self.facts["shards"]
+        shards = self.entry["shards"]
         files = {
             name: self._filled.get(name) or _flushed(self._folder / name)
-            for name in (self.facts["starts"], *shards)
+            for name in (self.entry["starts"], *shards)
         }
         self._filled = {name: files[name] for name in shards[:-1]}
         return files
 
 
-def _flushed(path: Path) -> Facts:
+def _flushed(path: Path) -> Metadata:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return {"num_bytes": path.stat().st_size, "sha256": sha256(path)}

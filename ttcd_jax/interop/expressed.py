@@ -18,8 +18,8 @@ _UNSEEN = {
 
 
 def check_expressed(ours: TransformerConfig, theirs: TransformerConfig, whose: str) -> None:
-    """Raises `UserError` for the first field, of those that the output of a document depends on,
-    that differs between a model and what its exported configuration describes."""
+    """Raises `UserError` for the first field that differs between a model and its exported
+    configuration. Fields without effect on the output of a document are not compared."""
     for difference in differences(_seen(theirs), _seen(ours)):
         name, _, values = difference.partition(": ")
         if not any(re.search(rf"\b{re.escape(unseen)}\b", name) for unseen in _UNSEEN):

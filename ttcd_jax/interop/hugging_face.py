@@ -44,8 +44,8 @@ _RENAMED = (
 
 
 class Family(NamedTuple):
-    """A `model_type`: its class, what its layers have, and the values of keys that a `config.json`
-    lacks, where they are not those of `_DEFAULTS`."""
+    """A `model_type`: its class, the parts of its layers, and the defaults of absent keys of a
+    `config.json`, where they are not those of `_DEFAULTS`."""
 
     architecture: str
     has_qk_norm: bool = False
@@ -71,7 +71,7 @@ FAMILIES = {
     ),
 }
 _DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "rope_theta": 10_000.0}
-# Keys of which only these values are read, and what any other would need.
+# Keys, the only values of them that are read, and the needs of any other value.
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "another activation"),
     "attention_bias": ((False,), "a bias of attention's output projection"),
@@ -79,7 +79,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization_config": ((None,), "quantised weights: save the model in bfloat16"),
     "partial_rotary_factor": ((None, 1, 1.0), "rotary embedding of a part of each head"),
 }
-# Keys that are read elsewhere, or that no forward pass depends on.
+# Keys that are read elsewhere, or have no effect on a forward pass.
 _SILENT = {
     *("architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id"),
     *("head_dim", "hidden_size", "intermediate_size", "layer_types", "max_position_embeddings"),
@@ -95,11 +95,11 @@ _SILENT = {
 
 class ImportedModel(NamedTuple):
     """Parameters as a nested dict by their names on disk, the configuration of their model, and the
-    facts of the files (ready for JSON)."""
+    metadata of the files (ready for JSON)."""
 
     params: dict[str, Any]
     config: TransformerConfig
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 def open_hugging_face(path: Path) -> ImportedModel:
@@ -107,8 +107,8 @@ def open_hugging_face(path: Path) -> ImportedModel:
 
     All parameters have the widest dtype of the files, bfloat16 as a rule, in which the model then
     computes too (float32 where the files are float16). A tied model takes the embedding. Raises
-    `DataError` for a file that is missing or damaged and for a model that we do not support, by its
-    key, `CheckpointError` for names or shapes that do not fit `config.json`.
+    `DataError` for a missing or damaged file and for an unsupported model, naming its key,
+    `CheckpointError` for names or shapes that do not fit `config.json`.
     """
     if not path.is_dir():
         raise DataError(f"{path} is no folder with {CONFIG} and weights")
@@ -130,17 +130,17 @@ def open_hugging_face(path: Path) -> ImportedModel:
     is_tied = config.has_tied_head and HEAD in weights.stored
     unused = {*dropped, *([HEAD] if is_tied else [])}
     wanted = stored_params(config)
-    places = {their_name(name): place for name, place in names_on_disk(config).items()}
-    places = {name: place for name, place in places.items() if place[0] in wanted}
+    entries = {their_name(name): entry for name, entry in names_on_disk(config).items()}
+    entries = {name: entry for name, entry in entries.items() if entry[0] in wanted}
     stored = {name: x for name, x in weights.stored.items() if name not in unused}
-    if problem := misfit(_theirs(places, wanted), stored):
+    if problem := misfit(_theirs(entries, wanted), stored):
         raise CheckpointError(f"{path} is not the model of its {CONFIG}: {problem}")
     params: dict[str, Any] = {
         ours: _leaf(weights, name, layout, wanted[ours].shape, dtype)
-        for name, (ours, layout) in places.items()
+        for name, (ours, layout) in entries.items()
     }
     texts = (path / name for name in TEXT_FILES)
-    facts = {
+    metadata = {
         "format": "huggingface",
         "path": str(path.absolute()),
         "files": {
@@ -156,7 +156,7 @@ def open_hugging_face(path: Path) -> ImportedModel:
         "config_json": (path / CONFIG).read_bytes().decode(),
         "text_files": {file.name: read_text(file) for file in texts if file.is_file()},
     }
-    return ImportedModel(unflatten_dict(params, sep="/"), config, facts)
+    return ImportedModel(unflatten_dict(params, sep="/"), config, metadata)
 
 
 def their_name(name: str) -> str:
@@ -176,11 +176,11 @@ def _leaf(
     return StreamedLeaf(shape, dtype, read)
 
 
-def _theirs(places: Mapping[str, tuple[str, Layout]], ours: Mapping[str, Any]) -> dict[str, Any]:
+def _theirs(entries: Mapping[str, tuple[str, Layout]], ours: Mapping[str, Any]) -> dict[str, Any]:
     """The shapes that their tensors have."""
     return {
         name: jax.eval_shape(layout.to_theirs, ours[path])
-        for name, (path, layout) in places.items()
+        for name, (path, layout) in entries.items()
     }
 
 
@@ -196,8 +196,7 @@ def _tied_head(weights: WeightFiles) -> str:
 
 def model_of(source: Mapping[str, Any], precision: Precision | None = None) -> TransformerConfig:
     """Our configuration of the model that a `config.json` of transformers describes. Raises
-    `DataError` for a family or an option that we do not support, naming its key, and for a value
-    that makes no sense."""
+    `DataError` for an unsupported family or option, naming its key, and for a senseless value."""
     kind = source.get("model_type")
     if kind == OWN_TYPE:
         return _own_model(source, precision)

@@ -1,5 +1,5 @@
 """Exports to Hugging Face transformers: plain transformers as Llama, Mistral, Qwen2 or Qwen3, and
-models with a memory in their down projections with code of their own (`modeling_ttcd.py`)."""
+models with a memory in their down projections with their own code (`modeling_ttcd.py`)."""
 
 import json
 import re
@@ -34,7 +34,7 @@ MODELING = Path(__file__).with_name("modeling_ttcd.py")
 _LINE = next(x for x in MODELING.read_text().splitlines() if x.startswith("TRIED = "))
 TRIED = tuple(re.findall(r"\d[\d.]+", _LINE))
 _CLASSES = {"AutoConfig": "TTCDConfig", "AutoModelForCausalLM": "TTCDForCausalLM"}
-# Settings that this code does not compute, and the values that it assumes.
+# Settings that this code does not compute, with the values it assumes.
 _ASSUMED = {"renorm_chunks": None, "orthogonalizes_updates": False}
 _NAMES, _TOKENIZER = "tokenizer_config.json", "PreTrainedTokenizerFast"
 _THEIRS = "Hugging Face transformers"
@@ -52,20 +52,20 @@ def export_hugging_face(
     config: TransformerConfig,
     *,
     length: int,
-    facts: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     dtype: str | None = None,
 ) -> Exported:
     """A model for rows of up to `length` tokens: tensors, `config.json`, and the code of a model
     with a memory.
 
-    With the `facts` of its import from Hugging Face tensors and configuration are those of the
+    With the `metadata` of its import from Hugging Face tensors and configuration are those of the
     import, bit for bit; otherwise float32. `dtype` replaces either. Raises `UserError` for a model
-    that transformers cannot express and for a value that `dtype` cannot hold.
+    that transformers cannot express and for a value outside `dtype`.
     """
     tensors = {their_name(x): y for x, y in model_to_reference(params, config).items()}
-    if facts is not None:
-        text, kinds = facts["config_json"], facts["dtypes"]
-        if facts["tied_head"]:
+    if metadata is not None:
+        text, kinds = metadata["config_json"], metadata["dtypes"]
+        if metadata["tied_head"]:
             tensors[HEAD] = tensors[EMBEDDING]
         if dtype is not None:
             source = parse_json(text.encode(), Path(CONFIG))
@@ -137,8 +137,8 @@ def _rope(rope: RopeConfig) -> dict[str, Any]:
 
 
 def _own_config(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` of a model that `modeling_ttcd.py` computes: our configuration, and what
-    transformers itself reads. Raises `UserError` for a memory that it does not compute."""
+    """The `config.json` of a model that `modeling_ttcd.py` computes: our configuration, and the
+    keys of transformers. Raises `UserError` for a memory that it does not compute."""
     settings = config.settings
     if not isinstance(settings, PrefixSettings):
         raise UserError(
@@ -200,7 +200,7 @@ def _byte_tokenizer() -> str:
     ]
     bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     bos = {"SpecialToken": {"id": BOS_NAMES[0], "type_id": 0}}
-    bos_facts = {"id": BOS_NAMES[0], "ids": [ByteTokenizer.bos_id], "tokens": [BOS_NAMES[0]]}
+    bos_entry = {"id": BOS_NAMES[0], "ids": [ByteTokenizer.bos_id], "tokens": [BOS_NAMES[0]]}
     return _json(
         {
             "version": "1.0",
@@ -210,7 +210,7 @@ def _byte_tokenizer() -> str:
                 "type": "TemplateProcessing",
                 "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
                 "pair": [bos, *({"Sequence": {"id": x, "type_id": 0}} for x in "AB")],
-                "special_tokens": {BOS_NAMES[0]: bos_facts},
+                "special_tokens": {BOS_NAMES[0]: bos_entry},
             },
             "decoder": bytes_of | {"use_regex": False},
             "model": {"type": "BPE", "vocab": letters | special, "merges": []},

@@ -105,8 +105,8 @@ def names_on_disk(config: TransformerConfig) -> dict[str, tuple[str, Layout]]:
     names = {name: (path, LAYOUTS[layout]) for name, (path, layout) in MODEL_NAMES.items()}
     for layer, block in enumerate(block_configs(config)):
         for name, (path, layout) in block.reference_names.items():
-            place = f"layers/{layer}/{path}", LAYOUTS[layout]
-            names[f"{_LAYER_PREFIX}{layer}.{name}"] = place
+            stored = f"layers/{layer}/{path}", LAYOUTS[layout]
+            names[f"{_LAYER_PREFIX}{layer}.{name}"] = stored
     return names
 
 

@@ -36,12 +36,12 @@ _DROPPED = (".ttt_lr", "inv_freq")
 
 
 class Imported(NamedTuple):
-    """Float32 parameters, their configuration, and the facts of the files (ready for JSON: paths,
+    """Float32 parameters, their configuration, and the metadata of the files (for JSON: paths,
     digests, dtypes, dropped tensors, the original configuration)."""
 
     params: Params
     config: TransformerConfig
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 def import_reference(path: Path) -> Imported:
@@ -49,8 +49,8 @@ def import_reference(path: Path) -> Imported:
 
     A second prefix `model.` of all names, as in training checkpoints, is removed; `*.ttt_lr` and
     `*inv_freq` are dropped; a tied model takes the embedding, with a warning for a stored head that
-    differs. Raises `DataError` for a file that is missing, damaged, or of a model that we do not
-    support, `CheckpointError` for names or shapes that do not fit the configuration.
+    differs. Raises `DataError` for a file that is missing, damaged, or of an unsupported model,
+    `CheckpointError` for names or shapes that do not fit the configuration.
     """
     config_file = (path if path.is_dir() else path.parent) / CONFIG
     source = read_json(config_file)
@@ -68,7 +68,7 @@ def import_reference(path: Path) -> Imported:
     head = None
     if config.has_tied_head and HEAD in names:
         head = _compare_head(weights, names[HEAD], tensors[EMBEDDING])
-    facts = {
+    metadata = {
         "format": "reference",
         "path": str(path.absolute()),
         "files": {
@@ -85,7 +85,7 @@ def import_reference(path: Path) -> Imported:
         "config_json": config_file.read_bytes().decode(),  # line endings unchanged
     }
     params = jax.tree.map(jax.numpy.asarray, model_from_reference(tensors, config))
-    return Imported(params, config, facts)
+    return Imported(params, config, metadata)
 
 
 def _our_names(weights: WeightFiles) -> dict[str, str]:
@@ -129,25 +129,25 @@ def _compare_head(weights: WeightFiles, stored: str, embedding: np.ndarray) -> s
 def export_reference(
     params: Params,
     config: TransformerConfig,
-    facts: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     dtype: str | None = None,
 ) -> tuple[dict[str, np.ndarray], str]:
     """(tensors by their reference name, text of `config.json`) of one of our models.
 
-    With the `facts` of its import, tensors and configuration are those of the import, bit for bit;
-    otherwise float32. `dtype` replaces either. Raises `UserError` for a model that the reference
-    cannot express and for a value that `dtype` cannot hold.
+    With the `metadata` of its import, tensors and configuration are those of the import, bit for
+    bit; otherwise float32. `dtype` replaces either. Raises `UserError` for a model that the
+    reference cannot express and for a value outside `dtype`.
     """
     tensors = model_to_reference(params, config)
-    if facts is None:
+    if metadata is None:
         name = dtype or "float32"
         source = _expressed(config) | {"torch_dtype": name}
         return cast(tensors, dict.fromkeys(tensors, name)), json.dumps(source, indent=2) + "\n"
-    text = facts["config_json"]
-    if facts["tied_head"]:
+    text = metadata["config_json"]
+    if metadata["tied_head"]:
         tensors[HEAD] = tensors[EMBEDDING]
     if dtype is None:
-        return cast(tensors, facts["dtypes"]), text
+        return cast(tensors, metadata["dtypes"]), text
     source = parse_json(text.encode(), Path(CONFIG))
     key = "dtype" if "dtype" in source else "torch_dtype"
     text = json.dumps(source | {key: dtype}, indent=2) + "\n"

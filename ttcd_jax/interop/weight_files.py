@@ -1,9 +1,9 @@
 """The tensors of a checkpoint on disk: one .safetensors file, or several with an index.
 
-A file is 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape,
-byte range), then the data. The library rejects a header that does not fit the file: byte ranges
-that overlap, leave a gap or do not end with the file, and sizes that contradict dtype and shape.
-Duplicate names, control characters in names, and NaN are rejected here.
+A file is 8 bytes (the header's length, little endian), the header (JSON: name -> dtype, shape, byte
+range), then the data. The library rejects a header that does not fit the file: byte ranges that
+overlap, leave a gap or do not end with the file, and sizes of another dtype or shape. Duplicate
+names, control characters in names, and NaN are rejected here.
 """
 
 import importlib

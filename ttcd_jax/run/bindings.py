@@ -181,8 +181,8 @@ class _Runtime:
         return self._bindings[found[0]].where
 
     def _check_use(self, replaced: Sequence[Binding]) -> None:
-        """Raises `UserError` for a binding that applied to nothing and a macro that is never used;
-        those of the classes that the replaced bindings would have built are excused."""
+        """Raises `UserError` for a binding without effect and an unused macro; those of the classes
+        that the replaced bindings would have built are excused."""
         mentioned, excused = set(), set()
         for binding in [*replaced, *self._bindings.values()]:
             own = "" if binding.field else binding.owner
@@ -202,8 +202,8 @@ class _Runtime:
 
 
 def _gin_of_its_own() -> types.ModuleType:
-    """gin's runtime with a registry of its own: gin has one in a module, and the program around
-    this library may use that."""
+    """gin's runtime with its own registry: gin has one in a module, and the program around this
+    library may use that."""
     spec = importlib.util.find_spec("gin.config")
     assert spec is not None
     assert spec.loader is not None

@@ -48,7 +48,7 @@ def batch_fields(config: RunConfig) -> tuple[str, ...]:
 
 def check(config: RunConfig) -> None:
     """Raises `UserError` if vocabulary or lengths of model and data do not fit together, or if the
-    model lacks what the optimizer or `memory_warmup` names. Warns of narrow parameters."""
+    model lacks parameters of the optimizer or `memory_warmup`. Warns of narrow parameters."""
     param = config.model.precision.param
     if jnp.finfo(param).bits < 32:
         logging.warning(

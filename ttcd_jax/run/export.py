@@ -35,17 +35,17 @@ def exported_run(
     """(tensors, small files, step) of the newest checkpoint of a run, or of `step`: as
     `export_hugging_face` makes them, with the files of its tokenizer and a model card."""
     directory = RunDirectory(run_dir)
-    facts = directory.read_import()
-    if facts is not None and facts.get("format") != _FORMAT:
-        facts = None
+    metadata = directory.read_import()
+    if metadata is not None and metadata.get("format") != _FORMAT:
+        metadata = None
     data = directory.read_part("data")
     params, config, step = load_params(run_dir, step)
     tensors, files = export_hugging_face(
-        params, config, length=row_length(data), facts=facts, dtype=dtype
+        params, config, length=row_length(data), metadata=metadata, dtype=dtype
     )
     if (tokenizer := tokenizer_config(directory)) is not None:
         stored = _imported_texts(directory)
-        files |= text_files(build_tokenizer(tokenizer), stored) | (stored if facts else {})
+        files |= text_files(build_tokenizer(tokenizer), stored) | (stored if metadata else {})
         if tokenizer.path is not None:
             files["tokenizer.json"] = Path(tokenizer.path).read_text()
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
@@ -55,8 +55,8 @@ def exported_run(
 
 def _imported_texts(directory: RunDirectory) -> dict[str, str]:
     """The text files of the import that a run descends from, as far as its ancestors are there."""
-    if (facts := directory.read_import()) is not None:
-        return facts.get("text_files", {})
+    if (metadata := directory.read_import()) is not None:
+        return metadata.get("text_files", {})
     start = directory.read_config().get("start_from")
     ancestor = RunDirectory(start) if isinstance(start, str) else None
     return _imported_texts(ancestor) if ancestor is not None and ancestor.is_claimed else {}
@@ -85,7 +85,7 @@ def _card(
         "```",
         "",
         *notes,
-        *_table([{"": name, "value": x} for name, x in _facts(directory, config, step).items()]),
+        *_table([{"": name, "value": x} for name, x in _entries(directory, config, step).items()]),
     ]
     for path in sorted(directory.path.glob("eval/*/results.json")):
         result = read_json(path)
@@ -94,9 +94,9 @@ def _card(
     return "\n".join(lines) + "\n"
 
 
-def _facts(directory: RunDirectory, config: TransformerConfig, step: int) -> dict[str, Any]:
+def _entries(directory: RunDirectory, config: TransformerConfig, step: int) -> dict[str, Any]:
     run, settings = directory.read_config(), config.settings
-    facts = {
+    entries = {
         "layers": config.num_layers,
         "width": config.dim,
         "window": config.window,
@@ -106,10 +106,10 @@ def _facts(directory: RunDirectory, config: TransformerConfig, step: int) -> dic
         "eta": getattr(settings, "eta", None),
     }
     if run["data"]["type"] == IMPORTED:
-        return facts | {"imported from": (directory.read_import() or {}).get("path")}
+        return entries | {"imported from": (directory.read_import() or {}).get("path")}
     length = row_length(run["data"])
     schedule = run["optimizer"]["schedule"]
-    return facts | {
+    return entries | {
         "started from": run["start_from"],
         "steps": step,
         "tokens": step * run["batch_size"] * length,

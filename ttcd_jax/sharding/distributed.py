@@ -1,5 +1,5 @@
 """Several processes as one program, one per node with all its GPUs: `detect` reads a flag and the
-environment, `initialize` connects, `agree` compares what they are to have in common.
+environment, `initialize` connects, `agree` compares their code and settings.
 
 JAX 0.11.2 detects launchers too, but takes `a-b[10-11]-ib` and `rack[2-3]node[01-04]` for the nodes
 `a-b10` and `rack2`, and needs mpi4py under Open MPI 5 and the Kubernetes API for a Job. Its
@@ -227,33 +227,33 @@ def _telling(whom: Callable[[], str]) -> contextlib.ExitStack:
     return stack
 
 
-def agree(what: str, facts: Mapping[str, Any], seconds: float = 600) -> None:
-    """Compares `facts`, values for JSON by name, and the code, versions and settings of JAX and XLA
-    in all processes, each of which waits `seconds` for the others. Raises `UserError` in every
-    process for one that differs from the first, which would change the results of all silently."""
+def agree(what: str, values: Mapping[str, Any], seconds: float = 600) -> None:
+    """Compares `values`, ready for JSON, by name, and the code, versions and settings of JAX and
+    XLA in all processes. Each waits `seconds` for the others. Raises `UserError` in every process
+    for one that differs from the first: it would change the results of all silently."""
     if jax.process_count() == 1:
         return
-    place, limit = f"ttcd_jax/agree/{next(_calls)}", int(1000 * seconds)
+    prefix, limit = f"ttcd_jax/agree/{next(_calls)}", int(1000 * seconds)
     client, number = ocp.multihost.get_jax_distributed_client(), jax.process_index()
     code = [verified.source(), verified.source(Path(__file__).parents[1])]
-    facts = {**facts, "code": code, **{name: metadata.version(name) for name in PACKAGES}}
-    facts |= {name: str(jax.config.values[name]) for name in _SETTINGS}
+    values = {**values, "code": code, **{name: metadata.version(name) for name in PACKAGES}}
+    values |= {name: str(jax.config.values[name]) for name in _SETTINGS}
     for name in _FLAGS:
         given = os.environ.get(name, "").split()
-        facts[name] = sorted(x for x in given if not x.startswith("--xla_dump"))
-    own = {name: _shown(value) for name, value in facts.items()}
+        values[name] = sorted(x for x in given if not x.startswith("--xla_dump"))
+    own = {name: _shown(value) for name, value in values.items()}
     if number == 0:
-        client.key_value_set(f"{place}/facts", json.dumps(own))
-    client.wait_at_barrier(f"{what}: told ({place})", limit)
-    first = json.loads(client.key_value_try_get(f"{place}/facts"))
+        client.key_value_set(f"{prefix}/values", json.dumps(own))
+    client.wait_at_barrier(f"{what}: told ({prefix})", limit)
+    first = json.loads(client.key_value_try_get(f"{prefix}/values"))
     differing = [
         f"{name}: process {number} has {own.get(name)}, process 0 has {first.get(name)}"
         for name in first | own
         if own.get(name) != first.get(name)
     ]
-    client.key_value_set(f"{place}/differing/{number}", listed(differing, 3))
-    client.wait_at_barrier(f"{what}: compared ({place})", limit)
-    found = sorted(text for _, text in client.key_value_dir_get(f"{place}/differing/") if text)
+    client.key_value_set(f"{prefix}/differing/{number}", listed(differing, 3))
+    client.wait_at_barrier(f"{what}: compared ({prefix})", limit)
+    found = sorted(text for _, text in client.key_value_dir_get(f"{prefix}/differing/") if text)
     if found:
         raise UserError(f"the processes of this job differ: {found[0]}; start all of them alike")
 

@@ -117,8 +117,8 @@ class Watchdog:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _on_abort(number: int) -> None:
-    """Leaves if JAX aborts, in a thread of its own. Python's `signal` would wait for the main
-    thread, which may hang in a collective."""
+    """Leaves if JAX aborts, in a separate thread. Python's `signal` would wait for the main thread,
+    which may hang in a collective."""
     if threading.get_native_id() not in {thread.native_id for thread in threading.enumerate()}:
         leave("another process was lost, as the lines above say")
     faulthandler.dump_traceback()
@@ -136,7 +136,7 @@ def is_peer_lost(error: BaseException | None) -> bool:
 def leave(reason: str) -> NoReturn:
     """Ends the process with `PEER_LOST` and one line, without exit handlers."""
     line = " ".join(reason.split())
-    time.sleep(0.5)  # what JAX's threads say of it comes first
+    time.sleep(0.5)  # the lines of JAX's threads about it come first
     print(f"error: {line}; restart the job, it goes on from its last checkpoint", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from ttcd_kernels import launch
 from ttcd_kernels.decode import triton_call
@@ -38,7 +39,7 @@ class Case(NamedTuple):
     rounds: int = 5
 
     @property
-    def positions(self) -> jax.Array:
+    def positions(self) -> Int[Array, " B"]:
         return jnp.asarray(self.first_position + 7 * np.arange(self.batch, dtype=np.int32))
 
 
@@ -112,7 +113,7 @@ def tuning(case: Case) -> Tuning:
     return tuning_for(launch.known_capability(), case.head_dim, jnp.dtype(case.dtype).itemsize)
 
 
-def integers(case: Case, launched: launch.Launch) -> list[jax.Array]:
+def integers(case: Case, launched: launch.Launch) -> list[Int[Array, " B"]]:
     """The integer operands of a kernel that `with_tuning` launches."""
     return [case.positions]
 

@@ -5,17 +5,19 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from ttcd_kernels import launch
 from ttcd_kernels.decode.tuning import HEAD_DIMS, Tile, Tuning, slices_for, tuning_for
+from ttcd_kernels.launch import Operand
 from ttcd_kernels.partitioning import everywhere
-from ttcd_kernels.windows import Results, Windows
+from ttcd_kernels.windows import Cache, Position, Results, Windows
 
 _MERGED_AT_ONCE = 16  # slices
 _SMALLEST_GROUP, _LARGEST_GROUP = 16, 64  # rows of a matrix product; accumulators in registers
 
 
-def unsupported(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | None:
+def unsupported(q: Operand, k_cache: Operand, v_cache: Operand) -> str | None:
     """The reason why the kernel cannot take these arrays on this machine; None if it can."""
     group = q.shape[1] // k_cache.shape[2]
     if group > _LARGEST_GROUP:
@@ -24,10 +26,10 @@ def unsupported(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array) -> str | N
 
 
 def decode(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    position: jax.Array,
+    q: Float[Array, "B N H"],
+    k_cache: Cache,
+    v_cache: Cache,
+    position: Position,
     windows: Windows,
     tuning: Tuning | None = None,
 ) -> Results:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from ttcd_kernels import launch, measure
 from ttcd_kernels.dual_window import mosaic_call, tiles, triton_call
@@ -114,7 +115,7 @@ def tuning(case: Case) -> Tuning:
     return tuning_for(launch.known_capability(), case.head_dim, jnp.dtype(case.dtype).itemsize)
 
 
-def integers(case: Case, launched: launch.Launch) -> list[jax.Array]:
+def integers(case: Case, launched: launch.Launch) -> list[Int[Array, "B tiles bands 4"]]:
     """The integer operands of a kernel that `with_tuning` launches."""
     is_by_key = launched.kernel.__name__.endswith("backward_kv")
     tiles_of = tiles.query_tiles if is_by_key else tiles.key_tiles

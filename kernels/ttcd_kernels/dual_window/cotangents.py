@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
-from ttcd_kernels.windows import Results
+from ttcd_kernels.windows import Ids, Keys, Queries, Results
 
 ATTENTION = "attention"  # the checkpoint name of results
 
@@ -24,18 +25,18 @@ ATTENTION = "attention"  # the checkpoint name of results
 class Residuals(NamedTuple):
     """Operands and results saved for the backward, which recomputes the scores."""
 
-    q: jax.Array  # [B, T, N, H]
-    k: jax.Array  # [B, S, K, H]
-    v: jax.Array
-    segment_ids: jax.Array | None  # [B, S]
-    teacher: jax.Array  # [B, T, N, H]
-    student: jax.Array
-    teacher_lse: jax.Array  # [B, T, N], float32 or float64
-    student_lse: jax.Array
+    q: Queries
+    k: Keys
+    v: Keys
+    segment_ids: Ids | None
+    teacher: Queries
+    student: Queries
+    teacher_lse: Float[Array, "B T N"]  # float32 or float64
+    student_lse: Float[Array, "B T N"]
 
 
-type QKV = tuple[jax.Array, jax.Array, jax.Array]
-type Forward = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array | None], Results]
+type QKV = tuple[Queries, Keys, Keys]
+type Forward = Callable[[Any, Queries, Keys, Keys, Ids | None], Results]
 type Backward = Callable[[Any, Residuals, Results], QKV]
 
 
@@ -43,10 +44,10 @@ def with_gradients(
     forward: Forward,
     backward: Backward,
     static: Any,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    segment_ids: Ids | None,
 ) -> Results:
     """`forward(static, q, k, v, segment_ids)`, made differentiable in q, k, v through all four
     results by `backward(static, residuals, cotangents)`.
@@ -71,12 +72,12 @@ def with_gradients(
 
 
 class BandCotangents(NamedTuple):
-    """dO in q's dtype [B, T, N, H] and D in the dtype of the log-sum-exps [B, T, N], by band."""
+    """dO in q's dtype and D in the dtype of the log-sum-exps, by band."""
 
-    near_out: jax.Array
-    near_delta: jax.Array
-    far_out: jax.Array
-    far_delta: jax.Array
+    near_out: Queries
+    near_delta: Float[Array, "B T N"]
+    far_out: Queries
+    far_delta: Float[Array, "B T N"]
 
 
 def by_band(saved: Residuals, cotangents: Results) -> BandCotangents:

@@ -7,31 +7,33 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Shaped
 
 from ttcd_kernels import launch, partitioning
 from ttcd_kernels.dual_window import tiles, xla
 from ttcd_kernels.dual_window.cotangents import QKV, Residuals, by_band, with_gradients
 from ttcd_kernels.dual_window.tuning import HEAD_DIMS, Tile, Tuning, tuning_for
-from ttcd_kernels.windows import Results, Windows
+from ttcd_kernels.launch import Operand
+from ttcd_kernels.windows import Ids, Keys, Queries, Results, Windows
 
 
 class _Shape(NamedTuple):
-    """Static facts of a call."""
+    """The static part of a call."""
 
     windows: Windows
     tuning: Tuning
 
 
-def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> str | None:
+def unsupported(q: Operand, k: Operand, v: Operand, *_: Any) -> str | None:
     """The reason why the kernels cannot take these arrays on this machine; None if they can."""
     return launch.unsupported(launch.DTYPES, HEAD_DIMS, q=q, k=k, v=v)
 
 
 def dual_window(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    segment_ids: Ids | None,
     windows: Windows,
     tuning: Tuning | None = None,
 ) -> Results:
@@ -74,7 +76,9 @@ def pulled(
     return everywhere(launch_backward, "QKKIQLLQLL -> QKK", shape, *operands)
 
 
-def backward_operands(saved: Residuals, cotangents: Results) -> tuple[jax.Array | None, ...]:
+def backward_operands(
+    saved: Residuals, cotangents: Results
+) -> tuple[Shaped[Array, "..."] | None, ...]:
     """q, k, v, ids, then for the near and the far band dO [B, T, N, H], D and lse [B, T, N]."""
     bands = by_band(saved, cotangents)
     near = bands.near_out, bands.near_delta, saved.student_lse
@@ -87,7 +91,7 @@ _AXES = {"Q": "b t n h", "K": "b s k h", "L": "b t n", "I": "b s"}
 
 
 def everywhere(
-    function: Callable[..., Any], kinds: str, shape: Any, *arrays: jax.Array | None
+    function: Callable[..., Any], kinds: str, shape: Any, *arrays: Shaped[Array, "..."] | None
 ) -> Any:
     """`function(shape, *arrays)` under vmap and on a mesh: batch and kv heads are independent."""
     run = functools.partial(function, shape)

@@ -58,7 +58,7 @@ COMPUTE_WARPGROUPS = 2  # of the Mosaic kernel
 
 
 class MosaicTile(NamedTuple):
-    """Queries and keys per tile, of which both compute warpgroups share what a block owns; tiles
+    """Queries and keys per tile (the tile of a block is shared by both compute warpgroups); tiles
     loaded ahead."""
 
     block_q: int

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ttcd_kernels.dual_window.cotangents import QKV, Residuals, by_band, with_gradients
-from ttcd_kernels.windows import Results, Windows
+from ttcd_kernels.windows import Ids, Keys, Queries, Results, Windows
 
 _MAX_SCORE_ELEMENTS = 1 << 24  # one block's scores: 64 MiB in float32
 _MIN_BLOCK, _MAX_BLOCK = 16, 128
@@ -29,7 +29,7 @@ _EFFICIENT_BLOCK = 64
 
 
 class _Shape(NamedTuple):
-    """Static facts of a call. Windows are at most the number of keys; `block` rows per step."""
+    """The static part of a call. Windows are at most the number of keys; `block` rows per step."""
 
     teacher_window: int
     student_window: int  # equal to teacher_window: one window only, the far band is empty
@@ -57,15 +57,13 @@ def block_rows(batch_heads: int, length: int, window: int) -> int:
     return min(block, length)
 
 
-def dual_window(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, windows: Windows
-) -> Results:
+def dual_window(q: Queries, k: Keys, v: Keys, segment_ids: Ids | None, windows: Windows) -> Results:
     """All four results of the call, differentiable through all of them.
 
     The first queries see fewer keys than the window has. Where they fill eight blocks and a quarter
-    of the row, they, at most half the row, are a call of their own (recursively), which saves most
-    of their masked products; not where the halo is half the window or more, since little is saved
-    and each call may copy the keys.
+    of the row, they, at most half the row, are a separate call (recursively), which saves most of
+    their masked products; not where the halo is half the window or more, since little is saved and
+    each call may copy the keys.
     """
     T, S = q.shape[1], k.shape[1]
     early = min(windows.teacher - (S - T), T)
@@ -170,8 +168,8 @@ def _forward(
         return _ungrouped(acc / total), _ungrouped(peak + jnp.log(total))[..., 0]
 
     def one_block(results: Any, index: jax.Array) -> tuple[Any, None]:
-        # Under `jax.checkpoint` what does not depend on q, the masks of all blocks, would be kept
-        # for the backward: T S bytes per head.
+        # Under `jax.checkpoint` arrays without q, the masks of all blocks, would be kept for the
+        # backward: T S bytes per head.
         index, queries = jax.lax.optimization_barrier((index, _take(q, index * c, c)))
         row = index * c
         every = _band(shape, ids, index, 0, shape.teacher_window)
