@@ -9,8 +9,8 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string(
     "distributed",
     "none",
-    "How several processes find each other: none, auto, slurm, openmpi, jobset, or "
-    "HOST:PORT,NUM_PROCESSES,PROCESS_ID.",
+    "How several processes find each other: none, slurm, jobset, or "
+    "HOST:PORT,NUM_PROCESSES,PROCESS_ID, where {NAME} is a variable of the environment.",
 )
 
 

@@ -152,13 +152,11 @@ def test_a_jobsets_pods_find_their_coordinator(jobset, pod):
         path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
         annotation = re.fullmatch(r"metadata\.annotations\['(.*)'\]", path)
         environ[entry["name"]] = annotations[annotation[1]] if annotation else entry["value"]
-    processes = detect("auto", environ)
-    assert processes is not None
-    host, port = processes.address
-    assert host == f"{name}-{replicated['name']}-0-0.{name}"
-    assert [entry["containerPort"] for entry in container["ports"]] == [port]
-    assert processes.process_id == 3
-    assert processes.num_processes == replicated["template"]["spec"]["completions"]
+    count = replicated["template"]["spec"]["completions"]
+    (port,) = [entry["containerPort"] for entry in container["ports"]]
+    found = detect("jobset", environ)
+    assert found is not None
+    assert found[1:] == (f"{name}-{replicated['name']}-0-0.{name}", port, count, 3)
 
 
 def test_a_jobset_restarts_without_limit_after_a_signal_only(jobset, pod):
