@@ -24,6 +24,6 @@ def connect(lost_seconds: float = 60.0) -> None:
 
     processes = detect(FLAGS.distributed, os.environ)
     if processes is not None:
-        with Watchdog(processes.num_processes):
+        with Watchdog(processes.count):
             initialize(processes, heartbeat_seconds=math.ceil(2 * lost_seconds))
             jax.devices()  # waits until each process knows those of the others

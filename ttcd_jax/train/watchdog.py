@@ -44,8 +44,8 @@ class Watchdog:
             watchdog.beat(step)
 
     The second beat arms it, since the first step compiles. Any other exception propagates: peers
-    may have raised it too, and the exit handlers have 10 s to synchronise with them. In a process
-    without peers it does nothing.
+    may have raised it too, and the exit handlers have up to 10 s to synchronise with them. In a
+    process without peers it does nothing.
     """
 
     def __init__(self, num_processes: int, *, minimum_seconds: float = 60.0) -> None:
@@ -66,7 +66,9 @@ class Watchdog:
         if self._has_peers and isinstance(error, Exception):
             self.leave_if_lost(error)
             status = error.exit_code if isinstance(error, UserError) else 1
-            exit_timer = threading.Timer(_EXIT_SECONDS, os._exit, [status])
+            # Before the others end as well, since then JAX would abort this one.
+            seconds = min(_EXIT_SECONDS, self._minimum / 2)
+            exit_timer = threading.Timer(seconds, os._exit, [status])
             exit_timer.daemon = True
             exit_timer.start()
 
