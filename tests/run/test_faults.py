@@ -1,5 +1,4 @@
-"""Files of a run on a machine with faults: full disks, no locks, odd files. Faults of a whole run are
-in tests/soak."""
+"""Files of a run on a machine with faults: full disks, no locks, odd files."""
 
 import errno
 import fcntl

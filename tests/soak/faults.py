@@ -50,10 +50,8 @@ def _at(moment: str, *names: str, most: int = 1, delay: float = 0.0, stops: int 
 
     def inject(run: Run, rng: random.Random) -> Job:
         fault = ("signals", moment, rng.randint(1, most), rng.uniform(0, delay), *names)
-        job = run.start(faults={0: fault}, stop=6 if "USR" in names[0] else 99)
-        if stops:
-            job.texts = (f"at step {run.newest + stops}, checkpoint saved",)
-        return job
+        text = f"at step {run.newest + stops}, checkpoint saved" if stops else ""
+        return _printing(run.start(faults={0: fault}, stop=6 if "USR" in names[0] else 99), text)
 
     return inject
 
@@ -89,8 +87,7 @@ def _next_evaluation(run: Run) -> tuple[int, list[str]]:
 def _stopped_in_evaluation(run: Run, rng: random.Random) -> Job:
     step, params = _next_evaluation(run)
     job = run.start(*params, faults={0: ("signals", "evaluation", 1, 0, "SIGTERM")}, stop=99)
-    job.texts = (f"at step {step + 1}, checkpoint saved",)
-    return job
+    return _printing(job, f"at step {step + 1}, checkpoint saved")
 
 
 def _killed_after_evaluation(run: Run, rng: random.Random) -> Job:
@@ -123,14 +120,18 @@ def _saved(run: Run, rng: random.Random) -> Job:
     return job
 
 
+def _printing(job: Job, *texts: str) -> Job:
+    job.texts = texts
+    return job
+
+
 def _clock(run: Run, rng: random.Random) -> Job:
     return run.start(faults={0: ("clock", rng.randrange(999))})
 
 
 def _small_files(run: Run, rng: random.Random) -> Job:
-    job = run.start(faults={0: ("full_disk", rng.choice((100, 1000, 4000, 20_000)))})
-    job.texts = ("^error: ",)
-    return job
+    size = rng.choice((100, 1000, 4000, 20_000))
+    return _printing(run.start(faults={0: ("full_disk", size)}), "^error: ")
 
 
 @contextmanager
@@ -149,7 +150,7 @@ def _filled(run: Run, rng: random.Random) -> Job:
     with _mounted(run.path, "-t", "tmpfs", "-o", "size=8m", "tmpfs"):
         job = run.start(faults={0: ("signals", "step", 5, 0, "SIGSTOP")}, stop=99)
         job.runs_until(job.is_stopped)
-        filler = run.path.parent / run.path.name / "filler"
+        filler = run.path / "filler"
         with open(filler, "wb", buffering=0) as file:
             while file.tell() < 2**23:
                 try:
@@ -173,8 +174,8 @@ def _filled(run: Run, rng: random.Random) -> Job:
 
 def _read_only(run: Run, rng: random.Random) -> Job:
     with _mounted(run.path, "--bind", "-o", "ro", run.path):
-        job = run.start()
-        job.texts = (r"^error: .* cannot be a run directory \(Read-only file system\): choose",)
+        text = r"^error: .* cannot be a run directory \(Read-only file system\): choose"
+        job = _printing(run.start(), text)
         job.runs_until(lambda: False)
     return job
 
@@ -182,9 +183,8 @@ def _read_only(run: Run, rng: random.Random) -> Job:
 def _second_trainer(run: Run, rng: random.Random) -> Job:
     job = run.start(faults={0: ("signals", "step", 2, 0, "SIGSTOP")})
     job.runs_until(job.is_stopped)
-    other = run.start()
-    other.texts = (f"^error: .* is in use by process {job.processes[0].pid} on ",)
-    other.end(2)
+    owner = f"process {job.processes[0].pid} on "
+    _printing(run.start(), f"^error: .* is in use by {owner}").end(2)
     job.send(SIGCONT)
     return job
 
@@ -201,8 +201,7 @@ def _without_terminal(run: Run, rng: random.Random) -> Job:
     os.close(reader)
     job = run.start(faults={0: ("signals", "step", 3, 0, "SIGHUP", "SIGHUP")}, stdout=terminal)
     os.close(terminal)
-    job.texts = (r"\A.*standard output cannot be written.*\n\Z",)
-    return job
+    return _printing(job, r"\A.*standard output cannot be written.*\n\Z")
 
 
 def _full_output(run: Run, rng: random.Random) -> Job:
@@ -216,8 +215,7 @@ def _fails(status: int, error: str, text: str, end: str) -> Fault:
     def inject(run: Run, rng: random.Random) -> Job:
         job = run.start(faults={0: ("fails", 5, error, text)})
         job.runs_until(lambda: False)
-        job.texts = (rf"^error: .*{end}\n\Z".format(run.newest),)
-        return job
+        return _printing(job, rf"^error: .*{end}\n\Z".format(run.newest))
 
     return Fault(inject, (status,))
 
@@ -259,9 +257,9 @@ def _locked(run: Run, rng: random.Random) -> Job:
     with (run.path / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         job = run.start()
-        job.statuses, job.texts = [(2,), (7,)], ("^error: .* is in use by",)
+        job.statuses = [(2,), (7,)]
         job.runs_until(lambda: False)
-    return job
+    return _printing(job, "^error: .* is in use by")
 
 
 def _moved(devices: int, *params: str, processes: int = 0) -> Inject:
@@ -281,14 +279,12 @@ def _damaged(damage: Damage, is_evaluated: bool = False) -> Inject:
         (*_, older, newest), path = run.steps(), rng.choice(_files(run))
         damage(path, rng)
         if is_evaluated:
-            job = run.evaluation()
-            job.texts = (re.escape(path.name), rf"\(step {older}, 2 rows\)")
-            job.end(0)
-            job = run.evaluation(f"--step={newest}")
-            job.texts = (rf"^error: checkpoint step {newest} is damaged.*step={older}",)
-            job.end(4)
-        job = run.start()
-        job.resumed, job.texts = older, (rf"step {newest} \(", re.escape(path.name))
+            texts = re.escape(path.name), rf"\(step {older}, 2 rows\)"
+            _printing(run.evaluation(), *texts).end(0)
+            text = rf"^error: checkpoint step {newest} is damaged.*step={older}"
+            _printing(run.evaluation(f"--step={newest}"), text).end(4)
+        job = _printing(run.start(), rf"step {newest} \(", re.escape(path.name))
+        job.resumed = older
         return job
 
     return inject
@@ -307,9 +303,7 @@ def _cut(path: Path, rng: random.Random) -> None:
 def _no_digests(run: Run, rng: random.Random) -> Job:
     for path in run.checkpoints.glob("*/DIGEST.json"):
         path.unlink()
-    job = run.start()
-    job.texts = (f"step {job.resumed} in ", "is used unchecked")
-    return job
+    return _printing(run.start(), f"step {run.newest} in ", "is used unchecked")
 
 
 def _torn_metrics(run: Run, rng: random.Random) -> Job:
@@ -320,18 +314,14 @@ def _torn_metrics(run: Run, rng: random.Random) -> Job:
     path = run.path / METRICS
     first, _, rest = path.read_bytes().partition(b"\n")
     path.write_bytes(first + b"\n" + tail.rstrip(b"\n") + b"\n" + rest + tail)
-    job = run.start()
-    job.texts = (f"{2 * max(tail.count(10), 1)} of ",)
-    return job
+    return _printing(run.start(), f"{2 * max(tail.count(10), 1)} of ")
 
 
 def _no_events(run: Run, rng: random.Random) -> Job:
     """A file where the folder of TensorBoard would be."""
     shutil.rmtree(run.path / "tensorboard")
     (run.path / "tensorboard").write_text("a file")
-    job = run.start()
-    job.texts = ("cannot be written",)
-    run.end(job, STOPPED)
+    run.end(_printing(run.start(), "cannot be written"), STOPPED)
     (run.path / "tensorboard").unlink()
     return run.start(stop=2)
 
@@ -352,8 +342,7 @@ def _refused(find: Callable[[Run], Iterable[Path]], damage: Damage, *texts: str)
         metrics = (run.path / METRICS).read_bytes() if (run.path / METRICS).exists() else b""
         (shutil.copytree if path.is_dir() else shutil.copy2)(path, aside)
         damage(path, rng)
-        job = run.start()
-        job.texts, job.resumed = ("^error: ", *texts), None
+        job = _printing(run.start(), "^error: ", *texts)
         job.runs_until(lambda: False)
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         aside.replace(path)
@@ -369,19 +358,9 @@ def _emptied(path: Path, rng: random.Random) -> None:
         shutil.rmtree(child)
 
 
-def _changed(*params: str, text: str) -> Inject:
-    """Another configuration is refused, with the differing field."""
-
-    def inject(run: Run, rng: random.Random) -> Job:
-        before = (run.path / "config.json").read_bytes()
-        job = run.start(*params)
-        job.texts = (f"^error: .*{text}.*--run_dir",)
-        job.runs_until(lambda: False)
-        if (run.path / "config.json").read_bytes() != before:
-            raise Broken(f"the configuration of {run.path} changed")
-        return job
-
-    return inject
+def _other_configuration(run: Run, rng: random.Random) -> Job:
+    text = r"^error: .*optimizer\.beta1: 0\.9 -> 0\.8.*--run_dir"
+    return _printing(run.start("OptimizerConfig.beta1=0.8"), text)
 
 
 def _rarely_saved(run: Run, rng: random.Random) -> Job:
@@ -400,12 +379,11 @@ def _records_moved(run: Run, rng: random.Random) -> Job:
 
 def _other_records(run: Run, rng: random.Random) -> Job:
     records, run.records = run.records, run.folder / "others"
-    job = run.start()
-    job.texts, run.records = ("^error: .*training data changed",), records
-    return job
+    job, run.records = run.start(), records
+    return _printing(job, "^error: .*training data changed")
 
 
-_KILLED = (-SIGKILL,)
+_KILLED, _DATA = (-SIGKILL,), "ttcd_jax.errors:DataError"
 _GOES_ON = "; last good checkpoint: step {}; the same command goes on"
 _MEMORY = "RESOURCE_EXHAUSTED: no memory", "INTERNAL: Out of memory allocating 64 bytes"
 _LOST, _LATE = "another process was lost", "no step for "
@@ -440,9 +418,14 @@ FAULTS = {
     "a second trainer": Fault(_second_trainer),
     "the terminal hangs up": Fault(_without_terminal),
     "output on a full disk": Fault(_full_output),
-    "an error of the data": _fails(3, "data", "a.txt has gone", _GOES_ON),
-    **{f"an error of memory, {x[:8]}": _fails(6, "runtime", x, _GOES_ON) for x in _MEMORY},
-    "an error of a checkpoint": _fails(4, "checkpoint", "none is intact", "none is intact"),
+    "an error of the data": _fails(3, _DATA, "a.txt has gone", _GOES_ON),
+    **{
+        f"an error of memory, {x[:8]}": _fails(6, "builtins:RuntimeError", x, _GOES_ON)
+        for x in _MEMORY
+    },
+    "an error of a checkpoint": _fails(
+        4, "ttcd_jax.errors:CheckpointError", "none is intact", "none is intact"
+    ),
     "checkpoint: a bit": Fault(_damaged(_flip, True), checkpoints=2),
     "checkpoint: cut": Fault(_damaged(_cut), checkpoints=2),
     "checkpoint: a file lost": Fault(_damaged(lambda path, rng: path.unlink()), checkpoints=2),
@@ -466,9 +449,7 @@ FAULTS = {
     "metrics.jsonl: torn": Fault(_torn_metrics, checkpoints=1),
     "tensorboard: a file": Fault(_no_events, checkpoints=1),
     "unfinished files": Fault(_leftovers, checkpoints=1),
-    "another configuration": Fault(
-        _changed("OptimizerConfig.beta1=0.8", text=r"optimizer\.beta1: 0\.9 -> 0\.8"), (2,), 1
-    ),
+    "another configuration": Fault(_other_configuration, (2,), checkpoints=1),
     "config or data.json: cut": Fault(
         _refused(lambda run: [run.path / f"{x}.json" for x in ("config", "data")], _cut),
         (2, 3),
@@ -488,8 +469,8 @@ FAULTS = {
     "two, kill -9 of the first in compilation": _two("compilation", "SIGKILL", _LOST, victim=0),
     "two, SIGSTOP of one": _two("step", "SIGSTOP", _LATE, most=4),
     "two, SIGSTOP of one in compilation": _two("compilation", "SIGSTOP", _LOST, victim=1),
-    "two, an error of one": _both((7, 3), "fails", 5, "data", "a.txt has gone", victims=(1,)),
-    "two, an error of both": _both((3, 3), "fails", 5, "data", "a.txt has gone"),
+    "two, an error of one": _both((7, 3), "fails", 5, _DATA, "a.txt has gone", victims=(1,)),
+    "two, an error of both": _both((3, 3), "fails", 5, _DATA, "a.txt has gone"),
     "two, a directory in use": Fault(_locked, checkpoints=1, processes=2),
     "two become four": Fault(_moved(1, "MeshConfig.seq=4", processes=4), processes=2),
 }

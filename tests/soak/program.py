@@ -26,11 +26,6 @@ MOMENTS = {
     "seal": ("ttcd_jax.train.digest", "seal"),
     "evaluation": ("ttcd_jax.eval.tasks.perplexity:Perplexity", "series"),
 }
-ERRORS = {
-    "data": "ttcd_jax.errors:DataError",
-    "checkpoint": "ttcd_jax.errors:CheckpointError",
-    "runtime": "builtins:RuntimeError",
-}
 
 
 def signals(moment: str, count: int, delay: float, *names: str) -> None:
@@ -49,7 +44,7 @@ def fails(count: int, error: str, text: str) -> None:
     """Raises an error after the `count`-th step."""
 
     def fail() -> None:
-        raise pkgutil.resolve_name(ERRORS[error])(text)
+        raise pkgutil.resolve_name(error)(text)
 
     _at("step", count, fail)
 
