@@ -387,7 +387,23 @@ _KILLED, _DATA = (-SIGKILL,), "ttcd_jax.errors:DataError"
 _GOES_ON = "; last good checkpoint: step {}; the same command goes on"
 _MEMORY = "RESOURCE_EXHAUSTED: no memory", "INTERNAL: Out of memory allocating 64 bytes"
 _LOST, _LATE = "another process was lost", "no step for "
+# Those of one process that keep its layout come last: the suite compares their run to its end.
 FAULTS = {
+    "two, SIGUSR1 and SIGTERM to one": Fault(_saved, keep=9, processes=2),
+    "two, Ctrl-C to both": _both((STOPPED, STOPPED), "signals", "step", 5, 0, "SIGINT"),
+    "two, kill -9 of one": _two("step", "SIGKILL", f"({_LOST}|{_LATE})", most=4),
+    "two, kill -9 of one in a save": _two("save", "SIGKILL", _LOST),
+    "two, kill -9 of both in a save": _both((-9, -9), "signals", "save", 1, 0.01, "SIGKILL"),
+    "two, kill -9 of the first in compilation": _two("compilation", "SIGKILL", _LOST, victim=0),
+    "two, SIGSTOP of one": _two("step", "SIGSTOP", _LATE, most=4),
+    "two, SIGSTOP of one in compilation": _two("compilation", "SIGSTOP", _LOST, victim=1),
+    "two, an error of one": _both((7, 3), "fails", 5, _DATA, "a.txt has gone", victims=(1,)),
+    "two, an error of both": _both((3, 3), "fails", 5, _DATA, "a.txt has gone"),
+    "two, a directory in use": Fault(_locked, checkpoints=1, processes=2),
+    "two become one": Fault(_moved(2, "MeshConfig.seq=2", processes=1), processes=2),
+    "four devices": Fault(_moved(4, "MeshConfig.data=2", "MeshConfig.seq=2")),
+    "two devices": Fault(_moved(2, "MeshConfig.tensor=2")),
+    "four parts": Fault(_moved(1, "RunConfig.accumulation_steps=4")),
     "kill -9 before any checkpoint": Fault(_rarely_saved, is_new=True, keep=1),
     "evaluation alongside": Fault(_evaluated, checkpoints=1, keep=1),
     "a full disk": Fault(_filled, is_new=True),
@@ -458,19 +474,4 @@ FAULTS = {
     "records: moved": Fault(_records_moved, checkpoints=1),
     "records: others": Fault(_other_records, (3,), checkpoints=1),
     "records: a bit": Fault(_refused(lambda run: run.records.glob("train.*"), _flip), (3,)),
-    "four devices": Fault(_moved(4, "MeshConfig.data=2", "MeshConfig.seq=2")),
-    "two devices": Fault(_moved(2, "MeshConfig.tensor=2")),
-    "four parts": Fault(_moved(1, "RunConfig.accumulation_steps=4")),
-    "two, SIGUSR1 and SIGTERM to one": Fault(_saved, keep=9, processes=2),
-    "two, Ctrl-C to both": _both((STOPPED, STOPPED), "signals", "step", 5, 0, "SIGINT"),
-    "two, kill -9 of one": _two("step", "SIGKILL", f"({_LOST}|{_LATE})", most=4),
-    "two, kill -9 of one in a save": _two("save", "SIGKILL", _LOST),
-    "two, kill -9 of both in a save": _both((-9, -9), "signals", "save", 1, 0.01, "SIGKILL"),
-    "two, kill -9 of the first in compilation": _two("compilation", "SIGKILL", _LOST, victim=0),
-    "two, SIGSTOP of one": _two("step", "SIGSTOP", _LATE, most=4),
-    "two, SIGSTOP of one in compilation": _two("compilation", "SIGSTOP", _LOST, victim=1),
-    "two, an error of one": _both((7, 3), "fails", 5, _DATA, "a.txt has gone", victims=(1,)),
-    "two, an error of both": _both((3, 3), "fails", 5, _DATA, "a.txt has gone"),
-    "two, a directory in use": Fault(_locked, checkpoints=1, processes=2),
-    "two become four": Fault(_moved(1, "MeshConfig.seq=4", processes=4), processes=2),
 }

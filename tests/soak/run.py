@@ -17,7 +17,7 @@ from tests import commands
 
 PROGRAM = Path(__file__).parent / "program.py"
 CONFIG = Path(__file__).parent / "soak.gin"
-STEPS, STOPPED = 400, 75
+STEPS, STOPPED = 240, 75
 LIMIT_SECONDS = 200.0  # of a process
 HANG_SECONDS = 5
 
