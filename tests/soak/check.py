@@ -67,11 +67,13 @@ class Chain:
             return
         self.run, whole = None, self.whole(run.processes)
         is_whole = run.last == STEPS and (is_whole or run.newest > STEPS - _MIN_LEFT)
-        run.end(run.start(stop=STEPS + 1 if is_whole else 1), 0 if is_whole else STOPPED)
         if not is_whole:
+            run.end(run.start(stop=1), STOPPED)
             check_losses(run, whole)
             run.remove()
             return
+        run.every = 100
+        run.end(run.start(stop=STEPS + 1, flags=("--change=RunConfig.checkpoint_every",)), 0)
         if (done := check_losses(run, whole)) != STEPS:
             raise Broken(f"{run.path / METRICS} has {done} of {STEPS} steps")
         unfinished = [

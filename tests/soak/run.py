@@ -141,7 +141,9 @@ class Run:
         self, every: Sequence[Sequence[Any]], devices: int = 1, stdout: int | None = None
     ) -> Job:
         flag = f"--xla_force_host_platform_device_count={devices}"
-        options = {"env": commands.cpu_environment(XLA_FLAGS=f"{os.environ['XLA_FLAGS']} {flag}")}
+        options: dict[str, Any] = {
+            "env": commands.cpu_environment(XLA_FLAGS=f"{os.environ['XLA_FLAGS']} {flag}")
+        }
         processes, logs = [], []
         for faults, command, *arguments in every:
             self._num_logs += 1

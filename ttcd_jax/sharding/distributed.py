@@ -89,7 +89,7 @@ def _read(name: str, value: str) -> str:
     if name == "SLURM_JOB_ID" and value.isdecimal():
         return str(61440 + int(value) % 4096)  # a port above Linux's ephemeral ones
     if name == "SLURM_STEP_NODELIST":  # rack2node007 of rack[2-3]node[007,009-012],login1
-        first = re.match(r"(?:\[[^]]*\]|[^,[])*", value)[0]
+        first = re.findall(r"(?:\[[^]]*\]|[^,[])*", value)[0]
         return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first)
     return value
 
