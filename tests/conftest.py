@@ -3,7 +3,9 @@
 import gc
 import logging
 import os
+import sys
 
+import commands
 from commands import XLA_FLAGS
 
 # Before jax starts, and inherited by the commands that tests run.
@@ -13,6 +15,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+sys.modules["tests.commands"] = commands  # one server of forks under both names
 # Stays installed: modules are imported (and instrumented) by the tests that need them. Of the
 # kernels the host's code only: Triton reads the source of its functions unchanged.
 install_import_hook(
