@@ -105,32 +105,25 @@ def test_saved_states(tmp_path):
     fuzz(arrays, read_arrays, 200, write=damaged)
 
 
-def test_results(tmp_path, monkeypatch):
-    records = [
-        {"context": name, "start": 0, "stop": 32, "tokens": 5, "perplexity": 2.0}
-        | {"bits_per_byte": 1.0}
-        for name in ("0-31", "all")
-    ]
-    source = {
-        "task": "ppl",
-        "label": "on",
-        "chance": None,
-        "series": {"on": records, "off": records},
-    }
-    path = tmp_path / "eval" / "ppl" / "results.json"
-    path.parent.mkdir(parents=True)
-
-    def read(value):
-        path.write_text(json.dumps(value))
-        task_sections(read_all_results([tmp_path]), tmp_path / "page")
-
-    fuzz(source, read, 60)
+ON_AND_OFF = ("on, fast weights on", "on, off (eta = 0)")
+WHOLE = {"start": 0, "stop": 32, "tokens": 5, "perplexity": 2.0, "bits_per_byte": 1.0}
+ONE = {"slice": "n = 2, new", "n": 2, "start": 0, "stop": 16, "context": 8, "tokens": 5, "nll": 2.5}
+BY_DOCUMENT = [ONE | {"document": 0}, ONE | {"document": 1, "context": 16}]
 
 
-def test_results_by_document(tmp_path):
-    place = {"slice": "n = 2, new", "n": 2, "start": 0, "stop": 16}
-    record = place | {"context": 8, "tokens": 5, "nll": 2.5}
-    records = [record | {"document": 0}, record | {"document": 1, "context": 16}]
+@pytest.mark.parametrize(
+    ("task", "count", "records", "labels"),
+    [
+        ("ppl", 60, [WHOLE | {"context": name} for name in ("0-31", "all")], ("on", "off")),
+        ("final_block", 12, BY_DOCUMENT, ON_AND_OFF),
+        ("recurrence", 12, BY_DOCUMENT, ON_AND_OFF),
+        ("position", 12, [x | {"positions": "1-2"} for x in BY_DOCUMENT], ("on",)),
+    ],
+)
+def test_results(tmp_path, task, count, records, labels):
+    source = {"task": task, "label": "on", "chance": None, "series": dict.fromkeys(labels, records)}
+    if task != "ppl":
+        source |= {"options": {"a": 1}, "facts": {"documents": "x"}}
     path = tmp_path / "eval" / "task" / "results.json"
     path.parent.mkdir(parents=True)
 
@@ -138,12 +131,7 @@ def test_results_by_document(tmp_path):
         path.write_text(json.dumps(value))
         task_sections(read_all_results([tmp_path]), tmp_path / "page")
 
-    for name in ("final_block", "recurrence", "position"):
-        shared = {"label": "on", "chance": None, "options": {"a": 1}, "facts": {"documents": "x"}}
-        variants = {"on, fast weights on": records, "on, off (eta = 0)": records}
-        if name == "position":
-            variants = {"on": [x | {"positions": "1-2"} for x in records]}
-        fuzz({"task": name, "series": variants} | shared, read, 12)
+    fuzz(source, read, count)
 
 
 def test_manifests_of_records(tmp_path):
@@ -230,21 +218,9 @@ def test_gin_files(tmp_path):
     ]
     words = (
         *("0", "-1", "10**9", "''", "'x'", "None", "(", ")", "[1, 2]", "{}", "@x()", "%X", "@"),
-        *(
-            "import os",
-            "include '../x'",
-            "\x00",
-            "é",
-            "=",
-            ".",
-            "/",
-            "'''",
-            "#",
-            "\\",
-            "\t",
-            "1e999",
-        ),
+        *("import os", "include '../x'", "\x00", "é", "=", ".", "/", "'''", "#", "\\", "\t"),
         *("RunConfig", "MemoryConfig.eta", "a/b.c", "(" * 300, "9" * 500, "lambda: 0", "\n  3"),
+        "1e999",
     )
 
     def write(source, draw):

@@ -7,6 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 import commands
+import corpora
 import numpy as np
 import pytest
 
@@ -77,7 +78,7 @@ TEXTS = [chr(97 + i % 26) * (i % 37 + 1) for i in range(60)]
 
 
 def _write(path, texts=TEXTS):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path.write_bytes(corpora.json_lines(texts))
     return path
 
 

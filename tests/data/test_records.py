@@ -302,12 +302,15 @@ def test_a_manifest_of_another_format_is_refused(copy):
     _assert_hostile(copy, "describes no 'ttcd_jax token records 1'", format="of tomorrow")
 
 
-@pytest.mark.parametrize("name", ["../x.bin", "/etc/passwd", "", "..", "sub/x.bin", "a\x1b.bin"])
-@pytest.mark.parametrize("is_listed", [True, False])
-def test_a_manifest_that_leaves_its_folder_is_refused(copy, name, is_listed):
+@pytest.mark.parametrize(
+    "name", ["../x.bin", "/etc/passwd", "", "..", "sub/x.bin", "a\x1b.bin", "absent"]
+)
+def test_a_manifest_that_leaves_its_folder_is_refused(copy, name):
+    (copy.parent / "x.bin").write_bytes((copy / TOKENS).read_bytes())
     manifest = read_manifest(copy)
-    manifest["splits"]["train"]["shards"][0] = name if is_listed else "absent"
-    manifest["files"][name] = manifest["files"][TOKENS]
+    manifest["splits"]["train"]["shards"][0] = name
+    if name != "absent":
+        manifest["files"][name] = manifest["files"][TOKENS]
     _assert_hostile(copy, "describes no files of its folder", **manifest)
 
 
