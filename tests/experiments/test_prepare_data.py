@@ -12,7 +12,6 @@ import subprocess
 from pathlib import Path
 
 import commands
-import corpora
 import numpy as np
 import pytest
 import tiny_run
@@ -157,8 +156,8 @@ def test_lines_without_a_document_are_reported(tmp_path):
 
 
 def test_a_compressed_file_is_unpacked(text, tmp_path):
-    lines = corpora.json_lines([path.read_text() for path in sorted(text.iterdir())])
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    lines = "".join(json.dumps({"text": p.read_text()}) + "\n" for p in sorted(text.iterdir()))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     arguments = ("--tokenizer=byte", "--validation_percent=0")
     output = tmp_path / "records"
     commands.output("prepare_data", f"--input={tmp_path}", f"--output={output}", *arguments)
@@ -193,7 +192,7 @@ def test_a_killed_command_leaves_nothing_that_looks_complete(tmp_path):
     assert not output.exists()
     tiny_run.wait_until(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in children))
     source.unlink()
-    source.write_bytes(corpora.json_lines(["y" * i for i in range(90)]))
+    source.write_text("".join(json.dumps({"text": "y" * i}) + "\n" for i in range(90)))
     assert "train: " in commands.output("prepare_data", *arguments)
     assert "train: " in commands.output("prepare_data", f"--verify={output}")
 
@@ -231,9 +230,9 @@ def test_a_stopped_command_is_continued(tmp_path, stop):
     os.mkfifo(source)
     arguments = (f"--input={source}", "--tokenizer=byte", "--processes=1")
     process = commands.start(program, *arguments, f"--output={output}", stderr=subprocess.PIPE)
-    lines = corpora.json_lines([f"{i} " * 3000 for i in range(400)])
-    with source.open("wb") as pipe:
-        pipe.write(lines)
+    lines = [json.dumps({"text": f"{i} " * 3000}) + "\n" for i in range(400)]
+    with source.open("w") as pipe:
+        pipe.writelines(lines)
         pipe.flush()
         tiny_run.wait_until(lambda: (tmp_path / ".records.unfinished/manifest.json").exists())
         refusal = commands.refused("prepare_data", *arguments, f"--output={output}")
@@ -243,7 +242,7 @@ def test_a_stopped_command_is_continued(tmp_path, stop):
     assert process.returncode == 128 + stop
     assert ".records.unfinished is kept: the same command continues it" in errors
     source.unlink()
-    source.write_bytes(lines)
+    source.write_text("".join(lines))
     result = commands.run("prepare_data", *arguments, f"--output={output}")
     assert result.returncode == 0, result.stderr
     assert " tokens are stored: " in result.stderr
@@ -291,30 +290,38 @@ def test_damage_is_named(records, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        ("", 2, "pass one of --tokenizer, --train_tokenizer, --verify (0 are given)"),
-        ("--tokenizer=byte --verify=x", 2, "(2 are given)"),
-        ("--tokenizer=byte --input=x", 2, "--tokenizer also needs --output"),
-        ("--tokenizer=byte --input=/absent {new}", 2, "no file or folder at --input"),
-        ("--tokenizer=byte --input= {new}", 2, "--input is empty"),
-        ("--tokenizer=byte {text} --glob=../* {new}", 2, "must be a pattern below path"),
-        ("--tokenizer=byte --input=Makefile {new}", 3, "is of an unknown kind"),
+        ((), 2, "pass one of --tokenizer, --train_tokenizer, --verify (0 are given)"),
+        (("--tokenizer=byte", "--verify=x"), 2, "(2 are given)"),
+        (("--tokenizer=byte", "--input=x"), 2, "--tokenizer also needs --output"),
         (
-            "--train_tokenizer=1000000000000 {text} {new}",
+            ("--tokenizer=byte", "--input=/absent", "--output={new}"),
+            2,
+            "no file or folder at --input",
+        ),
+        (("--tokenizer=byte", "--input=", "--output={new}"), 2, "--input is empty"),
+        (
+            ("--tokenizer=byte", "--input={text}", "--glob=../*", "--output={new}"),
+            2,
+            "must be a pattern below path",
+        ),
+        (("--tokenizer=byte", "--input=Makefile", "--output={new}"), 3, "is of an unknown kind"),
+        (
+            ("--train_tokenizer=1000000000000", "--input={text}", "--output={new}"),
             2,
             "a vocabulary of 1000000000000 is too large: take 16777216 or less",
         ),
-        ("--train_tokenizer=100 {text} {new}", 2, "take 258 or more"),
-        ("--tokenizer=/absent.json {text} {new}", 3, "no tokenizer file"),
-        ("--tokenizer=byte --input=/dev/null {new}", 2, "no file or folder at"),
+        (("--train_tokenizer=100", "--input={text}", "--output={new}"), 2, "take 258 or more"),
+        (("--tokenizer=/absent.json", "--input={text}", "--output={new}"), 3, "no tokenizer file"),
+        (("--tokenizer=byte", "--input=/dev/null", "--output={new}"), 2, "no file or folder at"),
         (
-            "--tokenizer=byte {text} --samples_are_rows {new}",
+            ("--tokenizer=byte", "--input={text}", "--samples_are_rows", "--output={new}"),
             3,
             "this is text, and a sample that is a row has token ids",
         ),
-        ("--verify=/absent", 3, "/absent holds no token records"),
+        (("--verify=/absent",), 3, "/absent holds no token records"),
     ],
 )
 def test_errors(text, tmp_path, arguments, status, message):
-    given = arguments.format(text=f"--input={text}", new=f"--output={tmp_path / 'x'}").split()
+    given = [argument.format(text=text, new=tmp_path / "x") for argument in arguments]
     assert message in commands.refused("prepare_data", *given, status=status)
     assert os.listdir(tmp_path) == []

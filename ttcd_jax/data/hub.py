@@ -1,12 +1,10 @@
 """Data sets and models of the Hugging Face hub, and models of file servers, downloaded into the
 hub's cache; the data sets of the paper by name."""
 
-import contextlib
 import os
 import re
 import sys
 import urllib.parse
-from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -71,7 +69,7 @@ def download(source: Source, cache: str | None = None) -> tuple[Path, str]:
     utils.disable_progress_bars()
     utils.logging.set_verbosity_error()
     where = f"{constants.ENDPOINT}/datasets/{source.repo}"
-    with _errors_of(where, " by --input"):
+    try:
         info = HfApi().dataset_info(source.repo, revision=source.revision, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         glob = source.glob or glob_of(where, map(PurePosixPath, sizes))
@@ -85,7 +83,12 @@ def download(source: Source, cache: str | None = None) -> tuple[Path, str]:
         total = units.size(sum(sizes[name] for name in names))
         print(f"{len(names):,} files ({total}) of {where}", file=sys.stderr, flush=True)
         options = {"repo_type": "dataset", "revision": info.sha, "cache_dir": cache}
-        return Path(snapshot_download(source.repo, allow_patterns=pattern, **options)), glob
+        folder = Path(snapshot_download(source.repo, allow_patterns=pattern, **options))
+    except UserError:
+        raise
+    except _ERRORS as error:
+        raise DataError(f"{where} {_problem(error)} by --input") from error
+    return folder, glob
 
 
 def model_folder(text: str) -> Path:
@@ -98,9 +101,12 @@ def model_folder(text: str) -> Path:
     path, match = Path(text), _ID.fullmatch(text)
     if path.exists() or match is None or match[3] is not None:
         return path
-    with _errors_of(f"no folder {text}, and {constants.ENDPOINT}/{match[1]}"):
+    where = f"{constants.ENDPOINT}/{match[1]}"
+    try:
         utils.disable_progress_bars()
         return Path(snapshot_download(match[1], revision=match[2], allow_patterns=_MODEL_FILES))
+    except _ERRORS as error:
+        raise DataError(f"no folder {text}, and {where} {_problem(error)}") from error
 
 
 def _from_server(address: str) -> Path:
@@ -110,7 +116,7 @@ def _from_server(address: str) -> Path:
     folder = Path(constants.HF_HOME) / "servers" / urllib.parse.quote(address, safe="")
     if constants.is_offline_mode() and (folder / _CONFIG).is_file():
         return folder
-    with _errors_of(address):
+    try:
         if _fetched(address, folder, f"{_WEIGHTS}.index.json"):
             names = {*read_index(folder / f"{_WEIGHTS}.index.json").values()}
         else:
@@ -120,6 +126,10 @@ def _from_server(address: str) -> Path:
             _fetched(address, folder, name)
         if absent or not _fetched(address, folder, _CONFIG):
             raise DataError(f"{address} has no {(*absent, _CONFIG)[0]}: is it a model's folder?")
+    except UserError:
+        raise
+    except _ERRORS as error:
+        raise DataError(f"{address} {_problem(error)}") from error
     return folder
 
 
@@ -144,17 +154,9 @@ def _fetched(address: str, folder: Path, name: str) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _errors_of(where: str, remedy: str = "") -> Iterator[None]:
-    """Errors of a download from `where` as `DataError`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except _ERRORS as error:
-        problem = next(
-            (text for kind, text in _PROBLEMS.items() if isinstance(error, kind)),
-            f"cannot be downloaded ({' '.join(str(error).split())}): try again, set HF_ENDPOINT "
-            "to a mirror, or give a local copy",
-        )
-        raise DataError(f"{where} {problem}{remedy}") from error
+def _problem(error: Exception) -> str:
+    return next(
+        (text for kind, text in _PROBLEMS.items() if isinstance(error, kind)),
+        f"cannot be downloaded ({' '.join(str(error).split())}): try again, set HF_ENDPOINT to a "
+        "mirror, or give a local copy",
+    )
