@@ -113,26 +113,21 @@ def read_manifest(folder: Path, *kinds: str) -> dict[str, Any]:
 def _is_sound(manifest: dict[str, Any]) -> bool:
     """Whether the entries are there, counts are integers, and files are in the folder."""
     try:
-        files = manifest["files"]
-        counts = [manifest[name] for name in ("vocab_size", "bos_id", "eos_id")]
-        for entry in manifest["splits"].values():
-            counts += [entry["num_documents"], entry["num_tokens"], entry["text"]["num_bytes"]]
-            counts += [files[name]["num_bytes"] for name in (entry["starts"], *entry["shards"])]
-        vocab_size, ids = manifest["vocab_size"], [manifest["bos_id"], manifest["eos_id"]]
-        ids += manifest.get("stop_ids", [])
-        item = token_dtype(vocab_size).itemsize
+        files, vocab_size = manifest["files"], manifest["vocab_size"]
+        ids = [manifest["bos_id"], manifest["eos_id"], *manifest.get("stop_ids", [])]
+        counts, dtype = [vocab_size, *ids], token_dtype(vocab_size)
+        is_sound = "tokenizer" in manifest and manifest["dtype"] == dtype.name
         for entry in manifest["splits"].values():
             sizes = [files[name]["num_bytes"] for name in (entry["starts"], *entry["shards"])]
-            num_starts = entry["num_documents"] + 1
-            if sizes[0] != 8 * num_starts or sum(sizes[1:]) != item * entry["num_tokens"]:
-                return False
-        is_inside = all(map(is_file_name, files)) and all(0 <= x < vocab_size for x in ids)
-        counts += ids
-        is_complete = "tokenizer" in manifest and all("sha256" in entry for entry in files.values())
-        is_complete = is_complete and manifest["dtype"] == token_dtype(vocab_size).name
+            counts += [entry["num_documents"], entry["num_tokens"], entry["text"]["num_bytes"]]
+            counts += sizes
+            is_sound &= sizes[0] == 8 * (entry["num_documents"] + 1)
+            is_sound &= sum(sizes[1:]) == dtype.itemsize * entry["num_tokens"]
+        is_sound &= all(is_file_name(name) and "sha256" in x for name, x in files.items())
+        is_sound &= all(0 <= x < vocab_size for x in ids)
     except (LookupError, TypeError, AttributeError):
         return False
-    return is_inside and is_complete and all(type(x) is int and x >= 0 for x in counts)
+    return is_sound and all(type(x) is int and x >= 0 for x in counts)
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
