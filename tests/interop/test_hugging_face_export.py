@@ -22,12 +22,7 @@ from tiny_run import params as bindings
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.interop.hugging_face import open_hugging_face
-from ttcd_jax.interop.hugging_face_export import (
-    MODELING,
-    TRIED,
-    export_hugging_face,
-    text_files,
-)
+from ttcd_jax.interop.hugging_face_export import MODELING, TRIED, export_hugging_face, text_files
 from ttcd_jax.methods import METHODS
 from ttcd_jax.precision import Precision
 from ttcd_jax.run.directory import load_params

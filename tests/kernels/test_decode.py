@@ -96,10 +96,7 @@ def _definition(*operands, teacher_window, student_window, scale=8**-0.5):
     return definitions.decode(*operands, Windows(teacher_window, student_window, scale))
 
 
-FORMS = {
-    "definition": _definition,
-    "xla": partial(decode_attention_with_lse, implementation="xla"),
-}
+FORMS = {"definition": _definition, "xla": partial(decode_attention_with_lse, implementation="xla")}
 
 
 def _rings(positions, N, K, W, dtype=None):

@@ -3,13 +3,7 @@ import numpy as np
 import pytest
 from checks import assert_same, draw
 
-from ttcd_jax.memory.chunks import (
-    chunk_segments,
-    from_chunks,
-    masked,
-    memory_mask,
-    to_chunks,
-)
+from ttcd_jax.memory.chunks import chunk_segments, from_chunks, masked, memory_mask, to_chunks
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])

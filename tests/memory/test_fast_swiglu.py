@@ -5,13 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import (
-    TWO_ROWS,
-    assert_close,
-    draw,
-    largest_array,
-    traced,
-)
+from checks import TWO_ROWS, assert_close, draw, largest_array, traced
 
 from ttcd_jax.memory.chunks import chunk_segments, from_chunks, to_chunks
 from ttcd_jax.memory.fast_swiglu import (

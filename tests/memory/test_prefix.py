@@ -9,12 +9,7 @@ from checks import assert_close, assert_same, draw, temporary_bytes, traced
 
 from ttcd_jax.memory.chunks import chunk_segments, memory_mask
 from ttcd_jax.memory.newton_schulz import newton_schulz
-from ttcd_jax.memory.prefix import (
-    PrefixOptions,
-    decayed_sum,
-    read_prefix,
-    times,
-)
+from ttcd_jax.memory.prefix import PrefixOptions, decayed_sum, read_prefix, times
 
 FORMS = ("blocked", "associative", "attention")
 B, L, F, D = 2, 3, 6, 4

@@ -292,12 +292,7 @@ def test_switched_off_parts_have_no_parameters(float64):
 
     bare = names(**VARIANTS["nothing but the memory"])
     assert bare == {"gate", "up", "down"}
-    assert names() == bare | {
-        "proj",
-        "rate",
-        "teacher_conv",
-        "student_conv",
-    }
+    assert names() == bare | {"proj", "rate", "teacher_conv", "student_conv"}
 
 
 def test_statistics_measure_the_memory_and_the_gate(float64):

@@ -2,15 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import (
-    TWO_ROWS,
-    assert_close,
-    assert_narrow,
-    draw,
-    influence,
-    may_see,
-    randomize,
-)
+from checks import TWO_ROWS, assert_close, assert_narrow, draw, influence, may_see, randomize
 from small_models import small_attention
 
 from ttcd_jax.errors import UserError

@@ -6,11 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ttcd_kernels import (
-    dual_window_attention,
-    dual_window_attention_with_lse,
-    window_attention,
-)
+from ttcd_kernels import dual_window_attention, dual_window_attention_with_lse, window_attention
 
 from tests.parity.golden import Comparison, Golden, bound, relative_error, worst
 from ttcd_jax.errors import DataError
