@@ -4,12 +4,12 @@ import collections
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 from launched import launched_kernels
 from small_models import config_of
 
 from ttcd_jax.methods.ipttcd import MemoryConfig
-from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
 
@@ -25,29 +25,21 @@ CONFIG = config_of(
     memory=MemoryConfig(chunk_size=32),
     precision=Precision(),
 )
-ATTENTION = {"dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"}
 
 
-def _launched(config: TransformerConfig) -> dict[str, int]:
-    graph, params = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+@pytest.mark.parametrize(("remat", "forwards"), [("none", 2), ("dots", 2), ("block", 4)])
+def test_a_step_runs_every_kernel_once_a_layer_and_recomputes_forwards_alone(remat, forwards):
+    """A unit has one fast layer and one plain one, which attends through the same kernels;
+    rematerialization of elementwise parts runs no attention again."""
+    model = nnx.eval_shape(lambda: Transformer(CONFIG.replace(remat=remat), rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(model)
     tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
 
     def loss(params, tokens, segment_ids):
         return nnx.merge(graph, params)(tokens, segment_ids).astype(jnp.float32).sum()
 
-    step = jax.grad(loss)
-    return dict(collections.Counter(launched_kernels(step, params, tokens, tokens, capability=90)))
-
-
-def test_a_step_runs_every_kernel_once_a_layer_and_recomputes_none():
-    """A unit has one fast layer and one plain one, which attends through the same kernels."""
-    assert _launched(CONFIG.replace(remat="none")) == dict.fromkeys(ATTENTION, 2)
-
-
-def test_rematerialisation_of_elementwise_parts_runs_no_attention_again():
-    assert _launched(CONFIG.replace(remat="dots")) == dict.fromkeys(ATTENTION, 2)
-
-
-def test_rematerialisation_runs_forwards_again():
-    expected = dict.fromkeys(ATTENTION, 2) | {"dual_window_forward": 4}
-    assert _launched(CONFIG.replace(remat="block")) == expected
+    launched = launched_kernels(jax.grad(loss), params, tokens, tokens, capability=90)
+    assert collections.Counter(launched) == {
+        "dual_window_forward": forwards,
+        **dict.fromkeys(("dual_window_backward_q", "dual_window_backward_kv"), 2),
+    }
