@@ -107,13 +107,14 @@ class Read(NamedTuple):
 
 
 def in_place(settings, params: dict, x, t, ids):
-    """y [T, D] of one row of an in-place MLP (IP-TTCD, also the ideal one; IP-TTT where `settings`
-    have a target), token by token. x, t [T, D]; ids [T] numpy, every document one run."""
-    reads = in_place_reads(settings, params, x, t, ids)
-    return jnp.stack([read.z_out @ read.weight for read in reads])
+    """(y [T, D], the weight after the row) of one row of an in-place MLP (IP-TTCD, also the ideal
+    one; IP-TTT where `settings` have a target), token by token. x, t [T, D]; ids [T] numpy, every
+    document one run."""
+    reads, end = in_place_reads(settings, params, x, t, ids)
+    return jnp.stack([read.z_out @ read.weight for read in reads]), end
 
 
-def in_place_reads(settings, params: dict, x, t, ids) -> list[Read]:
+def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.Array]:
     T, w, is_target = len(x), params["down"], hasattr(settings, "target")
     is_ideal = not hasattr(settings, "has_proj")
     corrects = not is_ideal and settings.corrects_errors
@@ -179,7 +180,8 @@ def in_place_reads(settings, params: dict, x, t, ids) -> list[Read]:
             if getattr(settings, "orthogonalizes_updates", False):
                 delta = newton_schulz(delta)
             states[d] = _ended(settings, w, base, total + delta, count + 1)
-    return [reads[p] for p in range(T)]
+    base, total, _ = states[document[-1]]
+    return [reads[p] for p in range(T)], _held(settings, w, base + settings.eta * total)
 
 
 def _unit(v):

@@ -16,7 +16,6 @@ from checks import (
 from flax import nnx
 from small_models import FLOAT64, small_attention
 
-from ttcd_jax.errors import UserError
 from ttcd_jax.methods.lact import LaCT, LaCTConfig, LaCTMemoryConfig
 from ttcd_jax.nn.attention import AttentionConfig
 from ttcd_jax.precision import Precision
@@ -132,28 +131,3 @@ def test_start_is_as_published():
 def test_rates_start_at_a_thousandth(float64):
     module = LaCT(_config(), rngs=nnx.Rngs(0))
     assert_close(module._rates(jnp.zeros((1, 3, D))), jnp.full((1, 3, 2, 3), 0.001), 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("attention", "memory", "message"),
-    [
-        ({"num_kv_heads": 1}, {}, "num_kv_heads 1 must be num_heads 2"),
-        ({"head_dim": 2}, {}, "num_heads 2 times head_dim 2 must be dim 8"),
-        ({"has_qk_norm": True}, {}, "set memory.has_qk_norm"),
-        ({"has_qkv_bias": True}, {}, "set memory.has_qkv_bias"),
-        ({}, {"num_fast_heads": 3}, "num_fast_heads 3 does not divide dim 8"),
-        ({}, {"num_fast_heads": 0}, "num_fast_heads 0 must be at least 1"),
-        ({}, {"chunk_size": 0}, "chunk_size 0 must be at least 1"),
-        ({}, {"low_rank": 0}, "low_rank 0 must be at least 1"),
-        ({}, {"hidden_expansion": 0.0}, "hidden_expansion 0.0 must be positive"),
-        ({}, {"hidden_expansion": float("nan")}, "hidden_expansion nan must be positive"),
-        ({}, {"hidden_expansion": 0.2}, "hidden_expansion 0.2 leaves nothing of a fast head of"),
-    ],
-)
-def test_configurations_that_do_not_fit_are_refused_in_one_line(attention, memory, message):
-    base = _config()
-    with pytest.raises(UserError, match=message) as caught:
-        LaCTConfig(
-            attention=base.attention.replace(**attention), memory=base.memory.replace(**memory)
-        )
-    assert "\n" not in str(caught.value)
