@@ -35,12 +35,30 @@ def _sizes(method: str, rng: np.random.Generator) -> TransformerConfig:
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_any_way_to_read_rows_gives_what_one_pass_gives(method):
+SWITCHES = [
+    {"renorm_chunks": 2, "orthogonalizes_updates": True},
+    {"output": "teacher_raw", "is_conv_causal": False},
+    {"has_teacher_conv": False, "has_student_conv": False, "has_token_rate": False},
+    {"folds_state": True, "resets_at_document": False},
+    {"output": "student", "normalizes_errors": True, "has_proj": False},
+    {"half_lives": (5.0, 80.0), "decay": "gated"},
+    {"corrects_errors": True, "half_lives": (9.0,)},
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "switches"),
+    [*((method, {}) for method in METHODS), *(("ipttcd", switches) for switches in SWITCHES)],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_any_way_to_read_rows_gives_what_one_pass_gives(method, switches):
     rng = np.random.default_rng(list(METHODS).index(method))
     num_rows, length = (int(rng.integers(*bounds)) for bounds in ((2, 5), (30, 60)))
     rows, tokens = np.arange(num_rows), rng.integers(0, 11, (num_rows, length))
-    trained = randomize(Transformer, _sizes(method, rng))
+    config = _sizes(method, rng)
+    if switches:
+        config = config.replace(memory=config.memory.replace(**{"form": "auto"} | switches))
+    trained = randomize(Transformer, config)
     want = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(trained, jnp.asarray(tokens)))
     model = inference_model(trained)
     state, done = start_state(model, num_rows, max_length=length), np.zeros(num_rows, int)

@@ -5,11 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, randomize
+from checks import assert_close, randomize, refused
 from flax import nnx
 from small_models import CHUNK, config_of
 
-from ttcd_jax.errors import UserError
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import prefill
@@ -92,5 +91,5 @@ def test_a_second_prompt_finds_the_memory_empty_and_counts_its_own_chunks(model)
 
 def test_a_model_without_such_a_memory_is_refused():
     model = inference_model(randomize(Transformer, config_of("swa", num_layers=1)))
-    with pytest.raises(UserError, match="method 'swa' has none: use 'kept'"):
-        prefill(model, start_state(model, 3), TOKENS, memory="published")
+    words, state = "method 'swa' has none: use 'kept'", start_state(model, 3)
+    refused(words, prefill, model, state, TOKENS, memory="published")

@@ -4,7 +4,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from checks import assert_same, randomize
+from checks import assert_same, randomize, refused
 from small_models import config_of
 
 from ttcd_jax.errors import CheckpointError
@@ -75,74 +75,61 @@ def test_full_attention_keeps_its_room(tmp_path):
     assert_same(load_state(tmp_path / "state", model), state)
 
 
-@pytest.mark.parametrize(
-    ("config", "std", "message"),
-    [
-        (CONFIG.replace(window=6), 0.5, "another configuration: window: 8 -> 6;"),
-        (CONFIG.replace(memory=CONFIG.memory.replace(eta=0.5)), 0.5, "memory.eta: .* -> 0.5;"),
-        (CONFIG, 0.25, "other parameters of the same configuration"),
-    ],
-)
-def test_another_model_is_refused_by_what_differs(folder, config, std, message):
-    with pytest.raises(CheckpointError, match=message):
-        load_state(folder, _model(config, std))
+def _refused(words, *args):
+    refused(words, *args, error=CheckpointError)
+
+
+def test_another_model_is_refused_by_what_differs(folder):
+    _refused("window: 8 -> 6;", load_state, folder, _model(CONFIG.replace(window=6)))
+    other = CONFIG.replace(memory=CONFIG.memory.replace(eta=0.5))
+    _refused("memory.eta: | -> 0.5;", load_state, folder, _model(other))
+    _refused("other parameters of the same", load_state, folder, _model(std=0.25))
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "copy")
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "state.json", "DIGEST.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_damage_is_named(model, folder, tmp_path, name, damage):
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
+def test_damage_is_named(model, copy, name, damage):
     data = bytearray((copy / name).read_bytes())
     data[len(data) // 2] ^= 0x80
     if damage == "remove":
         (copy / name).unlink()
     else:
         (copy / name).write_bytes(data if damage == "flip" else data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match=name):
-        load_state(copy, model)
+    _refused(name, load_state, copy, model)
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../../../../../../etc/passwd", "../state.json"])
-def test_a_digest_names_the_files_of_its_folder_alone(model, folder, tmp_path, name):
-    shutil.copytree(folder, tmp_path / "copy")
-    entries = json.loads((tmp_path / "copy" / "DIGEST.json").read_text()) | {name: [0, "0"]}
-    (tmp_path / "copy" / "DIGEST.json").write_text(json.dumps(entries))
-    with pytest.raises(CheckpointError, match=f"{name}: missing"):
-        load_state(tmp_path / "copy", model)
+def test_a_digest_names_the_files_of_its_folder_alone(model, copy, name):
+    entries = json.loads((copy / "DIGEST.json").read_text()) | {name: [0, "0"]}
+    (copy / "DIGEST.json").write_text(json.dumps(entries))
+    _refused(f"{name}: missing", load_state, copy, model)
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("state.json", b"null"),
-        ("state.json", b"[" * 100_000),
-        ("state.json", b'{"tokens_read": 5}'),
+        *(("state.json", x) for x in (b"null", b"[" * 100_000, b'{"tokens_read": 5}')),
         ("state.safetensors", b"nonsense"),
         ("state.safetensors", (2**62).to_bytes(8, "little") + b"{}"),
-        ("rows", [0] * 3_000_000),
-        ("rows", 5),
-        ("rows", []),
+        *(("rows", x) for x in ([0] * 3_000_000, 5, [])),
     ],
 )
-def test_a_sealed_state_of_nonsense_is_refused(model, folder, tmp_path, name, content):
-    shutil.copytree(folder, tmp_path / "copy")
+def test_a_sealed_state_of_nonsense_is_refused(model, copy, name, content):
     if name == "rows":
-        name, record = "state.json", json.loads((folder / "state.json").read_text())
+        name, record = "state.json", json.loads((copy / "state.json").read_text())
         content = json.dumps(record | {"tokens_read": content}).encode()
-    (tmp_path / "copy" / name).write_bytes(content)
-    digest.seal(tmp_path / "copy")
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        load_state(tmp_path / "copy", model)
+    (copy / name).write_bytes(content)
+    digest.seal(copy)
+    _refused(str(copy.parent), load_state, copy, model)
 
 
-def test_a_folder_without_a_state_is_refused(model, tmp_path):
-    for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match=f"{folder} is no saved state"):
-            load_state(folder, model)
-
-
-def test_a_saved_state_is_not_overwritten(model, state, folder):
-    with pytest.raises(CheckpointError, match=f"cannot be saved as {folder}"):
-        save_state(folder, model, state)
+def test_a_folder_without_a_state_or_with_one_is_refused(model, state, folder, tmp_path):
+    for other in (tmp_path, tmp_path / "absent"):
+        _refused(f"{other} is no saved state", load_state, other, model)
+    _refused(f"cannot be saved as {folder}", save_state, folder, model, state)
     assert_same(load_state(folder, model), state)

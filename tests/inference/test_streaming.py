@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, assert_same, randomize
+from checks import assert_close, assert_same, randomize, refused
 from flax import nnx
 from small_models import CHUNK, config_of
 
-from ttcd_jax.errors import DataError, UserError
+from ttcd_jax.errors import DataError
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.prefill import even_size, prefill, stream
@@ -48,17 +48,7 @@ def _rest(done: np.ndarray) -> np.ndarray:
 
 
 def _behind(logits: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    return logits[np.arange(ROWS), ends - 1]
-
-
-def _check_decoding(model, state, done: np.ndarray, want: np.ndarray, steps: int) -> None:
-    """The logits of `steps` tokens."""
-    for _ in range(steps):
-        is_active = done < T
-        tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
-        logits, state = decode(model, state, tokens, is_active)
-        done = done + is_active
-        assert_close(np.asarray(logits)[is_active], _behind(want, done)[is_active])
+    return logits[np.arange(ROWS), np.minimum(ends, T) - 1]
 
 
 # Every kind of state; test_any_split.py has all methods.
@@ -89,33 +79,13 @@ def test_every_split_around_the_edges_of_chunk_and_window():
     model, want = _models(_config("ipttcd"))
     for split in range(1, 2 * WINDOW + 2):
         lengths = np.array([split, split + 1, split + CHUNK])
-        state = start_state(model, ROWS)
-        logits, state = prefill(model, state, TOKENS, lengths, piece_size=3)
+        logits, state = prefill(model, start_state(model, ROWS), TOKENS, lengths, piece_size=3)
         assert_close(np.asarray(logits), _behind(want, lengths))
-        _check_decoding(model, state, lengths, want, CHUNK + 1)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"renorm_chunks": 2, "orthogonalizes_updates": True},
-        {"output": "teacher_raw", "is_conv_causal": False},
-        {"has_teacher_conv": False, "has_student_conv": False, "has_token_rate": False},
-        {"folds_state": True, "resets_at_document": False},
-        {"output": "student", "normalizes_errors": True, "has_proj": False},
-        {"half_lives": (5.0, 80.0), "decay": "gated"},
-        {"corrects_errors": True, "half_lives": (9.0,)},
-    ],
-    ids=lambda changes: "-".join(changes),
-)
-def test_every_switch_of_the_memory(changes):
-    memory = MemoryConfig(chunk_size=CHUNK, num_taps=4, **changes)
-    model, want = _models(_config("ipttcd", memory=memory, num_layers=1))
-    lengths = np.array([2 * CHUNK + 1, 3, 7])
-    state = start_state(model, ROWS)
-    logits, state = prefill(model, state, TOKENS, lengths, piece_size=CHUNK)
-    assert_close(np.asarray(logits), _behind(want, lengths))
-    _check_decoding(model, state, lengths, want, CHUNK + 2)
+        for done in (lengths + step for step in range(CHUNK + 1)):
+            is_active = done < T
+            tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
+            logits, state = decode(model, state, tokens, is_active)
+            assert_close(np.asarray(logits)[is_active], _behind(want, done + 1)[is_active])
 
 
 def test_a_row_that_waits_keeps_its_state():
@@ -163,38 +133,25 @@ def test_the_pieces_of_a_prompt_have_one_size_with_little_padding():
 
 def test_bad_input_is_refused_before_anything_is_read():
     model, _ = _models(_config("ipttcd"))
-    state = start_state(model, ROWS)
-    for tokens, lengths, message in (
-        (TOKENS[:2], None, r"shape \(2, 23\) and the state 3 rows"),
-        (TOKENS, np.array([1, 24, 2]), "lengths .* do not fit tokens of shape"),
-        (TOKENS, np.array([1, 0, 2]), "row 1 has no token"),
-    ):
-        with pytest.raises(UserError, match=message):
-            prefill(model, state, tokens, lengths)
-    with pytest.raises(DataError, match="token 11 at position 0 is outside the vocabulary"):
-        prefill(model, state, np.full((ROWS, 2), 11))
-    with pytest.raises(UserError, match="memory 'all' is not one of kept, published"):
-        prefill(model, state, TOKENS, memory="all")
-    with pytest.raises(UserError, match="piece_size 0 must be at least 1"):
-        prefill(model, state, TOKENS, piece_size=0)
+    state, read = start_state(model, ROWS), functools.partial(prefill, model)
+    refused("shape (2, 23)|3 rows", read, state, TOKENS[:2])
+    refused("lengths |do not fit", read, state, TOKENS, np.array([1, 24, 2]))
+    refused("row 1 has no token", read, state, TOKENS, np.array([1, 0, 2]))
+    refused("token 11 at position 0", read, state, np.full((ROWS, 2), 11), error=DataError)
+    refused("'all'|kept, published", read, state, TOKENS, memory="all")
+    refused("piece_size 0|at least 1", read, state, TOKENS, piece_size=0)
     assert state.position.tolist() == [0] * ROWS  # not donated: still there
+    memory = MemoryConfig(chunk_size=CHUNK, num_taps=3, is_conv_causal=False)
+    ahead = inference_model(randomize(Transformer, _config("ipttcd", memory=memory)))
+    refused("is_conv_causal=False|'teacher'", start_state, ahead, 1)
 
 
 def test_full_attention_says_what_it_needs():
     model, _ = _models(_config("full"))
-    with pytest.raises(UserError, match="give max_length"):
-        start_state(model, ROWS)
-    with pytest.raises(UserError, match=r"would have 23 tokens .* holds 22: .*max_length=23"):
-        prefill(model, start_state(model, ROWS, max_length=T - 1), TOKENS)
-    state = start_state(model, ROWS, max_length=2)
+    refused("give max_length", start_state, model, ROWS)
+    small, state = (start_state(model, ROWS, max_length=size) for size in (T - 1, 2))
+    refused("23 tokens|holds 22|max_length=23", prefill, model, small, TOKENS)
     for tokens in TOKENS[:, :3].T:
         logits, state = decode(model, state, tokens, np.array([True, True, False]))
         is_number = np.isfinite(np.asarray(logits)).all(axis=1).tolist()
         assert is_number == [state.position[0] <= 2] * 2 + [True]
-
-
-def test_a_model_that_reads_ahead_is_refused():
-    memory = MemoryConfig(chunk_size=CHUNK, num_taps=3, is_conv_causal=False)
-    model = inference_model(randomize(Transformer, _config("ipttcd", memory=memory)))
-    with pytest.raises(UserError, match="is_conv_causal=False with output 'teacher' reads"):
-        start_state(model, 1)

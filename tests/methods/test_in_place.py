@@ -427,6 +427,6 @@ if __name__ == "__main__":
         if name.isdecimal():
             case = _drawn_case(int(name))
         else:  # a method, whose rows are read in pieces; raises where they differ from one pass
-            test_any_split.test_any_way_to_read_rows_gives_what_one_pass_gives(name)
+            test_any_split.test_any_way_to_read_rows_gives_what_one_pass_gives(name, {})
             case = {"method": name, "dtype": "float64", "error": 0.0}
         print(json.dumps(case), flush=True)

@@ -40,7 +40,7 @@ def _config(**changes) -> TransformerConfig:
 
 def test_it_has_the_properties_of_every_method(float64):
     test_methods.test_a_token_depends_on_its_past_its_row_and_its_document_only("toy")
-    test_any_split.test_any_way_to_read_rows_gives_what_one_pass_gives("toy")
+    test_any_split.test_any_way_to_read_rows_gives_what_one_pass_gives("toy", {})
 
 
 def test_a_step_trains_it(float64):

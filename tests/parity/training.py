@@ -97,13 +97,14 @@ def check_schedule(golden: Golden, dtype: str) -> Comparison:
     """Kind lr_schedule: the rate of every step of every case."""
     ours = {}
     for case, source in golden.config.items():
-        floor = source.get("lr_min", 0.0)
-        if "lr_min_absolute" in source:
-            floor = min(1.0, source["lr_min_absolute"] / source["lr"])
-        same = {name: source[name] for name in ("steps", "warmup", "decay_ratio")}
-        config = ScheduleConfig(
-            peak=source["lr"], decay=source["decay_type"], floor_ratio=floor, **same
-        )
-        rates = jax.jit(jax.vmap(learning_rate(config)))
+        rates = jax.jit(jax.vmap(learning_rate(schedule_of(source))))
         ours[f"out.{case}"] = rates(jnp.arange(source["steps"]))
     return worst(ours, golden, dtype)
+
+
+def schedule_of(source: dict[str, Any]) -> ScheduleConfig:
+    floor = source.get("lr_min", 0.0)
+    if "lr_min_absolute" in source:
+        floor = min(1.0, source["lr_min_absolute"] / source["lr"])
+    same = {name: source[name] for name in ("steps", "warmup", "decay_ratio")}
+    return ScheduleConfig(peak=source["lr"], decay=source["decay_type"], floor_ratio=floor, **same)
