@@ -126,13 +126,7 @@ def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.A
     def convolved(vectors, name, p):
         if name not in params:
             return vectors[p]
-        taps, total = params[name], jnp.zeros_like(vectors[p])
-        for r, tap in enumerate(taps):
-            s = p + r - (len(taps) - 1 if settings.is_conv_causal else len(taps) // 2)
-            is_near = 0 <= s < T and s // settings.chunk_size == p // settings.chunk_size
-            if is_near and document[s] == document[p]:
-                total = total + tap * vectors[s]
-        return total
+        return _convolved(settings, document, vectors, params[name], p)
 
     def read_and_written(p):
         """(features that read, of teacher, of student), (key, error, rate of the correction)."""
@@ -141,10 +135,8 @@ def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.A
             key = _unit(z_out) if corrects else z_out
             error, rate, views = convolved(t, "target_conv", p), 1.0, (z_out, z_out)
         else:
-            views = teacher, student = (
-                convolved(z, "teacher_conv", p),
-                convolved(z_s, "student_conv", p),
-            )
+            teacher, student = convolved(z, "teacher_conv", p), convolved(z_s, "student_conv", p)
+            views = teacher, student
             if is_ideal:
                 return (teacher, *views), (student, None, None)
             z_out = {"teacher": teacher, "teacher_raw": z[p], "student": student}[settings.output]
@@ -182,6 +174,17 @@ def in_place_reads(settings, params: dict, x, t, ids) -> tuple[list[Read], jax.A
             states[d] = _ended(settings, w, base, total + delta, count + 1)
     base, total, _ = states[document[-1]]
     return [reads[p] for p in range(T)], _held(settings, w, base + settings.eta * total)
+
+
+def _convolved(settings, document, vectors, taps, p):
+    """Of token p, inside its chunk and document."""
+    total = jnp.zeros_like(vectors[p])
+    for r, tap in enumerate(taps):
+        s = p + r - (len(taps) - 1 if settings.is_conv_causal else len(taps) // 2)
+        is_near = 0 <= s < len(vectors) and s // settings.chunk_size == p // settings.chunk_size
+        if is_near and document[s] == document[p]:
+            total = total + tap * vectors[s]
+    return total
 
 
 def _unit(v):

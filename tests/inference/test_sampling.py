@@ -56,7 +56,9 @@ def _probabilities(config, seen, logits=LOGITS):
         {},
         {"temperature": 0.5},
         {"temperature": 3.0},
+        {"top_k": 1, "temperature": 5.0},
         {"top_k": 4},
+        {"top_k": 1000, "temperature": 9.0},
         {"top_k": 10},
         {"top_p": 0.6},
         {"top_p": 1e-6},
@@ -97,12 +99,6 @@ def test_temperature_zero_takes_the_likeliest_token_and_of_equals_the_first():
         assert _sample(TIES, configs)[:2].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}])
-def test_what_leaves_one_token_is_greedy(fields):
-    configs = [SamplingConfig(temperature=5.0, seed=seed, **fields) for seed in range(32)]
-    assert set(_sample(LOGITS, configs)) == {int(LOGITS.argmax())}
-
-
 def test_a_temperature_near_zero_is_greedy_and_finite():
     configs = [SamplingConfig(temperature=1e-30, top_k=k) for k in (None, 3)]
     assert _sample(LOGITS, configs).tolist() == [3, 3]
@@ -114,11 +110,6 @@ def test_top_k_keeps_ties_with_the_last_and_top_p_only_what_it_needs():
     assert set(_many(ties, logits=TIES)) == {0, 1, 2, 4, 5}
     first = SamplingConfig(temperature=1.0, top_p=0.7)  # two likeliest: 0.6, each other: 0.11
     assert set(_many(first, logits=TIES)) == {0, 1, 4}
-
-
-def test_more_than_the_vocabulary_is_all_of_it():
-    config = SamplingConfig(temperature=9.0, top_k=1000)
-    assert set(_many(config)) == set(range(LOGITS.size))
 
 
 def test_a_token_without_probability_is_never_drawn():

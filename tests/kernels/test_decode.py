@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance, draw
-from interpreting import check_errors
-from launched import launched_kernels
+from devices import check_errors, launched_kernels
 from ttcd_kernels import dual_window_attention_with_lse, launch
 from ttcd_kernels.decode import bench, triton_call
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse

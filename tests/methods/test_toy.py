@@ -8,12 +8,11 @@ import numpy as np
 import optax
 import pytest
 from devices import run_on_devices
-from small_models import CHUNK, config_of
-from toy_method import METHOD, ToySettings
+from small_models import CHUNK, TOY, ToySettings, config_of
 
 from experiments import plan
 from experiments.cli import CONFIG_DIR
-from tests.inference import test_any_split
+from tests.inference import test_reading
 from tests.models import test_methods
 from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.methods import METHODS
@@ -31,7 +30,7 @@ TOKENS = np.random.default_rng(0).integers(0, 11, (ROWS, T))
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    monkeypatch.setitem(METHODS, "toy", METHOD)
+    monkeypatch.setitem(METHODS, "toy", TOY)
 
 
 def _config(**changes) -> TransformerConfig:
@@ -40,7 +39,7 @@ def _config(**changes) -> TransformerConfig:
 
 def test_it_has_the_properties_of_every_method(float64):
     test_methods.test_a_token_depends_on_its_past_its_row_and_its_document_only("toy")
-    test_any_split.test_any_way_to_read_rows_gives_what_one_pass_gives("toy", {})
+    test_reading.test_any_way_to_read_rows_gives_what_one_pass_gives("toy", {})
 
 
 def test_a_step_trains_it(float64):

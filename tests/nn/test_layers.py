@@ -1,4 +1,6 @@
-"""Layers without a memory: attention under one window and two, the MLP, its norm and products."""
+"""Layers without a memory: attention under one window and two, positions, the MLP, its norm."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,20 +10,19 @@ from checks import (
     TWO_ROWS,
     assert_close,
     assert_narrow,
-    distance,
     draw,
     influence,
     may_see,
     randomize,
 )
 from flax import nnx
-from small_models import FLOAT64, small_attention
+from small_models import small_attention
 
 from ttcd_jax.nn.attention import Attention, DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.mlp import MLPConfig, SwiGLU
 from ttcd_jax.nn.product import product
-from ttcd_jax.nn.rope import RopeConfig
+from ttcd_jax.nn.rope import RopeConfig, YarnConfig, pair_frequencies, rotate
 from ttcd_jax.nn.row import Row
 from ttcd_jax.precision import Precision
 
@@ -39,41 +40,6 @@ def test_a_token_depends_on_its_window_of_its_document_and_nothing_else(window, 
     ids = jnp.asarray(TWO_ROWS)
     reach = influence(lambda h: attention(h, Row.of(h).positions, ids), h)
     np.testing.assert_array_equal(reach > 0, may_see(TWO_ROWS, window))
-
-
-def _by_formula(attention, h):
-    """numpy, head by head."""
-    c = attention.config
-    weights = {
-        name: np.asarray(getattr(attention, name)[...])
-        for name in ("query", "key", "value", "out", "query_norm", "key_norm")
-    }
-
-    def heads(name, norm=None):
-        x = (h @ weights[name]).reshape(T, -1, c.head_dim)
-        if norm is None:
-            return x
-        x = weights[norm] * x / np.sqrt((x**2).mean(-1, keepdims=True) + c.qk_norm_eps)
-        first, second = np.split(x, 2, axis=-1)
-        angle = np.arange(T)[:, None] * c.rope.base ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
-        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-    q, k, v = heads("query", "query_norm"), heads("key", "key_norm"), heads("value")
-    outs = []
-    for n in range(c.num_heads):
-        kv = n // (c.num_heads // c.num_kv_heads)
-        score = q[:, n] @ k[:, kv].T / np.sqrt(c.head_dim)
-        weight = np.exp(score) * may_see(np.zeros((1, T)), c.window)[0, :, 0]
-        outs.append(weight / weight.sum(-1, keepdims=True) @ v[:, kv])
-    return np.concatenate(outs, axis=-1) @ weights["out"]
-
-
-def test_attention_follows_its_formula(float64):
-    attention = _attention(has_qk_norm=True, qk_norm_eps=0.1, rope=RopeConfig(base=50.0))
-    (h,) = draw(1, (1, T, D))
-    ours = jax.jit(lambda h: attention(h))(h)
-    assert_close(ours[0], _by_formula(attention, np.asarray(h[0])), 1e-6)  # float32 angles
 
 
 def _dual(teacher=5):
@@ -109,16 +75,6 @@ def _mlp(precision=Precision(), **changes):
     return randomize(SwiGLU, MLPConfig(dim=6, hidden_dim=8, precision=precision, **changes))
 
 
-def test_the_mlp_follows_its_formula(float64):
-    mlp = _mlp(FLOAT64)
-    (x,) = draw(1, (2, 5, 6))
-    gate, up, down = (np.asarray(w[...]) for w in (mlp.gate, mlp.up, mlp.down))
-    a = np.asarray(x) @ gate
-    features = a / (1 + np.exp(-a)) * (np.asarray(x) @ up)
-    assert_close(mlp.features(x), features)
-    assert_close(mlp(x), features @ down)
-
-
 def test_weights_start_with_the_asked_deviation():
     mlp = SwiGLU(MLPConfig(dim=64, hidden_dim=128, init_std=0.3), rngs=nnx.Rngs(0))
     for weight in (mlp.gate, mlp.up, mlp.down):
@@ -142,17 +98,6 @@ def test_rows_are_divided_by_their_root_mean_square(float64):
     assert_close(rms_norm(x, weight, 0.1), expected)
 
 
-def test_the_gradient_of_the_norm_is_that_of_finite_differences(float64):
-    x, weight, direction = draw(0, (2, 5), (5,), (2, 5))
-
-    def run(x):
-        return jnp.sum(jnp.sin(rms_norm(x, weight, 1e-6)))
-
-    step = 1e-6
-    numeric = (run(x + step * direction) - run(x - step * direction)) / (2 * step)
-    assert distance(jnp.sum(jax.grad(run)(x) * direction), numeric) < 1e-8
-
-
 def test_zero_rows_stay_zero_with_a_finite_gradient():
     gradient = jax.grad(lambda x: rms_norm(x, jnp.ones(4), 1e-6).sum())(jnp.zeros((2, 4)))
     assert np.isfinite(gradient).all()
@@ -166,28 +111,77 @@ def test_bfloat16_is_normed_in_float32():
     assert_close(narrow, wide, 2**-8)
 
 
-@pytest.mark.parametrize(
-    ("equation", "shapes"),
-    [
-        ("BLF,FD->BLD", [(2, 3, 4), (4, 5)]),
-        ("BLF,BLD->BFD", [(2, 3, 4), (2, 3, 5)]),
-        ("BCLF,BJMF->BCLJM", [(2, 2, 3, 4), (2, 5, 3, 4)]),
-    ],
-)
-def test_gradients_are_those_of_einsum(equation, shapes, float64):
-    a, b = draw(0, *shapes)
-
-    def both(run):
-        value, pull = jax.vjp(run, a, b)
-        return value, pull(jnp.cos(value))
-
-    ours = both(lambda a, b: product(equation, a, b, jnp.float64))
-    assert_close(ours, both(lambda a, b: jnp.einsum(equation, a, b)))
-
-
 def test_narrow_operands_have_wide_results_and_narrow_gradients():
     a, b = draw(0, (64, 32), (32, 16), dtype=jnp.bfloat16)
     value, pull = jax.vjp(lambda a, b: product("XF,FZ->XZ", a, b, jnp.float32), a, b)
     assert value.dtype == jnp.float32
     assert_close(value, a.astype(jnp.float32) @ b.astype(jnp.float32))
     assert [x.dtype for x in pull(value)] == [jnp.bfloat16] * 2
+
+
+HEAD = 8
+
+
+def _as_complex(x) -> np.ndarray:
+    """Pair j of a head is (x[j], x[j + HEAD/2])."""
+    first, second = np.split(np.asarray(x), 2, axis=-1)
+    return first + 1j * second
+
+
+def test_pairs_turn_by_their_angle(float64):
+    """As a product with exp(i p base^(-2j/HEAD))."""
+    (x,) = draw(0, (2, 5, 3, HEAD))
+    positions = jnp.array([[0, 1, 2, 3, 4], [7, 9, 11, 500, 4000]])
+    frequency = 100.0 ** (-np.arange(0, HEAD, 2) / HEAD)
+    turn = np.exp(1j * np.asarray(positions)[..., None, None] * frequency)
+    ours = _as_complex(rotate(x, positions, RopeConfig(base=100.0)))
+    assert np.abs(ours - _as_complex(x) * turn).max() < 5e-4  # float32 angles up to 4000 radians
+
+
+def test_lengths_are_kept_and_position_zero_is_the_identity(float64):
+    (x,) = draw(0, (1, 4, 2, HEAD))
+    turned = rotate(x, jnp.array([[0, 3, 10**6, 17]]), RopeConfig())
+    assert_close(turned[:, 0], x[:, 0])
+    assert_close(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), 1e-6)
+
+
+def test_angles_of_a_million_tokens_are_float32_in_bfloat16():
+    (x,) = draw(0, (1, 1, 1, HEAD), dtype=jnp.bfloat16)
+    turned = rotate(x, jnp.array([[999_983]]), RopeConfig())
+    assert turned.dtype == jnp.bfloat16
+    exact = rotate(x.astype(jnp.float32), jnp.array([[999_983]]), RopeConfig())
+    assert_close(turned, exact, 2**-8)
+
+
+def _yarn(pair, head_dim, base, factor, original, fast, slow):
+    """The frequency of one pair by the paper: wavelength against the original length, with the
+    ramp's two corners rounded outward to whole pairs as Hugging Face does."""
+    plain = base ** (-2 * pair / head_dim)
+
+    def corner(turns):
+        return head_dim * math.log(original / (2 * math.pi * turns)) / (2 * math.log(base))
+
+    low, high = math.floor(corner(fast)), math.ceil(corner(slow))
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if pair <= low:
+        return plain
+    if pair >= high:
+        return plain / factor
+    part = (pair - low) / (high - low)
+    return (1 - part) * plain + part * plain / factor
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "base", "factor", "original"), [(64, 1e4, 4.0, 2048), (128, 1e6, 8.0, 32768)]
+)
+def test_yarn_follows_its_formula(head_dim, base, factor, original):
+    yarn = YarnConfig(factor=factor, original_length=original)
+    frequency, magnitude = pair_frequencies(RopeConfig(base=base, yarn=yarn), head_dim)
+    sizes = head_dim, base, factor, original, 32.0, 1.0
+    expected = [_yarn(pair, *sizes) for pair in range(head_dim // 2)]
+    np.testing.assert_allclose(frequency, expected, rtol=1e-6)
+    assert magnitude == pytest.approx(0.1 * math.log(factor) + 1)
+    # Fast pairs keep their frequency, slow ones are interpolated.
+    plain, _ = pair_frequencies(RopeConfig(base=base), head_dim)
+    assert frequency[0] == plain[0]
+    assert frequency[-1] == pytest.approx(plain[-1] / factor)
