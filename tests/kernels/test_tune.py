@@ -12,7 +12,7 @@ import commands
 import jax
 import jax.numpy as jnp
 import pytest
-from launched import launched_kernels
+from devices import launched_kernels
 from ttcd_kernels import bench, cases, launch, machine_code, measure, tune
 from ttcd_kernels.bench import OPS
 from ttcd_kernels.decode import tuning as decode_tuning
