@@ -1,5 +1,6 @@
 """The page of several runs: a row per run, then a section for everything that was measured."""
 
+import importlib
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import read_json
-from ttcd_jax.measure.page import Section, published, write_page
+from ttcd_jax.measure.page import Section, write_page
 from ttcd_jax.measure.pictures import Picture, coloured_by_run, plot_lines
 from ttcd_jax.measure.results import damage_named, read_all_results, task_sections
 from ttcd_jax.methods import method_named
@@ -36,12 +37,14 @@ def write_report(
     others = [path for path in run_dirs if path not in sweeps]
     for path in others:
         RunDirectory(path).check_imports()
+    if find_spec("experiments.studies") is not None:
+        importlib.import_module("experiments.studies.equivalence.tasks")  # they are registered
     results = read_all_results(others)
     for result in itertools.chain(*results.values()):
         find_task(str(result.get("task")))  # an unknown one would be left out
     runs = [Run(*x, read_metrics(x[1] / METRICS)) for x in zip(results, others, strict=True)]
     for run in runs:
-        if not (results[run.label] or run.metrics or _comparison(run).exists()):
+        if not (results[run.label] or run.metrics):
             raise UserError(
                 f"nothing was measured in {run.path}: train it, or run experiments.evaluate first"
             )
@@ -49,7 +52,6 @@ def write_report(
         sections = [
             *task_sections(results, output),
             *_sweeps(sweeps, output),
-            *(section for run in runs for section in _equivalence(run)),
             *_training(runs, output),
         ]
     options = {"colours": colours, "sections": sections, "next_steps": next_steps}
@@ -120,34 +122,3 @@ def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
         draw_curves(path, records)
         picture = Picture(Path(path.name), sentence + ". ".join(footnotes(records)) + ".")
         return [Section("MAD: synthetic tasks", score_table(records), [picture])]
-
-
-def _comparison(run: Run) -> Path:
-    return run.path / "eval" / "equivalence" / "equivalence.json"
-
-
-def _equivalence(run: Run) -> list[Section]:
-    """How far two ways to compute a run are apart, as `experiments.equivalence` measured it."""
-    path = _comparison(run)
-    if not path.exists():
-        return []
-    found = read_json(path)
-    with damage_named(str(path)):
-        ways = f"{found['candidate']} against {found['reference']}"
-        table = []
-        if facts := found.get("distribution"):
-            table = [{"measure": "flips of the likeliest token", "mean": facts["flip_share"]}]
-            table.append({"measure": "KL divergence (nats)"} | facts["kl"])
-            table.append({"measure": "total variation"} | facts["tv"])
-    sentences = {
-        "kernel": "Share of the outputs of each block that agree, within units in the last place.",
-        "distribution": "Distance of the predictions, by position.",
-        "task": "Score of both ways on needles in a haystack.",
-    }
-    pictures = [
-        Picture(file.absolute(), f"{sentence} {ways}.")
-        for name, sentence in sentences.items()
-        if (file := path.with_name(f"{name}.png")).exists()
-    ]
-    title = f"Equivalence of two ways to compute {run.label}"
-    return [Section(title, table, pictures, published("equivalence"))]

@@ -6,8 +6,9 @@ import json
 import commands
 from tiny_run import params
 
-from ttcd_jax.tasks import TASKS
+from ttcd_jax.tasks import TASKS as REGISTERED
 
+TASKS = {x: task for x, task in REGISTERED.items() if task.__module__.startswith("ttcd_jax.")}
 DATA = commands.ROOT / "tests" / "eval" / "data"
 QUESTION = {"ctx": "def main(", "activity_label": "a", "ctx_a": "def main(", "ctx_b": ""}
 SMALL = {

@@ -25,13 +25,14 @@ _DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, 
 _UNFINISHED = ".unfinished"  # in the folder of results: the journal of answers
 
 
-def evaluate(task: Task, subject: Subject, step: int) -> dict[str, Any]:
+def evaluate(task: Task, subject: Subject, step: int, output: str | None = None) -> dict[str, Any]:
     """The records of every variant of a model, with their task, run and step. Answers are kept in
     the folder of results until `write_results`, so that the same evaluation goes on after an
-    interruption. Raises `UserError` where the results would replace another model's."""
+    interruption. `output`: that folder, a name in `eval` of the run or a path; None: `folder_name`.
+    Raises `UserError` where the results would replace another model's."""
     result = {
         "task": task.name,
-        "folder": folder_name(task.name, subject.label or subject.changes),
+        "folder": output or folder_name(task.name, subject.label or subject.changes),
         "label": subject.name,
         "changes": subject.changes,
         "options": task.to_dict(),
