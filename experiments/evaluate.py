@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     import jax
     from ttcd_kernels.table import format_table
 
-    from ttcd_jax.measure.results import evaluate, write_results
+    from ttcd_jax.measure.results import evaluate
     from ttcd_jax.measure.task import Subject
     from ttcd_jax.run.directory import RunDirectory, load_run
     from ttcd_jax.run.model_changes import describe
@@ -64,9 +64,9 @@ def main(argv: list[str]) -> None:
         subject = Subject(run.model, run.tokenizer, data, FLAGS.run_dir, FLAGS.label, changes)
         result = evaluate(task, subject, run.step)
         if jax.process_index() == 0:
-            folder = write_results(result)
-            print(f"{task.title} (step {run.step}, {result['rows']} rows)")
-            print(format_table(task.table(result["series"])))
+            folder = result.write()
+            print(f"{task.title} (step {run.step}, {result.rows} rows)")
+            print(format_table(result.table))
             print(printable(f"written to {folder}"))
 
 

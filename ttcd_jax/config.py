@@ -8,6 +8,7 @@ bound is part of the field's annotation: `num_taps: Positive = 5`,
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import re
@@ -145,6 +146,7 @@ class Config:
 
     def __init_subclass__(cls) -> None:
         """The docstrings of bases with fields follow that of the class: `help` explains all."""
+        super().__init_subclass__()
         bases = (x for x in cls.__bases__ if issubclass(x, Config) and dataclasses.fields(x))
         texts = [inspect.cleandoc(x.__doc__ or "") for x in (cls, *bases)]
         cls.__doc__ = "\n\n".join(dict.fromkeys("\n\n".join(texts).split("\n\n")))
@@ -211,6 +213,25 @@ class Config:
         if missing := [x.name for x in absent if x.default is x.default_factory is none]:
             raise UserError(f"{cls.__name__} lacks {', '.join(missing)}")
         return cls(**{x: _revive(source[x], hints.get(x)) for x in source if x != "type"})
+
+
+def read_fields[T](kind: type[T], found: Any) -> T:
+    """The NamedTuple of the fields in an object of JSON; others there are ignored. Raises
+    `ValueError` for a field that is missing, or of another type."""
+    hints = _field_hints(kind)
+    if not isinstance(found, dict):
+        raise ValueError(f"a {kind.__name__} is a {type(found).__name__}, not an object of fields")
+    try:
+        values = kind(**{name: found[name] for name in hints if name in found})
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    for name, hint in hints.items():
+        if not _matches(value := getattr(values, name), hint):
+            raise ValueError(f"{kind.__name__}.{name} must be {_describe(hint)}, got {value!r}")
+    return values
+
+
+_field_hints = functools.cache(typing.get_type_hints)
 
 
 def config_classes(hint: Any) -> list[type[Config]]:

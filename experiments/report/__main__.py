@@ -3,9 +3,10 @@
     python -m experiments.report --run_dir=DIR [--run_dir=DIR2 ...] [--output=DIR] [--next=LINE ...]
 
 The page shows everything that was measured of the runs: their evaluations, comparisons of two of
-their variants, training curves and speed; of folders of MAD sweeps, their scores. Numbers of the
-paper are set apart. Runs that were evaluated on the same task share tables and pictures, and each
-has one colour on the whole page.
+their variants, training curves and speed; of folders of MAD sweeps, their scores; of JSON files of
+benchmarks, checks of kernels and the proposition, their tables. Numbers of the paper are set apart.
+Runs that were evaluated on the same task share tables and pictures, and each has one colour on the
+whole page.
 """
 
 from pathlib import Path
@@ -16,7 +17,7 @@ from experiments import cli
 
 FLAGS = flags.FLAGS
 flags.DEFINE_multi_string(
-    "run_dir", None, "A run directory, or that of a MAD sweep; repeat for more.", required=True
+    "run_dir", None, "A run or MAD sweep, or a JSON file of a benchmark; repeat.", required=True
 )
 flags.DEFINE_string("output", None, "Folder of the page; default: report/ in the first run.")
 flags.DEFINE_multi_string("next", [], "A line of the page's and the terminal's 'next' list.")
@@ -30,7 +31,8 @@ def main(argv: list[str]) -> None:
 
     paths = map(Path, FLAGS.run_dir)
     run_dirs = [*{path.resolve(): path for path in reversed([*paths])}.values()][::-1]
-    output = Path(FLAGS.output) if FLAGS.output else run_dirs[0] / "report"
+    first = run_dirs[0].parent if run_dirs[0].is_file() else run_dirs[0]
+    output = Path(FLAGS.output) if FLAGS.output else first / "report"
     for section in write_report(run_dirs, output, FLAGS.next):
         print(f"\n{section.title}\n{format_table(section.table)}")
     if (page := output / "index.html").exists():

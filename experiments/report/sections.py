@@ -1,12 +1,13 @@
 """The page of several runs: a row per run, then a section for everything that was measured."""
 
 import importlib
-import itertools
 import statistics
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ttcd_kernels.table import Row
 
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import read_json
@@ -16,16 +17,34 @@ from ttcd_jax.measure.results import damage_named, read_all_results, task_sectio
 from ttcd_jax.methods import method_named
 from ttcd_jax.run.directory import METRICS, RunDirectory, model_config
 from ttcd_jax.run.reporting import read_metrics
-from ttcd_jax.tasks import find_task
 from ttcd_jax.train.state import num_params
+
+_CURVES = {  # of a metric: title, name of the axis
+    "loss": ("Training and its speed", "training loss (nats per token)"),
+    "memory_ratio": ("Size of the memory, mean over layers", "|eta S| / |W_base|"),
+    "gate_mean": ("Gate of the memory, mean over layers", "mean of beta"),
+}
 
 
 class Run(NamedTuple):
-    """A run of the page: its name there, and its metrics."""
+    """A run of a page: its name there, and its metrics."""
 
     label: str
     path: Path
     metrics: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, label: str, path: Path) -> "Run":
+        return cls(label, path, read_metrics(path / METRICS))
+
+    def numbers(self, name: str) -> dict[int, float]:
+        """The values of a metric by step, the mean over layers, where they are numbers."""
+        found = {}
+        for record in self.metrics:
+            values = [x for key, x in record.items() if key.partition("/")[0] == name]
+            if values and all(isinstance(x, int | float) and abs(x) < 1e300 for x in values):
+                found[record["step"]] = statistics.fmean(values)
+        return found
 
 
 def write_report(
@@ -33,16 +52,15 @@ def write_report(
 ) -> list[Section]:
     """Writes `index.html` and its pictures into `output`; returns the sections of the page. Raises
     `UserError` for a folder of which nothing was measured, `DataError` for damaged results."""
+    files = [path for path in run_dirs if path.is_file()]
     sweeps = [path for path in run_dirs if (path / "records").is_dir()]
-    others = [path for path in run_dirs if path not in sweeps]
+    others = [path for path in run_dirs if path not in (*files, *sweeps)]
     for path in others:
         RunDirectory(path).check_imports()
     if find_spec("experiments.studies") is not None:
         importlib.import_module("experiments.studies.equivalence.tasks")  # they are registered
     results = read_all_results(others)
-    for result in itertools.chain(*results.values()):
-        find_task(str(result.get("task")))  # an unknown one would be left out
-    runs = [Run(*x, read_metrics(x[1] / METRICS)) for x in zip(results, others, strict=True)]
+    runs = [Run.read(*x) for x in zip(results, others, strict=True)]
     for run in runs:
         if not (results[run.label] or run.metrics):
             raise UserError(
@@ -52,27 +70,31 @@ def write_report(
         sections = [
             *task_sections(results, output),
             *_sweeps(sweeps, output),
-            *_training(runs, output),
+            *training_sections(runs, output),
+            *(section for path in files for section in _tables(path)),
         ]
     options = {"colours": colours, "sections": sections, "next_steps": next_steps}
-    facts = [_facts(run) for run in runs]
-    write_page(output / "index.html", title="ttcd_jax report", runs=facts, **options)
+    write_page(output / "index.html", title="ttcd_jax report", runs=run_rows(runs), **options)
     return sections
 
 
-def _facts(run: Run) -> dict[str, Any]:
-    """The row of a run in the first table of the page."""
-    directory = RunDirectory(run.path)
-    config, model = directory.read_config(), model_config(directory)
-    return {
-        "run": run.label,
-        "method": method_named(model.method).label,
-        "parameters": num_params(model),
-        "steps": max((record["step"] for record in run.metrics), default=config.get("steps")),
-        "tokens per row": config.get("data", {}).get("seq_len"),
-        "device": _devices(run),
-        "directory": str(run.path),
-    }
+def run_rows(runs: Sequence[Run]) -> list[Row]:
+    """The first table of a page."""
+    rows = []
+    for run in runs:
+        directory = RunDirectory(run.path)
+        config, model = directory.read_config(), model_config(directory)
+        row = {
+            "run": run.label,
+            "method": method_named(model.method).label,
+            "parameters": num_params(model),
+            "steps": max((x["step"] for x in run.metrics), default=config.get("steps")),
+            "tokens per row": config.get("data", {}).get("seq_len"),
+            "device": _devices(run),
+            "directory": str(run.path),
+        }
+        rows.append(row)
+    return rows
 
 
 def _devices(run: Run) -> str:
@@ -81,30 +103,27 @@ def _devices(run: Run) -> str:
     return ", ".join(sorted({*map(str, devices)})) if isinstance(devices, list) else ""
 
 
-def _training(runs: Sequence[Run], output: Path) -> list[Section]:
-    """The curve of the loss and the speed of every run that was trained here."""
-    lines, table = {}, []
-    for run in runs:
-        losses = _numbers(run, "loss")
-        speeds = [x for x in _numbers(run, "tokens_per_second").values() if x]
-        if not losses:
+def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
+    """Loss and speed of the runs that were trained here, and how far their memory moves the
+    weights: a curve by step, and the last value."""
+    sections = []
+    for name, (title, y_label) in _CURVES.items():
+        numbers = {run.label: found for run in runs if (found := run.numbers(name))}
+        if not numbers:
             continue
-        lines[run.label] = [*losses], [*losses.values()]
-        last = {"step": max(losses), "training loss (nats per token)": losses[max(losses)]}
-        speed = statistics.median(speeds) if speeds else None
-        table.append({"run": run.label} | last | {"tokens/s (median)": speed})
-    if not table:
-        return []
-    path = output / "training.png"
-    plot_lines(path, title="Training loss", x_label="step", y_label="nats per token", series=lines)
-    sentence = "The loss of the training batches by step; lower is better."
-    return [Section("Training and its speed", table, [Picture(Path(path.name), sentence)])]
-
-
-def _numbers(run: Run, name: str) -> dict[int, float]:
-    """The values of a metric by step, where it is a number."""
-    found = {record["step"]: record.get(name) for record in run.metrics}
-    return {n: x for n, x in found.items() if isinstance(x, int | float) and abs(x) < 1e300}
+        table = []
+        for run in runs:
+            if found := numbers.get(run.label):
+                row = {"run": run.label, "step": max(found), y_label: found[max(found)]}
+                speeds = [x for x in run.numbers("tokens_per_second").values() if x]
+                if name == "loss":
+                    row["tokens/s (median)"] = statistics.median(speeds) if speeds else None
+                table.append(row)
+        path = output / f"{name}.png"
+        lines = {label: ([*found], [*found.values()]) for label, found in numbers.items()}
+        plot_lines(path, title=title, x_label="step", y_label=y_label, series=lines)
+        sections.append(Section(title, table, [Picture(path.absolute(), f"{title}, by step.")]))
+    return sections
 
 
 def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
@@ -122,3 +141,21 @@ def _sweeps(sweeps: Sequence[Path], output: Path) -> list[Section]:
         draw_curves(path, records)
         picture = Picture(Path(path.name), sentence + ". ".join(footnotes(records)) + ".")
         return [Section("MAD: synthetic tasks", score_table(records), [picture])]
+
+
+def _tables(path: Path) -> list[Section]:
+    """The tables in a file that a benchmark, a check of kernels or `experiments.proposition` has
+    written, each with its device and commit. Raises `UserError` for a file without any."""
+    report = read_json(path)
+    with damage_named(str(path)):
+        where = ", ".join(str(report["environment"][name]) for name in ("device", "commit"))
+        parts = {"": report, **report.get("ops", {})}
+        found = {
+            " ".join(filter(None, (path.stem, name, kind))): part[kind]
+            for name, part in parts.items()
+            for kind in ("parity", "rows")
+            if part.get(kind)
+        }
+        if not found or not all(isinstance(row, dict) for rows in found.values() for row in rows):
+            raise LookupError("it has no rows")
+        return [Section(f"{title} ({where})", rows, ()) for title, rows in found.items()]

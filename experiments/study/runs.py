@@ -17,7 +17,7 @@ from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.errors import UserError
 from ttcd_jax.files import read_json, write_json, write_whole
-from ttcd_jax.measure.results import evaluate, folder_name, write_results
+from ttcd_jax.measure.results import FILE, evaluate, folder_name
 from ttcd_jax.measure.task import Subject, Task, digest
 from ttcd_jax.registry import IMPORTED_MODULES
 from ttcd_jax.run.bindings import load_config
@@ -71,7 +71,7 @@ def run_dir(path: Path, name: str, seed: int) -> Path:
 
 def results_file(folder: Path, task: Task, name: str, text: str) -> Path:
     """The results of a task on a text in a run directory."""
-    return folder / "eval" / folder_name(task.name, f"{name}, {text}") / "results.json"
+    return folder / "eval" / folder_name(task.name, f"{name}, {text}") / FILE
 
 
 def held_out_texts(config: StudyConfig, params: Sequence[str], path: Path) -> dict[str, Path]:
@@ -146,7 +146,7 @@ def compute(
     run, data = load_run(folder), directory.read_part("data")
     for task, text in missing:
         subject = Subject(run.model, run.tokenizer, data, folder, f"{name}, {text}")
-        write_results(evaluate(_on(task, texts[text]), subject, run.step))
+        evaluate(_on(task, texts[text]), subject, run.step).write()
 
 
 def _on(task: Task, text: Path) -> Task:

@@ -9,7 +9,7 @@ from tiny_run import params
 from ttcd_jax.tasks import TASKS as REGISTERED
 
 TASKS = {x: task for x, task in REGISTERED.items() if task.__module__.startswith("ttcd_jax.")}
-DATA = commands.ROOT / "tests" / "eval" / "data"
+DATA = commands.ROOT / "tests" / "tasks" / "data"
 QUESTION = {"ctx": "def main(", "activity_label": "a", "ctx_a": "def main(", "ctx_b": ""}
 SMALL = {
     "ppl": ("--max_rows=8", "--seq_len=256"),

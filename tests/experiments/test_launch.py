@@ -120,8 +120,8 @@ def test_training_evaluates_as_the_command_does(evaluated):
     data = RunDirectory(run_dir).read_config()["data"]
     expected = evaluate(TASKS["recall"](), Subject(run.model, None, data, run_dir), run.step)
     assert scores[-1] == {"step": 24} | {
-        f"recall/{variant}/{row['distance']}": row["accuracy"]
-        for variant, rows in expected["series"].items()
+        f"recall/{variant}/{row.distance}": row.accuracy
+        for variant, rows in expected.series.items()
         for row in rows
     }
     assert len({*scores[-1].values()}) > 2

@@ -61,6 +61,6 @@ def test_a_needle_is_read_back_after_long_decoding():
     (kept,) = read_back(model, rows, [DISTANCE])
     (published,) = read_back(model, rows, [DISTANCE], "published")
     assert read_back(model, rows, [DISTANCE // 2, DISTANCE], by="prefill")[1] == kept
-    assert kept["queries"] == 96
-    assert kept["accuracy"] > 0.9
-    assert published["accuracy"] < 0.4  # chance is 1 in 8
+    assert kept.queries == 96
+    assert kept.accuracy > 0.9
+    assert published.accuracy < 0.4  # chance is 1 in 8

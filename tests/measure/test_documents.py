@@ -15,6 +15,7 @@ from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
 from ttcd_jax.errors import DataError
 from ttcd_jax.measure.by_document import Means, cells, means_of, means_over_documents
 from ttcd_jax.measure.selection import Selection, plain_documents, read_manifest, select
+from ttcd_jax.tasks.final_block import BlockLoss
 
 TEXTS = {"a": b"abcdefghij", "b": b" \n\t ", "c": b"klm", "d": b"nopqrstuvwxyz", "e": b"0123456"}
 
@@ -186,8 +187,8 @@ def test_differences_of_variants_are_paired_by_document():
     rng = np.random.default_rng(0)
     hardness = rng.normal(5, 2, 50)
     gains = rng.normal(0.1, 0.01, 50)
-    on = [{"document": i, "tokens": 10, "nll": 10 * x} for i, x in enumerate(hardness - gains)]
-    off = [{"document": i, "tokens": 10, "nll": 10 * x} for i, x in enumerate(hardness)]
+    on = [BlockLoss(8, i, 10, 10 * x) for i, x in enumerate(hardness - gains)]
+    off = [BlockLoss(8, i, 10, 10 * x) for i, x in enumerate(hardness)]
     series = {"run, fast weights on": on, "run, off (eta = 0)": off[::-1], "other": off}
     means, pairs = means_of(series, lambda record: "all")
     assert [*pairs] == ["run"]

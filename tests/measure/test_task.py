@@ -3,6 +3,7 @@ rows, results, table, picture, its section of the report."""
 
 import dataclasses
 import json
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,14 @@ from small_models import config_of
 
 from experiments.cli import parse_options
 from ttcd_jax.config import Positive
-from ttcd_jax.errors import NonFiniteError, UserError
+from ttcd_jax.errors import DataError, NonFiniteError, UserError
 from ttcd_jax.files import write_json
 from ttcd_jax.measure.results import (
     evaluate,
     merged,
     read_all_results,
+    read_results,
     task_sections,
-    write_results,
 )
 from ttcd_jax.measure.task import RowTask, Subject, find_task, register, row_scores
 from ttcd_jax.models.transformer import Transformer
@@ -28,6 +29,12 @@ from ttcd_jax.precision import Precision
 from ttcd_jax.tasks import TASKS
 
 NUM_ROWS = 5
+
+
+class Half(NamedTuple):
+    half: str | int
+    rows: int
+    loss: float | None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,6 +47,7 @@ def toy():
 
         name = "halves"
         title = "Loss by half of the row"
+        record = Half
         key = "half"
         x_label = "half"
         value = "loss"
@@ -59,7 +67,7 @@ def toy():
         def measure(self, scorer, rows, subject):
             halves = np.split(row_scores(scorer, rows).losses, 2, axis=1)
             return [
-                {"half": name, "rows": len(half), "loss": float(half.mean())}
+                Half(name, len(half), float(half.mean()))
                 for name, half in zip(("first", "second"), halves, strict=True)
             ]
 
@@ -81,18 +89,18 @@ def result(toy, tmp_path_factory):
 
 
 def test_rows_are_scored_in_batches_and_none_counts_twice(toy, result, tmp_path):
-    assert result["rows"] == NUM_ROWS
+    assert result.rows == NUM_ROWS
     subject = _subject(tmp_path)
     rows = toy().rows(subject)
     logits = subject.model(jnp.asarray(rows["tokens"]))
     losses = -np.take_along_axis(
         np.asarray(jax.nn.log_softmax(logits)), rows["targets"][:, :, None], axis=2
     )
-    on, off = result["series"].items()
+    on, off = result.series.items()
     assert (on[0], off[0]) == ("mine, fast weights on", "mine, off (eta = 0)")
-    assert [row["rows"] for row in on[1]] == [NUM_ROWS, NUM_ROWS]
+    assert [record.rows for record in on[1]] == [NUM_ROWS, NUM_ROWS]
     np.testing.assert_allclose(
-        [row["loss"] for row in on[1]], [losses[:, :4].mean(), losses[:, 4:].mean()], rtol=1e-6
+        [record.loss for record in on[1]], [losses[:, :4].mean(), losses[:, 4:].mean()], rtol=1e-6
     )
     # The first half is the first chunk, which has no memory to read.
     assert on[1][0] == off[1][0]
@@ -101,54 +109,72 @@ def test_rows_are_scored_in_batches_and_none_counts_twice(toy, result, tmp_path)
 
 
 def test_measures_that_are_not_finite_are_refused(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr(toy, "measure", lambda *_: [{"half": "first", "loss": float("nan")}])
+    monkeypatch.setattr(toy, "measure", lambda *_: [Half("first", 1, float("nan"))])
     with pytest.raises(NonFiniteError, match=r"task halves: loss of mine, .* is nan at step 7"):
         evaluate(toy(), _subject(tmp_path, "mine"), 7)
     assert not list(tmp_path.rglob("results.json"))
 
 
 def test_results_are_written_read_and_reported(toy, result, tmp_path):
-    folder = write_results(result)
+    folder = result.write()
     assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "halves.png"}
     assert (folder / "halves.png").read_bytes().startswith(b"\x89PNG")
-    first = result["series"]["mine, fast weights on"][0]
-    line = f'"mine, fast weights on",first,{NUM_ROWS},{first["loss"]}'
+    first = result.series["mine, fast weights on"][0]
+    line = f'"mine, fast weights on",first,{NUM_ROWS},{first.loss}'
     assert (folder / "results.csv").read_text().splitlines()[1] == line
     run_dir = folder.parents[1]
     assert read_all_results([run_dir]) == {"mine": [result]}
     (section,) = task_sections({"mine": [result]}, tmp_path)
     assert section.title == toy.title
     assert section.table[0] == {"half": "first"} | {
-        name: rows[0]["loss"] for name, rows in result["series"].items()
+        name: records[0].loss for name, records in result.series.items()
     }
     assert [(tmp_path / picture.path).name for picture in section.pictures] == ["halves.png"]
-    (folder / "results.json").write_text(json.dumps(result)[:-5])
+    (folder / "results.json").write_text(json.dumps(result.to_dict())[:-5])
     with pytest.raises(UserError, match=r"results\.json is not JSON"):
         read_all_results([run_dir])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"half": "first", "rows": 1},
+        {"half": "first", "rows": "1", "loss": 1.0},
+        {"half": "first", "rows": 1, "loss": [1.0]},
+        3,
+    ],
+    ids=["missing", "of another type", "a list", "no object"],
+)
+def test_a_damaged_record_is_named(result, tmp_path, fields):
+    path = tmp_path / "eval/x/results.json"
+    write_json(path, result.to_dict() | {"series": {"mine": [fields]}})
+    with pytest.raises(DataError, match=rf"{path} is damaged .*Half"):
+        read_results(path)
 
 
 def test_runs_of_one_label_are_named_by_their_folders(result, tmp_path):
     folders = [tmp_path / name for name in "abc"]
     for folder, label in zip(folders, ("mine", "mine", "its"), strict=True):
-        series = {f"{label}, long": [{"half": "first"}]}
-        write_json(folder / "eval/x/results.json", result | {"label": label, "series": series})
+        series = {f"{label}, long": [Half("first", 1, None)]}
+        fields = {"run_dir": folder, "folder": "x", "label": label, "series": series}
+        dataclasses.replace(result, **fields).write()
     names = ["mine (a)", "mine (b)", "its"]
     found = read_all_results(folders)
     assert [*found] == names
     assert [*read_all_results([folders[0]] * 2)] == [f"mine ({folders[0]})"]
-    assert [[*x["series"]] for (x,) in found.values()] == [[f"{name}, long"] for name in names]
+    assert [[*x.series] for (x,) in found.values()] == [[f"{name}, long"] for name in names]
 
 
 def test_a_table_for_spreadsheets_holds_no_formula(result, tmp_path):
-    record = {"half": "-1+1", "loss": -2.0}
-    folder = write_results(result | {"run_dir": str(tmp_path), "series": {"=cmd()": [record]}})
-    assert (folder / "results.csv").read_text().splitlines()[1] == "'=cmd(),'-1+1,-2.0"
+    series = {"=cmd()": [Half("-1+1", 1, -2.0)]}
+    folder = dataclasses.replace(result, run_dir=tmp_path, series=series).write()
+    assert (folder / "results.csv").read_text().splitlines()[1] == "'=cmd(),'-1+1,1,-2.0"
 
 
 def test_a_bucket_may_be_a_number_and_results_are_there_before_pictures(toy, result, tmp_path):
-    series = {"mine": [{"half": 1, "loss": 2.0}, {"half": 2, "loss": None}]}
-    written = result | {"run_dir": str(tmp_path), "series": series}
-    assert (write_results(written) / "halves.png").stat().st_size > 1000
+    series = {"mine": [Half(1, 1, 2.0), Half(2, 1, None)]}
+    written = dataclasses.replace(result, run_dir=tmp_path, series=series)
+    assert (written.write() / "halves.png").stat().st_size > 1000
 
     def fail(*args):
         raise TypeError("of a picture")
@@ -156,37 +182,37 @@ def test_a_bucket_may_be_a_number_and_results_are_there_before_pictures(toy, res
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy, "pictures", fail)
         with pytest.raises(TypeError):
-            write_results(written | {"step": 8})
-    assert read_all_results([tmp_path])["mine"][0]["step"] == 8
+            dataclasses.replace(written, step=8).write()
+    assert read_all_results([tmp_path])["mine"][0].step == 8
 
 
 def test_other_cases_are_not_the_same_measure(toy, result, tmp_path, caplog):
-    assert [*result["measured_on"]] == [""]
+    assert [*result.measured_on] == [""]
     again = evaluate(toy(batch_size=5), _subject(tmp_path, "mine"), 7)
-    assert again["measured_on"] == result["measured_on"]  # by the cases, not by how they are read
+    assert again.measured_on == result.measured_on  # by the cases, not by how they are read
     longer = evaluate(toy(length=16), _subject(tmp_path, "other"), 7)
     with pytest.raises(
         UserError, match=r"halves was not measured on the same text in .*halves.mine"
     ):
-        merged(toy, [result, longer])
-    write_results(again)
-    for digests, options in (({"": "older"}, {}), (3, {}), (again["measured_on"], {"length": 16})):
-        old = again | {"measured_on": digests, "facts": 3}
+        merged([result, longer])
+    again.write()
+    for digests, options in (({"": "older"}, {}), (3, {}), (again.measured_on, {"length": 16})):
+        old = again.to_dict() | {"measured_on": digests, "facts": 3}
         write_json(tmp_path / "eval/halves.mine/results.json", old)
         evaluate(toy(batch_size=5, **options), _subject(tmp_path, "mine"), 7)
         message = "halves.mine/results.json was measured on other text, or other rows of it: it is"
         assert caplog.text.count(message) == 1
         caplog.clear()
-    write_results(again)
+    again.write()
     evaluate(toy(), _subject(tmp_path, "mine"), 7)
     assert not caplog.text
 
 
 def test_a_refusal_names_both_results_where_they_lie_now(result, tmp_path):
-    written = result | {"run_dir": str(tmp_path / "original")}
-    write_results(written)
+    written = dataclasses.replace(result, run_dir=tmp_path / "original")
+    written.write()
     other = {"measured_on": {"": "of other text"}, "folder": "halves.other"}
-    write_results(written | other)
+    dataclasses.replace(written, **other).write()
     run_dir = (tmp_path / "original").rename(tmp_path / "moved")
     found = read_all_results([run_dir])
     with pytest.raises(UserError) as refusal:
@@ -197,12 +223,12 @@ def test_a_refusal_names_both_results_where_they_lie_now(result, tmp_path):
 
 
 def test_runs_share_a_table_when_their_buckets_are_the_same(toy, result):
-    series = {"other": result["series"]["mine, fast weights on"]}
-    whole = merged(toy, [result, result | {"series": series}])
-    assert [*whole["series"]] == [*result["series"], "other"]
+    series = {"other": result.series["mine, fast weights on"]}
+    whole = merged([result, dataclasses.replace(result, series=series)])
+    assert [*whole.series] == [*result.series, "other"]
     cut = {"other": series["other"][:1]}
     with pytest.raises(UserError, match="other buckets"):
-        merged(toy, [result, result | {"series": cut}])
+        merged([result, dataclasses.replace(result, series=cut)])
 
 
 def _parsed(name, options):

@@ -18,7 +18,7 @@ from small_models import byte_model
 from experiments.cli import parse_options
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.measure.results import evaluate, write_results
+from ttcd_jax.measure.results import evaluate
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.tasks.babilong.samples import (
@@ -336,20 +336,20 @@ def test_a_model_is_measured_and_reported(tmp_path):
     model = randomize(Transformer, byte_model())
     subject = _subject(tmp_path)._replace(model=model)
     result = evaluate(task, subject, 1)
-    folder = write_results(result)
-    on, off = result["series"].values()
-    assert [len(record["output"]) <= 3 for record in (*on, *off)] == [True] * 4
+    folder = result.write()
+    on, off = result.series.values()
+    assert [len(record.output) <= 3 for record in (*on, *off)] == [True] * 4
     assert {path.name for path in folder.iterdir()} >= {"results.csv", "babilong.png"}
-    table = task.table(result["series"])
+    table = task.table(result.series)
     assert [row["task"] for row in table] == [
         f"mine, {way}, {name}"
         for way in ("fast weights on", "off (eta = 0)")
         for name in ("qa4", "average")
     ]
-    other = result | {"options": (task.replace(samples=3)).to_dict()}
-    assert task.comparable(result) != task.comparable(other)
-    other = result | {"options": (task.replace(batch_size=3)).to_dict()}
-    assert task.comparable(result) == task.comparable(other)
+    other = task.replace(samples=3).to_dict()
+    assert task.comparable(result.options, table) != task.comparable(other, table)
+    other = task.replace(batch_size=3).to_dict()
+    assert task.comparable(result.options, table) == task.comparable(other, table)
 
 
 def test_the_runs_own_held_out_text_is_the_background(tmp_path, prose):

@@ -1,5 +1,6 @@
 """Losses by context, position and recurrence equal plain computations from the model's logits."""
 
+import dataclasses
 import math
 import re
 from unittest import mock
@@ -69,12 +70,12 @@ def _exact(task, result):
     with mock.patch.object(
         by_document, "cells", lambda x, y, **_: dict(zip(x, y.mean, strict=True))
     ):
-        return task.table(result["series"])
+        return task.table(result.series)
 
 
 def _nll(records, **place):
-    rows = [x for x in records if all(x[name] == value for name, value in place.items())]
-    return {x["document"]: (x["tokens"], x["nll"]) for x in rows}
+    rows = [x for x in records if all(getattr(x, name) == value for name, value in place.items())]
+    return {x.document: (x.tokens, x.nll) for x in rows}
 
 
 def test_the_final_block_is_read_after_every_context_anew(subject, folder):
@@ -83,7 +84,7 @@ def test_the_final_block_is_read_after_every_context_anew(subject, folder):
     result = evaluate(task, subject, 7)
     chosen = [text[-34:] for text in TEXTS if len(text) >= 30][:5]  # 34 + 34 + 33 + 34 + 34 > 150
     for label, model in subject.variants().items():
-        records, table = result["series"][label], _exact(task, result)
+        records, table = result.series[label], _exact(task, result)
         assert [row["context"] for row in table] == [3, 8, 24]
         for row in table:
             context = row["context"]
@@ -94,12 +95,12 @@ def test_the_final_block_is_read_after_every_context_anew(subject, folder):
             for number, expected in enumerate(losses):
                 assert found[number] == (6, pytest.approx(expected.sum(), rel=1e-5))
             assert row[label] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
-        cells = [re.findall(r"[\d.]+", row[label]) for row in task.table(result["series"])]
+        cells = [re.findall(r"[\d.]+", row[label]) for row in task.table(result.series)]
         assert [mean for mean, _, _ in cells] == [f"{row[label]:.3f}" for row in table]
         for mean, low, high in ([*map(float, ends)] for ends in cells):
             assert 1 < low < mean < high  # symmetric in nats
             assert math.log(high / mean) == pytest.approx(math.log(mean / low), abs=1e-2)
-    stats = result["facts"]["document_stats"]
+    stats = result.facts["document_stats"]
     assert (stats["num_files"], stats["sampled_docs"], stats["eligible_docs"]) == (7, 6, 5)
     assert (stats["selected_total_tokens"], stats["min_doc_tokens"]) == (169, 30)
     gain = "mine, on - off (nats)"
@@ -112,11 +113,11 @@ def test_contexts_that_no_document_has_are_empty(subject, folder):
     options = {"contexts": (60, 80, 100), "final_block": 8, "seq_len": 120, "min_doc_tokens": 50}
     task = FinalBlock(text=folder, **options)
     result = evaluate(task, subject, 7)
-    records = result["series"][ON]
-    assert [(x["context"], x["document"], x["tokens"]) for x in records] == [
+    records = result.series[ON]
+    assert [(x.context, x.document, x.tokens) for x in records] == [
         *((60, 1, 8), (80, 1, 8), (100, None, 0))
     ]
-    last = task.table(result["series"])[-1]
+    last = task.table(result.series)[-1]
     assert last == {"context": 100} | {name: None for name in last if name != "context"}
 
 
@@ -128,18 +129,20 @@ def test_a_manifest_repeats_an_evaluation(subject, folder, tmp_path):
     path.write_bytes(task.files(task.rows(subject))["documents.npz"])
     again = FinalBlock(manifest=str(path), **options | {"seq_len": 99})  # chooses no documents
     second = evaluate(again, subject, 7)
-    assert first["series"] == second["series"]
+    assert first.series == second.series
     other = evaluate(FinalBlock(text=folder, **options | {"token_budget": 40}), subject, 7)
-    second["series"] = {f"other{label}": x for label, x in second["series"].items()}
-    both = merged(FinalBlock, [first, second])["series"]
+    second = dataclasses.replace(
+        second, series={f"other{label}": x for label, x in second.series.items()}
+    )
+    both = merged([first, second]).series
     assert [*both] == [ON, OFF, f"other{ON}", f"other{OFF}"]
     assert len(task.table(both)[0]) == 1 + 2 * 3
     pictures = task.pictures(tmp_path, both, None)
     assert [(tmp_path / x.path).read_bytes()[:4] for x in pictures] == [b"\x89PNG"] * 2
-    contexts = {"options": FinalBlock(**options | {"contexts": (4,)}).to_dict()}
-    for theirs, why in ((other, "not measured on the same text"), (first | contexts, "buckets")):
+    shorter = dataclasses.replace(first, options=first.options | {"contexts": (4,)})
+    for theirs, why in ((other, "not measured on the same text"), (shorter, "buckets")):
         with pytest.raises(UserError, match=why):
-            merged(FinalBlock, [first, theirs])
+            merged([first, theirs])
     small = subject._replace(model=_model("full"))
     with pytest.raises(DataError, match="outside the vocabulary of 11 tokens"):
         again.rows(small)
@@ -176,20 +179,20 @@ def test_loss_by_position(subject, folder):
     chosen = [text[2:35] for text in TEXTS if len(text) >= 35][:3]
     for label, model in subject.variants().items():
         losses = np.array([_losses(model, text) for text in chosen])
-        records = result["series"][label]
-        totals = [x for x in records if x["document"] is None]
-        assert [x["start"] for x in totals] == [*range(1, 33)]
-        means = [x["nll"] / x["tokens"] for x in totals]
+        records = result.series[label]
+        totals = [x for x in records if x.document is None]
+        assert [x.start for x in totals] == [*range(1, 33)]
+        means = [x.nll / x.tokens for x in totals]
         np.testing.assert_allclose(means, losses.mean(axis=0), rtol=1e-5)
         table = _exact(task, result)
         assert [row["positions"] for row in table] == ["1-31", "32-32", "all"]
         expected = [losses[:, :31].mean(), losses[:, 31:].mean(), losses.mean()]
         np.testing.assert_allclose([row[label] for row in table], expected, rtol=1e-5)
-        starts = sorted({x["start"] for x in records if x["document"] is not None})
+        starts = sorted({x.start for x in records if x.document is not None})
         assert starts == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16, 19, 23, 27, 32]
         fine = _nll(records, start=27)[1]
         assert fine == (5, pytest.approx(losses[1, 26:31].sum(), rel=1e-5))
-    assert result["facts"]["document_stats"]["min_doc_tokens"] == 35
+    assert result.facts["document_stats"]["min_doc_tokens"] == 35
 
 
 def test_the_default_text_is_held_out_by_the_run(subject, tmp_path):
@@ -216,7 +219,7 @@ def test_the_default_text_is_held_out_by_the_run(subject, tmp_path):
     result = evaluate(block, subject, 1)
     ends = [tokenizer.encode(text)[-12:] for text in lines[:4]]
     assert all(map(np.array_equal, block.rows(subject).documents, ends))
-    assert [row["context"] for row in result["table"]] == [4, 8]
+    assert [row["context"] for row in result.table] == [4, 8]
 
 
 def test_offsets_are_drawn_by_the_seed(subject, folder):
@@ -263,11 +266,11 @@ def test_recurrence_slices_hold_every_token_once(subject, folder):
     ]
     for label, model in subject.variants().items():
         losses = [_losses(model, text) for text in chosen]
-        records = result["series"][label]
+        records = result.series[label]
         for size in (2, 3, 4):
-            parts = [x for x in records if x["n"] == size]
-            assert sum(x["tokens"] for x in parts) == 53 * len(chosen)
-            assert sum(x["nll"] for x in parts) == pytest.approx(np.sum(losses), rel=1e-5)
+            parts = [x for x in records if x.n == size]
+            assert sum(x.tokens for x in parts) == 53 * len(chosen)
+            assert sum(x.nll for x in parts) == pytest.approx(np.sum(losses), rel=1e-5)
             found = [_plain_distances([*text], size)[1:] for text in chosen]
             beyond = np.array(found) > 20
             expected = np.array(losses)[beyond].mean()
@@ -277,17 +280,17 @@ def test_recurrence_slices_hold_every_token_once(subject, folder):
     row = table["n = 2, beyond (21-)"]
     gain = row["mine, on - off (nats)"]
     assert gain == pytest.approx(row[ON] - row[OFF], rel=1e-4)
-    (shown,) = (x for x in task.table(result["series"]) if x["slice"] == row["slice"])
+    (shown,) = (x for x in task.table(result.series) if x["slice"] == row["slice"])
     assert shown["mine, on - off (nats)"] == f"{gain:.3f} (no interval)"  # three documents
 
 
 def test_slices_are_by_the_model_unless_given(subject, folder):
     task = Recurrence(text=folder, seq_len=54)
-    names = {x["slice"] for x in task.measure(_Zeros(), task.rows(subject), subject)}
+    names = {x.slice for x in task.measure(_Zeros(), task.rows(subject), subject)}
     assert "n = 2, within the window (0-3)" in names  # windows of 4, in 2 layers
     assert "n = 2, beyond (7-)" in names
     full = subject._replace(model=_model("full", vocab_size=258))
-    names = {x["slice"] for x in task.measure(_Zeros(), task.rows(full), full)}
+    names = {x.slice for x in task.measure(_Zeros(), task.rows(full), full)}
     slices = ("new", "within the window (0-53)")
     assert names == {f"n = {n}, {x}" for n in (2, 3, 4) for x in slices}
 

@@ -1,5 +1,7 @@
 """The distance to the teacher as an evaluation: rows, buckets, layers, several runs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from small_models import byte_model, config_of
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import UserError
-from ttcd_jax.measure.results import evaluate, merged, write_results
+from ttcd_jax.measure.results import evaluate, merged
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.memory.distillation import summary
 from ttcd_jax.models.transformer import Transformer
@@ -44,20 +46,20 @@ def test_a_record_is_the_summary_of_its_positions_and_layer(result, text, tmp_pa
     subject = _subject(tmp_path)
     rows = task.rows(subject)
     ids = jnp.asarray(rows["segment_ids"])
-    assert result["rows"] == len(ids) == 5
+    assert result.rows == len(ids) == 5
     assert not np.asarray(ids).all(), "the last row is padded"
     found = jax.jit(subject.model.distillation)(jnp.asarray(rows["tokens"]), ids)
-    (records,) = result["series"].values()
-    assert [record["context"] for record in records] == ["0-31", "32-47", "all"]
+    (records,) = result.series.values()
+    assert [record.context for record in records] == ["0-31", "32-47", "all"]
     for record in records:
-        part = np.s_[..., record["start"] : record["stop"]]
+        part = np.s_[..., record.start : record.stop]
         counted = ids[part] > 0
-        assert (record["layer"], record["tokens"]) == (1, int(counted.sum()))
+        assert (record.layer, record.tokens) == (1, int(counted.sum()))
         expected = summary(jax.tree.map(lambda x, part=part: x[part], found), counted)
         for name, value in expected.items():
-            np.testing.assert_allclose(record[name], value[0], rtol=1e-5)
-        assert ("key_rank" in record) == (record["context"] == "all")
-    np.testing.assert_allclose(record["key_rank"], key_ranks(subject.model, rows["tokens"][:2]))
+            np.testing.assert_allclose(getattr(record, name), value[0], rtol=1e-5)
+        assert (record.key_rank is not None) == (record.context == "all")
+    np.testing.assert_allclose(record.key_rank, key_ranks(subject.model, rows["tokens"][:2]))
 
 
 def test_batches_and_a_mesh_change_nothing(text, tmp_path):
@@ -78,9 +80,9 @@ def test_runs_of_other_layers_share_table_and_pictures(result, text, tmp_path):
         _subject(tmp_path, MODEL.replace(fast_layers=(0, 1)), "other"),
         3,
     )
-    (alone,) = StudentTeacher.table(result["series"])
+    (alone,) = StudentTeacher.table(result.series)
     assert [*alone][:3] == ["layer", "gap", "gap_on"]
-    series = merged(StudentTeacher, [result, other])["series"]
+    series = merged([result, other]).series
     first, second = StudentTeacher.table(series)
     assert (first["layer"], first["a run: gap"], second["layer"]) == (0, None, 1)
     assert second["a run: gap"] == alone["gap"]
@@ -88,11 +90,11 @@ def test_runs_of_other_layers_share_table_and_pictures(result, text, tmp_path):
         "distillation_0.png",
         "distillation_1.png",
     ]
-    folder = write_results(other)
+    folder = other.write()
     assert (folder / "distillation_1.png").stat().st_size > 1000
-    elsewhere = other | {"measured_on": {"": "another"}}
+    elsewhere = dataclasses.replace(other, measured_on={"": "another"})
     with pytest.raises(UserError, match="not measured on the same text"):
-        merged(StudentTeacher, [result, elsewhere])
+        merged([result, elsewhere])
 
 
 def test_runs_on_recall_data_are_measured_on_such_rows(tmp_path):
@@ -101,7 +103,7 @@ def test_runs_on_recall_data_are_measured_on_such_rows(tmp_path):
     rows = StudentTeacher(max_rows=3).rows(subject)
     assert rows["tokens"].shape == (3, data.seq_len)
     records = StudentTeacher(max_rows=3).series(subject, rows)["a run"]
-    assert records[0]["tokens"] == 3 * data.seq_len
+    assert records[0].tokens == 3 * data.seq_len
     with pytest.raises(UserError, match="--seq_len has no effect: "):
         StudentTeacher(seq_len=64).rows(subject)
 
@@ -112,8 +114,8 @@ def test_a_teacher_of_zero_has_no_gap_to_report(tmp_path, text):
     subject.model.group_1.block_0.mlp.teacher_conv[...] *= 0
     task = StudentTeacher(text=text, seq_len=48, max_rows=2)
     (records,) = task.series(subject, task.rows(subject)).values()
-    assert records[-1]["gap"] is None
-    assert records[-1]["loss"] > 0
+    assert records[-1].gap is None
+    assert records[-1].loss > 0
 
 
 @pytest.mark.parametrize("method", ["swa", "ipttt"])

@@ -24,7 +24,7 @@ from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.measure.harness import Refusals, ScorerLM, evaluate, load_tasks, measure
-from ttcd_jax.measure.results import merged
+from ttcd_jax.measure.results import Results, merged
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.methods.ipttcd import MemoryConfig
@@ -437,18 +437,21 @@ def test_a_run_is_evaluated_on_local_files(folder, scorer):
 
 
 def test_runs_with_other_tasks_share_a_table_but_not_with_other_items():
-    def result(name, limit):
-        record = {"task": name, "metric": "acc", "value": 0.5, "chance": 0.25, "depth": 0}
-        options = find_task("harness")(limit=limit).to_dict()
-        result = {"run_dir": name, "options": options, "series": {name: [record]}}
-        return result | {"folder": "harness", "measured_on": {name: "digest"}}
-
     task = find_task("harness")
+
+    def result(name, limit):
+        record = task.record(name, "acc", 0.5, None, 0.25, 4, 0, 0)
+        fields = {"run_dir": Path(name), "folder": "harness", "label": name, "step": 1}
+        fields |= {"measured_on": {name: "digest"}, "series": {name: [record]}}
+        return Results(task=task, options=task(limit=limit).to_dict(), **fields)
+
     one, two, three = result("a", None), result("b", None), result("c", 3)
-    rows = task.table(merged(task, [one, two])["series"])
-    assert rows == [{"task": "a, acc (%)", "a": 50}, {"task": "b, acc (%)", "b": 50}]
+    assert merged([one, two]).table == [
+        {"task": "a, acc (%)", "a": 50},
+        {"task": "b, acc (%)", "b": 50},
+    ]
     with pytest.raises(UserError, match="evaluate both with the same options"):
-        merged(task, [one, three])
+        merged([one, three])
 
 
 def test_the_command_of_the_harness_runs_a_run(folder, scorer, monkeypatch, capsys):

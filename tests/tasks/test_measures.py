@@ -26,16 +26,16 @@ def test_perplexity_by_position_counts_marked_targets_and_their_bytes():
     mask[1, 32:] = False
     rows = {"tokens": targets, "targets": targets, "loss_mask": mask}
     first, second, whole = by_position(Scores(losses, losses > 0), rows, ByteTokenizer())
-    assert (first["context"], first["tokens"]) == ("0-31", 64)
-    assert first["perplexity"] == pytest.approx(2)
-    assert first["bits_per_byte"] == pytest.approx(64 / 63)
-    assert (second["context"], second["tokens"]) == ("32-63", 32)
-    assert second["perplexity"] == pytest.approx(8)
-    assert second["bits_per_byte"] == pytest.approx(3)
-    assert (whole["context"], whole["tokens"]) == ("all", 96)
+    assert (first.context, first.tokens) == ("0-31", 64)
+    assert first.perplexity == pytest.approx(2)
+    assert first.bits_per_byte == pytest.approx(64 / 63)
+    assert (second.context, second.tokens) == ("32-63", 32)
+    assert second.perplexity == pytest.approx(8)
+    assert second.bits_per_byte == pytest.approx(3)
+    assert (whole.context, whole.tokens) == ("all", 96)
     short = {name: field[:, :20] for name, field in rows.items()}
     (only,) = by_position(Scores(losses[:, :20], losses[:, :20] > 0), short, ByteTokenizer())
-    assert (only["context"], only["tokens"]) == ("all", 40)
+    assert (only.context, only.tokens) == ("all", 40)
 
 
 def test_recall_by_distance_splits_at_the_reach_of_attention():
@@ -45,9 +45,9 @@ def test_recall_by_distance_splits_at_the_reach_of_attention():
     is_hit = np.zeros((1, 200), bool)
     is_hit[0, [0, 1, 3]] = True
     records = by_distance(Scores(np.zeros((1, 200)), is_hit), rows, reach=10)
-    assert (records[0]["distance"], records[0]["accuracy"], records[0]["queries"]) == ("1-10", 1, 2)
-    assert (records[-1]["distance"], records[-1]["accuracy"]) == ("beyond 10", 0.25)
-    assert sum(r["queries"] for r in records[1:-1]) == records[-1]["queries"] == 4
+    assert (records[0].distance, records[0].accuracy, records[0].queries) == ("1-10", 1, 2)
+    assert (records[-1].distance, records[-1].accuracy) == ("beyond 10", 0.25)
+    assert sum(r.queries for r in records[1:-1]) == records[-1].queries == 4
 
 
 def test_reach_of_stacked_windows():

@@ -2,6 +2,7 @@
 published files, and what is left out or refused."""
 
 import collections
+import dataclasses
 import functools
 import json
 import random
@@ -20,16 +21,16 @@ from ttcd_jax.data.sources import TextConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer, TokenizerConfig
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.measure.results import (
+    Results,
     evaluate,
     merged,
     read_all_results,
     task_sections,
-    write_results,
 )
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.tasks.ruler import NIAH, TASKS
-from ttcd_jax.tasks.ruler.task import Ruler
+from ttcd_jax.tasks.ruler.task import Answered, Ruler
 
 DATA = Path(__file__).parent / "data/ruler"
 
@@ -114,10 +115,10 @@ def test_a_reader_scores_100_and_a_guesser_0(tmp_path, hotpot):
     scorer = Writer(_read)
     records = _measured(task, scorer, subject)
     assert len(records) == 13 * 3
-    assert {record["task"]: record["score"] for record in records if record["score"] < 100} == {}
-    assert scorer.most == [TASKS[record["task"]].num_new for record in records]
-    assert [record["depth"] is None for record in records] == [
-        not record["task"].startswith("niah") for record in records
+    assert {record.task: record.score for record in records if record.score < 100} == {}
+    assert scorer.most == [TASKS[record.task].num_new for record in records]
+    assert [record.depth is None for record in records] == [
+        not record.task.startswith("niah") for record in records
     ]
     table = Ruler.table({"mine": records})
     assert [row["task"] for row in table] == [*TASKS, "average of 13", "average of 6 needles"]
@@ -129,7 +130,7 @@ def test_a_reader_scores_100_and_a_guesser_0(tmp_path, hotpot):
 
 
 def _record(task, length, score, depth=None):
-    return {"task": task, "length": length, "sample": 0, "depth": depth, "score": score}
+    return Answered(task, length, 0, depth, score, "a prediction", "an answer")
 
 
 def test_tables_have_the_averages_of_what_is_given():
@@ -148,10 +149,10 @@ def test_tables_have_the_averages_of_what_is_given():
 def test_pictures_are_lines_and_heat_maps(tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(
-        "ttcd_jax.tasks.ruler.plot_lines", lambda path, **facts: drawn.update(lines=facts)
+        "ttcd_jax.tasks.ruler.task.plot_lines", lambda path, **facts: drawn.update(lines=facts)
     )
     monkeypatch.setattr(
-        "ttcd_jax.tasks.ruler.plot_heat_map", lambda path, **facts: drawn.update(heat=facts)
+        "ttcd_jax.tasks.ruler.task.plot_heat_map", lambda path, **facts: drawn.update(heat=facts)
     )
     series = {"on": [_record("niah_single_1", x, 80, y) for x in (4096, 8192) for y in (0, 99.9)]}
     series["on"].append(_record("niah_single_2", 8192, 20, 0))
@@ -170,18 +171,22 @@ def test_pictures_are_lines_and_heat_maps(tmp_path, monkeypatch):
 
 def test_runs_with_other_tasks_share_a_table_but_not_with_other_samples():
     options = {"samples": 1, "seed": 42}
-    shared = {"options": options, "folder": "ruler"}
-    one = {"run_dir": "a", "series": {"a": [_record("vt", 4096, 9)]}} | shared
-    two = {"run_dir": "b", "series": {"b": [_record("cwe", 8192, 8)]}} | shared
-    one["measured_on"], two["measured_on"] = {"vt, 4096": "v"}, {"cwe, 8192": "c", "fwe, 8192": "f"}
-    table = Ruler.table(merged(Ruler, [one, two])["series"])
+
+    def results(name, digests, record):
+        fields = {"run_dir": Path(name), "folder": "ruler", "label": name, "options": options}
+        fields |= {"step": 1, "measured_on": digests, "series": {name: [record]}}
+        return Results(task=Ruler, **fields)
+
+    one = results("a", {"vt, 4096": "v"}, _record("vt", 4096, 9))
+    two = results("b", {"cwe, 8192": "c", "fwe, 8192": "f"}, _record("cwe", 8192, 8))
+    table = merged([one, two]).table
     assert table[0] == {"task": "vt", "a, 4K": 9, "b, 8K": None}
     with pytest.raises(UserError, match="evaluate both with the same options"):
-        merged(Ruler, [one, two | {"options": options | {"seed": 1}}])
+        merged([one, dataclasses.replace(two, options=options | {"seed": 1})])
     with pytest.raises(UserError, match="not measured on the same text"):
-        merged(Ruler, [one, two | {"measured_on": {"vt, 4096": "of other prose"}}])
+        merged([one, dataclasses.replace(two, measured_on={"vt, 4096": "of other prose"})])
     with pytest.raises(UserError, match=r"not measured on the same text.*not stored"):
-        merged(Ruler, [one, {name: two[name] for name in two if name != "measured_on"}])
+        merged([one, dataclasses.replace(two, measured_on={"": None})])
 
 
 def test_a_model_is_evaluated_on_prose_of_its_own(tmp_path):
@@ -194,15 +199,15 @@ def test_a_model_is_evaluated_on_prose_of_its_own(tmp_path):
     task = parse_options(Ruler, "task ruler", options)
     subject = _subject(tmp_path / "run", data.to_dict(), ByteTokenizer())
     result = evaluate(task, subject, 3)
-    assert result["rows"] == 4
+    assert result.rows == 4
     cases = task.rows(subject)
     assert all("of a text. And another." in x.sample.input for x in cases if x.task != "fwe")
-    for records in result["series"].values():
-        assert [record["length"] for record in records] == [3400] * 4
-        assert {type(record["prediction"]) for record in records} == {str}
-    folder = write_results(result)
+    for records in result.series.values():
+        assert [record.length for record in records] == [3400] * 4
+        assert {type(record.prediction) for record in records} == {str}
+    folder = result.write()
     assert (folder / "depth.png").read_bytes().startswith(b"\x89PNG")
-    (section,) = task_sections(read_all_results([Path(result["run_dir"])]), tmp_path / "page")
+    (section,) = task_sections(read_all_results([result.run_dir]), tmp_path / "page")
     assert section.title == Ruler.title
     assert [row["task"] for row in section.table][:2] == ["niah_single_2", "fwe"]
 
@@ -216,8 +221,8 @@ def test_published_files_are_answered(tmp_path):
     for place in (tmp_path, path):
         task = Ruler(tasks="vt", lengths=(100,), samples=2, data=str(place))
         records = _measured(task, Writer(lambda prompt: prompt[-15:]), subject)
-        assert [record["prediction"] for record in records] == ["d is Hope. It is"[-15:]] * 2
-        assert [record["score"] for record in records] == [100, 100]
+        assert [record.prediction for record in records] == ["d is Hope. It is"[-15:]] * 2
+        assert [record.score for record in records] == [100, 100]
     (case,) = Ruler(lengths=(100,), samples=1, data=str(tmp_path)).rows(subject)
     assert case.task == "vt"
     with pytest.raises(DataError, match="the file of one task and length"):

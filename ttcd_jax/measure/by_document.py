@@ -3,18 +3,20 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from scipy.special import stdtrit
+from ttcd_kernels.table import Row
 
 from ttcd_jax.data.sources import text_records
 from ttcd_jax.errors import UserError
 from ttcd_jax.measure.pictures import Picture, plot_lines
 from ttcd_jax.measure.selection import Selection, plain_documents, read_manifest
-from ttcd_jax.measure.task import MEMORY_OFF, MEMORY_ON, Records, Series, Subject, Task
+from ttcd_jax.measure.task import MEMORY_OFF, MEMORY_ON, Series, Subject, Task
 from ttcd_jax.tokens import check_tokens
 
 _COVERAGE = 0.95
@@ -51,12 +53,25 @@ def means_over_documents(sums: np.ndarray, counts: np.ndarray) -> Means:
 _DIFFERENCE = "Fast weights on minus off, on the same tokens: below 0 they help."
 _BAND = "Bands: 95 % intervals over documents; lower is better."
 
+
+class DocumentRecord(Protocol):
+    """The losses of some tokens of a document: their number, and the sum in nats."""
+
+    @property
+    def document(self) -> int | None: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def nll(self) -> float: ...
+
+
+type Bucket = Callable[[Any], Any]  # of a record; None: it is left out
 type Curves = dict[str, tuple[list[Any], Means]]  # by label: the buckets, and their means
 
 
-def means_of(series: Series, bucket: Callable[[dict[str, Any]], Any]) -> tuple[Curves, Curves]:
-    """Nats per token of the records of every series by `bucket` (None: left out), and by run those
-    of its variant with the memory on minus off, in pairs."""
+def means_of[R: DocumentRecord](series: Series[R], bucket: Bucket) -> tuple[Curves, Curves]:
+    """Nats per token of the records of every series by `bucket`, and by run those of its variant
+    with the memory on minus off, in pairs."""
     means, pairs = {}, {}
     for label, records in series.items():
         names, nll, tokens = _sums(records, bucket)
@@ -68,7 +83,7 @@ def means_of(series: Series, bucket: Callable[[dict[str, Any]], Any]) -> tuple[C
 
 
 def differences(
-    records: Records, base: Records, bucket: Callable[[dict[str, Any]], Any]
+    records: Sequence[DocumentRecord], base: Sequence[DocumentRecord], bucket: Bucket
 ) -> tuple[list[Any], Means]:
     """The buckets, and nats per token of `records` less those of `base`, in pairs. Raises
     `UserError` for records of other tokens or buckets."""
@@ -99,29 +114,27 @@ def cells(names: list[Any], means: Means, *, has_ends: bool = False) -> dict[Any
 
 
 def _sums(
-    records: Records, bucket: Callable[[dict[str, Any]], Any]
+    records: Sequence[DocumentRecord], bucket: Bucket
 ) -> tuple[list[Any], np.ndarray, np.ndarray]:
     """(buckets, sums of losses [documents, buckets], numbers of tokens)."""
-    placed = [(name, record) for record in records if (name := bucket(record)) is not None]
-    names = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in placed))}
-    documents = sorted({record["document"] for _, record in placed if record["tokens"]})
-    numbers = {name: i for i, name in enumerate(documents or [None])}
+    kept = [(name, record) for record in records if (name := bucket(record)) is not None]
+    names = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in kept))}
+    documents = {record.document for _, record in kept if record.tokens} or {None}
+    numbers = {name: i for i, name in enumerate(sorted(documents, key=lambda x: x or 0))}
     nll, tokens = np.zeros((2, len(numbers), len(names)))
-    for name, record in placed:
-        if record["tokens"]:
-            place = numbers[record["document"]], names[name]
-            nll[place] += record["nll"]
-            tokens[place] += record["tokens"]
+    for name, record in kept:
+        if record.tokens:
+            index = numbers[record.document], names[name]
+            nll[index] += record.nll
+            tokens[index] += record.tokens
     return [*names], nll, tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DocumentTask(Task):
+class DocumentTask[Record: DocumentRecord](Task[Selection, Any]):
     """Losses on documents without special tokens: those of `text`, a file or folder; None: the
     run's held-out text. `manifest`: exactly those of another evaluation, its documents.npz, to
     which the options that choose documents do not apply.
-
-    A record has a `document`, the number of its `tokens`, and `nll`, the sum of their losses.
     """
 
     value = "nats per token"  # or perplexity
@@ -168,8 +181,8 @@ class DocumentTask(Task):
         return {"documents.npz": rows.manifest()}
 
     @classmethod
-    def comparable(cls, result: dict[str, Any]) -> Any:
-        return [result["options"][name] for name in cls.shaping]
+    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
+        return [options.get(name) for name in cls.shaping]
 
     @classmethod
     def shown(cls, means: Means) -> Means:
@@ -177,9 +190,9 @@ class DocumentTask(Task):
         return Means(*np.exp(np.minimum(means, 700))) if cls.value == "perplexity" else means
 
     @classmethod
-    def table(cls, series: Series) -> Records:
+    def table(cls, series: Series[Record]) -> list[Row]:
         """A row per bucket: every series and every difference, with their intervals."""
-        means, pairs = means_of(series, lambda record: record[cls.key])
+        means, pairs = means_of(series, operator.attrgetter(cls.key))
         columns: Curves = {}
         for label, (names, x) in means.items():
             columns[label] = names, cls.shown(x)
@@ -193,15 +206,15 @@ class DocumentTask(Task):
         return [*rows.values()]
 
     @classmethod
-    def place(cls, record: dict[str, Any]) -> float | None:
-        """x of a record in pictures; None: it is left out."""
-        return record[cls.key]
+    def x(cls, record: Record) -> float | None:
+        """Where a record is along a picture; None: it is left out."""
+        return getattr(record, cls.key)
 
     @classmethod
-    def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
-        means, pairs = means_of(series, cls.place)
+    def pictures(cls, folder: Path, series: Series[Record], chance: float | None) -> list[Picture]:
+        means, pairs = means_of(series, cls.x)
         path = Path(f"{cls.name}.png")
-        shown = {label: (places, cls.shown(x)) for label, (places, x) in means.items()}
+        shown = {label: (x, cls.shown(y)) for label, (x, y) in means.items()}
         draw_curves(folder / path, cls.title, cls.x_label, cls.value, shown)
         pictures = [Picture(path, f"{cls.sentence} {_BAND}")]
         if pairs:
@@ -213,7 +226,7 @@ class DocumentTask(Task):
 
 
 def draw_curves(path: Path, title: str, x_label: str, y_label: str, curves: Curves) -> None:
-    """A picture of means by `DocumentTask.place`, with their intervals."""
+    """A picture of means by `DocumentTask.x`, with their intervals."""
     lines = {label: (x, means.mean.tolist()) for label, (x, means) in curves.items()}
     bands = {label: [y.tolist() for y in means[1:]] for label, (_, means) in curves.items()}
     plot_lines(path, title=title, x_label=x_label, y_label=y_label, series=lines, bands=bands)

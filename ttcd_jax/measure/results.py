@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import hashlib
 import io
 import math
@@ -9,64 +10,133 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import logging
+from ttcd_kernels.table import Row
 
+from ttcd_jax.config import read_fields
 from ttcd_jax.errors import DataError, NonFiniteError, UserError
 from ttcd_jax.files import read_json, write_json, write_whole
 from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.page import Section, published
-from ttcd_jax.measure.task import TASKS, Series, Subject, Task
+from ttcd_jax.measure.task import Series, Subject, Task, find_task
 from ttcd_jax.sharding.distributed import agree
 
-_DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration)
+FILE = "results.json"
 _UNFINISHED = ".unfinished"  # in the folder of results: the journal of answers
 
 
-def evaluate(task: Task, subject: Subject, step: int, output: str | None = None) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Results:
+    """The records of every variant of a run's model by one task, in `eval/FOLDER` of the run
+    directory. `measured_on`: the sha256 of the cases by part, None if that was not stored; `rows`:
+    their number, `facts`: more about them, for JSON."""
+
+    task: type[Task]
+    run_dir: Path
+    folder: str
+    label: str
+    changes: str = ""  # of the trained model's configuration, in words
+    options: dict[str, Any]  # of the task, JSON
+    step: int
+    measured_on: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    rows: int = 0
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    chance: float | None = None
+    series: Series[Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        """The folder of the results."""
+        return self.run_dir / "eval" / self.folder
+
+    @property
+    def table(self) -> list[Row]:
+        return self.task.table(self.series) if self.series else []
+
+    def section(self, output: Path) -> Section:
+        """The section of a page, whose pictures are drawn into `output`."""
+        pictures = self.task.pictures(output, self.series, self.chance)
+        return Section(self.task.title, self.table, pictures, published(self.task.name))
+
+    def renamed(self, label: str, name: str) -> "Results":
+        """The results with series of a run called `name` instead of `label`."""
+        series = {
+            name + key[len(label) :] if key.startswith(label) else f"{name}, {key}": records
+            for key, records in self.series.items()
+        }
+        return dataclasses.replace(self, series=series)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of the file."""
+        result = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        result |= {"task": self.task.name, "run_dir": str(self.run_dir), "table": self.table}
+        series = ((label, [x._asdict() for x in records]) for label, records in self.series.items())
+        return result | {"series": dict(series)}
+
+    def write(self) -> Path:
+        """Writes `results.json` (everything), `results.csv` (all series in one table) and the
+        pictures of the task; returns their folder."""
+        table = io.StringIO()
+        rows = [
+            {"series": label} | record._asdict()
+            for label, records in self.series.items()
+            for record in records
+        ]
+        rows = [{name: _cell(value) for name, value in row.items()} for row in rows]
+        writer = csv.DictWriter(table, fieldnames=[*rows[0]])
+        writer.writeheader()
+        writer.writerows(rows)
+        write_whole(self.path / "results.csv", table.getvalue())
+        write_json(self.path / FILE, self.to_dict())
+        self.task.pictures(self.path, self.series, self.chance)
+        shutil.rmtree(self.path / _UNFINISHED, ignore_errors=True)
+        return self.path
+
+
+def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None) -> Results:
     """The records of every variant of a model, with their task, run and step. Answers are kept in
-    the folder of results until `write_results`, so that the same evaluation goes on after an
-    interruption. `output`: that folder, a name in `eval` of the run or a path; None: `folder_name`.
-    Raises `UserError` where the results would replace another model's."""
-    result = {
-        "task": task.name,
-        "folder": output or folder_name(task.name, subject.label or subject.changes),
-        "label": subject.name,
-        "changes": subject.changes,
-        "options": task.to_dict(),
-        "run_dir": str(Path(subject.run_dir).absolute()),
-        "step": step,
-    }
-    folder = _path(result)
-    old = _replaced(folder / "results.json", result)
+    the folder of results (a name in `eval` of the run, or a path; None: `folder_name`) until
+    `Results.write`, so that the same evaluation goes on after an interruption. Raises `UserError`
+    where the results would replace another model's."""
+    result = Results(
+        task=type(task),
+        run_dir=Path(subject.run_dir).absolute(),
+        folder=folder or folder_name(task.name, subject.label or subject.changes),
+        label=subject.name,
+        changes=subject.changes,
+        options=task.to_dict(),
+        step=step,
+    )
+    old = _replaced(result)
     rows = task.rows(subject)
-    result["measured_on"] = task.measured_on(rows, subject)
-    agree("evaluation", task.to_dict() | result | {"mesh": str(jax.sharding.get_mesh().shape)})
-    if "series" in old and differing([old, result]):
-        path = folder / "results.json"
-        logging.warning("%s was measured on other text, or other rows of it: it is replaced", path)
+    result = dataclasses.replace(result, measured_on=task.measured_on(rows, subject))
+    agree("evaluation", result.to_dict() | {"mesh": str(jax.sharding.get_mesh().shape)})
+    if old is not None and differing([old.measured_on, result.measured_on]):
+        text = "%s was measured on other text, or other rows of it: it is replaced"
+        logging.warning(text, old.path / FILE)
     if jax.process_index() == 0:
         for name, content in task.files(rows).items():
-            write_whole(folder / name, content)
-    journal = Journal(folder / _UNFINISHED, [task.name, task.to_dict()])
+            write_whole(result.path / name, content)
+    journal = Journal(result.path / _UNFINISHED, [task.name, result.options])
     series = task.series(subject._replace(journal=journal), rows)
     _check_finite(task, series, step)
-    return result | {
-        "rows": len(rows if isinstance(rows, list) else jax.tree.leaves(rows)[0]),
-        "facts": task.facts(rows),
-        "chance": task.chance(subject),
-        "table": task.table(series),
-        "series": series,
-    }
+    return dataclasses.replace(
+        result,
+        rows=len(rows if isinstance(rows, list) else jax.tree.leaves(rows)[0]),
+        facts=task.facts(rows),
+        chance=task.chance(subject),
+        series=series,
+    )
 
 
-def _check_finite(task: Task, series: Series, step: int) -> None:
+def _check_finite(task: Task, series: Series[Any], step: int) -> None:
     """Raises `NonFiniteError` for measures that JSON has no number for, `UserError` for none."""
     if not all(series.values()):
         raise UserError(f"task {task.name} finds nothing to measure in these rows: take others")
-    records = ((label, record) for label in series for record in series[label])
+    records = ((label, record._asdict()) for label in series for record in series[label])
     found = ((*where, *item) for where in records for item in where[1].items())
     for label, record, name, value in found:
         if isinstance(value, float) and not math.isfinite(value):
@@ -76,17 +146,18 @@ def _check_finite(task: Task, series: Series, step: int) -> None:
             )
 
 
-def _replaced(path: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """The results at `path`; `result` if there are none, or damaged ones. Raises `UserError` for
-    those of a model under another label or changes."""
+def _replaced(result: Results) -> Results | None:
+    """The results in the same folder; None if there are none, or damaged ones. Raises `UserError`
+    for those of a model under another label or changes."""
+    path = result.path / FILE
     try:
-        old = result | (read_json(path) if path.exists() else {})
+        old = read_results(path) if path.exists() else None
     except DataError:
-        return result
-    for name in ("label", "changes"):
-        if old[name] != result[name]:
+        return None
+    for name in ("label", "changes") if old is not None else ():
+        if (found := getattr(old, name)) != (wanted := getattr(result, name)):
             raise UserError(
-                f"{path} is of {name} {old[name]!r}, not {result[name]!r}: choose another --label"
+                f"{path} is of {name} {found!r}, not {wanted!r}: choose another --label"
             )
     return old
 
@@ -100,64 +171,62 @@ def folder_name(task: str, text: str) -> str:
     return f"{task}.{short}" if text else task
 
 
-def _path(result: dict[str, Any]) -> Path:
-    return Path(result["run_dir"]) / "eval" / result["folder"]
-
-
-def write_results(result: dict[str, Any]) -> Path:
-    """Writes `results.json` (everything), `results.csv` (all series in one table) and the pictures
-    of the task into the run directory; returns their folder."""
-    task, series = TASKS[result["task"]], result["series"]
-    folder = _path(result)
-    table = io.StringIO()
-    rows = [{"series": label} | record for label, records in series.items() for record in records]
-    rows = [{name: _cell(value) for name, value in row.items()} for row in rows]
-    fields = dict.fromkeys(name for row in rows for name in row)
-    writer = csv.DictWriter(table, fieldnames=[*fields])
-    writer.writeheader()
-    writer.writerows(rows)
-    write_whole(folder / "results.csv", table.getvalue())
-    write_json(folder / "results.json", result)
-    task.pictures(folder, series, result["chance"])
-    shutil.rmtree(folder / _UNFINISHED, ignore_errors=True)
-    return folder
-
-
 def _cell(value: Any) -> Any:
     """`value` for CSV; a text that a spreadsheet would compute begins with an apostrophe there."""
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
 
 
-def read_results(path: Path) -> dict[str, Any]:
-    """A file of results, which are of the folder where it lies now."""
-    return read_json(path) | {"run_dir": str(path.parents[2]), "folder": path.parent.name}
+class _Header(NamedTuple):
+    """Fields of a file of results; of an earlier version some are missing."""
+
+    label: str
+    options: dict
+    changes: str = ""
+    step: int = 0
+    rows: int = 0
+    chance: float | None = None
 
 
-def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
+def read_results(path: Path) -> Results:
+    """The results in a file, which are of the folder where it lies now. Raises `UserError` for an
+    unknown task, `DataError` for a file that is damaged."""
+    found = read_json(path)
+    task = find_task(str(found.get("task")))
+    facts, digests = found.get("facts"), found.get("measured_on")
+    facts = facts if isinstance(facts, dict) else {}
+    if not isinstance(digests, dict):  # earlier versions stored the digest of documents alone
+        digests = {"": facts.get("documents")}
+    try:
+        series = {
+            label: [read_fields(task.record, record) for record in records]
+            for label, records in found["series"].items()
+        }
+        if not series or not all(series.values()):
+            raise ValueError("a series has no records")
+        header = read_fields(_Header, {"options": {}} | found)._asdict()
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is damaged ({error!r}): measure it again") from error
+    where = {"run_dir": path.parents[2], "folder": path.parent.name}
+    return Results(task=task, **where, **header, measured_on=digests, facts=facts, series=series)
+
+
+def read_all_results(run_dirs: Sequence[Path]) -> dict[str, list[Results]]:
     """The results of every run, under its name: its label, or for several runs of the same label
-    the label and the folder. The series of a result begin with the name. Raises `DataError` for
-    damaged results."""
-    files = [sorted((run_dir / "eval").glob("*/results.json")) for run_dir in run_dirs]
+    the label and the folder. The series of a result begin with the name."""
+    files = [sorted((run_dir / "eval").glob(f"*/{FILE}")) for run_dir in run_dirs]
     found = [[*map(read_results, paths)] for paths in files]
-    with damage_named(f"results.json of {', '.join(map(str, run_dirs))}"):
-        labels = [_label(x, run_dir) for x, run_dir in zip(found, run_dirs, strict=True)]
-        named = {}
-        folders = [run_dir.name for run_dir in run_dirs]
-        for label, results, run_dir in zip(labels, found, run_dirs, strict=True):
-            folder = run_dir.name if folders.count(run_dir.name) == 1 else run_dir
-            name = label if labels.count(label) == 1 else f"{label} ({folder})"
-            for result in results:
-                result["series"] = {
-                    name + key[len(label) :] if key.startswith(label) else f"{name}, {key}": records
-                    for key, records in result["series"].items()
-                }
-            named[name] = results
+    labels = [_label(x, run_dir) for x, run_dir in zip(found, run_dirs, strict=True)]
+    folders, named = [run_dir.name for run_dir in run_dirs], {}
+    for label, results, run_dir in zip(labels, found, run_dirs, strict=True):
+        folder = run_dir.name if folders.count(run_dir.name) == 1 else run_dir
+        name = label if labels.count(label) == 1 else f"{label} ({folder})"
+        named[name] = [x.renamed(label, name) for x in results]
     return named
 
 
-def _label(results: Sequence[dict[str, Any]], run_dir: Path) -> str:
+def _label(results: Sequence[Results], run_dir: Path) -> str:
     """The label of a run: the shortest of its results, of the unchanged model if there are any."""
-    found = sorted((bool(x.get("changes")), len(x["label"]), x["label"]) for x in results)
+    found = sorted((bool(x.changes), len(x.label), x.label) for x in results)
     return found[0][-1] if results else run_dir.name
 
 
@@ -168,62 +237,58 @@ def damage_named(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except _DAMAGE as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         cause = f"{type(error).__name__}: {error}"
         raise DataError(f"{what} is damaged ({cause}): measure it again") from error
 
 
-def merged(task: type[Task], results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The series of several runs in one result. Raises `UserError` for results that cannot be
-    compared."""
-    check_comparable(task, results)
-    series = {x: y for result in results for x, y in result["series"].items()}
-    return results[0] | {"series": series}
+def merged(results: Sequence[Results]) -> Results:
+    """The series of several runs by one task together. Raises `UserError` for results that cannot
+    be compared."""
+    check_comparable(results)
+    series = {x: y for result in results for x, y in result.series.items()}
+    return dataclasses.replace(results[0], series=series)
 
 
-def check_comparable(task: type[Task], results: Sequence[dict[str, Any]]) -> None:
+def check_comparable(results: Sequence[Results]) -> None:
     """Raises `UserError` for results of other cases or options, which share no table."""
     first, remedy = results[0], "evaluate both with the same options and text, or remove one"
+    task = first.task
+    expected = task.comparable(first.options, first.table)
     for result in results:
-        if task.comparable(result) != task.comparable(first):
+        if task.comparable(result.options, result.table) != expected:
             raise UserError(
-                f"task {task.name}: {_path(result)} was evaluated with other options, or in other "
-                f"buckets, than {_path(first)}: {remedy}"
+                f"task {task.name}: {result.path} was evaluated with other options, or in other "
+                f"buckets, than {first.path}: {remedy}"
             )
-    if pair := differing(results):
-        found = (f"{_path(x)} (sha256 {y[:12] if y else 'not stored'})" for x, y in pair)
+    if pair := differing([x.measured_on for x in results]):
+        first, second, part = pair
+        found = ((x.path, x.measured_on[part]) for x in (results[first], results[second]))
+        texts = (f"{path} (sha256 {y[:12] if y else 'not stored'})" for path, y in found)
         raise UserError(
-            f"task {task.name} was not measured on the same text in {' and '.join(found)}: {remedy}"
+            f"task {task.name} was not measured on the same text in {' and '.join(texts)}: {remedy}"
         )
 
 
-def differing(results: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str | None]]:
-    """Two results, each with its digest, that were not measured on the same; none if all were."""
-    known: dict[str, tuple[dict[str, Any], str | None]] = {}
-    for result in results if len(results) > 1 else ():
-        parts, facts = result.get("measured_on"), result.get("facts")
-        if not isinstance(parts, dict):  # earlier versions stored the digest of documents alone
-            parts = {"": facts.get("documents") if isinstance(facts, dict) else None}
+def differing(measured_on: Sequence[Mapping[str, str | None]]) -> tuple[int, int, str] | None:
+    """The indices of two, and the part of which their digests differ, or are not known; None if all
+    were measured on the same."""
+    known: dict[str, int] = {}
+    for index, parts in enumerate(measured_on if len(measured_on) > 1 else ()):
         for part, digest in parts.items():
-            pair = [known.setdefault(part, (result, digest)), (result, digest)]
-            if pair[0][1] != digest or digest is None:
-                return pair
-    return []
+            first = known.setdefault(part, index)
+            if digest is None or digest != measured_on[first][part]:
+                return first, index, part
+    return None
 
 
-def task_sections(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> list[Section]:
+def task_sections(runs: Mapping[str, list[Results]], output: Path) -> list[Section]:
     """A section for each task that some run was evaluated on, those of the lowest `rank` first;
     their pictures are drawn into `output`. `runs` is that of `read_all_results`."""
-    sections = []
-    for task in sorted(TASKS.values(), key=lambda task: task.rank):
-        with damage_named(f"results.json of task {task.name}"):
-            found = [x for results in runs.values() for x in results if x["task"] == task.name]
-            if not found:
-                continue
-            result = merged(task, found)
-            if not all(result["series"].values()):
-                raise LookupError("a series without records")
-            pictures = task.pictures(output, result["series"], result.get("chance"))
-            table = task.table(result["series"])
-            sections.append(Section(task.title, table, pictures, published(task.name)))
-    return sections
+    found: dict[type[Task], list[Results]] = {}
+    for result in (result for results in runs.values() for result in results):
+        found.setdefault(result.task, []).append(result)
+    return [
+        merged(found[task]).section(output)
+        for task in sorted(found, key=lambda x: (x.rank, x.name))
+    ]

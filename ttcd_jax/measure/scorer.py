@@ -101,7 +101,8 @@ class Scorer:
         piece_size: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
-        self._name, self._journal, self._size = name, journal, {"piece_size": piece_size}
+        self._name, self._journal = name, journal
+        self._size: Any = {"piece_size": piece_size}
 
     @functools.cached_property
     def inference(self) -> InferenceModel:

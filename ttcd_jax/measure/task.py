@@ -1,7 +1,7 @@
-"""Evaluation tasks, each with its options, rows, measures, table and picture, and their registry.
+"""Evaluation tasks, each with its options, rows, records, table and picture, and their registry.
 
-A new evaluation is one file in `eval/tasks`: a subclass of `Task` with `@register`.
-`experiments.evaluate`, training and the report iterate over `TASKS`.
+A new evaluation is one file in `ttcd_jax/tasks`: a NamedTuple, its record, and a subclass of `Task`
+with `@register`. `experiments.evaluate`, training and the report iterate over `TASKS`.
 """
 
 import abc
@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from ttcd_kernels.table import Row
 
 from ttcd_jax.config import Bound, Config, Positive
 from ttcd_jax.data.tokenizer import Tokenizer
@@ -27,8 +28,8 @@ from ttcd_jax.registry import Registry
 from ttcd_jax.tokens import check_tokens
 from ttcd_jax.train.state import with_params
 
-Records = list[dict[str, Any]]  # flat, for JSON and CSV
-Series = dict[str, Records]  # the records of every variant of a model, by its label
+type Series[Record] = dict[str, list[Record]]  # the records of every variant of a model, by label
+type Arrays = dict[str, np.ndarray]  # [rows, ...]
 MEMORY_ON, MEMORY_OFF = "fast weights on", "off (eta = 0)"  # the variants
 
 
@@ -61,11 +62,13 @@ class Subject(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task(Config, abc.ABC):
-    """An evaluation. Its fields are options; `batch_size`: rows, or prompts, read at once."""
+class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
+    """An evaluation, which gives records of a model's answers to rows. Its fields are options;
+    `batch_size`: rows, or prompts, read at once."""
 
     name: ClassVar[str]  # for the option --task and the folder of results
     title: ClassVar[str]  # of table and picture
+    record: ClassVar[type[tuple[Any, ...]]]  # the NamedTuple of its records: texts, numbers, None
     key: ClassVar[str]  # the field of a record that names its bucket: the table's first column
     x_label: ClassVar[str]  # of `key`
     value: ClassVar[str] = "accuracy"  # the field of a record that is shown
@@ -80,17 +83,17 @@ class Task(Config, abc.ABC):
         return TASKS.classes() if cls is Task else [cls]
 
     @abc.abstractmethod
-    def rows(self, subject: Subject) -> Any:
+    def rows(self, subject: Subject) -> Rows:
         """The cases, independent of the parameters: a list, or a tuple or dict of arrays
         [rows, ...]. A pure function of options, run and tokenizer. Raises `UserError` for a run
         that this task cannot measure."""
 
     @abc.abstractmethod
-    def measure(self, scorer: Scorer, rows: Any, subject: Subject) -> Records:
+    def measure(self, scorer: Scorer, rows: Rows, subject: Subject) -> list[Record]:
         """The records of one variant of the model, of the finest grain that table and pictures
         need. All processes take part."""
 
-    def series(self, subject: Subject, rows: Any) -> Series:
+    def series(self, subject: Subject, rows: Rows) -> Series[Record]:
         """The records of every variant of the model."""
         return {
             label: self.measure(self.scorer(subject, label, model), rows, subject)
@@ -108,16 +111,16 @@ class Task(Config, abc.ABC):
             journal=subject.journal,
         )
 
-    def measured_on(self, rows: Any, subject: Subject) -> dict[str, str]:
+    def measured_on(self, rows: Rows, subject: Subject) -> dict[str, str]:
         """The sha256 of the cases, by part: results share a table where the parts that they have in
         common are equal."""
         return {"": digest(rows)}
 
-    def facts(self, rows: Any) -> dict[str, Any]:
-        """Facts about the cases, for `results.json`."""
+    def facts(self, rows: Rows) -> dict[str, Any]:
+        """What `results.json` says about the cases, JSON."""
         return {}
 
-    def files(self, rows: Any) -> dict[str, bytes]:
+    def files(self, rows: Rows) -> dict[str, bytes]:
         """Files of the cases by name, for the folder of results."""
         return {}
 
@@ -126,22 +129,26 @@ class Task(Config, abc.ABC):
         return None
 
     @classmethod
-    def unit(cls, series: Series) -> tuple[str, str]:
+    def unit(cls, series: Series[Record]) -> tuple[str, str]:
         """(field of a record that is shown, its name on the axis)."""
         return cls.value, cls.value
 
     @classmethod
-    def table(cls, series: Series) -> Records:
+    def table(cls, series: Series[Record]) -> list[Row]:
         """One row per bucket, one column per variant."""
         value, _ = cls.unit(series)
-        first = next(iter(series.values()))
+        columns = {
+            name: {getattr(record, cls.key): getattr(record, value) for record in records}
+            for name, records in series.items()
+        }
+        buckets = dict.fromkeys(bucket for column in columns.values() for bucket in column)
         return [
-            {cls.key: record[cls.key]} | {name: rows[i][value] for name, rows in series.items()}
-            for i, record in enumerate(first)
+            {cls.key: bucket} | {name: column.get(bucket) for name, column in columns.items()}
+            for bucket in buckets
         ]
 
     @classmethod
-    def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
+    def pictures(cls, folder: Path, series: Series[Record], chance: float | None) -> list[Picture]:
         """Draws the pictures of the task into `folder`, the most telling first: bars of the table
         unless overridden."""
         _, label = cls.unit(series)
@@ -165,13 +172,13 @@ class Task(Config, abc.ABC):
         return Picture(Path(path.name), sentence)
 
     @classmethod
-    def comparable(cls, result: dict[str, Any]) -> Any:
-        """Results of the same cases share a table where this is equal."""
-        return [row[cls.key] for row in cls.table(result["series"])]
+    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
+        """Results of the same cases share a table where this is equal; `options` are JSON."""
+        return [row[cls.key] for row in table]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowTask(Task):
+class RowTask[Record: tuple[Any, ...]](Task[Arrays, Record]):
     """A task that measures the losses of at most `max_rows` rows [T], spread evenly over a
     source."""
 
@@ -181,7 +188,7 @@ class RowTask(Task):
     def source(self, subject: Subject) -> Any:
         """Random access to rows of a document each, with the fields of `ttcd_jax.data.packing`."""
 
-    def rows(self, subject: Subject) -> dict[str, np.ndarray]:
+    def rows(self, subject: Subject) -> Arrays:
         source = self.source(subject)
         chosen = np.linspace(0, len(source) - 1, min(self.max_rows, len(source))).astype(int)
         examples = [source[int(index)] for index in chosen]
@@ -189,7 +196,7 @@ class RowTask(Task):
         check_tokens(rows["targets"], subject.model.config.vocab_size)
         return rows
 
-    def measured_on(self, rows: dict[str, np.ndarray], subject: Subject) -> dict[str, str]:
+    def measured_on(self, rows: Arrays, subject: Subject) -> dict[str, str]:
         """Of text its characters, so that runs of other tokenizers compare."""
         if subject.tokenizer is None:
             return super().measured_on(rows, subject)
@@ -208,7 +215,7 @@ def digest(cases: Any) -> str:
     return result.hexdigest()
 
 
-def row_scores(scorer: Scorer, rows: dict[str, np.ndarray]) -> Scores:
+def row_scores(scorer: Scorer, rows: Arrays) -> Scores:
     """The scores [rows, T] of the targets of `rows`, which hold one document each; 0 for padding
     (segment 0)."""
     is_token = rows.get("segment_ids", np.ones_like(rows["tokens"])) > 0

@@ -77,7 +77,7 @@ def _check_cases(path: Path, inputs: Sequence[tuple[Task, Any]], subject: Subjec
         options = {x: y for x, y in task.to_dict().items() if x != "batch_size"}
         name = f"{task.name} {json.dumps(options, sort_keys=True)}"
         new[name] = task.measured_on(rows, subject)
-        if name in old and differing([{"measured_on": x[name]} for x in (old, new)]):
+        if name in old and differing([_parts(old[name]), new[name]]):
             raise DataError(
                 f"the text that task {task.name} measures {path.parent} on changed since its last "
                 "step: restore it, or choose another --run_dir"
@@ -85,6 +85,10 @@ def _check_cases(path: Path, inputs: Sequence[tuple[Task, Any]], subject: Subjec
     agree("evaluations", new)
     if jax.process_index() == 0 and new.keys() - old.keys():
         write_json(path, old | new)
+
+
+def _parts(found: Any) -> dict[str, str | None]:
+    return found if isinstance(found, dict) else {"": None}
 
 
 def best_scores(config: RunConfig, records: Sequence[dict[str, Any]]) -> dict[int, float]:

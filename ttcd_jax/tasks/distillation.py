@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
+from ttcd_kernels.table import Row as TableRow
 
 from ttcd_jax.config import Positive
 from ttcd_jax.data.synthetic.recall import RecallConfig
@@ -19,7 +20,7 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.inference.model import inference_model
 from ttcd_jax.measure.pictures import Picture, plot_lines
 from ttcd_jax.measure.scorer import Scorer, batches, placed
-from ttcd_jax.measure.task import Records, RowTask, Series, Subject, register
+from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, register
 from ttcd_jax.memory.chunks import from_chunks, to_chunks
 from ttcd_jax.memory.distillation import Distillation, summary
 from ttcd_jax.methods.in_place import InPlaceConfig
@@ -30,12 +31,33 @@ from ttcd_jax.sharding.batch import replicated
 from ttcd_jax.tasks.perplexity import Perplexity, buckets
 from ttcd_jax.tasks.recall import Recall
 
-_BUCKET = ("layer", "context", "start", "stop", "tokens")
+
+class LayerDistances(NamedTuple):
+    """Means over positions `start` to `stop` of a layer (`memory.distillation.summary`); None where
+    nothing can be measured. `key_rank` is that of all positions."""
+
+    layer: int
+    context: str
+    start: int
+    stop: int
+    tokens: int
+    gap: float | None
+    gap_on: float | None
+    gap_both: float | None
+    cosine: float | None
+    closer: float | None
+    change: float | None
+    loss: float | None
+    loss_on: float | None
+    key_rank: float | None = None
+
+
+_MEASURES = LayerDistances._fields[5:]
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StudentTeacher(RowTask):
+class StudentTeacher(RowTask[LayerDistances]):
     """The student's distance to the teacher in every layer that has both, with the memory off and
     on, and where the memory moves the student (`ttcd_jax.memory.distillation`); over all positions
     also the effective rank of the keys of the first batch. At most `max_rows` rows are those of
@@ -43,6 +65,7 @@ class StudentTeacher(RowTask):
 
     name = "distillation"
     title = "The student's distance to the teacher, by position"
+    record = LayerDistances
     key = "layer"
     x_label = "position (tokens)"
     rank = 40
@@ -70,12 +93,12 @@ class StudentTeacher(RowTask):
             return Recall(max_rows=self.max_rows).source(subject)
         return Perplexity(text=self.text, seq_len=self.seq_len).source(subject)
 
-    def series(self, subject: Subject, rows: Any) -> Series:
+    def series(self, subject: Subject, rows: Arrays) -> Series[LayerDistances]:
         scorer = self.scorer(subject, subject.name, subject.model)
         return {subject.name: self.measure(scorer, rows, subject)}
 
-    def measure(self, scorer: Scorer, rows: dict[str, np.ndarray], subject: Subject) -> Records:
-        """A record for every bucket of positions and layer; None where nothing can be measured."""
+    def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[LayerDistances]:
+        """A record for every bucket of positions and layer."""
         found = distances(scorer.model, rows, scorer.batch_size)
         index, _ = next(iter(batches(len(rows["tokens"]), scorer.batch_size)))
         graph, params = nnx.split(scorer.model)
@@ -87,40 +110,42 @@ class StudentTeacher(RowTask):
             part = jax.tree.map(lambda x, cut=np.s_[..., start:stop]: jnp.asarray(x[cut]), found)
             measures = summary(part, jnp.asarray(counted))
             for index, layer in enumerate(layers_with_teacher(scorer.model.config)):
-                bucket = (layer, context, start, stop, int(counted.sum()))
                 values = {name: float(x[index]) for name, x in measures.items()}
                 if context == "all":
                     values["key_rank"] = float(ranks[index])
                 finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
-                records.append(dict(zip(_BUCKET, bucket, strict=True)) | finite)
+                bucket = layer, context, start, stop, int(counted.sum())
+                records.append(LayerDistances(*bucket, **finite))
         return records
 
     @classmethod
-    def table(cls, series: Series) -> Records:
+    def table(cls, series: Series[LayerDistances]) -> list[TableRow]:
         """A row per layer, over all positions; a column per measure, and run if there are
         several."""
         rows: dict[int, dict[str, Any]] = {}
         for name, records in series.items():
             prefix = f"{name}: " if len(series) > 1 else ""
             for record in records:
-                if record["context"] == "all":
-                    row = rows.setdefault(record["layer"], {cls.key: record["layer"]})
-                    row |= {f"{prefix}{x}": record[x] for x in record if x not in _BUCKET}
+                if record.context == "all":
+                    row = rows.setdefault(record.layer, {cls.key: record.layer})
+                    row |= {f"{prefix}{name}": getattr(record, name) for name in _MEASURES}
         columns = dict.fromkeys(column for row in rows.values() for column in row)
         return [dict.fromkeys(columns) | rows[layer] for layer in sorted(rows)]
 
     @classmethod
-    def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
+    def pictures(
+        cls, folder: Path, series: Series[LayerDistances], chance: float | None
+    ) -> list[Picture]:
         """One for every layer."""
         drawn = []
-        for layer in sorted({record["layer"] for records in series.values() for record in records}):
+        for layer in sorted({record.layer for records in series.values() for record in records}):
             lines = {}
             for name, records in series.items():
-                own = [record for record in records if record["layer"] == layer]
-                parts = [record for record in own if record["context"] != "all"] or own
-                for field, memory in (("gap", "off"), ("gap_on", "on")):
-                    points = [x["stop"] for x in parts], [x[field] for x in parts]
-                    lines[f"{name}, memory {memory}"] = points
+                own = [record for record in records if record.layer == layer]
+                parts = [record for record in own if record.context != "all"] or own
+                stops = [x.stop for x in parts]
+                lines[f"{name}, memory off"] = stops, [x.gap for x in parts]
+                lines[f"{name}, memory on"] = stops, [x.gap_on for x in parts]
             path = folder / f"{cls.name}_{layer}.png"
             title, y_label = f"Layer {layer}: distance to the teacher", "|y_T - y| / |y_T|"
             plot_lines(path, title=title, x_label=cls.x_label, y_label=y_label, series=lines)
@@ -132,12 +157,12 @@ class StudentTeacher(RowTask):
         return drawn
 
     @classmethod
-    def comparable(cls, result: dict[str, Any]) -> Any:
+    def comparable(cls, options: dict[str, Any], table: list[TableRow]) -> Any:
         """Rows of the same length; layers may differ."""
-        return result["options"]["seq_len"]
+        return options.get("seq_len")
 
 
-def distances(model: Transformer, rows: dict[str, np.ndarray], batch_size: int) -> Distillation:
+def distances(model: Transformer, rows: Arrays, batch_size: int) -> Distillation:
     """The distances [Y, rows, T] of `rows` (fields of `ttcd_jax.data.packing`), computed in
     batches, which are sharded over the mesh in use; every process gets all."""
     graph, params = nnx.split(model)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,12 +11,22 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.measure.by_document import DocumentTask
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.selection import Selection, select
-from ttcd_jax.measure.task import Records, Subject, register
+from ttcd_jax.measure.task import Subject, register
+
+
+class BlockLoss(NamedTuple):
+    """The losses of a document's block after so many tokens; `document` None: no document has
+    them."""
+
+    context: int
+    document: int | None
+    tokens: int
+    nll: float
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FinalBlock(DocumentTask):
+class FinalBlock(DocumentTask[BlockLoss]):
     """Fixed-final-block perplexity, as in the authors' code: the last `final_block` tokens of each
     document, after each of `contexts` tokens, read anew. Documents have `min_doc_tokens` (None: the
     longest context and the block), of which the last `seq_len` are kept, until these are
@@ -23,6 +34,7 @@ class FinalBlock(DocumentTask):
 
     name = "final_block"
     title = "Perplexity of the final block by length of context"
+    record = BlockLoss
     key = "context"
     x_label = "tokens of context before the block"
     rank = 10
@@ -57,15 +69,15 @@ class FinalBlock(DocumentTask):
             max_tokens=self.token_budget,
         )
 
-    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> Records:
-        records: Records = []
+    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> list[BlockLoss]:
+        records: list[BlockLoss] = []
         for context in sorted(set(self.contexts)):
             size = context + self.final_block
             chosen = {i: ids[-size:] for i, ids in enumerate(rows.documents) if ids.size >= size}
             scores = scorer.losses([*chosen.values()])
             sums = (x.losses[context - 1 :].sum(dtype=np.float64) for x in scores)
             records += [
-                {"context": context, "document": i, "tokens": self.final_block, "nll": float(nll)}
+                BlockLoss(context, i, self.final_block, float(nll))
                 for i, nll in zip(chosen, sums, strict=True)
-            ] or [{"context": context, "document": None, "tokens": 0, "nll": 0.0}]
+            ] or [BlockLoss(context, None, 0, 0.0)]
         return records

@@ -4,18 +4,34 @@ import dataclasses
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
+
+from ttcd_kernels.table import Row
 
 from ttcd_jax.config import LIMIT, NonNegative
 from ttcd_jax.errors import UserError
 from ttcd_jax.measure.pictures import Picture
 from ttcd_jax.measure.scorer import Scorer
-from ttcd_jax.measure.task import Records, Series, Subject, Task, digest, register
+from ttcd_jax.measure.task import Series, Subject, Task, digest, register
+
+
+class Score(NamedTuple):
+    """A metric of a task or group, `depth` groups down. `chance`: the accuracy that guessing
+    reaches, None where there are no choices."""
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    chance: float | None
+    items: int
+    examples: int
+    depth: int
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Harness(Task):
+class Harness(Task[Any, Score]):
     """Accuracies, or what else a task measures, with the harness' own prompts.
 
     `tasks`: names of tasks, groups and tags, also several separated by commas. `data`: a folder
@@ -27,6 +43,7 @@ class Harness(Task):
 
     name = "harness"
     title = "lm-evaluation-harness: questions with choices, and other tasks"
+    record = Score
     key = "task"
     x_label = "task and metric"
     rank = 48
@@ -56,42 +73,42 @@ class Harness(Task):
         """By task."""
         return {name: digest(documents) for name, documents in rows.documents().items()}
 
-    def measure(self, scorer: Scorer, rows: Any, subject: Subject) -> Records:
-        return _library().measure(rows, scorer)
+    def measure(self, scorer: Scorer, rows: Any, subject: Subject) -> list[Score]:
+        return [Score(**record) for record in _library().measure(rows, scorer)]
 
     @classmethod
-    def table(cls, series: Series) -> Records:
+    def table(cls, series: Series[Score]) -> list[Row]:
         """The tasks asked for, without the members of groups; accuracies of choices in percent."""
         rows: dict[str, dict[str, Any]] = {}
         for name, records in series.items():
             for record in records:
-                if record["depth"] == 0:
-                    factor, unit = (1, "") if record["chance"] is None else (100, " (%)")
-                    bucket = f"{record['task']}, {record['metric']}{unit}"
-                    rows.setdefault(bucket, {cls.key: bucket})[name] = factor * record["value"]
+                if record.depth == 0:
+                    factor, unit = (1, "") if record.chance is None else (100, " (%)")
+                    bucket = f"{record.task}, {record.metric}{unit}"
+                    rows.setdefault(bucket, {cls.key: bucket})[name] = factor * record.value
         return [*rows.values()]
 
     @classmethod
-    def unit(cls, series: Series) -> tuple[str, str]:
+    def unit(cls, series: Series[Score]) -> tuple[str, str]:
         return "value", "score" if None in _chances(series) else "accuracy (%)"
 
     @classmethod
-    def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
+    def pictures(cls, folder: Path, series: Series[Score], chance: float | None) -> list[Picture]:
         """The bars of the table, and the accuracy by guessing where all questions have as many
         choices."""
         chances = _chances(series)
-        guess = 100 * chances.pop() if len(chances) == 1 and None not in chances else None
-        return super().pictures(folder, series, guess)
+        guess = chances.pop() if len(chances) == 1 else None
+        return super().pictures(folder, series, None if guess is None else 100 * guess)
 
     @classmethod
-    def comparable(cls, result: dict[str, Any]) -> Any:
+    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
         """Other tasks share a table, with cells that are empty."""
-        return [result["options"][name] for name in ("limit", "num_fewshot", "metadata")]
+        return [options.get(name) for name in ("limit", "num_fewshot", "metadata")]
 
 
-def _chances(series: Series) -> set[Any]:
-    """The accuracies by guessing of what is shown."""
-    return {x["chance"] for records in series.values() for x in records if x["depth"] == 0}
+def _chances(series: Series[Score]) -> set[float | None]:
+    """The accuracies by guessing in the table."""
+    return {x.chance for records in series.values() for x in records if x.depth == 0}
 
 
 def _library() -> ModuleType:

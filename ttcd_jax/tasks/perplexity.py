@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -17,10 +17,22 @@ from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError
 from ttcd_jax.measure.pictures import Picture, plot_lines
 from ttcd_jax.measure.scorer import Scorer, Scores
-from ttcd_jax.measure.task import Records, RowTask, Series, Subject, register, row_scores
+from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, register, row_scores
 
 _FIRST_EDGE = 32
 _ANY_LENGTH = 2**20  # rows may be longer than the text up to here
+
+
+class PositionLoss(NamedTuple):
+    """The loss of the targets at positions `start` to `stop`. `bits_per_byte` divides by the bytes
+    of the targets, so that tokenizers are comparable; None if no target has bytes."""
+
+    context: str
+    start: int
+    stop: int
+    tokens: int
+    perplexity: float
+    bits_per_byte: float | None
 
 
 def bucket_edges(length: int) -> list[int]:
@@ -35,9 +47,8 @@ def buckets(length: int) -> Iterator[tuple[str, int, int]]:
         yield "all" if stop - start == length else f"{start}-{stop - 1}", start, stop
 
 
-def by_position(scores: Scores, rows: dict[str, np.ndarray], tokenizer: Tokenizer) -> Records:
-    """One record per bucket of positions, and `all`. `bits_per_byte` divides by the bytes of the
-    targets, so that tokenizers are comparable; None if no target has bytes."""
+def by_position(scores: Scores, rows: Arrays, tokenizer: Tokenizer) -> list[PositionLoss]:
+    """One record per bucket of positions, and `all`."""
     num_bytes = tokenizer.num_bytes(rows["targets"])
     records = []
     for context, start, stop in buckets(rows["tokens"].shape[1]):
@@ -47,27 +58,21 @@ def by_position(scores: Scores, rows: dict[str, np.ndarray], tokenizer: Tokenize
             continue
         nats = float(scores.losses[part][mask].astype(np.float64).sum())
         tokens, size = int(mask.sum()), int(num_bytes[part][mask].sum())
-        records.append(
-            {
-                "context": context,
-                "start": start,
-                "stop": stop,
-                "tokens": tokens,
-                "perplexity": math.exp(min(nats / tokens, 700)),
-                "bits_per_byte": nats / math.log(2) / size if size else None,
-            }
-        )
+        perplexity = math.exp(min(nats / tokens, 700))
+        bits = nats / math.log(2) / size if size else None
+        records.append(PositionLoss(context, start, stop, tokens, perplexity, bits))
     return records
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Perplexity(RowTask):
+class Perplexity(RowTask[PositionLoss]):
     """Perplexity on `text`, a text file or a folder of .txt files, or the run's held-out text for
     None. `seq_len`: tokens per row; None: as in training."""
 
     name = "ppl"
     title = "Held-out text: bits per byte by context length"
+    record = PositionLoss
     key = "context"
     x_label = "context length (tokens)"
     rank = 35
@@ -85,23 +90,25 @@ class Perplexity(RowTask):
         parts = [DocumentRows(part, seq_len=seq_len) for part in records]
         return grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
 
-    def measure(self, scorer: Scorer, rows: dict[str, np.ndarray], subject: Subject) -> Records:
+    def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[PositionLoss]:
         assert subject.tokenizer is not None, "text_records refuses a run without one"
         return by_position(row_scores(scorer, rows), rows, subject.tokenizer)
 
     @classmethod
-    def unit(cls, series: Series) -> tuple[str, str]:
+    def unit(cls, series: Series[PositionLoss]) -> tuple[str, str]:
         first = next(iter(series.values()))
-        if all(row["bits_per_byte"] is not None for row in first):
+        if all(record.bits_per_byte is not None for record in first):
             return "bits_per_byte", "bits per byte"
         return "perplexity", "perplexity"
 
     @classmethod
-    def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
+    def pictures(
+        cls, folder: Path, series: Series[PositionLoss], chance: float | None
+    ) -> list[Picture]:
         value, label = cls.unit(series)
         path, lines = folder / f"{cls.name}.png", {}
         for name, records in series.items():
-            parts = [record for record in records if record["context"] != "all"] or records
-            lines[name] = [part["stop"] for part in parts], [part[value] for part in parts]
+            parts = [record for record in records if record.context != "all"] or records
+            lines[name] = [x.stop for x in parts], [getattr(x, value) for x in parts]
         plot_lines(path, title=cls.title, x_label=cls.x_label, y_label=label, series=lines)
         return [cls.picture(path, label)]

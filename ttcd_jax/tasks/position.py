@@ -4,23 +4,36 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+from ttcd_kernels.table import Row
 
 from ttcd_jax.config import NonNegative, Positive
 from ttcd_jax.errors import UserError
-from ttcd_jax.measure.by_document import DocumentTask
+from ttcd_jax.measure.by_document import DocumentRecord, DocumentTask
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.selection import Selection, select
-from ttcd_jax.measure.task import Records, Series, Subject, register
+from ttcd_jax.measure.task import Series, Subject, register
 from ttcd_jax.tasks.perplexity import bucket_edges
 
 _PER_OCTAVE = 4  # points of the picture
 
 
+class PositionLoss(NamedTuple):
+    """The losses of a document's tokens at positions `start` to `stop`; those of all documents at a
+    position have no document and no name."""
+
+    positions: str | None
+    start: int
+    stop: int
+    document: int | None
+    tokens: int
+    nll: float
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FirstTokens(DocumentTask):
+class FirstTokens[Record: DocumentRecord](DocumentTask[Record]):
     """Tokens `offset` to `offset + seq_len` of the first `max_rows` documents that have them; with
     `offset_max`, each offset is drawn from 0 to that by `seed`. `seq_len` None: as in training."""
 
@@ -54,17 +67,18 @@ class FirstTokens(DocumentTask):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Position(FirstTokens):
+class Position(FirstTokens[PositionLoss]):
     """Loss at every position of a row but the first, which has no context."""
 
     name = "position"
     title = "Loss by position"
+    record = PositionLoss
     key = "positions"
     x_label = "position in the row (tokens)"
     rank = 30
     sentence = "The mean loss of the tokens at a position, over documents, up to the next point."
 
-    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> Records:
+    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> list[PositionLoss]:
         """Sums by document and bucket, then sums over all documents by position, without a
         bucket."""
         losses = [score.losses.astype(np.float64) for score in scorer.losses(rows.documents)]
@@ -76,27 +90,25 @@ class Position(FirstTokens):
         for start, stop in itertools.pairwise(edges):
             octave = np.searchsorted(octaves, start, side="right")
             name = f"{max(octaves[octave - 1], 1)}-{octaves[octave] - 1}"
-            bucket = {"positions": name, "start": start, "stop": stop}
             for number, nll in enumerate(losses):
                 part = nll[start - 1 : stop - 1]
-                sums = {"tokens": part.size, "nll": float(part.sum())}
-                records.append(bucket | {"document": number} | sums)
+                sums = part.size, float(part.sum())
+                records.append(PositionLoss(name, start, stop, number, *sums))
         for nll in losses:
             totals[:, 1 : nll.size + 1] += np.ones(nll.size), nll
         for start, (tokens, nll) in enumerate(totals.T[1:].tolist(), 1):
-            place = {"positions": None, "start": start, "stop": start + 1, "document": None}
-            records.append(place | {"tokens": int(tokens), "nll": nll})
+            records.append(PositionLoss(None, start, start + 1, None, int(tokens), nll))
         return records
 
     @classmethod
-    def place(cls, record: dict[str, Any]) -> float | None:
-        return None if record["document"] is None else record["start"]
+    def x(cls, record: PositionLoss) -> float | None:
+        return None if record.document is None else record.start
 
     @classmethod
-    def table(cls, series: Series) -> Records:
+    def table(cls, series: Series[PositionLoss]) -> list[Row]:
         """Rows by octaves of positions, and of all."""
         whole = {
-            label: [x | {"positions": x["positions"] and "all"} for x in records]
+            label: [x._replace(positions=x.positions and "all") for x in records]
             for label, records in series.items()
         }
         return super().table(series) + super().table(whole)

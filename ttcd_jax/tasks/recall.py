@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,21 @@ from ttcd_jax.inference.model import InferenceModel
 from ttcd_jax.inference.prefill import MemoryMode, prefill
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.measure.scorer import Scorer, Scores
-from ttcd_jax.measure.task import Records, RowTask, Series, Subject, Task, register, row_scores
+from ttcd_jax.measure.task import Arrays, RowTask, Series, Subject, Task, register, row_scores
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
 
 _SEED = 1_000_003  # differs from any training seed of a few digits
 _BUCKETS_BEYOND = 4
 _MAX_NEEDLES = 4
+
+
+class DistanceAccuracy(NamedTuple):
+    """The accuracy of queries at such distances; `is_total`: of all beyond the reach."""
+
+    distance: str
+    queries: int
+    accuracy: float
+    is_total: bool = False
 
 
 def _recall_config(subject: Subject) -> RecallConfig:
@@ -33,6 +42,7 @@ def _recall_config(subject: Subject) -> RecallConfig:
 class _OnRecallData(Task):
     """Accuracy of a run on the recall data."""
 
+    record = DistanceAccuracy
     key = "distance"
 
     def chance(self, subject: Subject) -> float:
@@ -41,7 +51,7 @@ class _OnRecallData(Task):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recall(_OnRecallData, RowTask):
+class Recall(_OnRecallData, RowTask[DistanceAccuracy]):
     """Accuracy at queries by the distance back to their value."""
 
     name = "recall"
@@ -52,7 +62,7 @@ class Recall(_OnRecallData, RowTask):
     def source(self, subject: Subject) -> RecallRows:
         return RecallRows(_recall_config(subject), seed=_SEED, num_rows=self.max_rows)
 
-    def measure(self, scorer: Scorer, rows: dict[str, np.ndarray], subject: Subject) -> Records:
+    def measure(self, scorer: Scorer, rows: Arrays, subject: Subject) -> list[DistanceAccuracy]:
         reach = attention_reach(subject.model.config)
         return by_distance(row_scores(scorer, rows), rows, reach)
 
@@ -92,7 +102,7 @@ class Needle(_OnRecallData):
             num_tokens=2 * -(-max(self.distances) // 2),  # pairs
         )
 
-    def series(self, subject: Subject, rows: Needles) -> Series:
+    def series(self, subject: Subject, rows: Needles) -> Series[DistanceAccuracy]:
         modes: dict[str, MemoryMode] = {subject.name: "kept"}
         if self.by == "decode" and has_in_place_memory(subject.model.config):
             modes = {f"{subject.name}, memory {mode}": mode for mode in get_args(MemoryMode)}
@@ -102,7 +112,7 @@ class Needle(_OnRecallData):
             for label, memory in modes.items()
         }
 
-    def measure(self, scorer: Scorer, rows: Needles, subject: Subject) -> Records:
+    def measure(self, scorer: Scorer, rows: Needles, subject: Subject) -> list[DistanceAccuracy]:
         return read_back(scorer.inference, rows, self.distances, by=self.by)
 
 
@@ -111,7 +121,7 @@ def attention_reach(config: TransformerConfig) -> int | None:
     return None if config.window is None else config.num_layers * (config.window - 1)
 
 
-def by_distance(scores: Scores, rows: dict[str, np.ndarray], reach: int | None) -> Records:
+def by_distance(scores: Scores, rows: Arrays, reach: int | None) -> list[DistanceAccuracy]:
     """Accuracy at query positions: within the reach of attention, in equal buckets beyond it, and
     over everything beyond."""
     distance, mask = rows["distance"], rows["loss_mask"]
@@ -127,14 +137,9 @@ def by_distance(scores: Scores, rows: dict[str, np.ndarray], reach: int | None) 
         if not chosen.any():
             continue
         is_total = index == len(buckets) - 1 and reach < longest
-        records.append(
-            {
-                "distance": f"beyond {low}" if is_total else f"{low + 1}-{high}",
-                "is_total": is_total,
-                "queries": int(chosen.sum()),
-                "accuracy": float(scores.is_hit[chosen].mean()),
-            }
-        )
+        name = f"beyond {low}" if is_total else f"{low + 1}-{high}"
+        accuracy = float(scores.is_hit[chosen].mean())
+        records.append(DistanceAccuracy(name, int(chosen.sum()), accuracy, is_total))
     return records
 
 
@@ -144,7 +149,7 @@ def read_back(
     distances: Iterable[int],
     memory: MemoryMode = "kept",
     by: Literal["decode", "prefill"] = "decode",
-) -> Records:
+) -> list[DistanceAccuracy]:
     """Accuracy at the needles of a prompt after each of `distances` tokens of haystack, at most all
     of it, read one by one or in one pass."""
     num_rows, num_tokens = needles.haystack.shape
@@ -165,6 +170,5 @@ def read_back(
             # Each query decodes a copy: `decode` donates its state.
             logits, _ = decode(model, jax.tree.map(jnp.copy, state), keys, memory=memory)
             is_hit[:, index] = np.asarray(logits).argmax(-1) == needles.values[:, index]
-        accuracy = float(is_hit.mean())
-        records.append({"distance": str(distance), "queries": is_hit.size, "accuracy": accuracy})
+        records.append(DistanceAccuracy(str(distance), is_hit.size, float(is_hit.mean())))
     return records

@@ -1,19 +1,32 @@
 """Loss on tokens that complete an n-gram seen before in the row, by the distance back to it."""
 
 import dataclasses
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from ttcd_jax.config import Positive
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.selection import Selection
-from ttcd_jax.measure.task import Records, Subject, register
+from ttcd_jax.measure.task import Subject, register
 from ttcd_jax.tasks.position import FirstTokens
 from ttcd_jax.tasks.recall import attention_reach
 
 _SIZES = (2, 3, 4)
 _FIRST_EDGE = 16
+
+
+class SliceLoss(NamedTuple):
+    """The losses of a document's tokens that complete an n-gram seen `start` to `stop` positions
+    before, in the slice that the table names; -1: not seen."""
+
+    slice: str
+    n: int
+    start: int
+    stop: int
+    document: int
+    tokens: int
+    nll: float
 
 
 def distances(ids: np.ndarray, size: int) -> np.ndarray:
@@ -32,7 +45,7 @@ def distances(ids: np.ndarray, size: int) -> np.ndarray:
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recurrence(FirstTokens):
+class Recurrence(FirstTokens[SliceLoss]):
     """Loss on tokens that complete an n-gram of 2, 3 or 4 tokens that the row had before: the
     associative recall hits of Zoology (Arora et al., 2023), where a memory can help.
 
@@ -44,6 +57,7 @@ class Recurrence(FirstTokens):
 
     name = "recurrence"
     title = "Loss on tokens that complete an n-gram seen before"
+    record = SliceLoss
     key = "slice"
     x_label = "distance back to the last occurrence (tokens, below)"
     rank = 15
@@ -53,7 +67,7 @@ class Recurrence(FirstTokens):
     window: Positive | None = None
     reach: Positive | None = None
 
-    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> Records:
+    def measure(self, scorer: Scorer, rows: Selection, subject: Subject) -> list[SliceLoss]:
         """Sums by n, bucket of distances (-1: new) and document."""
         config = subject.model.config
         longest = max(ids.size for ids in rows.documents)
@@ -69,7 +83,7 @@ class Recurrence(FirstTokens):
                 bucket = np.searchsorted(edges, distances(ids, size)[1:], side="right")
                 tokens[n, :, i] = np.bincount(bucket, minlength=len(edges))
                 nll[n, :, i] = np.bincount(bucket, weights=scores.losses, minlength=len(edges))
-        records: Records = []
+        records = []
         for n, bucket, i in np.argwhere(tokens).tolist():
             start, stop = [-1, *edges.tolist()][bucket : bucket + 2]
             region = "new" if start < 0 else f"within the window (0-{window - 1})"
@@ -77,12 +91,11 @@ class Recurrence(FirstTokens):
                 region = f"within reach ({window}-{beyond - 1})"
             if start >= beyond:
                 region = f"beyond ({beyond}-)"
-            place = {"slice": f"n = {_SIZES[n]}, {region}", "n": _SIZES[n]}
-            place |= {"start": start, "stop": stop, "document": i}
-            at = n, bucket, i
-            records.append(place | {"tokens": int(tokens[at]), "nll": float(nll[at])})
+            name, at = f"n = {_SIZES[n]}, {region}", (n, bucket, i)
+            sums = int(tokens[at]), float(nll[at])
+            records.append(SliceLoss(name, _SIZES[n], start, stop, i, *sums))
         return records
 
     @classmethod
-    def place(cls, record: dict[str, Any]) -> float | None:
-        return record["stop"] if record["n"] == _SIZES[0] and record["start"] >= 0 else None
+    def x(cls, record: SliceLoss) -> float | None:
+        return record.stop if record.n == _SIZES[0] and record.start >= 0 else None

@@ -40,11 +40,10 @@ def main(argv: list[str]) -> None:
     limits = [name for name in ("max_kl", "max_flip_share") if FLAGS[name].value is not None]
     for name in limits if "distribution" not in FLAGS.levels else ():
         raise UserError(f"--{name} limits the level distribution: name it in --levels")
-    from ttcd_kernels import measure
     from ttcd_kernels.table import format_table
 
     from experiments.studies.equivalence.tasks import FLIPS, KL, LEVELS
-    from ttcd_jax.measure.results import evaluate, folder_name, write_results
+    from ttcd_jax.measure.results import evaluate, folder_name
     from ttcd_jax.measure.task import Subject
     from ttcd_jax.run.directory import RunDirectory, load_run
     from ttcd_jax.units import printable
@@ -60,13 +59,12 @@ def main(argv: list[str]) -> None:
         if FLAGS.output:
             folder = str(Path(FLAGS.output).absolute() / task.name)
         result = evaluate(task, subject, run.step, folder)
-        path = write_results(result | {"environment": measure.environment()})
-        print(f"{task.title} (step {run.step}, {result['rows']} rows)")
-        print(format_table(result["table"]))
+        path = result.write()
+        print(f"{task.title} (step {run.step}, {result.rows} rows)\n{format_table(result.table)}")
         print(printable(f"written to {path}"), end="\n\n", flush=True)
         for flag in limits if name == "distribution" else ():
             (title, row), limit = measured[flag], FLAGS[flag].value
-            mean = next(x["mean"] for x in result["table"] if x[task.key] == row)
+            mean = next(x["mean"] for x in result.table if x[task.key] == row)
             if not mean <= limit:
                 above.append(f"{title} {mean:.3g} is above --{flag} {limit:g}")
     sys.exit("\n".join(above) or 0)

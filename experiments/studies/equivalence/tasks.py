@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from ttcd_kernels import parity
+from ttcd_kernels import measure, parity
+from ttcd_kernels.table import Row
 
 from experiments.studies.equivalence.variants import Computed, Variant
 from ttcd_jax.config import NonNegative, Positive
@@ -22,7 +23,7 @@ from ttcd_jax.data.sources import row_length, text_records
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.measure.pictures import Picture, plot_bars
 from ttcd_jax.measure.scorer import Scorer, batches
-from ttcd_jax.measure.task import Records, Series, Subject, Task, register
+from ttcd_jax.measure.task import Series, Subject, Task, register
 from ttcd_jax.nn.block import Block
 from ttcd_jax.tasks.perplexity import buckets
 from ttcd_jax.tasks.ruler.task import Case, Ruler
@@ -48,7 +49,7 @@ class Cell(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Equivalence(Task):
+class Equivalence(Task[Any, Cell]):
     """The distance of the variant `candidate` of a run from its variant `reference`.
 
     A variant names at most one of each: attention (xla, triton, mosaic), the form of the memory's
@@ -62,6 +63,7 @@ class Equivalence(Task):
     at `niah_lengths`, drawn by `seed`.
     """
 
+    record = Cell
     rank = 60
     columns: ClassVar[tuple[str, ...]]  # of the table
     bars: ClassVar[tuple[str, ...]]  # of the picture
@@ -109,24 +111,27 @@ class Equivalence(Task):
         check_tokens(rows["targets"], subject.model.config.vocab_size)
         return rows
 
-    def series(self, subject: Subject, rows: Any) -> Series:
+    def facts(self, rows: Any) -> dict[str, Any]:
+        return {"environment": measure.environment()}
+
+    def series(self, subject: Subject, rows: Any) -> Series[Cell]:
         label = f"{subject.name}, {self}"
         return {label: self.measure(self.scorer(subject, label, subject.model), rows, subject)}
 
-    def measure(self, scorer: Scorer, rows: Any, subject: Subject) -> Records:
+    def measure(self, scorer: Scorer, rows: Any, subject: Subject) -> list[Cell]:
         """Raises `UserError` for variants that are the same in this run."""
         variants = Variant.parse(self.reference), Variant.parse(self.candidate)
         first, second = (Computed(variant, scorer.model) for variant in variants)
         if first.config == second.config and variants[0].piece_size == variants[1].piece_size:
             raise UserError(f"reference and candidate are the same variant, {variants[1]}")
-        return [cell._asdict() for cell in self.compare((first, second), rows, subject)]
+        return [*self.compare((first, second), rows, subject)]
 
     @abc.abstractmethod
     def compare(self, pair: Pair, rows: Any, subject: Subject) -> Iterator[Cell]:
         """The records."""
 
     @classmethod
-    def table(cls, series: Series) -> Records:
+    def table(cls, series: Series[Cell]) -> list[Row]:
         """Those of several series under one another, with their labels."""
         return [
             ({"variants": label} if len(series) > 1 else {}) | {cls.key: row} | cells
@@ -135,7 +140,7 @@ class Equivalence(Task):
         ]
 
     @classmethod
-    def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
+    def pictures(cls, folder: Path, series: Series[Cell], chance: float | None) -> list[Picture]:
         rows = {label: _rows(records, cls.bars) for label, records in series.items()}
         groups = [*dict.fromkeys(itertools.chain(*rows.values()))]
         bars = {
@@ -148,14 +153,14 @@ class Equivalence(Task):
         return [Picture(Path(path.name), f"{cls.title}, by {cls.x_label}: {'; '.join(series)}.")]
 
     @classmethod
-    def comparable(cls, result: dict[str, Any]) -> Any:
+    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
         """Any variants on the same text."""
 
 
-def _rows(records: Records, columns: tuple[str, ...]) -> dict[str, dict[str, float]]:
+def _rows(records: list[Cell], columns: tuple[str, ...]) -> dict[str, dict[str, float]]:
     """The values of `columns` by row and column."""
     rows: dict[str, dict[str, float]] = {}
-    for row, column, value in (Cell(**record) for record in records):
+    for row, column, value in records:
         if column in columns:
             rows.setdefault(row, {})[column] = value
     return rows
@@ -322,8 +327,8 @@ class Needles(Equivalence):
             answers.append(self.ruler().measure(scorer, rows, subject))
         groups: dict[str, list[tuple[float, float, bool]]] = {}
         for x, y in zip(*answers, strict=True):
-            found = x["score"], y["score"], x["prediction"] == y["prediction"]
-            groups.setdefault(f"{x['task']}, {x['length']:,}", []).append(found)
+            found = x.score, y.score, x.prediction == y.prediction
+            groups.setdefault(f"{x.task}, {x.length:,}", []).append(found)
         for name, group in groups.items():
             values = len(group), *np.mean(group, axis=0).tolist()
             yield from map(Cell, [name] * 4, self.columns, values)

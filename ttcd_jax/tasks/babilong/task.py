@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from ttcd_kernels.table import Row
 
 from ttcd_jax.config import DISTINCT, Bound, NonNegative, Positive
 from ttcd_jax.data.sources import text_records
@@ -16,7 +18,7 @@ from ttcd_jax.inference.generate import Request
 from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.measure.pictures import Picture, plot_lines
 from ttcd_jax.measure.scorer import Scorer
-from ttcd_jax.measure.task import Records, Series, Subject, Task, register
+from ttcd_jax.measure.task import Series, Subject, Task, register
 from ttcd_jax.tasks.babilong.samples import (
     LABELS,
     NEW_TOKENS,
@@ -46,9 +48,22 @@ class Case(NamedTuple):
     prompt: np.ndarray
 
 
+class Answered(NamedTuple):
+    """A question and the model's answer; `tokens`: of the prompt."""
+
+    task: str
+    length: str
+    index: int
+    tokens: int
+    question: str
+    target: str
+    output: str
+    is_right: bool
+
+
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BabiLong(Task):
+class BabiLong(Task[list[Case], Answered]):
     """Accuracy in percent of `samples` questions for each of `tasks` and `lengths`: "4k" is a text
     of 4000 - 300 tokens, "0k" one of the facts alone.
 
@@ -60,6 +75,7 @@ class BabiLong(Task):
 
     name = "babilong"
     title = "BABILong: accuracy (%) by length"
+    record = Answered
     key = "task"
     x_label = "length (tokens)"
     rank = 25
@@ -109,14 +125,21 @@ class BabiLong(Task):
                     return texts
         return texts
 
-    def measure(self, scorer: Scorer, rows: list[Case], subject: Subject) -> Records:
+    def measure(self, scorer: Scorer, rows: list[Case], subject: Subject) -> list[Answered]:
         most = self.max_new_tokens or NEW_TOKENS[self.form]
         options = {"sampling": SamplingConfig(temperature=0), "max_new_tokens": most}
         outputs = scorer.generate([Request(tokens=case.prompt, **options) for case in rows])
         return [
-            {"task": task, "length": length, "index": sample.index, "tokens": len(tokens)}
-            | {"question": sample.question, "target": sample.target, "output": output}
-            | {"is_right": is_right(self.form, task, sample.target, output, sample.question)}
+            Answered(
+                task=task,
+                length=length,
+                index=sample.index,
+                tokens=len(tokens),
+                question=sample.question,
+                target=sample.target,
+                output=output,
+                is_right=is_right(self.form, task, sample.target, output, sample.question),
+            )
             for (task, length, sample, tokens), output in zip(rows, outputs, strict=True)
         ]
 
@@ -125,7 +148,7 @@ class BabiLong(Task):
         return 100 * fmean(1 / len(LABELS[task]) for task in self.tasks)
 
     @classmethod
-    def table(cls, series: Series) -> Records:
+    def table(cls, series: Series[Answered]) -> list[Row]:
         """A row per variant and task, and their average; a column per length, and the average."""
         table = []
         for name, records in series.items():
@@ -137,7 +160,9 @@ class BabiLong(Task):
         return table
 
     @classmethod
-    def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
+    def pictures(
+        cls, folder: Path, series: Series[Answered], chance: float | None
+    ) -> list[Picture]:
         path, lines = folder / f"{cls.name}.png", {}
         for name, records in series.items():
             average = _accuracies(records)["average"]
@@ -154,17 +179,16 @@ class BabiLong(Task):
         return [Picture(Path(path.name), sentence)]
 
     @classmethod
-    def comparable(cls, result: dict[str, Any]) -> Any:
-        places = "batch_size", "babi", "background"
-        return {x: y for x, y in result["options"].items() if x not in places}
+    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
+        files = "batch_size", "babi", "background"
+        return {name: value for name, value in options.items() if name not in files}
 
 
-def _accuracies(records: Records) -> dict[str, dict[str, float]]:
+def _accuracies(records: Sequence[Answered]) -> dict[str, dict[str, float]]:
     """The accuracy in percent by task and length, and its average over the tasks."""
     hits: dict[str, dict[str, list[bool]]] = {}
     for record in records:
-        row = hits.setdefault(record["task"], {})
-        row.setdefault(record["length"], []).append(record["is_right"])
+        hits.setdefault(record.task, {}).setdefault(record.length, []).append(record.is_right)
     cells = {task: {x: 100 * fmean(y) for x, y in row.items()} for task, row in hits.items()}
     columns = {x: [row[x] for row in cells.values()] for x in next(iter(cells.values()))}
     return cells | {"average": {x: fmean(column) for x, column in columns.items()}}

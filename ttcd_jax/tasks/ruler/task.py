@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from absl import logging
+from ttcd_kernels.table import Row
 
 from ttcd_jax import units
 from ttcd_jax.config import DISTINCT, Bound, Positive, closest
@@ -17,7 +18,7 @@ from ttcd_jax.inference.generate import Request
 from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.measure.pictures import Picture, plot_heat_map, plot_lines
 from ttcd_jax.measure.scorer import Scorer
-from ttcd_jax.measure.task import Records, Series, Subject, Task, digest, register
+from ttcd_jax.measure.task import Series, Subject, Task, digest, register
 from ttcd_jax.tasks.ruler import NIAH, SINGLE, TASKS, make_samples
 from ttcd_jax.tasks.ruler.documents import Sources, prose_of, read_essay
 from ttcd_jax.tasks.ruler.samples import Sample, read_samples, sample_file, score
@@ -36,9 +37,22 @@ class Case(NamedTuple):
     sample: Sample
 
 
+class Answered(NamedTuple):
+    """The score in percent of a prediction; `depth`: the percent of the text before the first
+    answer, for needles."""
+
+    task: str
+    length: int
+    sample: int
+    depth: float | None
+    score: float
+    prediction: str
+    answers: str
+
+
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ruler(Task):
+class Ruler(Task[list[Case], Answered]):
     """RULER: `samples` of each of `tasks` (names, `niah` for the paper's six, `all`) at `lengths`,
     tokens of prompt and answer without bos, drawn by `seed`. Answers are greedy.
 
@@ -50,6 +64,7 @@ class Ruler(Task):
 
     name = "ruler"
     title = "RULER: score by task and length"
+    record = Answered
     key = "task"
     x_label = "length (tokens)"
     value = "score"
@@ -125,9 +140,8 @@ class Ruler(Task):
             raise UserError(f"there is no {path}: pass --data=FOLDER of the published scripts")
         return read_samples(path, self.samples)
 
-    def measure(self, scorer: Scorer, rows: Sequence[Case], subject: Subject) -> Records:
-        """A record for each sample; `depth`: the percent of the text before the first answer, for
-        needles."""
+    def measure(self, scorer: Scorer, rows: list[Case], subject: Subject) -> list[Answered]:
+        """A record for each sample."""
         assert subject.tokenizer is not None, "rows refuses a run without one"
         requests = [
             Request(
@@ -140,14 +154,14 @@ class Ruler(Task):
         records = []
         for case, prediction in zip(rows, scorer.generate(requests), strict=True):
             answers, takes_any = case.sample.outputs, TASKS[case.task].takes_any
-            facts = {"task": case.task, "length": case.length, "sample": case.number}
-            facts["depth"] = case.sample.depth if case.task.startswith("niah") else None
-            facts["score"] = score(prediction, answers, takes_any=takes_any)
-            records.append(facts | {"prediction": prediction, "answers": ", ".join(answers)})
+            depth = case.sample.depth if case.task.startswith("niah") else None
+            points = score(prediction, answers, takes_any=takes_any)
+            which = case.task, case.length, case.number, depth
+            records.append(Answered(*which, points, prediction, ", ".join(answers)))
         return records
 
     @classmethod
-    def table(cls, series: Series) -> Records:
+    def table(cls, series: Series[Answered]) -> list[Row]:
         """The mean score of every task, of all given, and of the paper's six, by variant and
         length; no mean where a task is missing."""
         columns = {
@@ -155,7 +169,7 @@ class Ruler(Task):
             for label, records in series.items()
             for length, part in _by_length(records).items()
         }
-        given = {record["task"] for records in columns.values() for record in records}
+        given = {record.task for records in columns.values() for record in records}
         rows = {task: [task] for task in TASKS if task in given}
         for what, group in (("", _GROUPS["all"]), (" needles", NIAH)):
             parts = [task for task in group if task in given]
@@ -167,19 +181,21 @@ class Ruler(Task):
         ]
 
     @classmethod
-    def pictures(cls, folder: Path, series: Series, chance: float | None) -> list[Picture]:
+    def pictures(
+        cls, folder: Path, series: Series[Answered], chance: float | None
+    ) -> list[Picture]:
         every = [record for records in series.values() for record in records]
-        lengths, given = [*_by_length(every)], {record["task"] for record in every}
+        lengths, given = [*_by_length(every)], {record.task for record in every}
         parts = [part for records in series.values() for part in _by_length(records).values()]
-        shared = given.intersection(*({record["task"] for record in part} for part in parts))
+        shared = given.intersection(*({record.task for record in part} for part in parts))
         lines, panels = {}, {}
         for label, records in series.items():
             at = _by_length(records) if shared else {}
             lines[label] = lengths, [_mean(at.get(length, []), shared) for length in lengths]
-            single = _by_length([record for record in records if record["task"] in SINGLE])
+            single = _by_length([record for record in records if record.task in SINGLE])
             panels[label] = [
                 [
-                    _mean([r for r in single.get(x, []) if low <= r["depth"] < low + 10])
+                    _mean([r for r in single.get(x, []) if low <= (r.depth or 0) < low + 10])
                     for x in lengths
                 ]
                 for low in _DEPTHS
@@ -210,21 +226,21 @@ class Ruler(Task):
         return {name: digest(samples) for name, samples in parts.items()}
 
     @classmethod
-    def comparable(cls, result: dict[str, Any]) -> Any:
+    def comparable(cls, options: dict[str, Any], table: list[Row]) -> Any:
         """As many samples of the same seed; tasks and lengths may differ."""
-        return [result["options"][name] for name in ("samples", "seed")]
+        return [options.get(name) for name in ("samples", "seed")]
 
 
-def _by_length(records: Records) -> dict[int, Records]:
-    lengths = sorted({record["length"] for record in records})
-    return {x: [record for record in records if record["length"] == x] for x in lengths}
+def _by_length(records: list[Answered]) -> dict[int, list[Answered]]:
+    lengths = sorted({record.length for record in records})
+    return {x: [record for record in records if record.length == x] for x in lengths}
 
 
-def _mean(records: Records, tasks: Collection[str] = ()) -> float | None:
+def _mean(records: list[Answered], tasks: Collection[str] = ()) -> float | None:
     """The mean over tasks of their mean scores; None without records, or for one of `tasks`."""
     scores: dict[str, list[float]] = {task: [] for task in tasks}
     for record in records:
-        if not tasks or record["task"] in scores:
-            scores.setdefault(record["task"], []).append(record["score"])
+        if not tasks or record.task in scores:
+            scores.setdefault(record.task, []).append(record.score)
     is_whole = scores and all(scores.values())
     return float(np.mean([np.mean(values) for values in scores.values()])) if is_whole else None

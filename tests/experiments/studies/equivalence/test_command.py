@@ -95,7 +95,7 @@ def tables(run):
             if (path := line.removeprefix(f"written to {folder}/")) == line:
                 continue
             stored = json.loads((folder / path / "results.json").read_text())
-            assert (stored["step"], stored["environment"]["device"]) == (3, "cpu")
+            assert (stored["step"], stored["facts"]["environment"]["device"]) == (3, "cpu")
             assert stored["options"]["reference"] == REFERENCE
             task = stored["task"]
             assert (folder / path / f"{task}.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,31 @@
+"""The page shows what any command has measured."""
+
+import json
+
+import commands
+import pytest
+from ttcd_kernels import bench, measure
+from ttcd_kernels.dual_window.bench import SHAPES
+
+
+def test_the_tables_of_measurements_are_on_the_page(tmp_path, monkeypatch):
+    kernels, case = tmp_path / "kernels.json", tmp_path / "step.json"
+    monkeypatch.setitem(SHAPES, "tiny", SHAPES["tiny"][:1])
+    arguments = ["--op", "dual_window", "--implementation", "xla", "--times_only", "--json"]
+    bench.main([*arguments, str(kernels)])
+    rows = [{"gin": "recall.gin", "step ms": 2.5, "note": "<b>"}]
+    case.write_text(json.dumps({"environment": measure.environment(), "rows": rows}))
+    printed = commands.output("report", f"--run_dir={kernels}", f"--run_dir={case}")
+    page = (tmp_path / "report" / "index.html").read_text()
+    for text in ("kernels dual_window rows (cpu, ", "step rows (cpu, "):
+        assert text in printed
+        assert text in page
+    assert "&lt;b&gt;" in page
+    assert SHAPES["tiny"][0].name in page
+
+
+@pytest.mark.parametrize("content", ["{}", '{"environment": {"device": "cpu", "commit": 1}}', "["])
+def test_a_file_without_tables_is_one_line(tmp_path, content):
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    assert str(path) in commands.mistake(commands.run("report", f"--run_dir={path}"), status=3)
