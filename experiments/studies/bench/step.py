@@ -1,7 +1,6 @@
 """Training steps of several configurations on random tokens, and their input pipelines."""
 
 import dataclasses
-import functools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -79,26 +78,20 @@ class Data(Step):
         with tempfile.TemporaryDirectory() as folder:
             if self.random_tokens is not None:
                 paths = _random_records(Path(folder), self.random_tokens)
-                random = functools.partial(RecordsConfig, paths=paths, weights=(8, 2))
-                configs = {
-                    gin: config.replace(data=random(seq_len=config.data.seq_len))
-                    for gin, config in configs.items()
-                }
+                for gin, config in configs.items():
+                    sizes: Any = {"weights": (8, 2), "seq_len": config.data.seq_len}
+                    configs[gin] = config.replace(data=RecordsConfig(paths=paths, **sizes))
             for gin, config in configs.items():
                 batches, _ = build.build_data(config, range(config.batch_size))
                 programs[gin] = lambda x=batches: sum(1 for _ in x.iterate(0, self.batches))
             for gin, seconds in measure.median_seconds(programs, self.rounds).items():
                 size, length = configs[gin].batch_size, configs[gin].data.seq_len
                 rate = self.batches / seconds
-                row = {
-                    "gin": gin,
-                    "tokens": size * length,
-                    "batches/s": rate,
-                    "rows/s": rate * size,
-                }
-                speed = node / training_flops_per_token(configs[gin].model, length)
-                tokens = row["rows/s"] * length
-                rows.append(row | {"tokens/s": tokens, "step %": 100 * speed / tokens})
+                tokens = rate * size * length
+                share = node / training_flops_per_token(configs[gin].model, length) / tokens
+                row = {"gin": gin, "tokens": size * length, "batches/s": rate}
+                row |= {"rows/s": rate * size, "tokens/s": tokens, "step %": 100 * share}
+                rows.append(row)
         yield rows
 
 
@@ -115,20 +108,14 @@ def _random_records(folder: Path, num_tokens: int) -> tuple[str, ...]:
     return str(folder / "0"), str(folder / "1")
 
 
-def random_tokens(config: RunConfig) -> np.ndarray:
-    """A batch of rows of `seq_len + 1` tokens."""
-    shape = (config.batch_size, config.data.seq_len + 1)
-    return np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
-
-
 class Run:
     """A compiled step, its state and a batch of random tokens."""
 
     def __init__(self, config: RunConfig) -> None:
         mesh, length, entries = run_mesh(config), config.data.seq_len, config.model.vocab_size
         _, self._step = make_plan(config, mesh)
-        tokens, rows = random_tokens(config), range(config.batch_size)
-        shape = (config.batch_size, length + 1)
+        rows, shape = range(config.batch_size), (config.batch_size, length + 1)
+        tokens = np.random.default_rng(0).integers(0, entries, shape)
         batches = CallerBatches(lambda _: [tokens], shape=shape, vocab_size=entries, rows=rows)
         ((_, batch),) = batches.iterate(0, 1)
         batch["segment_ids"] = np.zeros_like(batch["tokens"])  # for data that pack documents

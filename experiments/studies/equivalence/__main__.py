@@ -20,6 +20,7 @@ from pathlib import Path
 from absl import flags
 
 from experiments import cli
+from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 
 _LEVELS = ["kernel", "distribution", "task"]
@@ -70,5 +71,11 @@ def main(argv: list[str]) -> None:
     sys.exit("\n".join(above) or 0)
 
 
+def _options(arguments: list[str]) -> type[Config]:
+    from experiments.studies.equivalence.tasks import Kernel
+
+    return Kernel  # those of every level
+
+
 if __name__ == "__main__":
-    cli.run(main, None)
+    cli.run(main, None, _options)
