@@ -20,7 +20,9 @@ from experiments.studies.equivalence.tasks import Distances, Kernel, Needles, ag
 from experiments.studies.equivalence.variants import Computed, Variant
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import NonFiniteError, UserError
-from ttcd_jax.measure.scorer import Scorer
+from ttcd_jax.inference.generate import Event
+from ttcd_jax.measure import scorer
+from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
@@ -240,24 +242,25 @@ def test_the_summary_is_of_all_positions():
 # --------------------------------------------------------------------------------- answers
 
 
-def test_needles_compare_two_evaluations_sample_by_sample(monkeypatch):
-    """Each by the scorer, in the pieces of its variant; a prompt in one for whole rows."""
-    cases = [
-        Case("niah_single_1", 400, i, Sample(f"text {i}", " is", ("one", "two"))) for i in (0, 1)
-    ]
-    scorers = []
+def test_needles_compare_two_evaluations_sample_by_sample(monkeypatch, tmp_path):
+    """Each by the scorer, in the pieces of its variant (all of a prompt for whole rows), of which
+    the journal keeps the answers apart."""
+    samples = [Sample(f"text {i}", " is", ("one", "two")) for i in (0, 1)]
+    cases = [Case("niah_single_1", 400, i, sample) for i, sample in enumerate(samples)]
+    texts, sizes = {2**24: ("one TWO", "One, two"), 4: ("one TWO", "two")}, []
 
-    def generate(scorer, requests):
-        scorers.append(scorer)
+    def generate(model, tokenizer, requests, *, state, piece_size):
         assert [request.sampling.temperature for request in requests] == [0, 0]
-        return ["one TWO", "two" if len(scorers) == 2 else "One, two"]
+        sizes.append(piece_size)
+        return [Event(row, text, None, "eos") for row, text in enumerate(texts[piece_size])]
 
-    monkeypatch.setattr(Scorer, "generate", generate)
-    subject = Subject(_model(), ByteTokenizer(), {}, "run")
+    monkeypatch.setattr(scorer, "Generation", generate)
+    journal = Journal(tmp_path, [])
+    subject = Subject(_model(SHALLOW), ByteTokenizer(), {}, "run", journal=journal)
     task = Needles(candidate="streamed:4", batch_size=2)
-    found = task.table(task.series(subject, cases))
-    assert found == [
-        {"task, length (tokens)": "niah_single_1, 400", "samples": 2}
-        | {"reference_score": 100, "candidate_score": 75, "identical_share": 0.5}
-    ]
-    assert [x._size["piece_size"] for x in scorers] == [2**24, 4]
+    for _ in range(2):
+        assert task.table(task.series(subject, cases)) == [
+            {"task, length (tokens)": "niah_single_1, 400", "samples": 2}
+            | {"reference_score": 100, "candidate_score": 75, "identical_share": 0.5}
+        ]
+    assert sizes == [2**24, 4]
