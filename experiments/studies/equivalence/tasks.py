@@ -73,7 +73,7 @@ class Equivalence(Task[Any, Cell]):
     text: str | None = None
     seq_len: Positive | None = None
     max_rows: Positive = 64
-    batch_size = 1
+    batch_size: Positive = 1
     niah_tasks: str = "niah"
     niah_lengths: tuple[Positive, ...] = (4096,)
     niah_samples: Positive = 8

@@ -85,6 +85,7 @@ def test_parts_name_a_variant():
     assert applied.precision.compute == "float32"
     assert Variant().applied(CONFIG) == CONFIG
     assert str(Variant.parse("streamed:1")) == "decoded"
+    assert (Kernel().batch_size, Kernel().max_rows, Needles().niah_samples) == (1, 64, 8)
 
 
 @pytest.mark.parametrize(
