@@ -26,6 +26,7 @@ from ttcd_jax.measure.scorer import Scorer, batches
 from ttcd_jax.measure.task import Series, Subject, Task, register
 from ttcd_jax.nn.block import Block
 from ttcd_jax.tasks.perplexity import buckets
+from ttcd_jax.tasks.ruler import NIAH
 from ttcd_jax.tasks.ruler.task import Case, Ruler
 from ttcd_jax.tokens import check_tokens
 
@@ -74,7 +75,7 @@ class Equivalence(Task[Any, Cell]):
     seq_len: Positive | None = None
     max_rows: Positive = 64
     batch_size: Positive = 1
-    niah_tasks: str = "niah"
+    niah_tasks: str = ",".join(NIAH)  # by name: one that does not fit is refused
     niah_lengths: tuple[Positive, ...] = (4096,)
     niah_samples: Positive = 8
     seed: NonNegative = 0

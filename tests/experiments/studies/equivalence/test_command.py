@@ -42,7 +42,7 @@ MISTAKES = {
     "option": (
         ("bfloat16", "--lengths=64"),
         2,
-        "has no option '--lengths=64': it takes reference=",
+        "has no option '--lengths=64': it takes batch_size=",
     ),
     "short cell": (("bfloat16", "--levels=task", "--niah_lengths=64"), 2, "niah_single_1 takes"),
     "long row": (("bfloat16", "--seq_len=5000", ALL), 3, "no document fills a row: the longest"),
