@@ -96,14 +96,15 @@ class Results:
         return self.path
 
 
-def evaluate(task: Task, subject: Subject, step: int) -> Results:
+def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None) -> Results:
     """The records of every variant of a model, with their task, run and step. Answers are kept in
-    the folder of results until `Results.write`, so that the same evaluation goes on after an
-    interruption. Raises `UserError` where the results would replace another model's."""
+    the folder of results (a name in `eval` of the run, or a path; None: `folder_name`) until
+    `Results.write`, so that the same evaluation goes on after an interruption. Raises `UserError`
+    where the results would replace another model's."""
     result = Results(
         task=type(task),
         run_dir=Path(subject.run_dir).absolute(),
-        folder=folder_name(task.name, subject.label or subject.changes),
+        folder=folder or folder_name(task.name, subject.label or subject.changes),
         label=subject.name,
         changes=subject.changes,
         options=task.to_dict(),
