@@ -75,10 +75,11 @@ def launch_backward(windows: Windows, *arrays: Any, **options: Any) -> QKV:
     `launch_forward`."""
     from ttcd_kernels.dual_window import mosaic_backward as kernels
 
+    prepared = functools.partial(_prepared, windows=windows, arrays=arrays, **options)
     T, S = arrays[0].shape[1], arrays[1].shape[1]
-    dq = kernels.dual_window_backward_q(*_prepared("backward_q", windows, arrays, **options))
-    dk, dv = kernels.dual_window_backward_kv(*_prepared("backward_kv", windows, arrays, **options))
-    return dq[:, :T], dk[:, :S], dv[:, :S]
+    dq = kernels.dual_window_backward_q(*prepared("backward_q"))[:, :T]
+    dk, dv = kernels.dual_window_backward_kv(*prepared("backward_kv"))
+    return dq, dk[:, :S], dv[:, :S]
 
 
 def _prepared(
