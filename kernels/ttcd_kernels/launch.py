@@ -1,12 +1,12 @@
 """Launches of Triton kernels from JAX, and the checks that this machine can run them."""
 
 import contextlib
-import contextvars
 import importlib.util
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -18,20 +18,23 @@ Operand = Shaped[Array | jax.ShapeDtypeStruct, "B ..."]
 _OLDEST_GPU = 80
 DTYPES = ("bfloat16", "float16", "float32")
 LOG2E = 1.4426950408889634
-_CAPABILITY: contextvars.ContextVar[int | None] = contextvars.ContextVar("capability", default=None)
-_RECORD: contextvars.ContextVar[list["Launch"] | None] = contextvars.ContextVar(
-    "record", default=None
-)
+_CAPABILITY: ContextVar[int] = ContextVar("capability")
+_RECORD: ContextVar[list["Launch"]] = ContextVar("record")
 
 
 @contextlib.contextmanager
-def compiling_for(capability: int) -> Iterator[None]:
-    """Kernels traced and lowered inside are compiled for this GPU (90: Hopper), present or not."""
-    token = _CAPABILITY.set(capability)
+def _inside[T](variable: ContextVar[T], value: T) -> Iterator[T]:
+    """The variable has the value until the block ends."""
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        _CAPABILITY.reset(token)
+        variable.reset(token)
+
+
+def compiling_for(capability: int) -> contextlib.AbstractContextManager[int]:
+    """Kernels traced and lowered inside are compiled for this GPU (90: Hopper), present or not."""
+    return _inside(_CAPABILITY, capability)
 
 
 def check_devices() -> None:
@@ -48,7 +51,7 @@ def capability(*arrays: Any) -> int | None:
     """The compute capability of the NVIDIA GPU that kernels are compiled for, e.g. 90; None without
     one (AMD's GPUs have none). The GPU is where the arrays are, of traced ones the default device
     (`jax.default_device`)."""
-    chosen = _CAPABILITY.get()
+    chosen = _CAPABILITY.get(None)
     if chosen is not None:
         return chosen
     name = str(getattr(_device(arrays), "compute_capability", ""))
@@ -112,15 +115,9 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Launch]]:
+def recorded() -> contextlib.AbstractContextManager[list[Launch]]:
     """Launches traced inside are listed, not made: their results are zeros."""
-    launches: list[Launch] = []
-    token = _RECORD.set(launches)
-    try:
-        yield launches
-    finally:
-        _RECORD.reset(token)
+    return _inside(_RECORD, [])
 
 
 def launch(
@@ -139,7 +136,7 @@ def launch(
         kernel.signature.bind(*args, *out_shape, **constants)
     except TypeError as error:  # jax-triton would name neither
         raise TypeError(f"{kernel.__name__}: {error}") from None
-    record = _RECORD.get()
+    record = _RECORD.get(None)
     if record is not None:
         arguments = (*args, *out_shape)
         record.append(Launch(kernel, arguments, constants, grid, num_warps, num_stages))
@@ -154,6 +151,6 @@ def launch(
         name=kernel.__name__,
         num_warps=num_warps,
         num_stages=num_stages,
-        compute_capability=_CAPABILITY.get(),
+        compute_capability=_CAPABILITY.get(None),
         **constants,
     )

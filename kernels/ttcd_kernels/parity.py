@@ -29,21 +29,17 @@ def compare(op: Any, case: Any, names: Collection[str] | None = None) -> list[Ro
     last place that 99 % of the elements are within; `max rel. error`: the largest difference over
     the largest magnitude.
     """
-    arrays = measure.operands(op.operand_shapes(case))
-    programs = measure.programs(op, case)
-    direction = list(programs)[-1][0]  # the gradient's programs return the results as well
-    expected = _in_float64(programs[direction, BASELINE], arrays)
+    shapes = op.operand_shapes(case)
+    *_, (direction, make) = measure.directions(op, case).items()  # a gradient returns results too
+    functions = {name: make(function) for name, function in op.implementations(case).items()}
+    expected = _in_float64(functions[BASELINE], measure.operands(shapes))
+    chosen = {name: functions[name] for name in functions if names is None or name in names}
+    known, calls = measure.ready(chosen, shapes)
     rows = []
-    for (its_direction, name), function in programs.items():
-        if its_direction != direction or (names is not None and name not in names):
-            continue
-        numbers, note = (None, None, None), ""
-        try:
-            program = jax.jit(function)
-            actual, again = (jax.device_get(program(*arrays)) for _ in range(2))
-        except measure.REFUSALS as error:
-            note = measure.refusal(error)
-        else:
+    for name in chosen:
+        numbers, note = (None, None, None), known[name].note
+        if name in calls:
+            actual, again = (jax.device_get(calls[name]()) for _ in range(2))
             if jax.tree.structure(actual) != jax.tree.structure(expected):
                 continue
             pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)

@@ -35,12 +35,9 @@ def decode(
 ) -> Results:
     """All four results of the call, for operands that are not `unsupported`; deterministic. float32
     operands are multiplied in full float32, not TF32."""
-    size = q.dtype.itemsize
-    tuning = tuning or tuning_for(launch.known_capability(q), q.shape[-1], size)
-    axes = {"Q": "b n h", "K": "b s k h", "P": "b", "L": "b n"}
-    arrays = q, k_cache, v_cache, position
+    tuning = tuning or tuning_for(launch.known_capability(q), q.shape[-1], q.dtype.itemsize)
     run = functools.partial(_launch, windows, tuning.decode_attention)
-    return everywhere(run, "QKKP -> QQLL", axes, arrays, whole=("h", "s"))
+    return everywhere(run, "qKKp -> qqll", q, k_cache, v_cache, position)
 
 
 def _launch(

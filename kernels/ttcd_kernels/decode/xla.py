@@ -27,10 +27,8 @@ def decode(
 ) -> Results:
     """All four results of the call. On a mesh every device takes its own heads: no product sums
     over those of others."""
-    axes = {"Q": "b n h", "K": "b s k h", "P": "b", "L": "b n"}
-    arrays = q, k_cache, v_cache, position
     run = functools.partial(_decode, windows)
-    return everywhere(run, "QKKP -> QQLL", axes, arrays, whole=("h", "s"))
+    return everywhere(run, "qKKp -> qqll", q, k_cache, v_cache, position)
 
 
 def _decode(
