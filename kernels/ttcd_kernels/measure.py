@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Shaped
 
 type Row = dict[str, Any]  # a table's row: values by column
 MILLISECOND, MIB, TERA = 1e-3, 2**20, 1e12

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Shaped
 
 # Axes of each kind of array: batch b, heads n of queries and k of keys, queries t, keys s, numbers
 # h. Small letters: of one query per row.
@@ -48,9 +47,9 @@ def everywhere(function: Callable[..., Any], kinds: str, *arrays: Any) -> Any:
 
     # JAX's partitioner would take defaults of `function` for operands.
     mapped = custom_partitioning(lambda *arrays: function(*arrays))
-    facts: dict[str, Any] = {"need_replication_factors": tuple(whole)}
-    facts |= {"g": group} if "(" in query_heads else {}
-    mapped.def_partition(partition, sharding_rule=rule, **facts)
+    options: dict[str, Any] = {"need_replication_factors": tuple(whole)}
+    options |= {"g": group} if "(" in query_heads else {}
+    mapped.def_partition(partition, sharding_rule=rule, **options)
     return folds_batch(mapped)(*arrays)
 
 

@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
             shown = row["note"] if row.get("ms") is None else f"{row['ms']:.4g} ms"
             print(row["case"], row["kernel"], row["tile"], shown, sep="  ", flush=True)
     rows = [*store.values()]
-    print(format_table(ranked(rows)), *advice(rows), sep="\n", flush=True)
+    print(format_table(ranked(rows)), *advice({"rows": rows}), sep="\n", flush=True)
 
 
 def _at_once(options: argparse.Namespace) -> int:
@@ -159,12 +159,12 @@ def ranked(rows: list[Row]) -> list[Row]:
     return found
 
 
-def advice(rows: list[Row]) -> list[str]:
-    """What to change in the tables of tiles."""
+def advice(report: Row) -> list[str]:
+    """What to change in the tables of tiles, by the `rows` of a report."""
     return [
         f"{best['op']}/tuning.py: {best['kernel']} = Tile({best['tile']}) takes "
         f"{best['ms'] / base:.2f} of the table's time for {best['case']}"
-        for base, (best, *_) in _by_kernel(rows)
+        for base, (best, *_) in _by_kernel(report["rows"])
         if base is not None and best["ms"] < _GAIN * base
     ]
 

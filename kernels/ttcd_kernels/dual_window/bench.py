@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import mosaic_call, tiles, triton_call, tuning

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from ttcd_kernels.partitioning import everywhere
-from ttcd_kernels.windows import Results
+from ttcd_kernels.windows import Ids, Keys, Queries, Results
 
 ATTENTION = "attention"  # the checkpoint name of results
 
@@ -37,7 +37,7 @@ class Residuals(NamedTuple):
     student_lse: Float[Array, "B T N"]
 
 
-type QKV = tuple[jax.Array, jax.Array, jax.Array]
+type QKV = tuple[Queries, Keys, Keys]
 
 
 def with_gradients(

@@ -13,7 +13,8 @@ from ttcd_kernels import launch
 from ttcd_kernels.dual_window import tiles
 from ttcd_kernels.dual_window.cotangents import QKV, by_kernels
 from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, MosaicTile, Tuning
-from ttcd_kernels.windows import Results, Windows
+from ttcd_kernels.launch import Operand
+from ttcd_kernels.windows import Ids, Keys, Queries, Results, Windows
 
 _DTYPES = ("bfloat16", "float16")
 CAPABILITY = 90  # wgmma exists on Hopper only
@@ -88,16 +89,17 @@ def _prepared(
     tuning: Tuning[MosaicTile] | None = None,
     interpret: Any = False,
 ) -> tuple[Any, dict[str, jax.Array]]:
-    """The facts of a launch of a kernel (a field of `Tuning`), and its operands by name. Queries
-    and keys are padded to the whole tiles that it copies: no query sees a key of the padding."""
-    from ttcd_kernels.dual_window.mosaic_block import Facts
+    """The static options of a launch of a kernel (a field of `Tuning`), and its operands by name.
+    Queries and keys are padded to the whole tiles that it copies: no query sees a key of the
+    padding."""
+    from ttcd_kernels.dual_window.mosaic_block import Static
 
     q, k, v, segment_ids, *cotangents = arrays
     T, S = q.shape[1], k.shape[1]
     tile = getattr(tuning or MOSAIC_TILES[q.shape[-1]], kernel)
     block_q, block_kv, _ = tile
     bands = [band for band in tiles.bands(windows.within(S)) if band[0] < band[1]]
-    facts = Facts(tuple(bands), S - T, windows.scale, tile, segment_ids is not None, interpret)
+    static = Static(tuple(bands), S - T, windows.scale, tile, segment_ids is not None, interpret)
     tiles_of = tiles.query_tiles if kernel == "backward_kv" else tiles.key_tiles
     rows = None if segment_ids is None else tiles.documents(segment_ids)
     operands = {"q": padded(q, block_q), "k": padded(k, block_kv), "v": padded(v, block_kv)}
@@ -110,7 +112,7 @@ def _prepared(
             operands[f"d_out{band}"] = padded(d_out, block_q)
             for name, x in (("lse", lse * launch.LOG2E), ("delta", delta)):
                 operands[f"{name}{band}"] = padded(x.swapaxes(1, 2), block_q, axis=2)
-    return facts, operands
+    return static, operands
 
 
 def padded(x: Shaped[Array, "..."], multiple: int, axis: int = 1) -> Shaped[Array, "..."]:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Shaped
 
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import tiles

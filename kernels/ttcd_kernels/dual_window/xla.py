@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ttcd_kernels.dual_window.cotangents import QKV, with_gradients
-from ttcd_kernels.windows import Results, Windows
+from ttcd_kernels.windows import Ids, Keys, Queries, Results, Windows
 
 _MAX_SCORE_ELEMENTS = 1 << 24  # one block's scores: 64 MiB in float32
 _MIN_BLOCK, _MAX_BLOCK = 16, 128
@@ -29,7 +29,7 @@ _EFFICIENT_BLOCK = 64
 
 
 class _Shape(NamedTuple):
-    """Static facts of a call."""
+    """Static sizes of a call."""
 
     windows: Windows  # at most the number of keys; equal ones: the far band is empty
     block: int  # queries per step
