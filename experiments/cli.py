@@ -236,11 +236,7 @@ def open_standard_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     for stream in {sys.stdout, sys.stderr}:
-        stream.write = functools.partial(_write, stream.write)
-
-
-def _write(write: Callable[[str], int], text: str) -> int:
-    return write(printable(text, OF_OUTPUT))
+        stream.write = lambda text, write=stream.write: write(printable(text, OF_OUTPUT))
 
 
 def _check_texts(arguments: Sequence[str]) -> None:

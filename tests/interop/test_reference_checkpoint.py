@@ -12,13 +12,12 @@ import pytest
 from checks import assert_same, distance
 
 from tests.parity.golden import Golden, bound
-from tests.parity.models import model_type
+from tests.parity.models import model_from_reference, model_type, stacked_params
 from ttcd_jax.errors import CheckpointError, DataError, UserError
-from ttcd_jax.interop.reference import model_from_reference
-from ttcd_jax.interop.reference_checkpoint import export_reference, import_reference
-from ttcd_jax.interop.reference_config import transformer_config
+from ttcd_jax.interop.reference_config import export_reference, open_reference, transformer_config
 from ttcd_jax.interop.weight_files import INDEX, SINGLE, open_weights, write_safetensors
 from ttcd_jax.methods.delta_net import DeltaRuleConfig
+from ttcd_jax.train.layers_on_disk import by_name
 from ttcd_jax.train.state import with_params
 
 FOLDER = Path(__file__).parents[1] / "golden"
@@ -40,6 +39,13 @@ def write(tmp_path):
         return tmp_path, golden
 
     return write
+
+
+def import_reference(folder):
+    """The model with its parameters as arrays."""
+    opened = open_reference(folder)
+    rows = {name: jnp.asarray(leaf.read()) for name, leaf in by_name(opened.params).items()}
+    return opened._replace(params=stacked_params(rows, opened.config))
 
 
 def _assert_exported(folder, imported):

@@ -9,7 +9,7 @@ import pytest
 from tests.parity.golden import Golden
 from tests.parity.models import model_type
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.interop.reference import reference_shapes
+from ttcd_jax.interop.reference import names_on_disk
 from ttcd_jax.interop.reference_config import (
     families,
     reference_config,
@@ -44,7 +44,7 @@ PUBLISHED = [
 @pytest.mark.parametrize(("name", "sizes", "count"), PUBLISHED)
 def test_published_models_have_the_published_number_of_parameters(name, sizes, count):
     config = transformer_config({"model_type": name} | COMMON | sizes)
-    assert sum(math.prod(shape) for shape in reference_shapes(config).values()) == count
+    assert sum(math.prod(x.leaf.shape) for x in names_on_disk(config).values()) == count
 
 
 def _source(path: Path) -> dict:
