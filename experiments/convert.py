@@ -8,11 +8,11 @@ runs, parameters alone.
     python -m experiments.convert export --format=run RUN_DIR PATH [--step=N]
 
 import: PATH is a folder with config.json and weights (.safetensors, one or several; .bin and .pt
-with torch installed), or a weight file next to a config.json. RUN_DIR can then be evaluated, and a
-run can start from it (RunConfig.start_from). A tokenizer.json in PATH is copied. With
---format=huggingface: a model of the families Llama (SmolLM2), Mistral, Qwen2 or Qwen3, or an export
-of ours, with its special tokens, written tensor by tensor in the dtype of its files. PATH may also
-be OWNER/NAME[@REVISION] of the hub, which is read through its cache (HF_ENDPOINT, HF_HUB_OFFLINE).
+with torch installed), or a weight file next to a config.json. RUN_DIR is written tensor by tensor;
+it can then be evaluated, and a run can start from it (RunConfig.start_from). A tokenizer.json in
+PATH is copied. With --format=huggingface: a model of the families Llama (SmolLM2), Mistral, Qwen2
+or Qwen3, or an export of ours, with its special tokens, in the dtype of its files. PATH may also be
+OWNER/NAME[@REVISION] of the hub, which is read through its cache (HF_ENDPOINT, HF_HUB_OFFLINE).
 
 export: writes such a folder from the newest step of a run whose method the reference, or
 transformers with the code that the folder then has, computes. An imported model is exported bit for
@@ -21,7 +21,6 @@ holds the parameters alone, a third of the size, to evaluate, to generate and to
 """
 
 import contextlib
-import functools
 import json
 import math
 import shutil
@@ -32,7 +31,7 @@ from absl import flags
 
 from experiments import cli
 from ttcd_jax import units
-from ttcd_jax.errors import CheckpointError, DataError, UserError
+from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, whole_folder
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ flags.DEFINE_enum(
 )
 
 _SEQ_LEN = 2048  # for a model whose configuration has no length
-_ORIGIN = ("config_json", "dtypes", "format", "tied_head")
 
 
 def main(argv: list[str]) -> None:
@@ -76,21 +74,19 @@ def main(argv: list[str]) -> None:
 
 def _import(name: str, run_dir: Path) -> None:
     from ttcd_jax.data.hub import model_folder
-    from ttcd_jax.data.tokenizer import special_tokens
     from ttcd_jax.interop.hugging_face import open_hugging_face
-    from ttcd_jax.interop.reference_checkpoint import import_reference
+    from ttcd_jax.interop.reference_config import open_reference
     from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
-    from ttcd_jax.train.checkpoint import Checkpoints, StreamedCheckpoints
+    from ttcd_jax.train.checkpoint import StreamedCheckpoints
 
     check_unused(run_dir)
     is_theirs = FLAGS.format == "huggingface"
     source = model_folder(name) if is_theirs else Path(name)
     if not source.exists():
         raise DataError(f"no checkpoint file or folder at {source}")
-    params, config, origin = (open_hugging_face if is_theirs else import_reference)(source)
-    special = special_tokens(source) if is_theirs and FLAGS.tokenizer is None else {}
-    tokenizer = _tokenizer(source, config.vocab_size, special)
-    length = json.loads(origin["config_json"]).get("max_position_embeddings")
+    params, config, metadata = (open_hugging_face if is_theirs else open_reference)(source)
+    tokenizer = _tokenizer(source if source.is_dir() else source.parent, config.vocab_size)
+    length = json.loads(metadata["config_json"]).get("max_position_embeddings")
     is_length = type(length) is int and 2 <= length < 2**31
     data: dict[str, Any] = {"type": IMPORTED, "seq_len": length if is_length else _SEQ_LEN}
     with whole_folder(run_dir) as unfinished:
@@ -100,26 +96,27 @@ def _import(name: str, run_dir: Path) -> None:
                 tokenizer = tokenizer.replace(path=TOKENIZER)
             data["tokenizer"] = tokenizer.to_dict()
         directory = RunDirectory(unfinished)
-        writer = StreamedCheckpoints if is_theirs else functools.partial(Checkpoints, model=config)
-        with contextlib.closing(writer(directory.checkpoints)) as checkpoints:
+        with contextlib.closing(StreamedCheckpoints(directory.checkpoints)) as checkpoints:
             checkpoints.save(0, {"params": params})
-        directory.write_import({"model": config.to_dict(), "data": data}, origin)
-    _print_import(origin)
+        directory.write_import({"model": config.to_dict(), "data": data}, metadata)
+    _print_import(metadata)
     print(units.printable(f"run directory {run_dir.absolute()}"))
 
 
-def _tokenizer(source: Path, vocab_size: int, special: dict[str, Any]) -> "TokenizerConfig | None":
-    """The tokenizer to import, with its `special` tokens, or None. Raises `DataError` if the model
-    lacks one of these; of other tokens, a text that has one is refused."""
-    from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer
+def _tokenizer(folder: Path, vocab_size: int) -> "TokenizerConfig | None":
+    """The tokenizer to import, or None. Raises `DataError` if the model lacks one of its special
+    tokens; of other tokens, a text that has one is refused."""
+    from ttcd_jax.data.tokenizer import TokenizerConfig, build_tokenizer, tokenizer_of
     from ttcd_jax.tokens import check_tokens
 
-    file = (source if source.is_dir() else source.parent) / "tokenizer.json"
+    file = folder / "tokenizer.json"
     chosen = FLAGS.tokenizer or (str(file) if file.is_file() else "none")
     if chosen == "none":
         return None
-    is_byte = chosen == "byte"
-    config = TokenizerConfig() if is_byte else TokenizerConfig(kind="json", path=chosen, **special)
+    if FLAGS.tokenizer is None and FLAGS.format == "huggingface":
+        config = tokenizer_of(file)
+    else:
+        config = TokenizerConfig(**({} if chosen == "byte" else {"kind": "json", "path": chosen}))
     try:
         tokenizer = build_tokenizer(config)
         check_tokens([tokenizer.bos_id, tokenizer.eos_id], vocab_size)
@@ -133,39 +130,27 @@ def _tokenizer(source: Path, vocab_size: int, special: dict[str, Any]) -> "Token
     return config
 
 
-def _print_import(origin: dict[str, Any]) -> None:
-    dtypes = sorted(set(origin["dtypes"].values()))
-    print(f"{origin['model_type']}: {origin['num_parameters']:,} parameters, {', '.join(dtypes)}")
-    unused = len(origin["dropped"]) + (origin["tied_head"] is not None)
-    print(f"{len(origin['dtypes']) - unused} tensors mapped, {len(origin['dropped'])} dropped")
-    for name in origin["dropped"]:
+def _print_import(metadata: dict[str, Any]) -> None:
+    dtypes = sorted(set(metadata["dtypes"].values()))
+    print(
+        f"{metadata['model_type']}: {metadata['num_parameters']:,} parameters, {', '.join(dtypes)}"
+    )
+    unused = len(metadata["dropped"]) + (metadata["tied_head"] is not None)
+    print(f"{len(metadata['dtypes']) - unused} tensors mapped, {len(metadata['dropped'])} dropped")
+    for name in metadata["dropped"]:
         print(f"  dropped: {name}")
-    if origin["tied_head"]:
-        print(f"  stored head: {origin['tied_head']}")
-    if origin["ignored_keys"]:
-        print(f"keys of config.json without effect: {', '.join(origin['ignored_keys'])}")
+    if metadata["tied_head"]:
+        print(f"  stored head: {metadata['tied_head']}")
+    if metadata["ignored_keys"]:
+        print(f"keys of config.json without effect: {', '.join(metadata['ignored_keys'])}")
 
 
 def _export(run_dir: str, folder: Path) -> None:
-    from ttcd_jax.interop.reference_checkpoint import CONFIG, export_reference
     from ttcd_jax.interop.weight_files import write_safetensors
-    from ttcd_jax.run.directory import TOKENIZER, RunDirectory, load_params
     from ttcd_jax.run.export import exported_run
 
     check_unused(folder)
-    directory = RunDirectory(run_dir)
-    origin = directory.read_import()
-    if origin is not None and not all(name in origin for name in _ORIGIN):
-        raise CheckpointError(f"{run_dir}/import.json is damaged: import the checkpoint again")
-    if FLAGS.format == "huggingface":
-        tensors, files, step = exported_run(run_dir, FLAGS.step, FLAGS.dtype)
-    else:
-        params, config, step = load_params(run_dir, FLAGS.step)
-        origin = origin if origin and origin["format"] == FLAGS.format else None
-        tensors, text = export_reference(params, config, origin, FLAGS.dtype)
-        files = {CONFIG: text}
-        if (directory.path / TOKENIZER).is_file():
-            files[TOKENIZER] = (directory.path / TOKENIZER).read_bytes().decode()
+    tensors, files, step = exported_run(run_dir, FLAGS.format, FLAGS.step, FLAGS.dtype)
     with whole_folder(folder) as unfinished:
         write_safetensors(unfinished, tensors)
         for name, content in files.items():

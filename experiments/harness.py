@@ -10,7 +10,6 @@ imports a module of the run.
 import sys
 
 from experiments import cli
-from ttcd_jax.errors import UserError
 from ttcd_jax.registry import import_modules
 
 
@@ -31,17 +30,10 @@ def main() -> None:
     lm_eval.evaluator.evaluate = harness.evaluate
     own = [x for x in sys.argv[1:] if x.startswith("--import=")]  # the others are the harness'
     sys.argv[:] = [x for x in sys.argv if x not in own]
-    try:
+    with cli.mistakes_reported():
         import_modules(x.removeprefix("--import=") for x in own)
-        cli.set_up_environment()
         with jax.set_mesh(build_mesh(MeshConfig())), harness.Refusals("refuses"):
             lm_eval.__main__.cli_evaluate()
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except (ValueError, LookupError, TypeError, OSError, AssertionError, RuntimeError) as error:
-        cli.leave_if_unsupported(error)
-        raise
 
 
 if __name__ == "__main__":

@@ -179,6 +179,8 @@ def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
     assert found == config.replace(precision=config.precision.replace(param="bfloat16"))
     narrow = {name: x.astype("bfloat16") for name, x in by_name(ours).items()}
     assert_same(by_name(read), narrow)
+    commands.output(*EXPORT, again, tmp_path / "third")
+    assert (tmp_path / "third" / MODELING.name).read_bytes() == MODELING.read_bytes()
     assert "not an empty folder" in commands.refused(*EXPORT, run_dir, folder)
 
 

@@ -11,19 +11,21 @@ import numpy as np
 import pytest
 from checks import assert_same, refused
 
-from tests.parity.checks import model_type
+from tests.parity.checks import model_from_reference, model_type, stacked_params
 from tests.parity.golden import Golden
 from ttcd_jax.errors import CheckpointError, DataError
-from ttcd_jax.interop.reference import model_from_reference, reference_shapes
-from ttcd_jax.interop.reference_checkpoint import export_reference, import_reference
+from ttcd_jax.interop.reference import names_on_disk
 from ttcd_jax.interop.reference_config import (
+    export_reference,
     families,
+    open_reference,
     reference_config,
     transformer_config,
     unread_keys,
 )
 from ttcd_jax.interop.weight_files import INDEX, SINGLE, open_weights, write_safetensors
 from ttcd_jax.methods.delta_net import DeltaRuleConfig
+from ttcd_jax.train.layers_on_disk import by_name
 
 FOLDER = Path(__file__).parents[1] / "golden"
 MODELS = sorted(FOLDER.glob("*_model*.npz"))
@@ -48,6 +50,13 @@ def write(tmp_path):
         return tmp_path, golden
 
     return write
+
+
+def import_reference(folder):
+    """The model with its parameters as arrays."""
+    opened = open_reference(folder)
+    rows = {name: jnp.asarray(leaf.read()) for name, leaf in by_name(opened.params).items()}
+    return opened._replace(params=stacked_params(rows, opened.config))
 
 
 def _assert_exported(folder, imported):
@@ -210,7 +219,7 @@ PUBLISHED = [
 @pytest.mark.parametrize(("name", "sizes", "count"), PUBLISHED)
 def test_published_models_have_the_published_number_of_parameters(name, sizes, count):
     config = transformer_config({"model_type": name} | COMMON | sizes)
-    assert sum(math.prod(shape) for shape in reference_shapes(config).values()) == count
+    assert sum(math.prod(x.leaf.shape) for x in names_on_disk(config).values()) == count
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from ttcd_kernels import dual_window_attention, dual_window_attention_with_lse, window_attention
 from ttcd_kernels.normalize import PUBLISHED_ZERO_SLOPE
 
@@ -34,9 +35,9 @@ from ttcd_jax.interop.reference_config import transformer_config
 from ttcd_jax.memory.delta_rule import delta_rule, l2_normalize_inside
 from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.models.transformer import Transformer
-from ttcd_jax.nn.block import Block
+from ttcd_jax.nn.block import Block, Names
 from ttcd_jax.precision import Precision
-from ttcd_jax.train.layers_on_disk import by_name, misfit
+from ttcd_jax.train.layers_on_disk import by_name, misfit, stacked
 from ttcd_jax.train.loss import next_token_loss
 from ttcd_jax.train.muon import Axes, group_of
 from ttcd_jax.train.optimizer import (
@@ -47,6 +48,7 @@ from ttcd_jax.train.optimizer import (
     global_norm,
     learning_rate,
 )
+from ttcd_jax.train.state import abstract_params
 
 
 def check_layer(golden: Golden, dtype: str) -> Comparison:
@@ -59,7 +61,7 @@ def check_layer(golden: Golden, dtype: str) -> Comparison:
         return {"mlp": block.mlp, "layer": block.mixer, "block": block}[part]
 
     names = layer(config).reference_names
-    params = reference.module_from_reference(golden.group("param."), names)
+    params = module_from_reference(golden.group("param."), names)
 
     def load(config: TransformerConfig, dtype: str) -> nnx.Module:
         target = layer(config)
@@ -75,7 +77,7 @@ def check_layer(golden: Golden, dtype: str) -> Comparison:
     )
     ours |= {"out.y": y}
     ours |= {f"grad_{name}": gradient for name, gradient in zip(given, d_inputs, strict=True)}
-    ours |= _gradients(reference.module_to_reference(jax.device_get(d_params), names))
+    ours |= _gradients(module_to_reference(jax.device_get(d_params), names))
     result = worst(ours, golden, dtype)
     if "out.y_bf16ns" not in golden.arrays:
         return result
@@ -89,6 +91,38 @@ def check_layer(golden: Golden, dtype: str) -> Comparison:
     distance = np.linalg.norm(np.asarray(y, np.float64) - theirs) / np.linalg.norm(theirs)
     allowed = BFLOAT16_NEWTON_SCHULZ[golden.kind]
     return worse(result, Comparison("out.y_bf16ns", float(distance), allowed))
+
+
+def module_from_reference(tensors: dict[str, np.ndarray], names: Names) -> reference.Params:
+    """Our parameters of one MLP or block. Raises `KeyError` for an unknown name."""
+    items = [(*names[name], value) for name, value in tensors.items()]
+    ours = {path: reference.LAYOUTS[kind].to_ours(value) for path, kind, value in items}
+    return unflatten_dict(ours, sep="/")
+
+
+def module_to_reference(params: reference.Params, names: Names) -> dict[str, np.ndarray]:
+    """The inverse of `module_from_reference`, of gradients too."""
+    flat = by_name(params)
+    return {
+        name: reference.LAYOUTS[layout].to_theirs(np.asarray(flat[path]))
+        for name, (path, layout) in names.items()
+        if path in flat
+    }
+
+
+def model_from_reference(
+    tensors: dict[str, np.ndarray], config: TransformerConfig
+) -> reference.Params:
+    """The stacked parameters of a whole model. Raises `KeyError` for a name that is unknown or
+    missing."""
+    names = reference.names_on_disk(config)
+    rows = {names[x].path: names[x].layout.to_ours(value) for x, value in tensors.items()}
+    return stacked_params(rows, config)
+
+
+def stacked_params(rows: dict[str, Any], config: TransformerConfig) -> reference.Params:
+    """Parameters by their names on disk as those of a model. `rows` is emptied."""
+    return unflatten_dict(stacked(config, rows, by_name(abstract_params(config))), sep="/")
 
 
 def _with_plain(mlp: Any, x: jax.Array, t: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -110,7 +144,7 @@ def check_model(golden: Golden, dtype: str) -> Comparison:
     tensors = golden.group("param.")
 
     def load(config: TransformerConfig, tensors: dict[str, np.ndarray]) -> Transformer:
-        params = reference.model_from_reference(tensors, config)
+        params = model_from_reference(tensors, config)
         return with_params(functools.partial(Transformer, config), params, dtype)
 
     model, tokens = load(config, tensors), jnp.asarray(golden.arrays["in.input_ids"])

@@ -191,7 +191,9 @@ def read_results(path: Path) -> Results:
     """The results in a file, which are of the folder where it lies now. Raises `UserError` for an
     unknown task, `DataError` for a file that is damaged."""
     found = read_json(path)
-    task = find_task(str(found.get("task")))
+    if not isinstance(name := found.get("task"), str):
+        raise DataError(f"{path} is damaged (it names no task): measure it again")
+    task = find_task(name)
     facts, digests = found.get("facts"), found.get("measured_on")
     facts = facts if isinstance(facts, dict) else {}
     if not isinstance(digests, dict):  # earlier versions stored the digest of documents alone

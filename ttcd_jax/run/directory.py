@@ -92,16 +92,13 @@ class RunDirectory:
                 f"{self.path / 'config.json'} was edited or damaged since it was written: restore "
                 "a copy (a run's fields are changed by launch --param=... --change=...)"
             )
-        self._check_imports(config)
+        self.check_imports()
         return upgraded({x: config[x] for x in config if x not in _OF_THE_FILE})
 
     def check_imports(self) -> None:
         """Raises `UserError` for a run whose modules this process has not imported."""
         if self.is_claimed:
-            self._check_imports(self._read("config.json"))
-
-    def _check_imports(self, config: dict[str, Any]) -> None:
-        check_imported(str(self.path), config.get("imports", []))
+            check_imported(str(self.path), self._read("config.json").get("imports", []))
 
     def read_part(self, name: str) -> dict[str, Any]:
         """The configuration `model` or `data`. Raises `UserError` for none."""

@@ -1,4 +1,4 @@
-"""A run as a checkpoint of Hugging Face transformers: tensors and files, with a model card."""
+"""A run as a checkpoint of another implementation: tensors and small files."""
 
 import math
 import os
@@ -11,18 +11,22 @@ from ttcd_kernels.table import Row, cells
 
 from ttcd_jax.data.sources import row_length
 from ttcd_jax.data.tokenizer import build_tokenizer
+from ttcd_jax.errors import CheckpointError
 from ttcd_jax.files import read_json
-from ttcd_jax.interop.hugging_face_export import (
-    MODELING,
-    TRIED,
-    export_hugging_face,
-    text_files,
-)
+from ttcd_jax.interop.checkpoint import CONFIG
+from ttcd_jax.interop.hugging_face_export import MODELING, TRIED, export_hugging_face, text_files
+from ttcd_jax.interop.reference_config import export_reference
 from ttcd_jax.methods import method_named
 from ttcd_jax.models.config import TransformerConfig
-from ttcd_jax.run.directory import IMPORTED, RunDirectory, load_params, tokenizer_config
+from ttcd_jax.run.directory import (
+    IMPORTED,
+    TOKENIZER,
+    RunDirectory,
+    load_params,
+    tokenizer_config,
+)
 
-_FORMAT = "huggingface"
+_METADATA = ("config_json", "dtypes", "format", "tied_head")  # of an import
 _NOTE = (
     "Prompts of different lengths are padded on the left. Refused are what would take tokens back "
     "(assistants, prompt lookup), other classes of cache, and weights of attention."
@@ -30,18 +34,25 @@ _NOTE = (
 
 
 def exported_run(
-    run_dir: str | os.PathLike[str], step: int | None, dtype: str | None
+    run_dir: str | os.PathLike[str], form: str, step: int | None, dtype: str | None
 ) -> tuple[dict[str, np.ndarray], dict[str, str], int]:
-    """(tensors, small files, step) of the newest checkpoint of a run, or of `step`: as
-    `export_hugging_face` makes them, with the files of its tokenizer and a model card."""
+    """(tensors, small files, step) of the newest checkpoint of a run, or of `step`, in the format
+    "reference" or "huggingface", which has files of its tokenizer and a model card. A run imported
+    from the same format is exported as it was."""
     directory = RunDirectory(run_dir)
     metadata = directory.read_import()
-    if metadata is not None and metadata.get("format") != _FORMAT:
-        metadata = None
-    data = directory.read_part("data")
+    if metadata is not None and not all(name in metadata for name in _METADATA):
+        raise CheckpointError(f"{run_dir}/import.json is damaged: import the checkpoint again")
+    metadata = metadata if metadata and metadata["format"] == form else None
     params, config, step = load_params(run_dir, step)
+    if form == "reference":
+        tensors, text = export_reference(params, config, metadata, dtype)
+        file = directory.path / TOKENIZER
+        copied = {TOKENIZER: file.read_bytes().decode()} if file.is_file() else {}
+        return tensors, {CONFIG: text} | copied, step
+    length = row_length(directory.read_part("data"))
     tensors, files = export_hugging_face(
-        params, config, length=row_length(data), metadata=metadata, dtype=dtype
+        params, config, length=length, metadata=metadata, dtype=dtype
     )
     if (tokenizer := tokenizer_config(directory)) is not None:
         stored = _imported_texts(directory)

@@ -51,9 +51,7 @@ def inherited_model(
         start_from = values.get("start_from")
         if field != "model" or not isinstance(start_from, str):
             return None
-        if run_dir.is_claimed:
-            return model_config(run_dir)
-        return starting_model(start_from)
+        return model_config(run_dir) if run_dir.is_claimed else starting_model(start_from)
 
     return inherit
 

@@ -38,7 +38,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.type_handlers import NumpyHandler, create_type_handler_registry
 
 from ttcd_jax import units
-from ttcd_jax.errors import CheckpointError, ResourceError, UserError, listed
+from ttcd_jax.errors import CheckpointError, DataError, ResourceError, UserError, listed
 from ttcd_jax.files import full_disk
 from ttcd_jax.models.config import TransformerConfig
 from ttcd_jax.train import digest
@@ -331,6 +331,8 @@ class Checkpoints:
         """Turns a failed write of about `need` bytes into a `UserError` with the last good step."""
         try:
             yield
+        except DataError:  # of the file of a `StreamedLeaf`
+            raise
         except _WRITE_ERRORS as error:
             # Orbax has already removed from its list the steps that this one was to replace.
             self._manager.reload()
