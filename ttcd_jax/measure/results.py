@@ -1,6 +1,5 @@
 """Results of an evaluation, on disk, and those of several runs together."""
 
-import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -8,7 +7,7 @@ import io
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -230,18 +229,6 @@ def _label(results: Sequence[Results], run_dir: Path) -> str:
     """The label of a run: the shortest of its results, of the unchanged model if there are any."""
     found = sorted((bool(x.changes), len(x.label), x.label) for x in results)
     return found[0][-1] if results else run_dir.name
-
-
-@contextlib.contextmanager
-def damage_named(what: str) -> Iterator[None]:
-    """Raises `DataError` where the damaged content of `what`, a file, ends in an error."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise DataError(f"{what} is damaged ({cause}): measure it again") from error
 
 
 def merged(results: Sequence[Results]) -> Results:
