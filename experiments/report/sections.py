@@ -119,7 +119,7 @@ def training_sections(runs: Sequence[Run], output: Path) -> list[Section]:
                 if name == "loss":
                     row["tokens/s (median)"] = statistics.median(speeds) if speeds else None
                 table.append(row)
-        path = output / f"{name}.png"
+        path = output / ("training.png" if name == "loss" else f"{name}.png")
         lines = {label: ([*found], [*found.values()]) for label, found in numbers.items()}
         plot_lines(path, title=title, x_label="step", y_label=y_label, series=lines)
         sections.append(Section(title, table, [Picture(path.absolute(), f"{title}, by step.")]))

@@ -112,7 +112,8 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     old = _replaced(result)
     rows = task.rows(subject)
     result = dataclasses.replace(result, measured_on=task.measured_on(rows, subject))
-    agree("evaluation", result.to_dict() | {"mesh": str(jax.sharding.get_mesh().shape)})
+    mesh = {"mesh": str(jax.sharding.get_mesh().shape)}
+    agree("evaluation", result.options | result.to_dict() | mesh)
     if old is not None and differing([old.measured_on, result.measured_on]):
         text = "%s was measured on other text, or other rows of it: it is replaced"
         logging.warning(text, old.path / FILE)
