@@ -132,11 +132,10 @@ def train_jobs(config: MADSweepConfig, folder: Path) -> None:
 
             show("compiling")
             start, sizes = time.monotonic(), {"num_train": job.num_train, "num_test": job.num_test}
+            train, test = rows(job.data, seed=DATA_SEED, **sizes)
+            problem = mad_problem(job.data, job.model)
             runs = train_runs(
-                job.recipe,
-                mad_problem(job.data, job.model),
-                *rows(job.data, seed=DATA_SEED, **sizes),
-                hyper(config),
+                *(job.recipe, problem, train, test, hyper(config)),
                 budget_bytes=measure.usable_bytes(),
                 on_evaluation=lambda done, accuracy: show(f"{done:.0%}, accuracy {accuracy:.3f}"),
             )

@@ -129,7 +129,7 @@ def fuzzy_recall(config: MADConfig, draws: Draws, is_training: bool) -> Row:
 
     def draw(kind: int, sizes: list[int]) -> Motif:
         """A key (kind 0) or value (1)."""
-        motifs, order = (x[kind][sizes[kind]] for x in (every, orders))
+        motifs, order = every[kind][sizes[kind]], orders[kind][sizes[kind]]
         return motifs[order[draws.below(len(motifs))]]
 
     sizes = draw_sizes()
@@ -263,4 +263,6 @@ _SCORES = {
     "gated_deltanet": (99.9, 99.7, 18.2, 86.9, 47.3, 99.9),
     "lact": (100.0, 100.0, 18.6, 80.7, 48.3, 99.8),
 }
-PUBLISHED = {method: dict(zip(TASKS, scores, strict=True)) for method, scores in _SCORES.items()}
+PUBLISHED: dict[str, dict[str, float]] = {
+    method: dict(zip(TASKS, scores, strict=True)) for method, scores in _SCORES.items()
+}
