@@ -248,7 +248,7 @@ class Equivalence(Task[Any, Cell]):
     @classmethod
     def table(cls, series: Series[Cell]) -> list[Row]:
         """Those of several series under one another, with their labels."""
-        rows: dict[tuple[str, str], Row] = {}
+        rows: dict[tuple[str, str], dict[str, Any]] = {}
         for label, records in series.items():
             start = {"variants": label} if len(series) > 1 else {}
             for row, column, value in records:
