@@ -16,9 +16,9 @@ from experiments.plan import PEAK_SHARE, make_plan
 from experiments.studies.bench.case import Case, loaded
 from ttcd_jax.config import DISTINCT, Positive
 from ttcd_jax.data.corpus import CorpusConfig
-from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.pipeline import CallerBatches
 from ttcd_jax.data.preparation import prepare_records
+from ttcd_jax.data.sources import RecordsConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.run import build
 from ttcd_jax.run.config import RunConfig
