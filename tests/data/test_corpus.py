@@ -106,7 +106,7 @@ def test_files_and_documents_of_a_file_are_held_out_by_their_names(tmp_path):
         ("".join(f"line {i} é\n" for i in range(100)), 10, b"\n"),
         ("one two three four " * 9, 10, b" "),
         ("x" * 99, 10, b"x"),
-        ("\u65e5" * 50, 10, "\u65e5".encode()),
+        ("x" + "\u65e5" * 50, 10, "\u65e5".encode()),
         ("one line\nand half a", 0, b"half a"),
     ],
 )

@@ -2,6 +2,7 @@
 was written, or refuses in one line that names the folder of the file."""
 
 import bz2
+import contextlib
 import gzip
 import json
 import lzma
@@ -207,22 +208,16 @@ def _some(size):
     return (*range(min(size, 40)), *range(40, size, 1 + size // 50))
 
 
-def test_a_cut_file_is_refused_or_is_a_beginning(reader, path, intact, found):
-    for file, data in _files(path).items():
-        for size in _some(len(data)):
-            file.write_bytes(data[:size])
-            documents = found()
-            if documents is not None and documents != intact:
-                assert not reader.tells, (file, size)
-                assert b"".join(intact).startswith(b"".join(documents))
-        file.write_bytes(data)
-
-
-def test_a_changed_byte_is_refused_or_changes_no_more_than_the_format_cannot_know(
+def test_a_cut_file_is_a_beginning_and_a_changed_byte_changes_what_the_format_cannot_know(
     reader, path, intact, found
 ):
     for file, data in _files(path).items():
         for position in _some(len(data)):
+            file.write_bytes(data[:position])
+            documents = found()
+            if documents is not None and documents != intact:
+                assert not reader.tells, (file, position)
+                assert b"".join(intact).startswith(b"".join(documents))
             changed = bytes([data[position] ^ (1, 0xFF)[position % 2]])
             file.write_bytes(data[:position] + changed + data[position + 1 :])
             if (documents := found()) is not None and reader.tells in ("all", "lengths"):
@@ -245,6 +240,23 @@ def test_damage_is_refused_or_read(reader, path, found):
     assert num_refused or reader.tells == ""
 
 
+def test_an_absent_file_a_folder_and_another_encoding_are_refused_or_read(path, intact, found):
+    for file, data in _files(path).items():
+        for encoding in ("utf-16", "utf-16-be", "utf-32", "latin-1", "utf-8-sig"):
+            with contextlib.suppress(UnicodeDecodeError):
+                file.write_bytes(data.decode().encode(encoding, errors="replace"))
+                as_it_is = [file.read_bytes()] if file.suffix == ".txt" else intact
+                assert found() in (None, intact, as_it_is)
+        file.unlink()
+        assert found() in (None, intact)
+        file.mkdir()
+        assert found() in (None, intact)
+        file.rmdir()
+        file.write_bytes(data)
+    shutil.rmtree(path.parent)
+    assert found() is None
+
+
 @pytest.mark.parametrize("name", [name for name in READERS if READERS[name].json])
 def test_changed_values_of_json_are_refused_or_read(tmp_path, name):
     reader = READERS[name]
@@ -258,30 +270,6 @@ def test_changed_values_of_json_are_refused_or_read(tmp_path, name):
         reader.read(path, reader.field)
 
     fuzz(json.loads(file.read_text()), read, count, named=tmp_path)
-
-
-def test_a_file_that_is_absent_or_a_folder_is_refused(path, intact, found):
-    for file, data in _files(path).items():
-        file.unlink()
-        assert found() in (None, intact)
-        file.mkdir()
-        assert found() in (None, intact)
-        file.rmdir()
-        file.write_bytes(data)
-    shutil.rmtree(path.parent)
-    assert found() is None
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "latin-1", "utf-8-sig"])
-def test_another_encoding_is_refused_or_read_as_it_is(path, intact, found, encoding):
-    for file, data in _files(path).items():
-        try:
-            file.write_bytes(data.decode().encode(encoding, errors="replace"))
-        except UnicodeDecodeError:
-            continue
-        as_it_is = [file.read_bytes()] if file.suffix == ".txt" else intact
-        assert found() in (None, intact, as_it_is)
-        file.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -365,16 +353,12 @@ OBJECTS = "write an object on each line (jq -c"
         (_mds(samples=6), "does not hold the 6 samples"),
         (_mds(samples=-1), "does not hold the -1 samples"),
         (_mds(raw_data={"basename": "../x.mds", "bytes": 1}), "lists '../x.mds'"),
-        (_mds(raw_data={"basename": "..", "bytes": 1}), "lists '..'"),
         (_mds(zip_data={"basename": "/etc/x"}), "lists '/etc/x', outside its folder"),
         (_mds(raw_data={"basename": "gone.mds", "bytes": 1}), "no shard at |gone.mds"),
         (_mds(raw_data={"basename": SHARD, "bytes": 1}), "its index says 1"),
         (_mds(raw_data={"basename": SHARD, "bytes": 2**40}), "a shard may have"),
-        (_mds(raw_data={"basename": SHARD, "bytes": -1}), "a shard may have"),
         (_mds(raw_data=None), "no index of MDS shards"),
-        (_mds(column_names=3), "no index of MDS shards"),
         (_mds(samples="x"), "no index of MDS shards"),
-        (_mds(samples=1e400), "is not JSON"),
         (_mds(pack=bytes, compression="br"), "has compression 'br'; only zstd is read"),
         (_mds(pack=lambda x: zstandard.compress(b"xyz")), "holds 3 bytes, its index says"),
         (_mds("ids", columns=BAD_COLUMNS), "sample 0 holds no one-dimensional array of uint32"),
@@ -386,9 +370,7 @@ OBJECTS = "write an object on each line (jq -c"
         (_megatron(starts=[0, 2, 2, 3]), "a.bin has 6 ids in 4 sequences, its documents 4 in 3"),
         (_megatron(starts=[1, 2, 2, 4]), "does not fit |a.bin at document 0"),
         (_megatron(starts=[0, 3, 2, 4]), "does not fit | at document 1"),
-        (_megatron(starts=[0, 2**62, -(2**62), 4]), "does not fit | at document 0"),
         (_megatron(starts=[-4, 2, 2, 4]), "does not fit | at document 0"),
-        (_megatron(starts=[0, -1, 2, 4]), "does not fit | at document 0"),
         (_megatron(sizes=[3, -1, 2, 2]), "does not fit | at document 0"),
         (_megatron(sizes=[3, 0, 1, 3]), "does not fit | at document 2"),
         (_megatron(sizes=[3, 0, 1, 1]), "a.bin has 6 ids in 4 sequences, its documents 5 in 4"),
@@ -400,7 +382,6 @@ OBJECTS = "write an object on each line (jq -c"
         (_state(_data_files=[{"filename": "gone.arrow"}]), "gone.arrow"),
         (_state(_data_files=[], _indices_data_files=[1]), "or chosen rows of them"),
         (_lines(b'{"text": "cut'), "line 2 is not JSON"),
-        (_lines(b'{"text": "\xff"}'), "line 2 is not JSON"),
         (_lines(b'["text"]'), f"line 2 is no object but list; {OBJECTS}"),
         (_lines(b"["), f"line 2 is not JSON (Exp|; {OBJECTS}"),
         (_lines(b'{"text": {"a": 1}}'), "'text' is no text but dict; |or make one of its values"),
@@ -410,9 +391,10 @@ OBJECTS = "write an object on each line (jq -c"
         (_lines(b"[" * 200_000), "line 2 is not JSON (maximum recursion"),
         (_file("a.jsonl", '{"text": "x"}'.encode("utf-16")), "1 of 1 lines |line 1 is not JSON"),
         (_file("a.txt", "text".encode("utf-16")), "a.txt is UTF-16 text: make it UTF-8"),
-        (_file("a.txt", gzip.compress(b"x")), "a.txt is packed, not text: unpack it"),
-        (_file("a.txt", bz2.compress(b"x")), "a.txt is packed, not text: unpack it"),
-        (_file("a.txt", lzma.compress(b"x")), "a.txt is packed, not text: unpack it"),
+        *(
+            (_file("a.txt", pack(b"x")), "a.txt is packed, not text: unpack it")
+            for pack in (gzip.compress, bz2.compress, lzma.compress)
+        ),
         (
             _file("a.jsonl.bz2", b""),
             "is of an unknown kind (known: *.txt, |name plain text a.jsonl.bz2.txt",
