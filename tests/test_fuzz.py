@@ -10,7 +10,7 @@ import corpora
 import numpy as np
 import pytest
 from checks import randomize, refused
-from damage import fuzz
+from damage import fuzz, fuzz_file
 from safetensors.numpy import save
 from small_models import byte_model, config_of
 
@@ -39,16 +39,16 @@ def test_configuration_of_a_run(tmp_path):
     corpus = corpora.text_folder(tmp_path, texts)
     data = TextConfig(corpus=corpus, tokenizer=TokenizerConfig(), seq_len=32).to_dict()
     config = {"format": 2, "model": byte_model().to_dict(), "data": data}
+    (tmp_path / "config.json").write_text(json.dumps(config))
 
-    def read(value):
-        (tmp_path / "config.json").write_text(json.dumps(value))
+    def read():
         model_config(directory)
         stored = directory.read_part("data")
         tokenizer = run_tokenizer(directory)
         if stored.get("corpus") == data["corpus"]:
             text_records(tmp_path, stored, tokenizer, None)
 
-    fuzz(config, read, 500)
+    fuzz_file(tmp_path / "config.json", read, 500)
 
 
 def test_configuration_of_a_reference_checkpoint():
@@ -63,30 +63,23 @@ def test_digests(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).write_text(name * 10)
     digest.seal(tmp_path)
-    source = json.loads((tmp_path / digest.DIGEST).read_text())
 
-    def read(value):
-        (tmp_path / digest.DIGEST).write_text(json.dumps(value))
+    def read():
         if problems := digest.verify(tmp_path):
             raise UserError(str(problems))
 
-    fuzz(source, read, 300)
+    fuzz_file(tmp_path / digest.DIGEST, read, 300)
 
 
 def test_saved_states(tmp_path):
     model = inference_model(randomize(Transformer, config_of("ipttcd", num_layers=1), std=0.5))
-    save_state(tmp_path / "state", model, start_state(model, 2))
     folder = tmp_path / "state"
-    source = json.loads((folder / "state.json").read_text())
+    save_state(folder, model, start_state(model, 2))
+    arrays = folder / "state.safetensors"
 
-    def read(value):
-        (folder / "state.json").write_text(json.dumps(value))
+    def read():
         digest.seal(folder)
         load_state(folder, model)
-
-    fuzz(source, read, 300)
-    (folder / "state.json").write_text(json.dumps(source))
-    arrays = (folder / "state.safetensors").read_bytes()
 
     def damaged(data, draw):
         data = bytearray(data)
@@ -94,12 +87,9 @@ def test_saved_states(tmp_path):
             data[draw.randrange(min(len(data), 400))] = draw.randrange(256)
         return bytes(data)
 
-    def read_arrays(data):
-        (folder / "state.safetensors").write_bytes(data)
-        digest.seal(folder)
-        load_state(folder, model)
-
-    fuzz(arrays, read_arrays, 200, write=damaged)
+    fuzz_file(folder / "state.json", read, 300)
+    source = arrays.read_bytes()
+    fuzz(source, lambda data: (arrays.write_bytes(data), read()), 200, write=damaged)
 
 
 ON_AND_OFF = ("on, fast weights on", "on, off (eta = 0)")
@@ -123,12 +113,8 @@ def test_results(tmp_path, task, count, records, labels):
         source |= {"options": {"a": 1}, "facts": {"documents": "x"}}
     path = tmp_path / "eval" / "task" / "results.json"
     path.parent.mkdir(parents=True)
-
-    def read(value):
-        path.write_text(json.dumps(value))
-        task_sections(read_all_results([tmp_path]), tmp_path / "page")
-
-    fuzz(source, read, count)
+    path.write_text(json.dumps(source))
+    fuzz_file(path, lambda: task_sections(read_all_results([tmp_path]), tmp_path / "page"), count)
 
 
 def test_npz_files(tmp_path):

@@ -145,26 +145,6 @@ def test_what_is_no_corpus(tmp_path, monkeypatch, files, options, words):
     refused(words, load_documents, config, "train", error=DataError)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"kind": "text"}, "kind 'text' takes the path"),
-        ({"kind": "text", "path": ""}, "CorpusConfig.path is empty, as after a shell variable"),
-        ({"path": "x"}, "kind 'stdlib' takes none"),
-        ({"validation_files": 2}, "validation_files 2 is for files of yours: set kind 'text'"),
-        ({"field": "body"}, "field 'body' is for files of yours"),
-        ({"glob": "**/*.py"}, "is for files of yours"),
-        ({"validation_percent": 100}, "validation_percent 100 must be between 0 and 99"),
-        ({"glob": "/etc/*"}, "glob /etc/* must be a pattern below path, such as"),
-        ({"glob": "../*"}, "glob ../* must be a pattern below path"),
-        ({"glob": "a/../../*"}, "must be a pattern below path"),
-        ({"glob": "**x"}, "must be a pattern below path"),
-    ],
-)
-def test_config_errors(fields, words):
-    refused(words, CorpusConfig, **fields)
-
-
 def test_a_field_that_some_file_has_is_read_beside_plain_text(tmp_path):
     files = {"a.txt": "text", "b.jsonl": '{"nope": "more"}'}
     both = load_documents(_folder(tmp_path, files, field="nope", glob="**/*", **ALL), "train")

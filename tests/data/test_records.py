@@ -294,15 +294,3 @@ def test_a_split_that_is_not_there(tmp_path, folder):
     assert len(config.replace(paths=(*config.paths, str(folder))).open("validation")) == 1
     words = "records (train) has 398 tokens and a row takes 1001"
     refused(words, config.replace(seq_len=1000).rows, 0, error=DataError)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"paths": ()}, "names no folder"),
-        ({"paths": ("x", "y"), "folders": ("a",)}, "folders ('a',) are names below one path"),
-        ({"paths": ("x",), "weights": (1.0, 2.0)}, "(1.0, 2.0) are 2 numbers for 1 folders"),
-    ],
-)
-def test_config_errors(fields, words):
-    refused(words, RecordsConfig, **fields, seq_len=8)

@@ -1,5 +1,6 @@
 """The data of runs: mixtures of corpora, their stages by step, and what a run was trained on."""
 
+import functools
 import hashlib
 import json
 import shutil
@@ -10,6 +11,7 @@ import pytest
 from checks import assert_same, refused
 
 from ttcd_jax.data import sources
+from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.records import TokenRecords
 from ttcd_jax.data.sources import MixedRows, MixtureConfig, RecordsConfig, TextConfig
@@ -152,30 +154,50 @@ def test_parts_of_two_tokenizers_are_refused(mixture, tmp_path):
         refused(words, use, error=DataError)
 
 
+ONE = TextConfig(corpus=CorpusConfig(), tokenizer=BYTES, seq_len=SEQ_LEN)
+MIXED = functools.partial(MixtureConfig, parts=(ONE, ONE), seq_len=SEQ_LEN)
+RECORDS = functools.partial(RecordsConfig, paths="x", seq_len=SEQ_LEN)
 STAGED = RecordsConfig(paths="x", folders=("a", "b"), stages=((3, (2, 1)),), seq_len=SEQ_LEN)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("kind", "fields", "words"),
     [
-        ({"stages": ((0, (1, 1)), (0, (1, 2)))}, "begin at steps [0, 0]: put them in ascending"),
-        ({"stages": ((0, (1, 1)), (9, (1, 1)), (4, (1, 1)))}, "[0, 9, 4]"),
-        ({"stages": ((0, (1, 1, 1)),)}, "stages (1, 1, 1) are 3 numbers for 2 parts; give"),
-        ({"stages": ((0, ()),)}, "stages () are 0 numbers for 2 parts"),
-        ({"stages": ((0, (0, 0)),)}, "stages (0, 0) are all 0, or more"),
-        ({"weights": (1e-308, 1e308)}, "(1e-308, 1e+308) are all 0, or more than 10^9"),
-        ({"weights": (1, 10**400)}, "must each be below 2^63"),
-        ({"stages": ((0, (1, -1)),)}, "stages | must each be 0 or more, finite"),
-        ({"stages": ((0, 1, 1),)}, "must be tuple[tuple[int, tuple[float, ...]], ...]"),
-        ({"stages": ((0.5, (1, 1)),)}, "stages must be tuple"),
-        ({"weights": (1,), "stages": ()}, "weights (1,) are 1 numbers for 2 parts"),
-        ({"seq_len": 8}, "seq_len 8 and those of its parts, [16, 16], differ"),
-        ({"parts": ()}, "parts () must be one or more"),
-        ({"parts": (STAGED, STAGED)}, "a part of MixtureConfig has stages: bind"),
+        (MIXED, {"stages": ((0, (1, 1)), (0, (1, 2)))}, "begin at steps [0, 0]: put them"),
+        (MIXED, {"stages": ((0, (1, 1)), (9, (1, 1)), (4, (1, 1)))}, "[0, 9, 4]"),
+        (MIXED, {"stages": ((0, (1, 1, 1)),)}, "stages (1, 1, 1) are 3 numbers for 2 parts; give"),
+        (MIXED, {"stages": ((0, ()),)}, "stages () are 0 numbers for 2 parts"),
+        (MIXED, {"stages": ((0, (0, 0)),)}, "stages (0, 0) are all 0, or more"),
+        (MIXED, {"weights": (1e-308, 1e308)}, "(1e-308, 1e+308) are all 0, or more than 10^9"),
+        (MIXED, {"weights": (1, 10**400)}, "must each be below 2^63"),
+        (MIXED, {"stages": ((0, (1, -1)),)}, "stages | must each be 0 or more, finite"),
+        (MIXED, {"stages": ((0, 1, 1),)}, "must be tuple[tuple[int, tuple[float, ...]], ...]"),
+        (MIXED, {"stages": ((0.5, (1, 1)),)}, "stages must be tuple"),
+        (MIXED, {"weights": (1,), "stages": ()}, "weights (1,) are 1 numbers for 2 parts"),
+        (MIXED, {"seq_len": 8}, "seq_len 8 and those of its parts, [16, 16], differ"),
+        (MIXED, {"parts": ()}, "parts () must be one or more"),
+        (MIXED, {"parts": (STAGED, STAGED)}, "a part of MixtureConfig has stages: bind"),
+        (RECORDS, {"paths": ()}, "names no folder"),
+        (RECORDS, {"paths": ("x", "y"), "folders": ("a",)}, "folders ('a',) are names below one"),
+        (RECORDS, {"weights": (1.0, 2.0)}, "(1.0, 2.0) are 2 numbers for 1 folders"),
+        (CorpusConfig, {"kind": "text"}, "kind 'text' takes the path"),
+        (CorpusConfig, {"kind": "text", "path": ""}, "CorpusConfig.path is empty, as after"),
+        (CorpusConfig, {"path": "x"}, "kind 'stdlib' takes none"),
+        (CorpusConfig, {"validation_files": 2}, "validation_files 2 is for files of yours"),
+        (CorpusConfig, {"field": "body"}, "field 'body' is for files of yours"),
+        (CorpusConfig, {"glob": "**/*.py"}, "is for files of yours"),
+        (CorpusConfig, {"validation_percent": 100}, "100 must be between 0 and 99"),
+        (CorpusConfig, {"glob": "/etc/*"}, "glob /etc/* must be a pattern below path, such as"),
+        (CorpusConfig, {"glob": "../*"}, "glob ../* must be a pattern below path"),
+        (CorpusConfig, {"glob": "a/../../*"}, "must be a pattern below path"),
+        (CorpusConfig, {"glob": "**x"}, "must be a pattern below path"),
+        (TokenizerConfig, {"kind": "json"}, "kind 'json' takes the path"),
+        (TokenizerConfig, {"path": "x.json"}, "kind 'byte' takes none"),
+        (TokenizerConfig, {"stop_ids": (3,)}, "set no bos_id, eos_id or stop_ids"),
     ],
 )
-def test_config_errors(mixture, changes, words):
-    refused(words, mixture.replace, **changes)
+def test_what_a_configuration_may_not_say(kind, fields, words):
+    refused(words, kind, **fields)
 
 
 def test_stages_of_records(mixture):

@@ -91,11 +91,6 @@ def test_what_is_no_tokenizer_or_no_text_of_it(tmp_path, content, words):
     refused(words, lambda: JsonTokenizer(str(path)).encode(text), error=DataError)
 
 
-@pytest.mark.parametrize("fields", [{"kind": "json"}, {"kind": "byte", "path": "x.json"}])
-def test_config_needs_a_path_exactly_for_json(fields):
-    refused("kind 'json' takes the path", TokenizerConfig, **fields)
-
-
 def test_the_first_token_outside_the_vocabulary_is_named():
     check_tokens(np.arange(258), 258)
     check_tokens([], 258)

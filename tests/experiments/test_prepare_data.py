@@ -70,15 +70,19 @@ def test_records_are_the_text_for_every_number_of_processes(text, tokenizer, rec
     assert sorted(found) == sorted(filter(None, (path.read_text() for path in text.iterdir())))
 
 
-def test_a_run_trains_is_pinned_and_evaluated(text, tokenizer, records, tmp_path):
+def test_a_run_on_records_and_text_trains_is_pinned_and_evaluated(
+    text, tokenizer, records, tmp_path
+):
     here, run_dir = tmp_path / "here", tmp_path / "run"
     shutil.copytree(records, here)
-    bindings = ["include 'data/records.gin'", f"RECORDS=('{here}',)", "RecordsConfig.seq_len=16"]
-    bindings += ["TransformerConfig.vocab_size=300", "STEPS=3"]
+    bindings = ["include 'data/mixture.gin'", f"RECORDS='{here}'", f"TEXT='{text}'"]
+    bindings += ["SEQ_LEN=16", "MixtureConfig.stages=((0, (8, 2)), (2, (0, 1)))", "STEPS=3"]
+    bindings += ["TransformerConfig.vocab_size=300", "TokenizerConfig.kind='json'"]
+    bindings += [f"TokenizerConfig.path='{tokenizer}'"]
     launch = ("launch", *tiny_run.flags("quickstart.gin", *bindings), f"--run_dir={run_dir}")
     assert "trained 3 steps" in commands.output(*launch)
-    manifest = json.loads((run_dir / "data.json").read_text())
-    assert manifest["sha256"] == [read_manifest(records)["sha256"]]
+    of_records, _ = json.loads((run_dir / "data.json").read_text())["parts"]
+    assert of_records["sha256"] == [read_manifest(records)["sha256"]]
     out = commands.output("evaluate", f"--run_dir={run_dir}", "--task=ppl", "--max_rows=8")
     assert "bits per byte" in out
     assert load_run(run_dir).tokenizer.vocab_size == 300
@@ -89,21 +93,9 @@ def test_a_run_trains_is_pinned_and_evaluated(text, tokenizer, records, tmp_path
         assert f"{tokens}: its content changed; copy it again" in message
         assert "Grain" not in message  # adds notes to the exceptions that it lets through
     shutil.rmtree(here)
-    commands.output(*("prepare_data", f"--input={text}"), "--tokenizer=byte", f"--output={here}")
+    places = (f"--input={text}", f"--tokenizer={tokenizer}", f"--output={here}")
+    commands.output("prepare_data", *places)
     assert "the training data changed" in commands.refused(*launch, status=3)
-
-
-def test_records_and_text_mix_by_step(text, tokenizer, records, tmp_path):
-    bindings = ["include 'data/mixture.gin'", f"RECORDS='{records}'", f"TEXT='{text}'"]
-    bindings += ["SEQ_LEN=16", "MixtureConfig.stages=((0, (8, 2)), (2, (0, 1)))", "STEPS=4"]
-    bindings += ["TransformerConfig.vocab_size=300", "CorpusConfig.validation_percent=0"]
-    launch = ("launch", *tiny_run.flags("quickstart.gin", *bindings))
-    message = commands.refused(*launch, f"--run_dir={tmp_path / 'bytes'}", status=3)
-    assert f"({records}/tokenizer.json and byte): prepare the records" in message
-    its = tiny_run.params("TokenizerConfig.kind='json'", f"TokenizerConfig.path='{tokenizer}'")
-    assert "trained 4 steps" in commands.output(*launch, *its, f"--run_dir={tmp_path / 'run'}")
-    out = commands.output("evaluate", f"--run_dir={tmp_path / 'run'}", "--task=ppl", "--max_rows=8")
-    assert "bits per byte" in out
 
 
 def test_lines_without_a_document_are_reported(tmp_path):
@@ -120,14 +112,6 @@ def test_lines_without_a_document_are_reported(tmp_path):
     assert manifest["splits"]["train"]["text"]["num_bytes"] == 2999 * 4
     (reason,) = json.loads((output / "left_out.json").read_text())
     assert reason.startswith(f"{tmp_path / 'a.jsonl.gz'}, line 8 is not JSON")
-
-
-def test_nothing_is_overwritten(text, tokenizer, records):
-    before = _files(records)
-    for option, output in (("--tokenizer=byte", records), ("--train_tokenizer=300", tokenizer)):
-        arguments = (option, f"--input={text}", f"--output={output}")
-        assert f"{output} exists" in commands.refused("prepare_data", *arguments)
-    assert _files(records) == before
 
 
 def _children(pid):
@@ -224,6 +208,8 @@ def test_a_tokenizer_of_a_large_corpus_is_made_from_a_part(text, tmp_path):
         ("--tokenizer=byte --input= --output={new}", 2, "--input is empty"),
         ("--tokenizer=byte --input={text} --glob=../* --output={new}", 2, "a pattern below path"),
         ("--tokenizer=byte --input=Makefile --output={new}", 3, "is of an unknown kind"),
+        ("--tokenizer=byte --input={text} --output={text}", 2, "exists and is not an empty folder"),
+        ("--train_tokenizer=300 --input={text} --output={tokenizer}", 2, ".json exists: choose"),
         ("--train_tokenizer=100 --input={text} --output={new}", 2, "take 258 or more"),
         ("--train_tokenizer=99999999 --input={text} --output={new}", 2, "take 16777216 or less"),
         ("--tokenizer=/absent.json --input={text} --output={new}", 3, "no tokenizer file"),

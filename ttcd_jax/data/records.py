@@ -78,7 +78,10 @@ class TokenRecords:
         first = self.starts[document]
         shard = np.searchsorted(self._ends, first, side="right")
         if self.files:
-            self._check_uncut(*self.files[shard])
+            path, num_bytes = self.files[shard]
+            with contextlib.suppress(FileNotFoundError):  # unlinked: the mapping has its content
+                if (size := path.stat().st_size) < num_bytes:
+                    raise DataError(f"{path} was cut to {size} of {num_bytes} bytes; {_AGAIN}")
         offset = first - self._ends[shard] + self.shards[shard].size
         ids = self.shards[shard][offset + start : offset + stop]
         if ids.max(initial=0) >= self.vocab_size:
@@ -87,11 +90,6 @@ class TokenRecords:
                 f"of {self.vocab_size} tokens; {_AGAIN}"
             )
         return ids
-
-    def _check_uncut(self, path: Path, num_bytes: int) -> None:
-        with contextlib.suppress(FileNotFoundError):  # unlinked: the mapping has its content
-            if (size := path.stat().st_size) < num_bytes:
-                raise DataError(f"{path} was cut to {size} of {num_bytes} bytes; {_AGAIN}")
 
 
 def read_manifest(folder: Path, *kinds: str) -> dict[str, Any]:
@@ -180,13 +178,8 @@ def records_tokenizer(folder: Path) -> TokenizerConfig:
     if manifest["tokenizer"] == "byte":
         return TokenizerConfig(kind="byte")
     _check(folder / TOKENIZER, digest=manifest["tokenizer"])
-    return TokenizerConfig(
-        kind="json",
-        path=str(folder / TOKENIZER),
-        bos_id=manifest["bos_id"],
-        eos_id=manifest["eos_id"],
-        stop_ids=tuple(manifest.get("stop_ids", ())),
-    )
+    ids = {name: manifest[name] for name in ("bos_id", "eos_id", "stop_ids") if name in manifest}
+    return TokenizerConfig(kind="json", path=str(folder / TOKENIZER), **ids)
 
 
 def verify_records(folder: Path) -> dict[str, Any]:
