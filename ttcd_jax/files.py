@@ -146,19 +146,16 @@ def _locked(folder: Path) -> Iterator[None]:
     """Makes the folder and locks it, for as long as this process lives."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        lock(descriptor)
-        if not os.path.samestat(os.fstat(descriptor), folder.stat()):
-            raise FileNotFoundError  # its owner renamed or removed it just now
-    except (BlockingIOError, FileNotFoundError) as error:
-        os.close(descriptor)
-        raise UserError(
-            f"{folder} is being written by another process: wait for its end"
-        ) from error
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        try:
+            lock(descriptor)
+            if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+                raise FileNotFoundError  # its owner renamed or removed it just now
+        except (BlockingIOError, FileNotFoundError) as error:
+            text = f"{folder} is being written by another process: wait for its end"
+            raise UserError(text) from error
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -130,14 +130,17 @@ def _encoded(
     batches: Iterator[tuple[_Batch, int]], encode: Callable[[_Batch], _Encoded], num_processes: int
 ) -> Iterator[tuple[_Batch, _Encoded]]:
     """The batches with their records, in their order."""
+    if num_processes == 1:
+        yield from ((batch, encode(batch)) for batch, _ in batches)
+        return
     context, pending = multiprocessing.get_context("spawn"), collections.deque()
     pool = concurrent.futures.ProcessPoolExecutor(num_processes, context, _end_with_parent)
     try:
         for batch, num_bytes in batches:  # `pool.map` would read the whole corpus first
-            is_here = num_processes == 1 or num_bytes > _LONG_BYTES
-            result = partial(encode, batch) if is_here else pool.submit(encode, batch).result
+            is_long = num_bytes > _LONG_BYTES
+            result = partial(encode, batch) if is_long else pool.submit(encode, batch).result
             pending.append((batch, result))
-            while pending and (is_here or len(pending) > _BATCHES_AHEAD * num_processes):
+            while pending and (is_long or len(pending) > _BATCHES_AHEAD * num_processes):
                 first, result = pending.popleft()
                 yield first, result()
         yield from ((batch, result()) for batch, result in pending)
