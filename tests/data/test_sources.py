@@ -117,13 +117,16 @@ def test_any_processes_from_any_step_on_make_the_same_batches(mixture, shares, s
 
 def test_corpora_of_a_mixture_are_shuffled_apart(mixture):
     """Each of its corpora has its own seed, nested ones too."""
-    text = mixture.parts[1]
-    twice = MixtureConfig(parts=(text, text, text), seq_len=SEQ_LEN)
-    rows, manifest = twice.rows(1)
-    count = manifest["num_rows"]
-    passes = [[rows[i]["tokens"].tobytes() for i in range(part, count, 3)] for part in range(3)]
-    assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2])
-    assert passes[0] != passes[1] != passes[2] != passes[0]
+    records, text = mixture.parts
+    for config in (
+        MixtureConfig(parts=(text, text, text), seq_len=SEQ_LEN),
+        RecordsConfig(paths=(f"{records.paths}/a",) * 3, seq_len=SEQ_LEN),
+    ):
+        rows, manifest = config.rows(1)
+        count = manifest["num_rows"]
+        passes = [[rows[i]["tokens"].tobytes() for i in range(part, count, 3)] for part in range(3)]
+        assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2])
+        assert passes[0] != passes[1] != passes[2] != passes[0]
 
 
 def test_all_parts_with_a_validation_split_are_evaluated(mixture):
