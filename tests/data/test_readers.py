@@ -141,8 +141,6 @@ READERS = {
     ),
     "MDS": MDS._replace(json=("index.json", 500)),
     "MDS of ids": MDS._replace(contents=IDS_BYTES * 2, field="ids"),
-    "MDS of pairs": MDS._replace(contents=PAIRS * 2, field="pair"),
-    "MDS of bytes": MDS._replace(contents=[b"\xff", b"\xff\xff"] * 4, field="raw"),
     "packed MDS": Reader(lambda x: corpora.mds(x, COLUMNS, _zst), BYTES * 2, "all"),
     "Megatron": Reader(
         lambda x: corpora.megatron(x, "<i4", IDS, starts=[0, 2, 2, len(IDS)]),
@@ -206,9 +204,7 @@ def _some(size):
     return (*range(min(size, 40)), *range(40, size, 1 + size // 50))
 
 
-def test_a_cut_file_is_a_beginning_and_a_changed_byte_changes_what_the_format_cannot_know(
-    reader, path, intact, found
-):
+def test_cut_files_and_changed_bytes_are_refused_as_far_as_formats_can(reader, path, intact, found):
     for file, data in _files(path).items():
         for position in _some(len(data)):
             file.write_bytes(data[:position])
@@ -276,6 +272,12 @@ def test_documents_are_numbered_empty_ones_too(tmp_path, name, numbers):
     path = READERS[name].write(tmp_path)
     names = [document.name for _, document in stream_documents(corpora.text_file(path))]
     assert names == [f"{path.name}:{number}" for number in numbers]
+
+
+def test_kinds_of_columns_of_mds(tmp_path):
+    path = corpora.mds(tmp_path, COLUMNS)
+    assert _documents(path, "pair") == PAIRS * 2
+    assert _documents(path, "raw") == [b"\xff", b"\xff\xff"] * 4
 
 
 @pytest.mark.parametrize("dtype", corpora.MEGATRON_TYPES)
