@@ -77,7 +77,7 @@ def test_permissions_follow_the_umask(umask, tmp_path):
     assert modes == [0o777 & ~umask, 0o666 & ~umask]
 
 
-def test_a_place_that_cannot_be_used_is_the_users_mistake(tmp_path):
+def test_a_place_that_cannot_be_used_or_is_being_filled_is_the_users_mistake(tmp_path):
     (tmp_path / "file").write_text("mine")
     words = "cannot write |/file/x: |; choose another folder"
     refused(words, write_whole, tmp_path / "file" / "x", "")
@@ -85,8 +85,15 @@ def test_a_place_that_cannot_be_used_is_the_users_mistake(tmp_path):
         pass
     for used in (tmp_path, tmp_path / "file"):
         refused("exists and is not an empty folder", check_unused, used)
+    with whole_folder(tmp_path / "new") as folder:
+        (folder / "x").write_text("mine")
+        busy = pytest.raises(UserError, match="is being written by another process")
+        with busy, whole_folder(tmp_path / "new"):
+            pass
+        assert (folder / "x").read_text() == "mine"
+    assert os.listdir(tmp_path / "new") == ["x"]
     assert (tmp_path / "file").read_text() == "mine"
-    assert os.listdir(tmp_path) == ["file"]
+    assert sorted(os.listdir(tmp_path)) == ["file", "new"]
 
 
 def test_arrays_that_would_not_fit_are_not_read(tmp_path, monkeypatch):
