@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from ttcd_jax.data.mixture import RecordsConfig
+from ttcd_jax.data.sources import RecordsConfig
 from ttcd_jax.run import build, start
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig

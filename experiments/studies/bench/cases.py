@@ -22,9 +22,9 @@ from experiments.cli import CONFIG_DIR
 from experiments.plan import PEAK_SHARE
 from ttcd_jax.config import DISTINCT, Config, NonNegativeFloat, Positive
 from ttcd_jax.data.corpus import CorpusConfig
-from ttcd_jax.data.mixture import RecordsConfig
 from ttcd_jax.data.pipeline import CallerBatches
 from ttcd_jax.data.preparation import prepare_records
+from ttcd_jax.data.sources import RecordsConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.inference.decode import decode
 from ttcd_jax.inference.model import InferenceModel, inference_model
@@ -33,8 +33,8 @@ from ttcd_jax.inference.state import InferenceState, start_state
 from ttcd_jax.methods.in_place import InPlaceSettings
 from ttcd_jax.methods.ip_ttt import TargetMemoryConfig
 from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
-from ttcd_jax.run.build import Program, build_data
 from ttcd_jax.run.bindings import load_config
+from ttcd_jax.run.build import Program, build_data
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.train.flops import forward_flops, training_flops_per_token
