@@ -1,5 +1,4 @@
-"""The texts of others that RULER hides its questions in, prose and the documents of SQuAD and
-HotpotQA, and the questions about those documents."""
+"""The texts that RULER hides its questions in: prose, and the documents of SQuAD and HotpotQA."""
 
 import functools
 import re
@@ -9,21 +8,8 @@ from typing import Any, NamedTuple
 
 from ttcd_jax.data.compressed import import_for
 from ttcd_jax.data.corpus import CorpusConfig, load_documents
-from ttcd_jax.data.records import TokenRecords
-from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import read_json
-from ttcd_jax.tasks.ruler.search import Cell, Drawn, Prompt
-
-_INSTRUCTION = (
-    "Answer the question based on the given documents. Only give me the answer and do not output "
-    "any other words.\n\n"
-)
-_TEMPLATE = (
-    f"{_INSTRUCTION}The following are given documents.\n\n{{context}}\n\n{_INSTRUCTION}Question: "
-    "{query} Answer:"
-)
-_STEP = 10  # documents
 
 
 class Question(NamedTuple):
@@ -50,18 +36,6 @@ def read_essay(path: str) -> str:
     if not isinstance(text := read_json(Path(path)).get("text"), str):
         raise DataError(f"{path} has no text: give an object with the field 'text'")
     return text
-
-
-def prose_of(records: Sequence[TokenRecords], tokenizer: Tokenizer, num_tokens: int) -> str:
-    """The text of the first documents, at most `num_tokens`."""
-    texts = []
-    for part, document in ((x, index) for x in records for index in range(len(x))):
-        tokens = part.read(document, 0, min(int(part.sizes[document]), num_tokens))
-        texts.append(tokenizer.decode(tokens))
-        num_tokens -= len(tokens)
-        if not num_tokens:
-            break
-    return " ".join(texts)
 
 
 def _squad(value: Any) -> Questions:
@@ -139,36 +113,3 @@ class Sources:
             problem = f"{type(error).__name__}: {error}"
             raise DataError(f"{path} is not in the layout of {file} ({problem})") from error
         return questions, documents
-
-
-def answer_questions(source: str, cell: Cell, sources: Sources, num_samples: int) -> Drawn:
-    """A question of the file for each sample, in its order."""
-    questions, documents = sources.questions(source)
-    if num_samples > len(questions):
-        raise UserError(
-            f"--{source} has {len(questions)} questions for {num_samples} samples: ask for fewer"
-        )
-    make = functools.partial(_prompt, cell, documents)
-    size = cell.largest(functools.partial(make, questions[0]), _STEP)
-    for question in questions[:num_samples]:
-        yield cell.fitted(functools.partial(make, question), size, _STEP)
-
-
-def _prompt(cell: Cell, documents: list[str], question: Question, size: int) -> Prompt | None:
-    """`size`: documents, the question's among them; more than the file has begin it again."""
-    own, related = question.own, question.related
-    num_more = size - len(own)
-    if size >= len(documents):
-        chosen = [index % len(documents) for index in range(size)]
-    elif num_more < 0:
-        return None
-    elif num_more > len(related):
-        known = {*own, *related}
-        others = [index for index in range(len(documents)) if index not in known]
-        chosen = [*own, *related, *cell.random.sample(others, num_more - len(related))]
-    else:
-        chosen = [*own, *cell.random.sample(related, num_more)]
-    texts = [documents[index] for index in chosen]
-    cell.shuffle(texts)
-    context = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(texts, start=1))
-    return Prompt(_TEMPLATE.format(context=context, query=question.text), question.answers)
