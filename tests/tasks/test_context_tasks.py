@@ -16,12 +16,7 @@ from small_models import config_of
 
 from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.sources import TextConfig
-from ttcd_jax.data.tokenizer import (
-    ByteTokenizer,
-    JsonTokenizer,
-    TokenizerConfig,
-    train_tokenizer,
-)
+from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, TokenizerConfig, train_tokenizer
 from ttcd_jax.errors import DataError
 from ttcd_jax.measure import by_document
 from ttcd_jax.measure.results import evaluate, merged

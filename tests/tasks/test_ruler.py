@@ -26,8 +26,7 @@ from ttcd_jax.measure.results import Results, evaluate, merged, read_all_results
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.tasks.ruler import NIAH, TASKS, make_samples
-from ttcd_jax.tasks.ruler.documents import Sources, read_essay
-from ttcd_jax.tasks.ruler.prompts import Cell, Pairs, Prompt
+from ttcd_jax.tasks.ruler.prompts import Cell, Pairs, Prompt, Sources, read_essay
 from ttcd_jax.tasks.ruler.samples import read_samples, score
 from ttcd_jax.tasks.ruler.task import Answered, Ruler
 
@@ -116,19 +115,9 @@ def test_texts_fit_under_any_tokenizer_and_hold_their_answers(count, length, sou
 @pytest.mark.parametrize(
     ("task", "length", "count", "words"),
     [
-        (
-            "niah_single_1",
-            150,
-            _words,
-            "niah_single_1 takes |has 150: ask for longer contexts",
-        ),
+        ("niah_single_1", 150, _words, "niah_single_1 takes |has 150: ask for longer contexts"),
         ("vt", 700, _bytes, "vt takes | tokens at its smallest and has 700: ask for longer"),
-        (
-            "qa_2",
-            150,
-            _words,
-            "qa_2 takes | at its smallest and has 150: |, or leave it out",
-        ),
+        ("qa_2", 150, _words, "qa_2 takes | at its smallest and has 150: |, or leave it out"),
         ("fwe", 140, _words, "fwe takes 150 tokens or more and has 140"),
         ("cwe", 80_000, _words, "tries lists of | words and wonderwords has 8|: |--data of"),
     ],
@@ -179,6 +168,21 @@ def test_questions_have_their_documents_and_others(sources, hotpot):
         assert sample.outputs == (entry["answer"],)
     whole = _made("qa_2", sources, 4096, num_samples=1)[0]
     assert whole.input.count("Title 7\n") > 1  # more documents than the file has
+
+
+def test_paragraphs_of_the_same_article_come_before_others(tmp_path):
+    def paragraph(name, is_impossible):
+        asked = {"question": "?", "answers": [{"text": "a"}], "is_impossible": is_impossible}
+        return {"context": f"Paragraph {name}", "qas": [asked]}
+
+    articles = [[paragraph(f"{i}.{part}", part > 0) for part in range(4)] for i in range(30)]
+    path = tmp_path / "squad.json"
+    path.write_text(json.dumps({"data": [{"paragraphs": x} for x in articles]}))
+    samples = _made("qa_1", Sources(str, str(path)), 180, num_samples=30)
+    for number, sample in enumerate(samples):
+        found = re.findall(r"^Paragraph (\d+\.\d)$", sample.input, re.MULTILINE)
+        assert {f"{number}.{part}" for part in range(4)} < set(found)
+        assert len(found) == len(set(found)) > 10
 
 
 def test_pairs_are_sorted_and_unique():

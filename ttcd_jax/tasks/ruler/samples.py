@@ -11,11 +11,11 @@ import numpy as np
 
 from ttcd_jax.errors import DataError
 from ttcd_jax.files import parse_json
-from ttcd_jax.tasks.ruler.documents import Sources
 from ttcd_jax.tasks.ruler.prompts import (
     Cell,
     Drawn,
     Needles,
+    Sources,
     answer_questions,
     find_coded_words,
     find_common_words,

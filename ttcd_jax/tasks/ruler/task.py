@@ -21,7 +21,7 @@ from ttcd_jax.measure.by_document import first_texts
 from ttcd_jax.measure.pictures import Picture, plot_heat_map, plot_lines
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, Task, digest, register
-from ttcd_jax.tasks.ruler.documents import Sources, read_essay
+from ttcd_jax.tasks.ruler.prompts import Sources, read_essay
 from ttcd_jax.tasks.ruler.samples import (
     NIAH,
     SINGLE,
