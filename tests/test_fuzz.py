@@ -23,9 +23,9 @@ from ttcd_jax.inference.model import inference_model
 from ttcd_jax.inference.saved_state import load_state, save_state
 from ttcd_jax.inference.state import start_state
 from ttcd_jax.interop.reference_config import reference_config, transformer_config
+from ttcd_jax.measure.by_document import read_manifest
 from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.results import read_all_results, task_sections
-from ttcd_jax.measure.selection import read_manifest
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
