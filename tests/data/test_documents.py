@@ -103,6 +103,14 @@ def test_a_few_lines_that_hold_no_text_are_counted_and_left_out(tmp_path, caplog
         list(stream_documents(corpus))
 
 
+def test_a_reader_that_yields_no_bytes_is_refused(tmp_path, monkeypatch):
+    readers = {"*.xml": lambda path, field: iter(["a text"])}
+    monkeypatch.setattr("ttcd_jax.data.documents._READERS", readers)
+    (tmp_path / "a.xml").write_text("a text")
+    with pytest.raises(UserError, match=r"the reader of \*\.xml yields str: yield text\.encode"):
+        _texts(tmp_path / "a.xml")
+
+
 def test_a_wrong_field_ends_before_the_corpus_is_read(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"body": "x"}\n' * 20)

@@ -80,11 +80,10 @@ class Results:
         pictures of the task; returns their folder."""
         table = io.StringIO()
         rows = [
-            {"series": label} | record._asdict()
+            {name: _cell(x) for name, x in ({"series": label} | record._asdict()).items()}
             for label, records in self.series.items()
             for record in records
         ]
-        rows = [{name: _cell(value) for name, value in row.items()} for row in rows]
         writer = csv.DictWriter(table, fieldnames=[*rows[0]])
         writer.writeheader()
         writer.writerows(rows)
@@ -142,7 +141,8 @@ def _check_finite(task: Task, series: Series[Any], step: int) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise NonFiniteError(
                 f"task {task.name}: {name} of {label} is {value} at step {step}, in the "
-                f"record {record}: the model diverged, evaluate an earlier --step"
+                f"record {record}: the model diverged, evaluate an earlier --step (a task of your "
+                "own: None for the mean of nothing)"
             )
 
 
