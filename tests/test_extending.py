@@ -63,7 +63,8 @@ def test_what_the_page_registers_works(place):
     assert [row["half"] for row in halves["table"]] == ["first", "second"]
     assert "Loss by half of the row" in (hebbian / "report/index.html").read_text()
     records = read_metrics(lion / "metrics.jsonl")
-    measured = {"memory_ratio/0", "hidden_norm", "weight_norm/embedding", "weight_norm/head"}
+    measured = {"memory_ratio/0", "hidden_norm", "num_targets"}
+    measured |= {f"layer_norms/{i}" for i in range(_config(lion)["model"]["num_layers"])}
     assert measured == records[0].keys() - {*RESERVED}
     assert all(record[name] > 0 for record in records for name in measured)
     manifest = json.loads((place / "genes/manifest.json").read_text())
@@ -120,3 +121,9 @@ def test_names_that_are_taken_are_refused():
     with pytest.raises(UserError, match="two things are called 'a'"):
         registry.add(2, "a")
     assert registry == {"a": 1}
+
+
+@pytest.mark.parametrize("entry", [(len,), ("*.xml", len), (len, 5)])
+def test_an_entry_without_a_name_is_refused(entry):
+    with pytest.raises(UserError, match=r"^register\(.*\): give the thing and its name"):
+        Registry("thing").add(*entry)

@@ -52,6 +52,14 @@ def test_a_few_lines_that_hold_no_text_are_counted_and_left_out(tmp_path, caplog
     refused(words, list, stream_documents(corpus), error=DataError)
 
 
+def test_a_reader_that_yields_no_bytes_is_refused(tmp_path, monkeypatch):
+    readers = {"*.xml": lambda path, field: iter(["a text"])}
+    monkeypatch.setattr("ttcd_jax.data.documents._READERS", readers)
+    (tmp_path / "a.xml").write_text("a text")
+    with pytest.raises(UserError, match=r"the reader of \*\.xml yields str: yield text\.encode"):
+        _texts(tmp_path / "a.xml")
+
+
 @pytest.mark.parametrize(("kind", "compress"), [("zst", zstandard.compress), ("gz", gzip.compress)])
 def test_compressed_json_lines_in_several_parts(tmp_path, kind, compress):
     path, data = tmp_path / f"a.jsonl.{kind}", LINES * 5000

@@ -108,6 +108,27 @@ def test_measures_that_are_not_finite_are_refused(toy, tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("results.json"))
 
 
+@pytest.mark.parametrize("record", [{"half": "first", "rows": 1, "loss": 1.0}, ("first", 1, 1.0)])
+def test_other_records_are_refused(toy, tmp_path, monkeypatch, record):
+    monkeypatch.setattr(toy, "measure", lambda *_: [record])
+    with pytest.raises(UserError, match=r"task halves measures .*: return a list of Half"):
+        evaluate(toy(), _subject(tmp_path), 7)
+
+
+def test_numbers_of_numpy_and_jax_are_those_of_python(toy, tmp_path, monkeypatch):
+    record = Half(np.int64(3), jnp.asarray(2), np.float32(0.5))
+    monkeypatch.setattr(toy, "measure", lambda *_: iter([record]))
+    found = evaluate(toy(), _subject(tmp_path, "mine"), 7)
+    assert read_results(found.write() / "results.json").series["mine, off (eta = 0)"] == [
+        Half(3, 2, 0.5)
+    ]
+
+
+def test_two_records_of_one_bucket_have_no_table(toy):
+    with pytest.raises(UserError, match="task halves has several records of one half"):
+        toy.table({"a run": [Half("first", 1, 1.0), Half("first", 1, 3.0)]})
+
+
 def test_results_are_written_read_and_reported(toy, result, tmp_path):
     folder = result.write()
     assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "halves.png"}

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import optax
 import pytest
+from checks import randomize, refused
 from devices import run_on_devices
-from small_models import CHUNK, TOY, ToySettings, config_of
+from small_models import CHUNK, TOY, ToyMemory, ToySettings, config_of
 
 from experiments import plan
 from experiments.cli import CONFIG_DIR
@@ -17,6 +18,7 @@ from tests.models import test_methods
 from ttcd_jax.inference.state import state_bytes
 from ttcd_jax.methods import METHODS
 from ttcd_jax.models.config import TransformerConfig, switched_off
+from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.flops import forward_flops
@@ -60,6 +62,16 @@ def test_a_step_trains_it(float64):
     assert losses[0] > losses[1] > losses[2]
     assert metrics["memory_ratio"].shape == (1,)
     assert metrics["memory_ratio"] > 0
+
+
+def test_a_memory_that_reads_other_shapes_is_refused(float64, monkeypatch):
+    monkeypatch.setattr(ToyMemory, "read", lambda self, state, z: self.w_base + state)
+    model = randomize(Transformer, _config())
+    refused(
+        "ToyMemory.read gives y [2, 5, |and the layer needs [2, 5, 4, 8]",
+        model,
+        jax.numpy.asarray(TOKENS),
+    )
 
 
 def test_a_mesh_changes_neither_loss_nor_gradients():

@@ -51,6 +51,7 @@ class Copy(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tree(Config):
+    kind = "tree"  # no field
     steps: Positive = 10
     name: str = "run"
     taps: tuple[int, ...] = (1, 2)
@@ -192,6 +193,13 @@ def test_scopes_and_macros_mean_what_gin_means(load):
     assert load(text).to_dict() == expected
 
 
+def test_two_classes_of_one_name_are_refused(refusal):
+    twin = dataclasses.make_dataclass("Rope", [], bases=(Config,), frozen=True, kw_only=True)
+    fields = [("own", twin), ("attention", Attention)]
+    root = dataclasses.make_dataclass("Root", fields, bases=(Config,), frozen=True, kw_only=True)
+    assert refusal("", root=root) == "two configuration classes are called Rope: rename yours"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -199,10 +207,11 @@ def test_scopes_and_macros_mean_what_gin_means(load):
         ("\nTree.stepz = 1", "run.gin:2: Tree has no field 'stepz'; did you mean 'ste"),
         ("Tree:\n  stepz = 1", "run.gin:2: Tree has no field 'stepz'"),
         ("Zebra.x = 1", "'Zebra'; known are Attention, Copy, Memory, Plain, Recall, Rope, Tree"),
-        ("Tree.data = @Coppy()", "run.gin:1: no configuration class 'Coppy'; did you mean 'Copy'"),
+        ("Tree.data = @Coppy()", "class 'Coppy'; did you mean 'Copy'? (one of your own: --import="),
+        ("Tree.kind = 'x'", "run.gin:1: Tree has no field 'kind': annotate it there, under @data"),
         ("Tree.data = @Copy", "run.gin:1: write @Copy(), with parentheses"),
         ("STEPS = 1\nTree.steps = %STEP", "run.gin:2: no macro %STEP is defined; did you mean"),
-        ("STEPS = 1", "run.gin:1: macro STEPS is never used"),
+        ("STEPS = 1", "run.gin:1: macro STEPS is never used: where a field that read it is bound"),
         ("STEPS = %STEPS", "run.gin:1: macro STEPS is never used"),
         ("a/Tree.steps = 1", "no effect, no Tree is built in scope 'a'; remove it"),
         ("Tree = 1", "run.gin:1: macro Tree is never used; did you mean 'Tree'"),

@@ -82,6 +82,9 @@ def read_documents(path: Path, name: str, field: str, left_out: LeftOut) -> Iter
                 yield Document(f"{name}:{number}", value)
             elif isinstance(value, np.ndarray):
                 yield Document(f"{name}:{number}", b"", _checked_size(f"{path}:{number}", value))
+            elif not isinstance(value, DataError):
+                kind = type(value).__name__
+                raise UserError(f"the reader of {_kind(path)} yields {kind}: yield text.encode()")
     except OSError as error:
         where = error.filename or path
         raise DataError(f"{where} cannot be read: {error.strerror or error}") from error
@@ -189,7 +192,7 @@ def _text(where: str, field: str, value: Any) -> bytes:
 
 Reader = Callable[[Path, str], Iterator[bytes | np.ndarray | DataError]]
 # None: one document of plain text. Kinds are offered to the user in this order.
-_READERS = Registry[Reader | None]("kind of file")
+_READERS = Registry[Reader | None]("reader")
 register = _READERS.add  # (reader, pattern of the names of files)
 _READERS |= {
     **dict.fromkeys(("*.txt", "*.txt.gz", "*.txt.zst")),

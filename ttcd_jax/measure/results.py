@@ -132,7 +132,8 @@ def _check_finite(task: Task, series: Series[Any], step: int) -> None:
             if isinstance(value, float) and not math.isfinite(value):
                 raise NonFiniteError(
                     f"task {task.name}: {name} of {label} is {value} at step {step}, in the "
-                    f"record {record}: the model diverged, evaluate an earlier --step"
+                    f"record {record}: the model diverged, evaluate an earlier --step (a task of "
+                    "your own: None for the mean of nothing)"
                 )
 
 

@@ -18,6 +18,7 @@ from ttcd_kernels.table import Row
 
 from ttcd_jax.config import Bound, Config, Positive
 from ttcd_jax.data.tokenizer import Tokenizer
+from ttcd_jax.errors import UserError
 from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.pictures import Picture, plot_bars, plot_lines
 from ttcd_jax.measure.scorer import Scorer, Scores
@@ -94,11 +95,15 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         need. All processes take part."""
 
     def series(self, subject: Subject, rows: Rows) -> Series[Record]:
-        """The records of every variant of the model."""
-        return {
-            label: self.measure(self.scorer(subject, label, model), rows, subject)
-            for label, model in subject.variants().items()
-        }
+        """The records of every variant of the model. Raises `UserError` for other records."""
+        found = {}
+        for label, model in subject.variants().items():
+            records = [*(self.measure(self.scorer(subject, label, model), rows, subject) or ())]
+            if not all(isinstance(x, self.record) for x in records):
+                first, kind = records[0], self.record.__name__
+                raise UserError(f"task {self.name} measures {first!r}: return a list of {kind}")
+            found[label] = jax.tree.map(lambda x: x.item() if hasattr(x, "item") else x, records)
+        return found
 
     def scorer(self, subject: Subject, label: str, model: Transformer) -> Scorer:
         """The scorer of a variant."""
@@ -136,6 +141,8 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
             name: {getattr(record, cls.key): getattr(record, value) for record in records}
             for name, records in series.items()
         }
+        if any(len(columns[name]) < len(series[name]) for name in series):
+            raise UserError(f"task {cls.name} has several records of one {cls.key}: average them")
         buckets = dict.fromkeys(bucket for column in columns.values() for bucket in column)
         return [
             {cls.key: bucket} | {name: column.get(bucket) for name, column in columns.items()}

@@ -31,6 +31,7 @@ from gin import config_parser
 
 from ttcd_jax.config import Config, closest, config_classes
 from ttcd_jax.errors import UserError
+from ttcd_jax.registry import OF_YOUR_OWN
 
 Classes = dict[str, type[Config]]
 Key = tuple[str, str, str]  # scope, class, field; of a macro "", name, ""
@@ -97,7 +98,8 @@ def reachable_classes(root: type[Config]) -> Classes:
             classes[cls.__name__] = cls
             for hint in typing.get_type_hints(cls).values():
                 pending += config_classes(hint)
-        assert classes[cls.__name__] is cls, f"two configuration classes are called {cls.__name__}"
+        if classes[cls.__name__] is not cls:
+            raise UserError(f"two configuration classes are called {cls.__name__}: rename yours")
     return classes
 
 
@@ -195,6 +197,7 @@ class _Runtime:
         for key, binding in self._bindings.items():
             if not binding.field and binding.owner not in mentioned:
                 near = closest(binding.owner, [*self.classes])
+                near = near or ": where a field that read it is bound again, set it instead"
                 raise UserError(f"{binding.where}: macro {binding.owner} is never used{near}")
             if binding.field and key not in self._used and binding.owner not in excused:
                 raise UserError(_unused(binding, self.classes))
@@ -251,6 +254,8 @@ def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
             fields = [field.name for field in dataclasses.fields(classes[binding.owner])]
             if binding.field not in fields:
                 near = closest(binding.field, fields)
+                if hasattr(classes[binding.owner], binding.field):
+                    near = ": annotate it there, under @dataclasses.dataclass"
                 raise UserError(
                     f"{binding.where}: {binding.owner} has no field {binding.field!r}{near}"
                 )
@@ -269,7 +274,7 @@ def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
 def _check_class(name: str, where: str, classes: Classes) -> None:
     if name not in classes:
         near = closest(name, list(classes)) or f"; known are {', '.join(sorted(classes))}"
-        raise UserError(f"{where}: no configuration class {name!r}{near}")
+        raise UserError(f"{where}: no configuration class {name!r}{near} {OF_YOUR_OWN}")
 
 
 def _unused(binding: Binding, classes: Classes) -> str:
