@@ -6,12 +6,12 @@ measured. A command that was interrupted goes on from its file: the row of a job
 not computed again, that of one which was lost with its process if the command wants it.
 """
 
-import argparse
 import concurrent.futures
 import json
 import os
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,9 +28,9 @@ _LOST = f"{FAILED}no result "
 
 def parser_of(
     command: str, about: str, ops: Sequence[str] = tuple(OPS), shapes: str | None = None
-) -> argparse.ArgumentParser:
+) -> ArgumentParser:
     """The options that commands share; `ops` and `shapes` are their defaults."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=f"python -m ttcd_kernels.{command}", description=about, allow_abbrev=False
     )
     parser.add_argument("--op", choices=OPS, nargs="+", default=[*ops], help="kernels of these ops")
@@ -42,7 +42,7 @@ def parser_of(
     return parser
 
 
-def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+def parsed(parser: ArgumentParser, arguments: list[str] | None) -> Namespace:
     """The options, where JAX finds a device; processes that a command starts share a GPU."""
     options = parser.parse_args(arguments)
     if "shapes" in options:
@@ -58,7 +58,7 @@ def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argp
     return options
 
 
-def cases(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+def cases(options: Namespace) -> Iterator[tuple[str, Any]]:
     for op in options.op:
         for case in OPS[op].SHAPES[options.shapes]:
             if not options.case or case.name in options.case:
@@ -77,28 +77,24 @@ class Store(dict[tuple[Any, ...], Row]):
     and by which source they are measured. Without a file they are kept in this process."""
 
     def __init__(
-        self,
-        parser: argparse.ArgumentParser,
-        file: Path | None,
-        job: type[NamedTuple],
-        **head: Any,
+        self, parser: ArgumentParser, options: Namespace, job: type[NamedTuple], **head: Any
     ) -> None:
-        """Ends the command if the file is damaged, or of another head; clocks and commit of its
-        environment may differ."""
+        """Ends the command if the file of --json is damaged, or of another head; clocks and commit
+        of its environment may differ."""
         super().__init__()
         head |= {"environment": environment(), "source": verified.source()}
-        self._file, self._head, self._fields, wrong = file, head, job._fields, ""
-        if file is None or not file.exists():
+        self._file, self._head, self._fields = options.json, head, job._fields
+        if self._file is None or not self._file.exists():
             return
         try:
-            earlier = json.loads(file.read_text())
+            earlier = json.loads(self._file.read_text())
             self.update((self._key(row), row) for row in earlier.pop("rows"))
-            if _origin(earlier) != _origin(head):
-                wrong = "is of another machine, version or source"
+            is_same = _origin(earlier) == _origin(head)
+            wrong = "" if is_same else "is of another machine, version or source"
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             wrong = f"is no report of this command ({error!r})"
         if wrong:
-            parser.error(f"--json: {file} {wrong}; name another file")
+            parser.error(f"--json: {self._file} {wrong}; name another file")
 
     def left(self, jobs: Sequence[Any], *, has_lost: bool = False) -> list[Any]:
         """The jobs without a row, and at the end, if wanted, those that were lost."""

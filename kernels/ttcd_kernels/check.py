@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         names = ", ".join(options.implementation)
         raise SystemExit(f"nothing to check: no op has an implementation {names} here")
     gpu = launch.capability()
-    store = cases.Store(parser, options.json, Job, capability=gpu)
+    store = cases.Store(parser, options, Job, capability=gpu)
     for row in cases.in_processes(PROGRAM, store.left(jobs, has_lost=True), options.timeout):
         store.add(row)
     rows = [store[job] for job in jobs]

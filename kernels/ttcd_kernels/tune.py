@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     reason = launch.unavailable()
     if reason is not None:
         raise SystemExit(f"nothing to tune: {reason}")
-    store = cases.Store(parser, options.json, Job)
+    store = cases.Store(parser, options, Job)
     left = store.left(jobs(options))
     print(f"{len(left)} tiles to try, {len(store)} tried before", flush=True)
     with tempfile.NamedTemporaryFile() as turn:

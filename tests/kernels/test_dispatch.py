@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checks import assert_same, draw, refused
 from devices import launched_kernels
-from ttcd_kernels import dispatch, dual_window_attention, launch
+from ttcd_kernels import dispatch, dual_window_attention, launch, machine_code
 from ttcd_kernels.dispatch import Candidate, choose
 
 KERNELS = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
@@ -110,3 +110,14 @@ def test_a_gpu_without_triton_runs_xla(monkeypatch):
     windows = {"teacher_window": 9, "student_window": 4}
     found = jax.jit(partial(dual_window_attention, **windows))(q, k, k)
     assert_same(found, dual_window_attention(q, k, k, implementation="xla", **windows))
+
+
+def test_a_launch_names_the_parameter_that_is_wrong():
+    windows = {"teacher_window": 16, "student_window": 8, "implementation": "triton"}
+    attend = partial(dual_window_attention, **windows)
+    (found,) = machine_code.launches(attend, [jnp.ones((1, 64, 2, 32), jnp.bfloat16)] * 3, 90)
+    for name, words in (("BLOCK_X", "unexpected|'BLOCK_X'"), ("BLOCK_M", "missing|'BLOCK_M'")):
+        constants = {name: 3, **found.constants}
+        constants = {x: constants[x] for x in constants if (x in found.constants) != (x == name)}
+        call = partial(launch.launch, found.kernel, *found.arguments, **found.options, **constants)
+        refused(f"dual_window_forward: |{words}", call, error=TypeError)

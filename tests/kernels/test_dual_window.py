@@ -1,5 +1,4 @@
 from functools import partial
-from pathlib import Path
 
 import definitions
 import jax
@@ -8,14 +7,8 @@ import numpy as np
 import pytest
 from checks import assert_close, draw, largest_array, temporary_bytes, traced
 from ttcd_kernels import dual_window_attention_with_lse, window_attention
-from ttcd_kernels.dispatch import Candidate
-from ttcd_kernels.dual_window import api, xla
+from ttcd_kernels.dual_window import xla
 from ttcd_kernels.windows import Windows
-
-from tests.parity.checks import check_attention
-from tests.parity.golden import Golden
-
-GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def _inputs(B, T, S, N, K, H, dtype=None):
@@ -26,20 +19,9 @@ def _inputs(B, T, S, N, K, H, dtype=None):
     return (q, k, v), tuple(cotangents)
 
 
-def _definition(q, k, v, *, teacher_window, student_window, scale, segment_ids=None):
-    S = k.shape[1]
-    windows = Windows(teacher_window or S, student_window or S, scale)
-    return definitions.dual_window(q, k, v, segment_ids, windows)
-
-
-FORMS = {
-    "definition": _definition,
-    "xla": partial(dual_window_attention_with_lse, implementation="xla"),
-}
-
-
-def _results_and_gradients(operands, cotangents, form="xla", **options):
-    results, pull = jax.vjp(partial(FORMS[form], **options), *operands)
+def _results_and_gradients(operands, cotangents, **options):
+    call = partial(dual_window_attention_with_lse, implementation="xla", **options)
+    results, pull = jax.vjp(call, *operands)
     return results, pull(cotangents)
 
 
@@ -74,55 +56,26 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_all_forms_equal_the_definition(name, float64, monkeypatch):
+def test_results_and_gradients_are_those_of_the_definition(name, float64, monkeypatch):
     """All four results and the gradients through all four."""
-    T, S, N, K, teacher, student, block, has_segments = SHAPES[name]
+    T, S, N, K, teacher, student, block, has_documents = SHAPES[name]
     monkeypatch.setattr(xla, "_MAX_BLOCK", block)
     operands, cotangents = _inputs(2, T, S, N, K, 4)
     ids = np.sort(np.random.default_rng(3).integers(1, 4, (2, S)), axis=1)
-    options = {
-        "teacher_window": teacher,
-        "student_window": student,
-        "segment_ids": jnp.asarray(ids) if has_segments else None,
-        "scale": 0.7,
-    }
+    options = {"segment_ids": jnp.asarray(ids) if has_documents else None}
+    windows = Windows(teacher or S, student or S, 0.7)
+    definition = partial(definitions.dual_window, windows=windows, **options)
+    options |= {"scale": 0.7}
 
     @jax.jit
-    def all_forms(operands, cotangents):
-        return [_results_and_gradients(operands, cotangents, form, **options) for form in FORMS]
+    def found_and_expected(operands, cotangents):
+        reach = {"teacher_window": teacher, "student_window": student}
+        found = _results_and_gradients(operands, cotangents, **reach, **options)
+        results, pull = jax.vjp(definition, *operands)
+        single = window_attention(*operands, window=student, **options)
+        return (found, single), ((results, pull(cotangents)), results[1])
 
-    expected, found = all_forms(operands, cotangents)
-    assert_close(found, expected)
-
-
-@pytest.mark.parametrize("name", "abcd")
-@pytest.mark.parametrize("form", FORMS)
-def test_published_values_are_met(name, form, float64, monkeypatch):
-    """By the definition, and in small blocks."""
-    monkeypatch.setattr(xla, "_MAX_BLOCK", 16)
-    if form == "definition":
-        monkeypatch.setitem(api.CANDIDATES, "xla", Candidate(definitions.dual_window))
-    assert check_attention(Golden(GOLDEN / f"dual_attn_{name}.npz"), "float64").ratio <= 1
-
-
-def test_documents_of_a_row_equal_rows_of_their_own(float64):
-    lengths, windows = (5, 9, 7), {"teacher_window": 6, "student_window": 2}
-    (q, k, v), _ = _inputs(1, 21, 21, 2, 1, 4)
-    ids = jnp.repeat(jnp.arange(3), jnp.array(lengths))[None]
-    ends = np.cumsum(lengths)
-
-    @jax.jit
-    def both(*operands):
-        packed = dual_window_attention_with_lse(*operands, segment_ids=ids, **windows)
-        alone = [
-            dual_window_attention_with_lse(*(x[:, end - n : end] for x in operands), **windows)
-            for n, end in zip(lengths, ends, strict=True)
-        ]
-        return packed, tuple(jnp.concatenate(parts, 1) for parts in zip(*alone, strict=True))
-
-    packed, alone = both(q, k, v)
-    assert_close(packed, alone)
-    assert_close(window_attention(q, k, v, window=2, segment_ids=ids), packed[1])
+    assert_close(*found_and_expected(operands, cotangents))
 
 
 def test_bfloat16_multiplies_narrow_operands_into_float32_and_stays_near_it(monkeypatch):

@@ -1,19 +1,16 @@
 """The kernels' calls as the compiler splits them on a mesh, with definitions in place of launches:
 JAX cannot run the interpreter's callback inside a partitioned call.
 
-Run as a program with the name of an op, the file prints the measurements of its test: a mesh needs
-its own devices.
+Run as a program, the file prints what the tests compare: a mesh needs its own devices.
 """
 
 import json
-import sys
 from functools import partial
 
 import definitions
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from checks import distance, draw
 from devices import COLLECTIVES, printed
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -46,7 +43,7 @@ def _attention_operands(kv_heads=2):
 
 
 def _dual_window(mesh):
-    def backward(shape, q, k, v, ids, near_out, near_delta, near_lse, far_out, *_):
+    def backward(windows, tuning, q, k, v, ids, near_out, near_delta, near_lse, far_out, *_):
         """Any function of arrays of every kind."""
         return (near_out + far_out) * (near_delta - near_lse)[..., None], k, 2 * v
 
@@ -54,36 +51,32 @@ def _dual_window(mesh):
         results, pull = jax.vjp(lambda *qkv: triton_call.dual_window(*qkv, ids, WINDOWS), q, k, v)
         return results, pull(results)
 
-    def forward(shape, q, k, v, ids):
-        return definitions.dual_window(q, k, v, ids, shape.windows)
-
-    triton_call._launch_forward, triton_call._launch_backward = forward, backward
-    split, rows = PartitionSpec(*HEADS), PartitionSpec(*BATCH)
-    in_specs, out_specs = (split, split, split, rows), ((split,) * 4, (split,) * 3)
-    by_hand = jax.shard_map(gradient, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    partly = PartitionSpec("data")
-    in_part = jax.shard_map(
-        gradient, mesh=mesh, in_specs=partly, out_specs=partly, axis_names={"data"}
-    )
-    along = "data", "tensor"
+    triton_call._launch_forward = lambda windows, tuning, *x: definitions.dual_window(*x, windows)
+    triton_call._launch_backward = backward
+    split, rows, partly = (PartitionSpec(*x) for x in (HEADS, BATCH, BATCH))
+    specs = {"in_specs": (split, split, split, rows), "out_specs": ((split,) * 4, (split,) * 3)}
+    by_hand = jax.shard_map(gradient, mesh=mesh, **specs)
+    specs = {"in_specs": partly, "out_specs": partly, "axis_names": {"data"}}
+    in_part = jax.shard_map(gradient, mesh=mesh, **specs)
+    whole, along = [HEADS] * 3 + [BATCH], ("data", "tensor")
     calls = {
-        "heads": (gradient, [HEADS] * 3 + [BATCH]),
-        "by hand": (by_hand, [HEADS] * 3 + [BATCH]),
-        "in part": (in_part, [HEADS] * 3 + [BATCH]),
+        "heads": (gradient, whole),
+        "by hand": (by_hand, whole),
+        "in part": (in_part, whole),
         # Split where the kernel is not: along the sequence, and the queries alone.
         "sequence": (gradient, [along] * 3 + [BATCH]),
         "queries": (gradient, [HEADS, (), (), ()]),
     }
-    found = {}
-    for kv_heads in (4, 2, 1):
-        operands = _attention_operands(kv_heads)
-        if kv_heads == 1:  # the queries of a single kv head, which no device has alone
-            specs = [HEADS, BATCH, BATCH, BATCH]
-            calls = {"heads": (gradient, specs), "in part": (in_part, specs)}
-        found[kv_heads] = {
-            name: _measured(mesh, *call, operands, gradient) for name, call in calls.items()
+    # The queries of a single kv head, which no device has alone.
+    single = [HEADS, BATCH, BATCH, BATCH]
+    alone = {"heads": (gradient, single), "in part": (in_part, single)}
+    return {
+        kv_heads: {
+            name: _measured(mesh, *call, _attention_operands(kv_heads), gradient)
+            for name, call in (calls if kv_heads > 1 else alone).items()
         }
-    return found
+        for kv_heads in (4, 2, 1)
+    }
 
 
 def _mosaic(mesh):
@@ -93,15 +86,10 @@ def _mosaic(mesh):
         launched.append((q.shape, k.shape))  # the last time as a device's part
         return definitions.dual_window(q, k, v, ids, windows)
 
-    def attend(q, k, v, ids):
-        return mosaic_call.dual_window(q, k, v, ids, WINDOWS)
-
-    def definition(q, k, v, ids):
-        return definitions.dual_window(q, k, v, ids, WINDOWS)
-
     mosaic_call.launch_forward = launch_forward
+    call, definition = (partial(f.dual_window, windows=WINDOWS) for f in (mosaic_call, definitions))
     specs = [HEADS] * 3 + [BATCH]
-    found = _measured(mesh, attend, specs, _attention_operands()[:4], definition)
+    found = _measured(mesh, call, specs, _attention_operands(), definition)
     return found | {"launched": launched[-1]}
 
 
@@ -113,8 +101,7 @@ def _decode(mesh):
         return definitions.decode(*arrays, windows)
 
     decode_call._launch = launch_one
-    call = partial(decode_call.decode, windows=WINDOWS)
-    definition = partial(definitions.decode, windows=WINDOWS)
+    call, definition = (partial(f.decode, windows=WINDOWS) for f in (decode_call, definitions))
     found = {}
     for kv_heads in (4, 1, 2):
         position = jnp.asarray([30, 11], jnp.int32)
@@ -125,43 +112,32 @@ def _decode(mesh):
     return found[2] | {"launched": launched[-1], "others": [found[4], found[1]]}
 
 
-def _found(op):
-    return json.loads(printed(__file__, op))
-
-
-def test_attention_splits_batch_and_kv_heads_and_moves_nothing_else():
-    found = _found("dual_window")
+def test_calls_split_batch_and_kv_heads_and_move_nothing_else():
+    found = json.loads(printed(__file__))
+    attention = found["dual_window"]
     for kv_heads, name in ((4, "heads"), (4, "by hand"), (2, "heads"), (2, "by hand")):
-        layout = found[str(kv_heads)][name]
+        layout = attention[str(kv_heads)][name]
         assert layout["moves"] == []
         dq, dk, dv = layout["shards"][4:]
         assert layout["shards"][:4] == [dq, dq, [1, 24, 2], [1, 24, 2]]
         assert (dq, dk) == ([1, 24, 2, 64], [1, 24, kv_heads // 2, 64])
         assert dk == dv
-    layouts = [layout for of_heads in found.values() for layout in of_heads.values()]
+    layouts = [layout for of_heads in attention.values() for layout in of_heads.values()]
     assert len(layouts) == 12
+    for op, launched, out in (
+        ("mosaic", [[1, 24, 2, 64], [1, 24, 1, 64]], [1, 24, 2, 64]),
+        ("decode", [1, 2, 32], [1, 2, 32]),
+    ):
+        layout = found[op]
+        assert layout["launched"] == launched
+        assert layout["moves"] == []
+        assert layout["shards"] == [out, out, out[:-1], out[:-1]]
+        layouts += [layout, *layout.get("others", [])]  # as many kv heads as queries, a single one
     assert max(layout["distance"] for layout in layouts) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("op", "launched", "out", "lse"),
-    [
-        ("mosaic", [[1, 24, 2, 64], [1, 24, 1, 64]], [1, 24, 2, 64], [1, 24, 2]),
-        ("decode", [1, 2, 32], [1, 2, 32], [1, 2]),
-    ],
-)
-def test_a_single_launch_splits_batch_and_kv_heads_and_moves_nothing(op, launched, out, lse):
-    found = _found(op)
-    assert found["launched"] == launched
-    assert found["moves"] == []
-    assert found["distance"] <= 1e-5
-    assert found["shards"] == [out, out, lse, lse]
-    for other in found.get("others", []):  # as many kv heads as queries, a single one
-        assert other["distance"] <= 1e-5
-
-
 if __name__ == "__main__":
-    measure = {"dual_window": _dual_window, "mosaic": _mosaic, "decode": _decode}
+    ops = {"dual_window": _dual_window, "mosaic": _mosaic, "decode": _decode}
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2)
     with launch.compiling_for(90):
-        print(json.dumps(measure[sys.argv[1]](mesh)))
+        print(json.dumps({op: measured(mesh) for op, measured in ops.items()}))

@@ -3,6 +3,7 @@ numbers."""
 
 import contextlib
 import inspect
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +21,13 @@ def _zeros(*shape, dtype="float32"):
     return jnp.zeros(shape, dtype)
 
 
-def _qkv(q, k, dtype="float32"):
-    return {"q": _zeros(*q, dtype=dtype), **dict.fromkeys("kv", _zeros(*k, dtype=dtype))}
+def _three(names, q, k, dtype="float32"):
+    """Queries of one shape, keys and values of another."""
+    first, *others = names.split()
+    return {first: _zeros(*q, dtype=dtype), **dict.fromkeys(others, _zeros(*k, dtype=dtype))}
 
 
-def _rings(q, k, dtype="float32"):
-    cache = _zeros(*k, dtype=dtype)
-    return {"q": _zeros(*q, dtype=dtype), "k_cache": cache, "v_cache": cache}
+_qkv, _rings = partial(_three, "q k v"), partial(_three, "q k_cache v_cache")
 
 
 def _both(name, *arrays):
@@ -37,29 +38,22 @@ def _z(array):
     return {"z_teacher": array, "z_student": array}
 
 
-Z, TAPS = _zeros(1, 2, 8, 4, dtype="bfloat16"), _zeros(5, 4)
-CALLS = {
-    "dual": (
-        dual_window_attention_with_lse,
-        _qkv((1, 4, 2, 4), (1, 4, 2, 4)) | _both("window", 4, 2),
-    ),
-    "decode": (
-        decode_attention_with_lse,
-        _rings((2, 4, 8), (2, 16, 2, 8))
-        | _both("window", 16, 8)
-        | {"position": _zeros(2, dtype="int32")},
-    ),
-    "conv": (
-        short_conv_residual,
-        _z(Z) | {"is_causal": True, "normalizes_keys": True} | _both("taps", TAPS),
-    ),
+Z, TAPS, POSITION = _zeros(1, 2, 8, 4, dtype="bfloat16"), _zeros(5, 4), _zeros(2, dtype="int32")
+FUNCTIONS = {
+    "dual": dual_window_attention_with_lse,
+    "decode": decode_attention_with_lse,
+    "conv": short_conv_residual,
+}
+ARGUMENTS = {
+    "dual": _qkv((1, 4, 2, 4), (1, 4, 2, 4)) | _both("window", 4, 2),
+    "decode": _rings((2, 4, 8), (2, 16, 2, 8)) | _both("window", 16, 8) | {"position": POSITION},
+    "conv": _z(Z) | _both("taps", TAPS) | {"is_causal": True, "normalizes_keys": True},
 }
 
 
 def _refused(op, changes, words):
     """The call as users make it: the suite's type checker would refuse some before the library."""
-    function, arguments = CALLS[op]
-    refused(words, inspect.unwrap(function), error=ValueError, **arguments | changes)
+    refused(words, inspect.unwrap(FUNCTIONS[op]), error=ValueError, **ARGUMENTS[op] | changes)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_kernel_that_is_broken_on_purpose_fails_the_check():
 
 
 def _dual_window(case):
-    """(kernels, definition, operands, cotangents, shared operands under vmap) of a case."""
+    """(kernels, definition, operands, cotangents) of a case."""
     B, (T, S, N, K, H) = case.get("B", 1), (case[name] for name in "TSNKH")
     q, k, lse = (B, T, N, H), (B, S, K, H), (B, T, N)
     *operands, d_teacher, d_student = draw(0, q, k, k, q, q, dtype=case.get("dtype", "float32"))
@@ -138,9 +138,8 @@ def _dual_window(case):
     windows = Windows(case["teacher"] or S, case["student"], case.get("scale", H**-0.5))
     tile = dual_window_tuning.Tile(case.get("block_m", 16), case.get("block_n", 16), 4, 2)
     static = {"segment_ids": ids, "windows": windows}
-    kernels = partial(
-        dual_window_call.dual_window, **static, tuning=dual_window_tuning.Tuning(*[tile] * 3)
-    )
+    tuning = dual_window_tuning.Tuning(*[tile] * 3)
+    kernels = partial(dual_window_call.dual_window, **static, tuning=tuning)
     if case.get("is_public"):
         kernels = partial(_public(case, dual_window_attention_with_lse), segment_ids=ids)
     cotangents = d_teacher, d_student, *draw(2, lse, lse, dtype="float32")
@@ -172,13 +171,11 @@ def _errors(case):
     call, definition, operands, cotangents = (_dual_window if "T" in case else _decode)(case)
     transform = case.get("transform", "")
     if transform.startswith("vmap"):
-        axes = [None if i and "shared" in transform and i < 3 else 0 for i in range(len(operands))]
-        two = [
-            x if axis is None else jnp.stack([jnp.roll(x, 1, 0), x])
-            for x, axis in zip((*operands, *cotangents), (*axes, *[0] * 4), strict=False)
-        ]
-        operands, cotangents = two[: len(axes)], two[len(axes) :]
+        axes = [None if "shared" in transform and i in (1, 2) else 0 for i in range(len(operands))]
         call, definition = jax.vmap(call, axes), jax.vmap(definition, axes)
+        two = [jnp.stack([jnp.roll(x, 1, 0), x]) for x in operands]
+        operands = [x if a is None else y for x, y, a in zip(operands, two, axes, strict=True)]
+        cotangents = [jnp.stack([jnp.roll(x, 1, 0), x]) for x in cotangents]
     call = {"jit": jax.jit, "remat": jax.checkpoint}.get(transform, lambda call: call)(call)
 
     def run(function, operands, cotangents):

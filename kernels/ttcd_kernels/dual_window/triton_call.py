@@ -38,14 +38,8 @@ def dual_window(
     return by_kernels(forward, functools.partial(_launch_backward, *static), q, k, v, segment_ids)
 
 
-def _launch_forward(
-    windows: Windows,
-    tuning: Tuning,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-) -> Results:
+def _launch_forward(windows: Windows, tuning: Tuning, q: Queries, *rest: Any) -> Results:
+    """Of q, k, v and ids."""
     from ttcd_kernels.dual_window.triton_kernels import dual_window_forward
 
     B, T, N, _ = q.shape
@@ -56,7 +50,7 @@ def _launch_forward(
         q = q * jnp.asarray(np.sign(windows.scale), q.dtype)
     by_query = dual_window_forward, windows, tuning.forward, tiles.key_tiles
     teacher, student, teacher_lse, student_lse = _launch(
-        *by_query, (q, k, v, segment_ids), (), scale * launch.LOG2E, [out, out, lse, lse]
+        *by_query, (q, *rest), (), scale * launch.LOG2E, [out, out, lse, lse]
     )
     return teacher, student, teacher_lse.swapaxes(1, 2), student_lse.swapaxes(1, 2)
 
@@ -87,13 +81,13 @@ def _launch(
     windows: Windows,
     tile: Tile,
     tiles_of: Callable[..., jax.Array],
-    operands: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
+    operands: tuple[Any, ...],
     cotangents: tuple[Any, ...],
     scale: float,
     results: list[jax.ShapeDtypeStruct],
 ) -> list[jax.Array]:
     """A program per tile, of those for which `tiles_of` lists what they visit, and head of the
-    results."""
+    results; operands are q, k, v and ids."""
     q, k, v, segment_ids = operands
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     rows = None if segment_ids is None else tiles.documents(segment_ids)
