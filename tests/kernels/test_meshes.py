@@ -16,28 +16,31 @@ from devices import COLLECTIVES, printed
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch
 from ttcd_kernels.decode import triton_call as decode_call
-from ttcd_kernels.dual_window import mosaic_call, triton_call
+from ttcd_kernels.dual_window import triton_call
 from ttcd_kernels.windows import Windows
 
 WINDOWS = Windows(16, 8, 0.2)
 BATCH, HEADS = ("data",), ("data", None, "tensor")
+LAUNCHED = []  # shapes of queries and keys, the last time those of a device's part
 
 
 def _measured(mesh, function, specs, operands, definition=None):
-    """Collectives of the split program, the distance of its results from those of one device or of
-    a definition, and the shard of each."""
+    """Collectives and launch of the split program, the distance of its results from those of one
+    device or of a definition, and the shard of each."""
     shardings = tuple(NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
     program = jax.jit(function, in_shardings=shardings).lower(*operands).compile()
     found = jax.tree.leaves(program(*jax.device_put(operands, shardings)))
+    launched = LAUNCHED[-1]
     expected = jax.tree.leaves(jax.jit(definition or function)(*operands))
     return {
+        "launched": launched,
         "moves": [name for name in COLLECTIVES if name in program.as_text()],
         "distance": max(map(distance, found, expected)),
         "shards": [x.addressable_shards[0].data.shape for x in found],
     }
 
 
-def _attention_operands(kv_heads=2):
+def _attention_operands(kv_heads):
     ids = np.sort(np.random.default_rng(0).integers(0, 3, (2, 24)), axis=1)
     return *draw(0, (2, 24, 4, 64), *[(2, 24, kv_heads, 64)] * 2), jnp.asarray(ids)
 
@@ -51,8 +54,11 @@ def _dual_window(mesh):
         results, pull = jax.vjp(lambda *qkv: triton_call.dual_window(*qkv, ids, WINDOWS), q, k, v)
         return results, pull(results)
 
-    triton_call._launch_forward = lambda windows, tuning, *x: definitions.dual_window(*x, windows)
-    triton_call._launch_backward = backward
+    def forward(windows, tuning, q, k, v, ids):
+        LAUNCHED.append((q.shape, k.shape))
+        return definitions.dual_window(q, k, v, ids, windows)
+
+    triton_call._launch_forward, triton_call._launch_backward = forward, backward
     split, rows, partly = (PartitionSpec(*x) for x in (HEADS, BATCH, BATCH))
     specs = {"in_specs": (split, split, split, rows), "out_specs": ((split,) * 4, (split,) * 3)}
     by_hand = jax.shard_map(gradient, mesh=mesh, **specs)
@@ -70,74 +76,50 @@ def _dual_window(mesh):
     # The queries of a single kv head, which no device has alone.
     single = [HEADS, BATCH, BATCH, BATCH]
     alone = {"heads": (gradient, single), "in part": (in_part, single)}
-    return {
-        kv_heads: {
-            name: _measured(mesh, *call, _attention_operands(kv_heads), gradient)
-            for name, call in (calls if kv_heads > 1 else alone).items()
-        }
-        for kv_heads in (4, 2, 1)
-    }
-
-
-def _mosaic(mesh):
-    launched = []
-
-    def launch_forward(windows, q, k, v, ids):
-        launched.append((q.shape, k.shape))  # the last time as a device's part
-        return definitions.dual_window(q, k, v, ids, windows)
-
-    mosaic_call.launch_forward = launch_forward
-    call, definition = (partial(f.dual_window, windows=WINDOWS) for f in (mosaic_call, definitions))
-    specs = [HEADS] * 3 + [BATCH]
-    found = _measured(mesh, call, specs, _attention_operands(), definition)
-    return found | {"launched": launched[-1]}
+    found = {}
+    for kv_heads in (4, 2, 1):
+        operands = _attention_operands(kv_heads)
+        for name, (function, specs) in (calls if kv_heads > 1 else alone).items():
+            found[f"{name} {kv_heads}"] = _measured(mesh, function, specs, operands, gradient)
+    return found
 
 
 def _decode(mesh):
-    launched = []
-
     def launch_one(windows, _, *arrays):
-        launched.append(arrays[0].shape)
+        LAUNCHED.append([x.shape for x in arrays[:2]])
         return definitions.decode(*arrays, windows)
 
     decode_call._launch = launch_one
     call, definition = (partial(f.decode, windows=WINDOWS) for f in (decode_call, definitions))
-    found = {}
-    for kv_heads in (4, 1, 2):
+    found = []
+    for kv_heads in (2, 4, 1):
         position = jnp.asarray([30, 11], jnp.int32)
         operands = *draw(0, (2, 4, 32), *[(2, 24, kv_heads, 32)] * 2), position
         cache = HEADS if kv_heads > 1 else BATCH
         specs = [("data", "tensor"), cache, cache, BATCH]
-        found[kv_heads] = _measured(mesh, call, specs, operands, definition)
-    return found[2] | {"launched": launched[-1], "others": [found[4], found[1]]}
+        found.append(_measured(mesh, call, specs, operands, definition))
+    return found
 
 
 def test_calls_split_batch_and_kv_heads_and_move_nothing_else():
     found = json.loads(printed(__file__))
-    attention = found["dual_window"]
-    for kv_heads, name in ((4, "heads"), (4, "by hand"), (2, "heads"), (2, "by hand")):
-        layout = attention[str(kv_heads)][name]
+    attention, decode = found["dual_window"], found["decode"]
+    for name, kv_heads in (("heads", 4), ("by hand", 4), ("heads", 2), ("by hand", 2)):
+        layout = attention[f"{name} {kv_heads}"]
+        out, lse, keys = [1, 24, 2, 64], [1, 24, 2], [1, 24, kv_heads // 2, 64]
         assert layout["moves"] == []
-        dq, dk, dv = layout["shards"][4:]
-        assert layout["shards"][:4] == [dq, dq, [1, 24, 2], [1, 24, 2]]
-        assert (dq, dk) == ([1, 24, 2, 64], [1, 24, kv_heads // 2, 64])
-        assert dk == dv
-    layouts = [layout for of_heads in attention.values() for layout in of_heads.values()]
-    assert len(layouts) == 12
-    for op, launched, out in (
-        ("mosaic", [[1, 24, 2, 64], [1, 24, 1, 64]], [1, 24, 2, 64]),
-        ("decode", [1, 2, 32], [1, 2, 32]),
-    ):
-        layout = found[op]
-        assert layout["launched"] == launched
-        assert layout["moves"] == []
-        assert layout["shards"] == [out, out, out[:-1], out[:-1]]
-        layouts += [layout, *layout.get("others", [])]  # as many kv heads as queries, a single one
-    assert max(layout["distance"] for layout in layouts) <= 1e-5
+        assert layout["launched"] == [out, keys]
+        assert layout["shards"] == [out, out, lse, lse, out, keys, keys]
+    assert len(attention) == 12
+    layout, *others = decode  # others: as many kv heads as queries, a single one
+    assert layout["launched"] == [[1, 2, 32], [1, 24, 1, 32]]
+    assert layout["moves"] == []
+    assert layout["shards"] == [[1, 2, 32], [1, 2, 32], [1, 2], [1, 2]]
+    assert max(x["distance"] for x in (*attention.values(), layout, *others)) <= 1e-5
 
 
 if __name__ == "__main__":
-    ops = {"dual_window": _dual_window, "mosaic": _mosaic, "decode": _decode}
+    ops = {"dual_window": _dual_window, "decode": _decode}
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), (AxisType.Auto,) * 2)
     with launch.compiling_for(90):
         print(json.dumps({op: measured(mesh) for op, measured in ops.items()}))
