@@ -183,16 +183,16 @@ def test_every_tile_of_every_kernel_is_tried_and_the_best_named(processes, capsy
     assert lines[0].endswith(f"takes 0.40 of the table's time for {CASE}")
 
 
-# A search whose process is killed when it starts its 21st tile.
+# A search whose process is killed after 20 tiles.
 KILLED = """
 import os, sys
 import test_tune
 from ttcd_kernels import cases, launch, tune
-left = list(range(20))
-def in_process(program, job, seconds):
-    left.pop() if left else os.kill(os.getpid(), 9)
-    return test_tune._row(job)
-cases.in_process = in_process
+add = cases.Store.add
+def add_and_die(store, row):
+    add(store, row)
+    len(store) < 20 or os.kill(os.getpid(), 9)
+cases.Store.add, cases.in_process = add_and_die, lambda program, job, _: test_tune._row(job)
 launch.unavailable, launch.capability, os.cpu_count = lambda *_: None, lambda *_: 90, lambda: 1
 tune.main(sys.argv[1:])
 """
