@@ -69,9 +69,10 @@ def _dual_window(mesh):
         "heads": (gradient, whole),
         "by hand": (by_hand, whole),
         "in part": (in_part, whole),
-        # Split where the kernel is not: along the sequence, and the queries alone.
+        # Split where the kernel is not: along the sequence, the queries alone, keys otherwise.
         "sequence": (gradient, [along] * 3 + [BATCH]),
         "queries": (gradient, [HEADS, (), (), ()]),
+        "across": (gradient, [BATCH, (None, None, "data"), (None, None, "data"), ()]),
     }
     # The queries of a single kv head, which no device has alone.
     single = [HEADS, BATCH, BATCH, BATCH]
@@ -110,7 +111,7 @@ def test_calls_split_batch_and_kv_heads_and_move_nothing_else():
         assert layout["moves"] == []
         assert layout["launched"] == [out, keys]
         assert layout["shards"] == [out, out, lse, lse, out, keys, keys]
-    assert len(attention) == 12
+    assert len(attention) == 14
     layout, *others = decode  # others: as many kv heads as queries, a single one
     assert layout["launched"] == [[1, 2, 32], [1, 24, 1, 32]]
     assert layout["moves"] == []
