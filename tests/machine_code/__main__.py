@@ -13,9 +13,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ttcd_kernels import launch, machine_code, measure
 from ttcd_kernels.cases import OPS
@@ -28,13 +27,6 @@ from tests.machine_code import mosaic
 # Each compiles to one machine instruction.
 _TENSOR_CORES = re.compile(r"\b(?:(?:wgmma\.mma_async|mma)\.sync|tcgen05\.mma)")
 _SIZES = {"num_heads": 16, "num_kv_heads": 8, "teacher_window": 8192, "student_window": 4096}
-
-
-class Loop(NamedTuple):
-    """One iteration of an innermost loop with matrix products."""
-
-    instructions: int  # of a warp
-    multiply_adds: int  # of the block, on tensor cores
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -66,8 +58,8 @@ def _row(variant: str, kernel: Compiled) -> measure.Row:
     row = {"variant": variant, **kernel._asdict()}
     del row["ptx"], row["cubin"]
     row["tensor_core_instructions"] = tensor_core_instructions(kernel)
-    row["instructions by loop"] = ", ".join(f"{loop.instructions}" for loop in found)
-    row["Ki multiply-adds"] = ", ".join(f"{loop.multiply_adds >> 10}" for loop in found)
+    row["instructions by loop"] = ", ".join(f"{count}" for count, _ in found)
+    row["Ki multiply-adds"] = ", ".join(f"{multiply_adds >> 10}" for _, multiply_adds in found)
     return row
 
 
@@ -99,24 +91,20 @@ def tensor_core_instructions(kernel: Compiled) -> int:
     return len(_TENSOR_CORES.findall(kernel.ptx))
 
 
-def loops(kernel: Compiled) -> list[Loop]:
-    """The innermost loops with matrix products; none where there is no machine code (Mosaic)."""
-    if not kernel.cubin:
-        return []
+def loops(kernel: Compiled) -> list[tuple[int, int]]:
+    """Of an iteration of the innermost loops with matrix products, from a label to the branch back
+    to it: instructions of a warp, and multiply-adds of the block on tensor cores. None where there
+    is no machine code (Mosaic)."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.cubin)
         file.flush()
-        assembly = subprocess.check_output([tool, "-c", file.name], text=True)
-    return [*_loops(assembly, kernel.num_warps)]
-
-
-def _loops(assembly: str, num_warps: int) -> Iterator[Loop]:
-    """From a label to the branch back to it."""
+        command = [tool, "-c", file.name] if kernel.cubin else ["true"]
+        assembly = subprocess.check_output(command, text=True)
     lines = re.findall(r"^\s*(?:(\.L_x_\d+):|/\*[0-9a-f]+\*/\s+(.*?);)", assembly, re.MULTILINE)
-    labels, latest = {}, -1
+    labels, latest, found = {}, -1, []
     for index, (label, instruction) in enumerate(lines):
         if label:
             labels[label] = index
@@ -126,9 +114,8 @@ def _loops(assembly: str, num_warps: int) -> Iterator[Loop]:
             continue
         latest = index
         body = [instruction for _, instruction in lines[start : index + 1] if instruction]
-        multiply_adds = sum(_multiply_adds(instruction, num_warps) for instruction in body)
-        if multiply_adds:
-            yield Loop(len(body), multiply_adds)
+        found.append((len(body), sum(_multiply_adds(x, kernel.num_warps) for x in body)))
+    return [(count, multiply_adds) for count, multiply_adds in found if multiply_adds]
 
 
 def _multiply_adds(instruction: str, num_warps: int) -> int:
