@@ -95,14 +95,15 @@ def loops(kernel: Compiled) -> list[tuple[int, int]]:
     """Of an iteration of the innermost loops with matrix products, from a label to the branch back
     to it: instructions of a warp, and multiply-adds of the block on tensor cores. None where there
     is no machine code (Mosaic)."""
+    if not kernel.cubin:
+        return []
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.cubin)
         file.flush()
-        command = [tool, "-c", file.name] if kernel.cubin else ["true"]
-        assembly = subprocess.check_output(command, text=True)
+        assembly = subprocess.check_output([tool, "-c", file.name], text=True)
     lines = re.findall(r"^\s*(?:(\.L_x_\d+):|/\*[0-9a-f]+\*/\s+(.*?);)", assembly, re.MULTILINE)
     labels, latest, found = {}, -1, []
     for index, (label, instruction) in enumerate(lines):
