@@ -2,7 +2,7 @@
 
 Of the GPUs that share rows of a table (tests/kernels/test_tune.py) 8.9 has the least shared memory:
 every row is compiled for it, the largest head and that with documents for the others. The code of
-a head of 96 is that of 80 but for the constant of a mask.
+a head of 96 is that of 80 but for the constant of a mask: 80 is compiled for 8.9, 96 for 9.0.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def _fits(kernel, capability):
 @pytest.mark.parametrize(
     ("dtype", "name", "capability"),
     [
-        *(("bfloat16", *x) for x in itertools.product(CODE, (90,))),
+        *(("bfloat16", name, 90) for name in CODE if name != "D80"),
         *(("bfloat16", *x) for x in EVERY_ROW),
         *(("bfloat16", *x) for x in itertools.product(("D128", "D64 documents"), (80, 120))),
         ("bfloat16", "D64 documents", 100),
