@@ -16,7 +16,7 @@ from devices import COLLECTIVES, printed
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ttcd_kernels import launch
 from ttcd_kernels.decode import triton_call as decode_call
-from ttcd_kernels.dual_window import triton_call
+from ttcd_kernels.dual_window import mosaic_call, triton_call
 from ttcd_kernels.windows import Windows
 
 WINDOWS = Windows(16, 8, 0.2)
@@ -82,7 +82,9 @@ def _dual_window(mesh):
         operands = _attention_operands(kv_heads)
         for name, (function, specs) in (calls if kv_heads > 1 else alone).items():
             found[f"{name} {kv_heads}"] = _measured(mesh, function, specs, operands, gradient)
-    return found
+    mosaic_call.launch_forward = lambda windows, *arrays: forward(windows, None, *arrays)
+    attend = partial(mosaic_call.dual_window, windows=WINDOWS)
+    return found | {"mosaic 2": _measured(mesh, attend, whole, _attention_operands(2))}
 
 
 def _decode(mesh):
@@ -105,13 +107,14 @@ def _decode(mesh):
 def test_calls_split_batch_and_kv_heads_and_move_nothing_else():
     found = json.loads(printed(__file__))
     attention, decode = found["dual_window"], found["decode"]
-    for name, kv_heads in (("heads", 4), ("by hand", 4), ("heads", 2), ("by hand", 2)):
-        layout = attention[f"{name} {kv_heads}"]
+    for name in ("heads 4", "by hand 4", "heads 2", "by hand 2", "mosaic 2"):
+        layout, kv_heads = attention[name], int(name[-1])
         out, lse, keys = [1, 24, 2, 64], [1, 24, 2], [1, 24, kv_heads // 2, 64]
         assert layout["moves"] == []
         assert layout["launched"] == [out, keys]
-        assert layout["shards"] == [out, out, lse, lse, out, keys, keys]
-    assert len(attention) == 14
+        shards = [out, out, lse, lse, out, keys, keys]
+        assert layout["shards"] == shards[: 4 if "mosaic" in name else 7]
+    assert len(attention) == 15
     layout, *others = decode  # others: as many kv heads as queries, a single one
     assert layout["launched"] == [[1, 2, 32], [1, 24, 1, 32]]
     assert layout["moves"] == []
