@@ -1,5 +1,5 @@
 """The choice of an implementation: the one a call names, or the best that can run here. Calls that
-do not fit, and operands that a kernel cannot take, are refused before any launch by both numbers."""
+do not fit, and operands that no kernel can take, are refused before any launch by both numbers."""
 
 import contextlib
 import inspect
