@@ -207,10 +207,7 @@ class Config:
         if not isinstance(source, dict):
             raise UserError(f"{cls.__name__} is a {type(source).__name__}, not an object of fields")
         hints = typing.get_type_hints(cls)
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        absent = (fields[name] for name in fields if name not in source)
-        none = dataclasses.MISSING
-        if missing := [x.name for x in absent if x.default is x.default_factory is none]:
+        if missing := [name for name in required_fields(cls) if name not in source]:
             raise UserError(f"{cls.__name__} lacks {', '.join(missing)}")
         return cls(**{x: _revive(source[x], hints.get(x)) for x in source if x != "type"})
 
@@ -232,6 +229,12 @@ def read_fields[T](kind: type[T], found: Any) -> T:
 
 
 _field_hints = functools.cache(typing.get_type_hints)
+
+
+def required_fields(config: type[Config]) -> list[str]:
+    """The names of the fields without a default."""
+    fields = dataclasses.fields(config)
+    return [x.name for x in fields if x.default is x.default_factory is dataclasses.MISSING]
 
 
 def config_classes(hint: Any) -> list[type[Config]]:
