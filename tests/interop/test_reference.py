@@ -14,7 +14,7 @@ from checks import assert_same, refused
 from tests.parity.checks import model_from_reference, model_type, stacked_params
 from tests.parity.golden import Golden
 from ttcd_jax.errors import CheckpointError, DataError
-from ttcd_jax.interop.reference import names_on_disk
+from ttcd_jax.interop.checkpoint import names_on_disk
 from ttcd_jax.interop.reference_config import (
     export_reference,
     families,
