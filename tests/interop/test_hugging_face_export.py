@@ -20,7 +20,6 @@ from hugging_face.make import FILE, TOKENS
 from hugging_face.own import MODELS, params_of, write
 from small_models import config_of
 from tiny_run import RECALL, flags
-from tiny_run import params as bindings
 
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import CheckpointError, DataError
@@ -61,6 +60,7 @@ def test_the_code_of_exports_is_the_one_that_was_run(stored):
 def test_an_export_is_imported_bit_for_bit(name, tmp_path):
     config = MODELS[name]
     leaves, again, _ = open_hugging_face(write(name, tmp_path / name))
+    assert (tmp_path / name / MODELING.name).exists() == bool(config.fast_layers)
     read = {path: leaf.read() for path, leaf in by_name(leaves).items()}
     assert_same(read, unstacked(config, by_name(params_of(config))))
     if config.fast_layers:
@@ -73,22 +73,10 @@ def test_an_export_is_imported_bit_for_bit(name, tmp_path):
 EXPORTED = ("ipttcd", "ipttt", "swa", "full")
 
 
-@pytest.mark.parametrize("method", EXPORTED)
-def test_a_method_is_exported_with_the_code_it_needs(method):
-    config = config_of(method, precision=Precision())
-    _, files = export_hugging_face(params_of(config), config, length=8)
-    assert (MODELING.name in files) == (method in ("ipttcd", "ipttt"))
-
-
 @pytest.mark.parametrize(
     ("method", "changes", "memory", "words"),
     [
-        (
-            "full",
-            {"has_qk_norm": True, "qk_norm_eps": 1e-5},
-            {},
-            "norm_eps 1e-06|eps 1e-05",
-        ),
+        ("full", {"has_qk_norm": True, "qk_norm_eps": 1e-5}, {}, "norm_eps 1e-06|eps 1e-05"),
         ("full", {"has_qk_norm": True, "has_qkv_bias": True}, {}, "has_qkv_bias True"),
         ("ipttcd", {}, {"renorm_chunks": 2}, "renorm_chunks="),
         ("ipttcd", {}, {"orthogonalizes_updates": True}, "orthogonalizes_updates="),
@@ -139,13 +127,13 @@ def test_bytes_are_tokens_of_transformers_too():
 
 def test_a_run_is_exported_with_its_card_and_an_import_of_it_as_it_was(tmp_path):
     """A run that starts from an import carries over what that says about texts."""
-    folder, base, again = tmp_path / "theirs", tmp_path / "base", tmp_path / "again"
-    write("full", folder)
+    base, again = tmp_path / "base", tmp_path / "again"
+    folder = write("full", tmp_path / "theirs")
     theirs = '{"eos_token_id": [5, 6],   "top_p": 0.5}'
     (folder / "generation_config.json").write_text(theirs)
     commands.output(*IMPORT, folder, base, "--tokenizer=none")
     commands.output(*EXPORT, base, again)
-    for name in ("config.json", "model.safetensors"):
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
         assert (again / name).read_bytes() == (folder / name).read_bytes()
     assert (again / "model.safetensors").stat().st_mode & 0o044 == 0o044
     assert "| imported from |" in (again / "README.md").read_text()
@@ -157,10 +145,8 @@ def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
     for split in ("train", "validation"):
         (tmp_path / "text" / split).mkdir(parents=True)
         (tmp_path / "text" / split / "a.txt").write_text(f"{split} text to learn from. " * 40)
-    line = ("launch", "--gin=text.gin", f"--run_dir={run_dir}")
-    small = ("STEPS=2", "TextConfig.seq_len=64", "RunConfig.batch_size=2")
-    small += (f"TEXT='{tmp_path}/text'", "MemoryConfig.chunk_size=16")
-    commands.output(*line, *bindings(*small))
+    small = flags("text.gin", "STEPS=2", "TextConfig.seq_len=64", f"TEXT='{tmp_path}/text'")
+    commands.output("launch", f"--run_dir={run_dir}", *small)
     commands.output("evaluate", f"--run_dir={run_dir}", "--task=ppl", "--seq_len=64")
     output = commands.output(*EXPORT, run_dir, folder, "--dtype=bfloat16")
     assert "of step 2 in" in output
@@ -177,23 +163,22 @@ def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
     ours, config, _ = load_params(run_dir)
     read, found, _ = load_params(again)
     assert found == config.replace(precision=config.precision.replace(param="bfloat16"))
-    narrow = {name: x.astype("bfloat16") for name, x in by_name(ours).items()}
-    assert_same(by_name(read), narrow)
+    assert_same(by_name(read), {name: x.astype("bfloat16") for name, x in by_name(ours).items()})
     commands.output(*EXPORT, again, tmp_path / "third")
     assert (tmp_path / "third" / MODELING.name).read_bytes() == MODELING.read_bytes()
     assert "not an empty folder" in commands.refused(*EXPORT, run_dir, folder)
 
 
 def test_a_run_on_recall_data_is_exported_and_imported(tmp_path):
-    run_dir, folder, again = tmp_path / "run", tmp_path / "out", tmp_path / "again"
-    line = flags("recall.gin", *RECALL, "STEPS=1")
-    commands.output("launch", *line, f"--run_dir={run_dir}")
+    run_dir, folder = tmp_path / "run", tmp_path / "out"
+    commands.output("launch", *flags("recall.gin", *RECALL, "STEPS=1"), f"--run_dir={run_dir}")
     commands.output(*EXPORT, run_dir, folder)
     card = (folder / "README.md").read_text()
     for text in ("| tokens in a row | 15 |", "| tokens | 30 |", *TRIED):
         assert text in card
-    commands.output(*IMPORT, folder, again)
-    assert_same(by_name(load_params(run_dir)[0]), by_name(load_params(again)[0]))
+    leaves = by_name(open_hugging_face(folder).params)
+    ours = unstacked(load_params(run_dir).config, by_name(load_params(run_dir).params))
+    assert_same({path: leaf.read() for path, leaf in leaves.items()}, ours)
 
 
 def test_the_page_names_the_versions_that_exports_were_tried_with():
@@ -291,11 +276,7 @@ def test_an_export_is_right_or_refuses(version, folders, tmp_path):
     if not (ENVIRONMENTS / version).is_dir():
         pytest.skip(f"no transformers {version}: run make transformers")
     places = {"PYTHONPATH": str(ENVIRONMENTS / version), "HF_HOME": str(tmp_path)}
-    result = subprocess.run(
-        [ENVIRONMENTS / "torch/bin/python", ROOT / "tests/hugging_face/properties.py", folders],
-        env=os.environ | places | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    line = [ENVIRONMENTS / "torch/bin/python", ROOT / "tests/hugging_face/properties.py", folders]
+    environment = os.environ | places | {"HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
