@@ -29,10 +29,3 @@ def test_flag_and_signal_leave_traces_in_the_run_directory(tmp_path):
     finally:
         process.kill()
     assert list((tmp_path / "cache").glob("jit_train_step-*"))
-
-
-def test_a_window_that_the_run_never_reaches_is_refused(tmp_path):
-    places = f"--run_dir={tmp_path / 'run'}", "--compile_cache="
-    message = commands.refused("launch", "--gin=recall.gin", "--profile=2:281", *places)
-    assert "'2:281' is not START:STOP with 0 <= START < STOP <= 280" in message
-    assert not (tmp_path / "run").exists()
