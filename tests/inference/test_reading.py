@@ -68,6 +68,14 @@ def _behind(logits: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return logits[np.arange(ROWS), np.minimum(ends, T) - 1]
 
 
+def _decoded(model, state, done, is_active, want, **options):
+    """The state after one token more of the active rows, whose logits are as they should be."""
+    tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
+    logits, state = decode(model, state, tokens, is_active, **options)
+    assert_close(np.asarray(logits)[is_active], _behind(want, done + 1)[is_active])
+    return state
+
+
 # Every kind of state.
 @pytest.mark.parametrize("method", ["full", "ipttcd", "lact", "deltanet_hybrid"])
 def test_pieces_and_tokens_give_what_one_pass_gives(method):
@@ -84,9 +92,7 @@ def test_pieces_and_tokens_give_what_one_pass_gives(method):
     for time in range(max(first + second) + ROWS):
         done = np.clip(time - np.arange(ROWS), 0, first + second)
         is_active = (time >= np.arange(ROWS)) & (done < first + second)
-        tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
-        logits, tokenwise = decode(model, tokenwise, tokens, is_active)
-        assert_close(np.asarray(logits)[is_active], _behind(want, done + 1)[is_active])
+        tokenwise = _decoded(model, tokenwise, done, is_active, want)
     assert decode._cache_size() <= before + 1  # one program for all tokens
     assert state.position.tolist() == tokenwise.position.tolist()
     assert_close(state.layers, tokenwise.layers, 1e-10)  # running sums of numbers that grow
@@ -99,10 +105,7 @@ def test_every_split_around_the_edges_of_chunk_and_window():
         logits, state = prefill(model, start_state(model, ROWS), TOKENS, lengths, piece_size=3)
         assert_close(np.asarray(logits), _behind(want, lengths))
         for done in (lengths + step for step in range(CHUNK + 1)):
-            is_active = done < T
-            tokens = TOKENS[np.arange(ROWS), np.minimum(done, T - 1)]
-            logits, state = decode(model, state, tokens, is_active)
-            assert_close(np.asarray(logits)[is_active], _behind(want, done + 1)[is_active])
+            state = _decoded(model, state, done, done < T, want)
 
 
 def test_a_row_that_waits_keeps_its_state():
@@ -213,9 +216,8 @@ def test_any_way_to_read_rows_gives_what_one_pass_gives(method, switches):
     rows, tokens = np.arange(num_rows), rng.integers(0, 11, (num_rows, length))
     config = _sizes(method, rng)
     if switches:
-        config = config.replace(
-            memory=config.memory.replace(**{"form": "auto", "num_taps": 4} | switches)
-        )
+        memory = config.memory.replace(**{"form": "auto", "num_taps": 4} | switches)
+        config = config.replace(memory=memory)
     model, want = _read(config, tokens)
     state, done = start_state(model, num_rows, max_length=length), np.zeros(num_rows, int)
     for _ in range(3):
@@ -270,20 +272,12 @@ def _published(model, start: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.asarray(logits(model))
 
 
-def _decoded(model, state, done, want):
-    for step in range(2):
-        logits, state = decode(
-            model, state, TOKENS[np.arange(ROWS), done + step], memory="published"
-        )
-        assert_close(np.asarray(logits), want[np.arange(ROWS), done + step])
-    return state
-
-
 def test_prompts_read_their_memory_and_decoding_is_plain(one_layer):
     model, want = inference_model(one_layer), _published(one_layer, np.zeros(ROWS, int), LENGTHS)
     logits, state = prefill(model, start_state(model, ROWS), TOKENS, LENGTHS, memory="published")
     assert_close(np.asarray(logits), want[np.arange(ROWS), LENGTHS - 1])
-    state = _decoded(model, state, LENGTHS, want)
+    for step in range(2):
+        state = _decoded(model, state, LENGTHS + step, LENGTHS > 0, want, memory="published")
     kept, _ = prefill(model, start_state(model, ROWS), TOKENS, LENGTHS)
     assert_close(np.asarray(kept)[IS_LONG], np.asarray(logits)[IS_LONG])
     # Of IP-TTCD the plain MLP skips a convolution as well.
@@ -296,12 +290,8 @@ def test_a_second_prompt_finds_the_memory_empty_and_counts_its_own_chunks(one_la
     ends = start + np.array([CHUNK + 1, CHUNK, 2])
     model, want = inference_model(one_layer), _published(one_layer, start, ends)
     _, state = prefill(model, start_state(model, ROWS), TOKENS, LENGTHS, memory="published")
-    _, state = prefill(
-        model,
-        state,
-        TOKENS[np.arange(ROWS)[:, None], LENGTHS[:, None] + [0, 1]],
-        memory="published",
-    )
+    between = TOKENS[np.arange(ROWS)[:, None], LENGTHS[:, None] + [0, 1]]
+    _, state = prefill(model, state, between, memory="published")
     logits, _ = prefill(model, state, _rest(start), ends - start, memory="published")
     assert_close(np.asarray(logits), want[np.arange(ROWS), ends - 1])
 
