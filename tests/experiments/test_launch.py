@@ -2,6 +2,8 @@
 
 import json
 import re
+import signal
+import subprocess
 
 import commands
 import pytest
@@ -109,3 +111,26 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     for name in ("parameters", "memory: optimizer", "training FLOPs per token"):
         assert name in output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_flag_and_signal_leave_traces_in_the_run_directory(tmp_path):
+    """A run traces the steps that it is told to, and again when it gets a signal."""
+
+    def traces():
+        folder = tmp_path / "run" / "profile"
+        return {file.relative_to(folder).parts[0] for file in folder.rglob("*.xplane.pb")}
+
+    bindings = ("STEPS=1000000", "RunConfig.checkpoint_every=250")
+    places = f"--run_dir={tmp_path / 'run'}", f"--compile_cache={tmp_path / 'cache'}"
+    line = (*LAUNCH, *tiny_run.params(*bindings), *places, "--profile=2:4")
+    process = commands.start(*line, stdout=subprocess.DEVNULL)
+    try:
+        tiny_run.wait_until(traces, process)
+        assert traces() == {"step_2"}
+        process.send_signal(signal.SIGUSR2)
+        tiny_run.wait_until(lambda: len(traces()) == 2, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 75
+    finally:
+        process.kill()
+    assert list((tmp_path / "cache").glob("jit_train_step-*"))

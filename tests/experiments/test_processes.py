@@ -119,7 +119,6 @@ def test_processes_start_from_another_run_as_one_does(whole, start, texts, tmp_p
 @pytest.mark.parametrize(
     ("differing", "line"),
     [
-        ("--param=RunConfig.batch_size=8", "batch_size: process 1 has 8, process 0 has 4; "),
         ("--param=MemoryConfig.eta=0.9", "model.memory.eta: process 1 has 0.9, process 0 has "),
         ("--run_dir={}/other", 'run_dir: process 1 has "{}/other", process 0 has "{}/run"; '),
         ("--profile=3:5", 'profile: process 1 has "range(3, 5)", process 0 has "range(0, 0)"; '),

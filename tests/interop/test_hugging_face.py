@@ -15,7 +15,8 @@ from hugging_face.make import CASES, FILE, SIZES, TOKENS, drawn
 
 from ttcd_jax.data.tokenizer import special_tokens, train_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError
-from ttcd_jax.interop.hugging_face import model_of, open_hugging_face
+from ttcd_jax.interop.checkpoint import names_on_disk
+from ttcd_jax.interop.hugging_face import model_of, open_hugging_face, their_name
 from ttcd_jax.interop.weight_files import write_safetensors
 from ttcd_jax.nn.rope import YarnConfig
 from ttcd_jax.precision import Precision
@@ -236,22 +237,13 @@ def test_an_import_holds_a_file_at_most(tmp_path):
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 28}
     source = {"model_type": "llama", "rope_theta": 5e5} | sizes | heads
     (tmp_path / "config.json").write_text(json.dumps(source))
-    wide, narrow, mlp = (512, 512), (128, 512), (1792, 512)
-    shapes = {"mlp.gate_proj": mlp, "mlp.up_proj": mlp, "mlp.down_proj": mlp[::-1]}
-    shapes |= {"self_attn.q_proj": wide, "self_attn.o_proj": wide}
-    shapes |= {"self_attn.k_proj": narrow, "self_attn.v_proj": narrow}
-    shapes |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (512,))
-    whole = {f"model.layers.{i}.{x}": shapes[x] for i in range(28) for x in shapes}
-    whole |= {"model.embed_tokens": (16032, 512), "lm_head": (16032, 512), "model.norm": (512,)}
-    random = np.random.default_rng(0)
-    tensors = {
-        f"{name}.weight": random.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
-        for name, shape in whole.items()
-    }
+    random, tensors = np.random.default_rng(0), {}
+    for name, x in names_on_disk(model_of(source)).items():
+        value = random.standard_normal(x.leaf.shape, np.float32).astype(ml_dtypes.bfloat16)
+        tensors[their_name(name)] = x.layout.to_theirs(value)
     files = write_safetensors(tmp_path, tensors, 40 << 20)
     largest = max(file.stat().st_size for file in files)
     line = [sys.executable, "-c", _MEASURED, tmp_path, tmp_path / "out"]
-    environment = commands.cpu_environment()
-    output = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+    output = subprocess.check_output(line, env=commands.cpu_environment(), text=True)
     # TensorStore and its threads take about 30 MiB, however large the model.
-    assert int(output.stdout.split()[-1]) << 10 < 1.3 * largest + (40 << 20)
+    assert int(output.split()[-1]) << 10 < 1.3 * largest + (40 << 20)

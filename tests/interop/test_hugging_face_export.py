@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import commands
@@ -183,39 +184,39 @@ def test_the_page_names_the_versions_that_exports_were_tried_with():
     assert f"with transformers {', '.join(TRIED[:-1])} and {TRIED[-1]}" in page
 
 
-def _network(home, **variables):
-    """The environment of an import that may download into `home`."""
-    environment = commands.cpu_environment(HF_HOME=str(home), NO_PROXY="127.0.0.1", **variables)
+@pytest.fixture
+def imports(tmp_path):
+    """Imports swa_norm through a cache, or asserts how that is refused."""
+    environment = commands.cpu_environment(HF_HOME=str(tmp_path / "home"), NO_PROXY="127.0.0.1")
     environment.pop("HF_HUB_OFFLINE", None)
-    return environment
+
+    def imports(name, refusal=None, **variables):
+        options = {"env": environment | variables}
+        if refusal is not None:
+            assert refusal in commands.refused(*IMPORT, name, tmp_path / "no", status=3, **options)
+            assert not (tmp_path / "no").exists()
+            return
+        run_dir = Path(tempfile.mkdtemp(dir=tmp_path))
+        commands.output(*IMPORT, name, run_dir, **options)
+        assert_same(load_params(run_dir).params, params_of(MODELS["swa_norm"]))
+
+    return imports
 
 
-def _import(name, run_dir, environment, refusal=None):
-    """The import of swa_norm, or how it is refused."""
-    line = (*IMPORT, name, run_dir)
-    if refusal is not None:
-        assert refusal in commands.refused(*line, env=environment, status=3)
-        assert not run_dir.exists()
-        return
-    commands.output(*line, env=environment)
-    assert_same(load_params(run_dir).params, params_of(MODELS["swa_norm"]))
-
-
-def test_a_model_of_the_hub_is_imported_through_its_cache(tmp_path):
+def test_a_model_of_the_hub_is_imported_through_its_cache(imports, tmp_path):
     folder = write("swa_norm", tmp_path / "x", max_bytes=8_000)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     hub = fake_hub.Hub("lab/model", files | {"README.md": b"x", "model.bin": b"x"})
     with fake_hub.serve(hub) as address:
-        environment = _network(tmp_path / "home", HF_ENDPOINT=address)
-        _import("lab/model@main", tmp_path / "run", environment)
-        _import("lab/none", tmp_path / "no", environment, "lab/none is not there, or private")
+        imports("lab/model@main", HF_ENDPOINT=address)
+        imports("lab/none", "lab/none is not there, or private", HF_ENDPOINT=address)
     asked = {path.rpartition("/")[2] for _, path in hub.asked if "/resolve/" in path}
     assert asked == {*files}
-    _import("lab/model", tmp_path / "again", environment | {"HF_HUB_OFFLINE": "1"})
-    assert "no checkpoint" in commands.refused(*IMPORT, "nowhere", tmp_path / "no", status=3)
+    imports("lab/model", HF_ENDPOINT=address, HF_HUB_OFFLINE="1")
+    imports("nowhere", "no checkpoint")
 
 
-def test_a_model_of_a_file_server_is_imported_through_the_cache(tmp_path):
+def test_a_model_of_a_file_server_is_imported_through_the_cache(imports, tmp_path):
     folder = write("swa_norm", tmp_path / "served" / "x", max_bytes=8_000)
     assert len([*folder.glob("*.safetensors")]) > 1
 
@@ -223,24 +224,21 @@ def test_a_model_of_a_file_server_is_imported_through_the_cache(tmp_path):
         def log_message(self, *_):
             pass
 
-    make = functools.partial(Handler, directory=str(tmp_path / "served"))
-    environment, missing = _network(tmp_path / "home"), tmp_path / "no"
-    with fake_hub.served(make) as address:
-        _import(f"{address}/x/", tmp_path / "run", environment)
+    with fake_hub.served(functools.partial(Handler, directory=str(folder.parent))) as address:
+        imports(f"{address}/x/")
         cached = sorted((tmp_path / "home" / "servers").glob("*/*"))
         assert {x.name for x in cached} == {x.name for x in folder.iterdir()}
         times = [x.stat().st_mtime_ns for x in cached]
         # A file of another time is read again, the others are not.
         (weights, *_) = folder.glob("*.safetensors")
         cached[[x.name for x in cached].index(weights.name)].write_bytes(b"old")
-        _import(f"{address}/x", tmp_path / "new", environment)
+        imports(f"{address}/x")
         assert [x.stat().st_mtime_ns for x in cached] == times
-        _import(f"{address}/none", missing, environment, "none has no ")
+        imports(f"{address}/none", "none has no ")
         weights.unlink()
-        words = f"has no {weights.name}: is it a model's folder?"
-        _import(f"{address}/x", missing, environment, words)
-    _import(f"{address}/x", missing, environment, "cannot be downloaded")
-    _import(f"{address}/x", tmp_path / "again", environment | {"HF_HUB_OFFLINE": "1"})
+        imports(f"{address}/x", f"has no {weights.name}: is it a model's folder?")
+    imports(f"{address}/x", "cannot be downloaded")
+    imports(f"{address}/x", HF_HUB_OFFLINE="1")
 
 
 ENVIRONMENTS = ROOT / ".venv/transformers"
