@@ -76,28 +76,6 @@ def _decoded(model, state, done, is_active, want, **options):
     return state
 
 
-# Every kind of state.
-@pytest.mark.parametrize("method", ["full", "ipttcd", "lact", "deltanet_hybrid"])
-def test_pieces_and_tokens_give_what_one_pass_gives(method):
-    model, want = _models(_config(method))
-    first, second = np.array([2 * CHUNK, 9, 3]), np.array([14, 8, CHUNK + 2])
-    state = start_state(model, ROWS, max_length=T)
-    logits, state = prefill(model, state, TOKENS, first, piece_size=2 * CHUNK)
-    assert_close(np.asarray(logits), _behind(want, first))
-    logits, state = prefill(model, state, _rest(first), second, piece_size=2 * CHUNK)
-    assert_close(np.asarray(logits), _behind(want, first + second))
-    # All of it again, token by token, the rows at different tokens of their chunks and windows.
-    tokenwise = start_state(model, ROWS, max_length=T)
-    before = decode._cache_size()
-    for time in range(max(first + second) + ROWS):
-        done = np.clip(time - np.arange(ROWS), 0, first + second)
-        is_active = (time >= np.arange(ROWS)) & (done < first + second)
-        tokenwise = _decoded(model, tokenwise, done, is_active, want)
-    assert decode._cache_size() <= before + 1  # one program for all tokens
-    assert state.position.tolist() == tokenwise.position.tolist()
-    assert_close(state.layers, tokenwise.layers, 1e-10)  # running sums of numbers that grow
-
-
 def test_every_split_around_the_edges_of_chunk_and_window():
     model, want = _models(_config("ipttcd"))
     for split in range(1, 2 * WINDOW + 2):
@@ -210,7 +188,7 @@ SWITCHES = [
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_any_way_to_read_rows_gives_what_one_pass_gives(method, switches):
-    """Up to sums in another order."""
+    """Up to sums in another order; the state too, and one program serves all tokens."""
     rng = np.random.default_rng(list(METHODS).index(method))
     num_rows, length = (int(rng.integers(*bounds)) for bounds in ((2, 5), (30, 60)))
     rows, tokens = np.arange(num_rows), rng.integers(0, 11, (num_rows, length))
@@ -220,6 +198,7 @@ def test_any_way_to_read_rows_gives_what_one_pass_gives(method, switches):
         config = config.replace(memory=memory)
     model, want = _read(config, tokens)
     state, done = start_state(model, num_rows, max_length=length), np.zeros(num_rows, int)
+    before = decode._cache_size()
     for _ in range(3):
         lengths = np.minimum(length - done, rng.integers(0, length // 2, num_rows))
         rest = np.stack([np.roll(row, -n) for row, n in zip(tokens, done, strict=True)])
@@ -235,7 +214,11 @@ def test_any_way_to_read_rows_gives_what_one_pass_gives(method, switches):
             logits, state = decode(model, state, tokens[now], is_active)
             assert_close(np.asarray(logits)[is_active], want[now][is_active], 1e-10)
             done = done + is_active
+    assert decode._cache_size() <= before + 1
     assert state.position.tolist() == done.tolist()
+    at_once = start_state(model, num_rows, max_length=length)
+    _, at_once = prefill(model, at_once, tokens, done)
+    assert_close(state.layers, at_once.layers, 1e-10)  # running sums of numbers that grow
 
 
 LENGTHS = np.array([2 * CHUNK + 1, CHUNK, CHUNK - 1])
