@@ -108,10 +108,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers":
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"layer_types": ["chunked_attention"] * 3}, "layer_types are chunked_attention|needs"),
-        (
-            {"model_type": "qwen2", "layer_types": None} | SLIDING,
-            "full_attention, sliding",
-        ),
+        ({"model_type": "qwen2", "layer_types": None} | SLIDING, "full_attention, sliding"),
         ({"quantization_config": {"bits": 4}}, "quantised weights|bfloat16"),
         (_scaled("longrope"), "rope_type 'longrope'|default"),
         ({"rope_scaling": [1], "rope_parameters": None}, "rope_scaling=[1]|object"),
@@ -123,10 +120,7 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers":
         ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5|whole number"),
         ({"layer_types": ["full_attention"]}, "layer_types=|no list of 3, a kind per layer"),
         ({"layer_types": 7}, "layer_types=7|no list of 3"),
-        (
-            {"model_type": "qwen3"} | SLIDING | {"max_window_layers": "0"},
-            "layers='0'|num",
-        ),
+        ({"model_type": "qwen3"} | SLIDING | {"max_window_layers": "0"}, "layers='0'|num"),
         ({"rope_parameters": {"full_attention": {"factor": 2.0}}}, "rope_parameters of full_att"),
         (_scaled("yarn", mscale="x"), "mscale='x'|number"),
         (_scaled("yarn", beta_fast=-1), "beta_fast=-1|above 0"),

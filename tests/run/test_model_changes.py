@@ -90,10 +90,7 @@ def test_a_window_or_none_makes_the_other_plain_transformer():
     ("changes", "words"),
     [
         ("window=8", "--param window=8: macro window is never used"),
-        (
-            "YarnConfig.factor=2",
-            "no YarnConfig is built; remove it or bind RopeConfig.yarn = @Y",
-        ),
+        ("YarnConfig.factor=2", "no YarnConfig is built; remove it or bind RopeConfig.yarn = @Y"),
         ("TransformerConfig.windw=9", "no field 'windw'; did you mean 'window'"),
         ("TransformerConfig.window='wide'", "window must be int"),
         ("TransformerConfig.window=" + "[" * 5000, "TransformerConfig.window"),
