@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checks import distance, refused
-from flax.traverse_util import unflatten_dict
 from hugging_face.make import CASES, FILE, SIZES, TOKENS, drawn
 
+from tests.parity.checks import stacked_params
 from ttcd_jax.data.tokenizer import special_tokens, train_tokenizer
 from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.interop.checkpoint import names_on_disk
@@ -21,8 +21,8 @@ from ttcd_jax.interop.weight_files import write_safetensors
 from ttcd_jax.nn.rope import YarnConfig
 from ttcd_jax.precision import Precision
 from ttcd_jax.run.directory import load_run
-from ttcd_jax.train.layers_on_disk import by_name, stacked
-from ttcd_jax.train.state import abstract_params, with_params
+from ttcd_jax.train.layers_on_disk import by_name
+from ttcd_jax.train.state import with_params
 
 IMPORT = ("convert", "import", "--format=huggingface")
 FILES = ("config.json", "environment.json", "import.json", "checkpoints")
@@ -53,8 +53,7 @@ def write(stored, tmp_path):
 def _model(folder):
     params, config, _ = open_hugging_face(folder)
     rows = {name: jnp.asarray(leaf.read()) for name, leaf in by_name(params).items()}
-    whole = stacked(config, rows, by_name(abstract_params(config)))
-    return with_params(config, unflatten_dict(whole, sep="/"))
+    return with_params(config, stacked_params(rows, config))
 
 
 @pytest.mark.parametrize("case", CASES)
