@@ -133,7 +133,7 @@ def connect(lost_seconds: float = 60.0) -> None:
     from ttcd_jax.sharding.distributed import detect, initialize
     from ttcd_jax.train.watchdog import Watchdog
 
-    processes = detect(flags.FLAGS["distributed"].value, os.environ)
+    processes = detect(flags.FLAGS.distributed, os.environ)
     if processes is not None:
         with Watchdog(processes.count):
             initialize(processes, heartbeat_seconds=math.ceil(2 * lost_seconds))
