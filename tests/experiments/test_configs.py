@@ -83,8 +83,7 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
 def test_every_recipe_divides_among_devices(name):
     config = load(name)
     mesh = AbstractMesh((1, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
-    state = build.abstract_state(config, mesh)
-    leaves = jax.tree.leaves(state)
+    leaves = jax.tree.leaves(build.Program(config, mesh).state)
     stored = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
     # All but small vectors, and LaCT's fast weights, is in eight parts.
     share = 1.2 if "lact" in name else 1.02
