@@ -55,6 +55,7 @@ def test_all_changes_are_proposed_at_once_the_cheapest_first(monkeypatch):
     assert _changes(monkeypatch, 440) == ([], None), "it fits"
     parts, remat = "RunConfig.accumulation_steps=4", "TransformerConfig.remat='block'"
     assert _changes(monkeypatch, 150) == ([parts], 140)
+    assert _changes(monkeypatch, 142) == ([parts, remat], 60), "a margin is left"
     assert _changes(monkeypatch, 70) == ([parts, remat], 60)
     params, total = _changes(monkeypatch, 52)
     assert (params[:2], total) == ([parts, remat], 50)
