@@ -26,11 +26,11 @@ All devices are used; of several processes the first prints and writes.
 
 from absl import flags
 
-from experiments import cli, processes
+from experiments import cli
 from ttcd_jax.config import Config
 
 FLAGS = flags.FLAGS
-flags.adopt_module_key_flags(processes)
+cli.define_distributed()
 flags.DEFINE_string("run_dir", None, "The run directory.", required=True)
 flags.DEFINE_string("task", None, "The task; its options follow.", required=True)
 flags.DEFINE_integer("step", None, "The checkpoint; default: the newest.")
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
     task = cli.parse_options(find_task(FLAGS.task), f"task {FLAGS.task}", argv[1:])
     data = RunDirectory(FLAGS.run_dir).read_part("data")
     mesh_config = cli.parse_options(MeshConfig, "--mesh", FLAGS.mesh)
-    processes.connect()
+    cli.connect()
     with Watchdog(jax.process_count()), jax.set_mesh(build_mesh(mesh_config)):
         run = load_run(FLAGS.run_dir, FLAGS.step, FLAGS.param)
         changes = describe(FLAGS.param)

@@ -16,7 +16,7 @@ from checks import refused
 
 from ttcd_jax.data.corpus import CorpusConfig, load_documents, stream_documents
 from ttcd_jax.data.documents import Document, LeftOut, read_documents, readable_glob
-from ttcd_jax.errors import DataError
+from ttcd_jax.errors import DataError, UserError
 
 WRITTEN = Path(__file__).with_name("datasets_folder")  # by `datasets` (its README.md)
 TEXTS = ["plain\n", "größe 日本 \u2028 \x00 🧮", "", None, "last"]

@@ -30,7 +30,7 @@ from tests.parity.golden import (
 )
 from ttcd_jax.errors import DataError
 from ttcd_jax.inference.model import inference_model
-from ttcd_jax.interop import reference
+from ttcd_jax.interop import checkpoint as reference
 from ttcd_jax.interop.reference_config import transformer_config
 from ttcd_jax.memory.delta_rule import delta_rule, l2_normalize_inside
 from ttcd_jax.models.config import TransformerConfig, block_configs
