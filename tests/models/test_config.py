@@ -8,18 +8,16 @@ import pytest
 from checks import assert_narrow, randomize
 from small_models import FLOAT64, SETTINGS, small_attention
 
+from ttcd_jax import DualWindowConfig, MLPConfig, Precision, TransformerConfig
 from ttcd_jax.config import Config
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.delta_net import DeltaNetConfig
 from ttcd_jax.methods.gated_delta_net import GatedDeltaNetConfig
 from ttcd_jax.methods.ipttcd import IPTTCDBlockConfig, IPTTCDConfig, MemoryConfig
 from ttcd_jax.methods.lact import LaCTConfig
-from ttcd_jax.models.config import TransformerConfig, block_configs, switched_off
-from ttcd_jax.nn.attention import DualWindowConfig
+from ttcd_jax.models.config import block_configs, switched_off
 from ttcd_jax.nn.block import Block, BlockConfig
-from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.nn.row import Row
-from ttcd_jax.precision import Precision
 
 
 def _config(**changes) -> TransformerConfig:
@@ -33,13 +31,10 @@ def _of(method: str, **changes) -> TransformerConfig:
     return _config(method=method, **layers | changes)
 
 
-def test_fast_layers_get_a_memory_and_the_others_none():
+def test_fast_layers_get_a_memory_and_the_others_are_plain_or_all_replace_the_attention():
     blocks = block_configs(_of("ipttcd", fast_layers=(1, 3)))
     assert [type(block) is IPTTCDBlockConfig for block in blocks] == [False, True] * 2
     assert [block.is_in_place for block in blocks] == [False, True] * 2
-
-
-def test_methods_of_a_few_layers_leave_the_others_plain_and_the_rest_replace_the_attention():
     plain = block_configs(_config())[0]
     for method in ("ipttcd_ideal", "ipttt", "deltanet_hybrid"):
         blocks = block_configs(_of(method, fast_layers=(2,)))
@@ -74,18 +69,9 @@ def test_a_memory_switched_off_changes_one_setting_and_nothing_else():
 
 def test_every_field_reaches_its_layer():
     precision = Precision(compute="bfloat16")
-    config = _of(
-        "ipttcd",
-        memory=MemoryConfig(chunk_size=4),
-        num_kv_heads=1,
-        head_dim=6,
-        has_qk_norm=True,
-        qk_norm_eps=0.5,
-        norm_eps=0.25,
-        init_std=0.125,
-        attention_implementation="xla",
-        precision=precision,
-    )
+    changes = {"memory": MemoryConfig(chunk_size=4), "num_kv_heads": 1, "head_dim": 6}
+    changes |= {"has_qk_norm": True, "qk_norm_eps": 0.5, "norm_eps": 0.25, "init_std": 0.125}
+    config = _of("ipttcd", **changes, attention_implementation="xla", precision=precision)
     fast, plain = block_configs(config)[:2]
     assert fast.mixer.student_window == 4
     assert fast.mlp.memory == config.memory
@@ -98,8 +84,6 @@ def test_every_field_reaches_its_layer():
         assert mlp.precision == attention.precision == precision
         assert mlp.norm_eps == attention.norm_eps == 0.25
 
-
-def test_windows_and_absent_head_counts_reach_the_layers():
     assert block_configs(_of("ipttcd_ideal"))[0].mixer.student_window == 4
     for method in ("deltanet", "swa"):
         mixer = block_configs(_of(method))[0].mixer

@@ -12,19 +12,18 @@ import jax
 import numpy as np
 from checks import distance, randomize
 from flax import nnx
-from small_models import CHUNK, TOY, config_of
+from small_models import CHUNK, config_of, outside_method
 
-from ttcd_jax.methods.ipttcd import MemoryConfig
+from ttcd_jax import MemoryConfig, Transformer, TransformerConfig
 from ttcd_jax.methods.registry import register
-from ttcd_jax.models.config import TransformerConfig, layers_with_teacher
-from ttcd_jax.models.transformer import Transformer
+from ttcd_jax.models.config import layers_with_teacher
 from ttcd_jax.sharding.batch import Placement
 from ttcd_jax.sharding.mesh import AXES, MeshConfig, build_mesh
 from ttcd_jax.train.loss import summed_loss
 from ttcd_jax.train.state import params_shardings, with_params
 
 B, T, V = 8, 64, 32
-register(TOY)
+register(outside_method())
 
 
 def config(method: str, **changes) -> TransformerConfig:

@@ -35,20 +35,16 @@ class Job:
     expected to print `texts`, to go on from the checkpoint `resumed` (0: none), and each to end
     with one of its `statuses`."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen], logs: Sequence[Path]) -> None:
-        self.processes, self.logs = processes, logs
-        self.texts: tuple[str, ...] = ()
+    def __init__(
+        self, processes: Sequence[subprocess.Popen], logs: Sequence[Path], texts: Sequence[str]
+    ) -> None:
+        self.processes, self.logs, self.texts = processes, logs, texts
         self.statuses: list[Sequence[int]] = []
         self.resumed: int | None = None
         self._begun = time.monotonic()
 
     def text(self, number: int = 0) -> str:
         return text_of(self.logs[number])
-
-    @property
-    def num_steps(self) -> int:
-        """The steps that it has reported."""
-        return self.text().count("\nstep ")
 
     def send(self, name: signal.Signals, *numbers: int) -> None:
         """Sends a signal to some of the processes, or to all."""
@@ -83,8 +79,8 @@ class Job:
         for number, process in enumerate(self.processes):
             self.runs_until(lambda: False, number)
             if (status := process.returncode) not in expected[number]:
-                where = f"instead of {expected[number]} in {self.logs[number]}"
                 self.kill()
+                where = f"instead of {expected[number]} in {self.logs[number]}"
                 raise Broken(f"exit status {status} {where}")
             if "Traceback (most recent call last)" in self.text(number):
                 raise Broken(f"a traceback in {self.logs[number]}")
@@ -112,9 +108,10 @@ class Run:
         processes: int = 0,
         flags: Sequence[str] = (),
         stdout: int | None = None,
+        texts: Sequence[str] = (),
     ) -> Job:
         """The command that trains the run, in so many processes: each injects one of its `faults`,
-        by its number; the last is stopped after so many steps."""
+        by its number; the last is stopped after so many steps. The first prints `texts`."""
         count = processes or self.processes
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
@@ -132,27 +129,29 @@ class Run:
             rest = [f"--hang_seconds={HANG_SECONDS}"]
             rest += [f"--distributed=localhost:{port},{count},{number}"]
             every.append((own, "launch", *arguments, *(rest if count > 1 else ())))
-        job = self._job(every, devices, stdout)
+        job = self._job(every, devices, stdout, texts)
         job.resumed = self.newest
         self._is_moved = devices > 1 or processes > 0 or any("accumulation" in x for x in params)
         return job
 
     def _job(
-        self, every: Sequence[Sequence[Any]], devices: int = 1, stdout: int | None = None
+        self,
+        every: Sequence[Sequence[Any]],
+        devices: int = 1,
+        stdout: int | None = None,
+        texts: Sequence[str] = (),
     ) -> Job:
-        flag = f"--xla_force_host_platform_device_count={devices}"
-        options: dict[str, Any] = {
-            "env": commands.cpu_environment(XLA_FLAGS=f"{os.environ['XLA_FLAGS']} {flag}")
-        }
+        xla_flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+        environment = commands.cpu_environment(XLA_FLAGS=xla_flags)
         processes, logs = [], []
-        for faults, command, *arguments in every:
+        for faults, *line in every:
             self._num_logs += 1
             logs.append(self.folder / f"{self.path.name}.{self._num_logs}.log")
             with logs[-1].open("w") as log:
-                options |= {"stdout": log if stdout is None else stdout, "stderr": log}
-                line = (json.dumps(faults), command, *arguments)
-                processes.append(commands.start(PROGRAM, *line, **options))
-        self.jobs.append(Job(processes, logs))
+                pipes = {"stdout": log if stdout is None else stdout, "stderr": log}
+                line = (PROGRAM, json.dumps(faults), *line)
+                processes.append(commands.start(*line, env=environment, **pipes))
+        self.jobs.append(Job(processes, logs, texts))
         return self.jobs[-1]
 
     def end(self, job: Job, *statuses: int) -> int:
@@ -194,10 +193,10 @@ class Run:
         while len(steps := self.steps()) < count or (count and steps[-1] != self.steps("")[-1]):
             self.end(self.start(stop=count * self.every), STOPPED)
 
-    def evaluation(self, *flags: str) -> Job:
+    def evaluation(self, *flags: str, texts: Sequence[str] = ()) -> Job:
         """The command that evaluates the run."""
         task = (f"--run_dir={self.path}", "--task=ppl", "--max_rows=2", "--batch_size=2", *flags)
-        return self._job([([], "evaluate", *task)])
+        return self._job([([], "evaluate", *task)], texts=texts)
 
     def close(self) -> None:
         """Ends processes that are left, when something went wrong."""
