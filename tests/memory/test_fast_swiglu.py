@@ -119,24 +119,6 @@ def test_every_document_learns_alone_by_the_definition(keeps_raw, has_momentum, 
     assert_close(_run(options, start, tokens), one, 1e-9)
 
 
-@pytest.mark.parametrize("size", [1, L - 1, L])
-def test_one_chunk_is_read_and_not_written(size, float64):
-    start, tokens = _start(), _tokens(tokens=size)
-    plain = jax.vmap(jax.vmap(_f, (0, 1), 1), (None, 0))(start, tokens.q)
-    assert_close(_run(_options(), start, tokens), plain)
-    gradients = jax.grad(lambda t: _run(_options(), start, t).sum())(tokens)
-    assert not any(np.asarray(x).any() for x in gradients[1:])
-    assert np.asarray(gradients.q).all()
-
-
-def test_rates_of_zero_leave_the_start_in_place(float64):
-    """Up to the 1e-5 of every normalization."""
-    start, tokens = _start(), _tokens()._replace(rates=jnp.zeros((B, T, N, 3)))
-    whole = _run(_options(), start, tokens, chunk_size=T)
-    assert_close(_run(_options(), start, tokens), whole, 1e-3)
-    assert_close(_run(_options(orthogonalizes=True), start, tokens), whole, 1e-3)
-
-
 def test_lengths_have_a_gradient_of_zero_at_zero(float64):
     (x,) = draw(0, (3, 4))
     x = x.at[1].set(0)
