@@ -10,26 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGTERM
-from typing import NamedTuple
 
-from tests.soak.run import STOPPED, Broken, Job, Run
+from tests.soak.run import STOPPED, Broken, Fault, Inject, Job, Run
 from ttcd_jax.run.directory import METRICS
 from ttcd_jax.run.reporting import read_metrics
 
-Inject = Callable[[Run, random.Random], Job]
 Damage = Callable[[Path, random.Random], object]
-
-
-class Fault(NamedTuple):
-    """`inject` returns the processes that were hit, each of which ends with one of `statuses`. The
-    run is one of so many `processes`, has `checkpoints` before, or is new, or keeps `keep`."""
-
-    inject: Inject
-    statuses: tuple[int, ...] = (STOPPED,)
-    checkpoints: int = 0
-    is_new: bool = False
-    keep: int | None = None
-    processes: int = 1
 
 
 class Unavailable(Exception):
