@@ -137,21 +137,24 @@ def test_a_layer_is_its_definition_with_every_gradient(name, float64):
     assert _against_definition(VARIANTS[name], "float64", ids, rng) < BOUND["float64"]
 
 
+DRAWN = ("learned half-lives", "continued", "corrected, with half-lives", "renormalized")
+DRAWN += ("targets, symmetric", "student output, symmetric")
+
+
 def drawn_cases():
-    """The largest errors of variants with drawn sizes and documents, two of three in float64."""
+    """The largest errors of variants with drawn sizes and documents, every second in float32."""
     from tests.inference import test_reading
 
     for method in ("ipttcd", "ipttcd_ideal", "ipttt", "lact", "deltanet", "gated_deltanet", "swa"):
         test_reading.test_any_way_to_read_rows_gives_what_one_pass_gives(method, {})
     errors = []
-    for number, (name, settings) in enumerate(list(VARIANTS.items())[::2]):
-        rng, dtype = np.random.default_rng(number), ("float64", "float32", "float64")[number % 3]
+    for number, name in enumerate(DRAWN):
+        rng, dtype = np.random.default_rng(number), ("float64", "float32")[number % 2]
         length, sizes = int(rng.integers(1, 15)), {"chunk_size": int(rng.choice([1, 2, 3, 5]))}
-        if name != "ideal":
-            sizes |= {x: int(rng.integers(1, 5)) for x in ("num_taps", "block_chunks")}
+        sizes |= {x: int(rng.integers(1, 5)) for x in ("num_taps", "block_chunks")}
         cuts = np.sort(rng.integers(1, length + 1, rng.integers(3)))
         ids = np.searchsorted(cuts, np.arange(length), side="right").astype(np.int32)
-        error = _against_definition(settings.replace(**sizes), dtype, ids, rng)
+        error = _against_definition(VARIANTS[name].replace(**sizes), dtype, ids, rng)
         errors.append((name, dtype, sizes, ids.tolist(), error))
     return errors
 

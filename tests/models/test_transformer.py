@@ -190,11 +190,12 @@ def test_a_tied_head_is_the_embedding(float64):
 def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
     precisions = (Precision(compute=compute) for compute in ("bfloat16", "float32"))
     narrow, wide = (_model(precision=precision, has_qk_norm=True) for precision in precisions)
-    ours, theirs = (jax.jit(model)(jnp.asarray(TOKENS)) for model in (narrow, wide))
+    tokens = jnp.asarray(TOKENS)
+    ours, theirs = (jax.jit(model)(tokens) for model in (narrow, wide))
     assert ours.dtype == jnp.bfloat16
     assert_close(ours, theirs, 0.06)
     graph, params = nnx.split(narrow)
-    gradient = jax.grad(lambda params: next_token_loss(nnx.merge(graph, params), TOKENS))
+    gradient = jax.grad(lambda params: next_token_loss(nnx.merge(graph, params), tokens))
     assert dot_operand_types(traced(gradient, params)) == {"bfloat16"}
 
 
