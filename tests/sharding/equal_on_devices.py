@@ -1,12 +1,7 @@
-"""Methods on meshes of eight fake devices: loss, statistics, distances to a teacher and every
-gradient against those without a mesh. A script:
-`python equal_on_devices.py '{"METHOD": ["MESH", ...], ...}'`, a mesh as 1x2x2x2 (data x fsdp x seq
-x tensor); prints the largest relative differences as JSON."""
+"""Methods on meshes of fake devices: loss, statistics, distances to a teacher, every gradient."""
 
 import functools
-import json
 import math
-import sys
 
 import jax
 import numpy as np
@@ -49,6 +44,7 @@ def config(method: str, **changes) -> TransformerConfig:
 
 
 def mesh_of(name: str) -> jax.sharding.Mesh:
+    """Of "1x2x2x2": data x fsdp x seq x tensor."""
     sizes = [int(size) for size in name.split("x")]
     devices = jax.devices()[: math.prod(sizes)]
     return build_mesh(MeshConfig(**dict(zip(AXES, sizes, strict=True))), devices)
@@ -101,15 +97,3 @@ def results(model_config, mesh=None):
 
 def worst_distance(found, expected) -> float:
     return max(map(distance, jax.tree.leaves(found), jax.tree.leaves(expected)))
-
-
-def differences(method: str, meshes: list[str]) -> dict[str, float]:
-    expected = results(config(method))
-    found = {name: results(config(method), mesh_of(name)) for name in meshes}
-    return {name: worst_distance(result, expected) for name, result in found.items()}
-
-
-if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
-    cases = json.loads(sys.argv[1])
-    print(json.dumps({method: differences(method, meshes) for method, meshes in cases.items()}))

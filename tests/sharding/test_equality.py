@@ -2,12 +2,10 @@
 device."""
 
 import itertools
-import json
-from pathlib import Path
 
 import jax
 import pytest
-from devices import elsewhere, run_on_devices
+from devices import elsewhere
 
 from ttcd_jax.methods import METHODS
 from ttcd_jax.sharding.batch import Placement, replicated
@@ -29,14 +27,25 @@ MESHES = {"ipttcd": ["1x8x1x1", "1x1x8x1", EVERYWHERE]}
 TOLERANCE = 1e-6
 
 
+def differences(meshes):
+    """By method and mesh the largest relative difference from one device."""
+    from tests.sharding.equal_on_devices import config, mesh_of, results, worst_distance
+
+    found = {}
+    for method, names in meshes.items():
+        expected = results(config(method))
+        ours = {name: results(config(method), mesh_of(name)) for name in names}
+        found[method] = {name: worst_distance(x, expected) for name, x in ours.items()}
+    return found
+
+
 @pytest.mark.parametrize(
     "methods", list(itertools.batched([*METHODS, "corrected", "hebbian"], 4)), ids="-".join
 )
 def test_a_mesh_changes_neither_loss_nor_gradients(methods):
     """Several methods to a process, which takes long to start."""
     meshes = {method: MESHES.get(method, [EVERYWHERE]) for method in methods}
-    script = Path(__file__).with_name("equal_on_devices.py")
-    found = run_on_devices(script, json.dumps(meshes))
+    found = elsewhere(differences, meshes, is_wide=True)
     assert {method: list(worst) for method, worst in found.items()} == meshes
     for method, worst in found.items():
         assert {mesh: value for mesh, value in worst.items() if not value < TOLERANCE} == {}, method
