@@ -363,7 +363,7 @@ def _optimizer_config(golden: Golden, axes: dict[str, Axes], dtype: str) -> Opti
         differing = sorted(ours ^ set(golden.info["muon_params"]))
         raise DataError(f"Muon is given other tensors than the reference's: {', '.join(differing)}")
     own = {"momentum": source["momentum"], "is_nesterov": source["nesterov"]}
-    muon = MuonSettings(**own, orthogonalization=dtype)
+    muon = MuonSettings.from_dict(own | {"orthogonalization": dtype})
     return OptimizerConfig(kind="muon", settings=muon, **fields)
 
 
