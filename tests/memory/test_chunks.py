@@ -8,7 +8,6 @@ import pytest
 from checks import assert_close, draw
 
 from ttcd_jax.memory.chunks import memory_mask
-from ttcd_jax.memory.delta import chunk_delta
 from ttcd_jax.memory.distillation import Distillation, distances, summary
 from ttcd_jax.memory.newton_schulz import newton_schulz
 
@@ -40,14 +39,6 @@ def test_newton_schulz_of_nothing_is_nothing_with_a_finite_gradient():
     assert np.isfinite(value)
     assert np.isfinite(gradient).all()
     assert not np.asarray(newton_schulz(matrix)[0]).any()
-
-
-def test_delta_of_narrow_operands_is_summed_in_the_state_dtype():
-    errors, keys = draw(0, (1, 2, 64, 4), (1, 2, 64, 4), dtype=jnp.bfloat16)
-    options = {"orthogonalizes": False, "dtype": jnp.float32}
-    delta = chunk_delta(errors, keys, **options)
-    assert delta.dtype == jnp.float32
-    assert_close(delta, chunk_delta(*(x.astype(jnp.float32) for x in (errors, keys)), **options))
 
 
 def test_a_summary_is_over_the_counted_tokens():

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import assert_narrow, randomize
+from checks import randomize
 from small_models import FLOAT64, SETTINGS, small_attention
 
 from ttcd_jax import DualWindowConfig, MLPConfig, Precision, TransformerConfig
@@ -127,9 +127,3 @@ def test_blocks_share_a_signature_and_statistics_say_whether_there_is_a_memory()
         y, stats = jax.eval_shape(block.forward, h, row)
         assert y.shape == h.shape
         assert (stats is None) == (config is _plain)
-
-
-def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
-    assert_narrow(
-        lambda p: randomize(Block, _fast(p)), lambda m, h: m(h), (2, 13, WIDTH), bound=0.1
-    )

@@ -1,7 +1,6 @@
 """Properties that every method of the registry has, and one from outside the package."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -87,17 +86,6 @@ def test_documents_of_a_row_do_not_see_each_other(method):
     for document in (4, 1, 9, 2):
         changed = jnp.where((ids == document)[..., None], -h, h)
         assert_same(run(changed, ids, positions)[ids != document], y[ids != document])
-
-
-def test_documents_on_the_chunk_grid_equal_rows_of_their_own(method):
-    run, h = _runner(config_of(method)), _hidden(1, T)
-    edges = (0, 2 * CHUNK, T)
-    sizes = np.diff(edges)
-    # Rotary angles are float32: only equal positions give equal ones.
-    positions = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])[None]
-    y = run(h, jnp.asarray(np.repeat([[5, 3]], sizes, axis=1)), jnp.asarray(positions))
-    alone = [run(h[:, a:b]) for a, b in itertools.pairwise(edges)]
-    assert_close(y, jnp.concatenate(alone, axis=1))
 
 
 @pytest.mark.parametrize("method", WITH_RATE)

@@ -12,9 +12,7 @@ from small_models import config_of, run_config
 
 from ttcd_jax import BatchesConfig, OptimizerConfig, Precision, RunConfig, Transformer, train_run
 from ttcd_jax.memory.distillation import summary
-from ttcd_jax.run import build
 from ttcd_jax.run.config import upgraded
-from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.sharding.mesh import MeshConfig
 from ttcd_jax.train import metrics as step_metrics
@@ -75,17 +73,6 @@ def test_a_resumed_run_goes_on_with_or_without_them(tmp_path):
     records = read_metrics(tmp_path / "metrics.jsonl")
     found = [(record["step"], "distillation/layer_1/gap" in record) for record in records]
     assert found == [(2, False), (3, False), (4, True), (5, True)]
-
-
-def test_the_program_of_a_step_does_not_know_of_them():
-    mesh = run_mesh(CONFIG)
-
-    def text(config):
-        with jax.set_mesh(mesh):
-            shapes = build.abstract_state(config, mesh), build.abstract_batch(config, mesh)
-            return build.build_step(config, mesh).lower(*shapes).as_text()
-
-    assert text(CONFIG) == text(CONFIG.replace(metrics=WITH_GAP))
 
 
 def test_parts_give_the_measures_of_the_whole_batch_without_its_padding(float64):

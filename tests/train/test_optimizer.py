@@ -48,16 +48,6 @@ def test_global_norm_of_bfloat16_is_summed_wide():
     np.testing.assert_allclose(norm, np.sqrt(1001), rtol=1e-6)
 
 
-# A tensor of every kind.
-AXES = {
-    "embedding": ("vocab", "embed"),
-    "norm": ("embed",),
-    "query": ("embed", "heads"),
-    "down": ("mlp", "embed"),
-    "conv": ("taps", "mlp"),
-}
-
-
 def _config(**changes) -> OptimizerConfig:
     own = {x: changes.pop(x) for x in MuonSettings.__dataclass_fields__ if x in changes}
     return OptimizerConfig(kind="muon", settings=MuonSettings(**own), clip_norm=None, **changes)
@@ -114,14 +104,6 @@ def test_first_steps_of_the_momentum(is_nesterov, orthogonalization):
     expected = orthogonalized(u, axes["w"], jnp.dtype(orthogonalization))
     assert updates["w"].dtype == jnp.float32
     assert_close(updates["w"], -expected)
-
-
-def test_no_gradient_only_decays():
-    params = dict(zip(AXES, draw(4, *[(6,) * len(names) for names in AXES.values()]), strict=True))
-    optimizer = build_optimizer(_config(weight_decay=0.5), lambda _: 0.1, AXES)
-    zero = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = jax.jit(optimizer.update)(zero, optimizer.init(params), params)
-    assert_close(updates, jax.tree.map(lambda p: -0.05 * p, params))
 
 
 def test_state_of_a_model_holds_one_buffer_per_matrix_and_two_moments_for_the_rest():
