@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 from checks import randomize
-from small_models import FLOAT64, SETTINGS, small_attention
+from small_models import SETTINGS
 
-from ttcd_jax import DualWindowConfig, MLPConfig, Precision, TransformerConfig
+from ttcd_jax import Precision, TransformerConfig
 from ttcd_jax.config import Config
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.delta_net import DeltaNetConfig
 from ttcd_jax.methods.gated_delta_net import GatedDeltaNetConfig
-from ttcd_jax.methods.ipttcd import IPTTCDBlockConfig, IPTTCDConfig, MemoryConfig
+from ttcd_jax.methods.ipttcd import IPTTCDBlockConfig, MemoryConfig
 from ttcd_jax.methods.lact import LaCTConfig
 from ttcd_jax.models.config import block_configs, switched_off
-from ttcd_jax.nn.block import Block, BlockConfig
+from ttcd_jax.nn.block import Block
 from ttcd_jax.nn.row import Row
 
 
@@ -97,33 +97,10 @@ def test_settings_have_defaults_and_a_method_has_none():
         TransformerConfig(vocab_size=11, dim=8, num_layers=1, num_heads=2, mlp_dim=12)
 
 
-WIDTH = 6
-
-
-def _parts(precision):
-    eps = {"precision": precision, "norm_eps": 1e-3}
-    return small_attention(**eps), MLPConfig(dim=WIDTH, hidden_dim=8, **eps)
-
-
-def _plain(precision):
-    mixer, mlp = _parts(precision)
-    return BlockConfig(mixer=mixer, mlp=mlp)
-
-
-def _fast(precision=FLOAT64, **memory):
-    attention, mlp = _parts(precision)
-    memory = MemoryConfig(**{"chunk_size": 4, "num_taps": 3, "form": "blocked"} | memory)
-    return IPTTCDBlockConfig(
-        mixer=DualWindowConfig(attention=attention, student_window=2),
-        mlp=IPTTCDConfig(mlp=mlp, memory=memory),
-    )
-
-
 def test_blocks_share_a_signature_and_statistics_say_whether_there_is_a_memory():
-    h = jnp.ones((1, 5, WIDTH))
+    h = jnp.ones((1, 5, 8))
     row = Row.of(h, None, jnp.zeros((1, 5), jnp.int32))
-    for config in (_plain, _fast):
-        block = randomize(Block, config(Precision()))
-        y, stats = jax.eval_shape(block.forward, h, row)
+    for config, has_memory in zip(block_configs(_of("ipttcd"))[:2], (True, False), strict=True):
+        y, stats = jax.eval_shape(randomize(Block, config).forward, h, row)
         assert y.shape == h.shape
-        assert (stats is None) == (config is _plain)
+        assert (stats is not None) == has_memory
