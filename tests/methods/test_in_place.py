@@ -137,8 +137,8 @@ def test_a_layer_is_its_definition_with_every_gradient(name, float64):
     assert _against_definition(VARIANTS[name], "float64", ids, rng) < BOUND["float64"]
 
 
-# Settings, dtype and lengths of documents. Under jit at the default level a clamp at 0 lost gradient
-# of the first's decay; the memory of the second became float64 at documents.
+# Settings, dtype and lengths of documents. At the default level a clamp at 0 lost gradient of the
+# first's decay; the memory of the second became float64 at documents.
 FORGETS = {"half_lives": (1.5, 40.0), "decay": "learned", "form": "attention", "chunk_size": 1}
 RAW = {"output": "student", "normalizes_keys": False, "has_token_rate": False, "num_taps": 1}
 COMPILED = {
