@@ -1,11 +1,16 @@
 """Processes with fake devices, kernels in Triton's interpreter, and the names of the kernels that a
-program launches on a GPU."""
+program launches on a GPU. As a program: what a function of a test file returns, pickled."""
 
+import base64
 import contextlib
 import importlib
+import inspect
 import json
 import os
+import pickle
 import re
+import runpy
+import sys
 import types
 import zlib
 from collections.abc import Callable, Iterator
@@ -47,6 +52,20 @@ def printed(script: str, *arguments: str, count: int = 4, **variables: str) -> s
 def run_on_devices(script: Path, *arguments: str) -> Any:
     """The JSON that `script` prints on eight devices."""
     return json.loads(printed(str(script), *arguments, count=8))
+
+
+def elsewhere(
+    function: Callable[..., Any],
+    *arguments: Any,
+    count: int = 8,
+    is_wide: bool = False,
+    **variables: str,
+) -> Any:
+    """What a function of a test file returns, for JSON's arguments, in a process of its own with
+    `count` devices, which has float64 if it `is_wide`."""
+    call = json.dumps([inspect.getfile(function), function.__name__, is_wide, arguments])
+    last = printed(__file__, call, count=count, **variables).splitlines()[-1]
+    return pickle.loads(base64.b64decode(last))
 
 
 def launched_kernels(function: Callable[..., Any], *operands: Any, capability: int) -> list[str]:
@@ -94,3 +113,9 @@ def _launched(operation: Any) -> list[str]:
                 names.append(zlib.decompress(attributes["backend_config"].value_bytes).decode())
             names += _launched(inner)
     return names
+
+
+if __name__ == "__main__":
+    path, name, is_wide, arguments = json.loads(sys.argv[1])
+    jax.config.update("jax_enable_x64", is_wide)
+    print(base64.b64encode(pickle.dumps(runpy.run_path(path)[name](*arguments))).decode())
