@@ -285,7 +285,7 @@ def parse_json(data: bytes, path: Path, kind: type = dict) -> Any:
     try:
         if sum(map(data.count, (b"{", b"[", b","))) > _MOST_VALUES:
             raise ValueError(f"more than {_MOST_VALUES:,} values")
-        hooks = {"parse_constant": _number, "parse_int": _number, "parse_float": _number}
+        hooks: Any = dict.fromkeys(("parse_constant", "parse_int", "parse_float"), _number)
         value = json.loads(decoded(data), object_pairs_hook=_unique, **hooks)
         if _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()

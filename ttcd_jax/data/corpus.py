@@ -172,7 +172,8 @@ def _split_documents(
     config: CorpusConfig, splits: tuple[Split, ...], left_out: LeftOut
 ) -> Iterator[tuple[Split, Document]]:
     if config.path is None:
-        yield from ((_drawn_split(config, x), x) for x in _stdlib_documents())
+        for document in _stdlib_documents():
+            yield _drawn_split(config, document), document
         return
     files = _input_files(config, splits)
     if config.binds("field") and not any(holds_many(path) for _, _, path in files):
@@ -185,7 +186,8 @@ def _split_documents(
         if split is None and path == Path(config.path) and not holds_many(path):
             yield from _parts_of_file(config, documents)
         else:
-            yield from ((split or _drawn_split(config, x), x) for x in documents)
+            for document in documents:
+                yield split or _drawn_split(config, document), document
 
 
 def _stdlib_documents() -> Iterator[Document]:
@@ -232,8 +234,8 @@ def _input_files(
     if not path.is_dir():
         return [(None, path.name, path)]
     if has_splits:
-        parts = {split: _folder_files(path, split, config.glob) for split in splits}
-        return [(split, *file) for split, files in parts.items() for file in files.items()]
+        named = [_folder_files(path, split, config.glob).items() for split in splits]
+        return [(split, *x) for split, files in zip(splits, named, strict=True) for x in files]
     files = list(_folder_files(path, ".", config.glob).items())
     if num_held_out >= len(files):
         raise DataError(f"{path} has {len(files)} files: {num_held_out} cannot be held out")
