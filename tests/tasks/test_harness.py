@@ -426,7 +426,7 @@ def test_the_command_of_the_harness_runs_a_run(folder, four, scorer, monkeypatch
         with pytest.raises(SystemExit, match="2"):
             harness.main()
         printed = capsys.readouterr()
-        assert words in printed.err
+        assert words in f"\n{printed.err}"
         assert printed.out == "a task \\x1b[2J\n"
 
 

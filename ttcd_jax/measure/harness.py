@@ -129,10 +129,11 @@ class ScorerLM(TemplateLM):
         return [-float(x.losses.astype(np.float64).sum()) for x in self._scorer.losses(rows)]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        rows = []
-        for index, request in enumerate(requests):
-            context, settings = request.args
-            rows.append(Request(tokens=self.tok_encode(context), **_generation(settings, index)))
+        asked: list[Any] = [request.args for request in requests]
+        rows = [
+            Request(tokens=self.tok_encode(context), **_generation(settings, index))
+            for index, (context, settings) in enumerate(asked)
+        ]
         return self._scorer.generate(rows)
 
     def _row(self, tokens: list[int]) -> np.ndarray:
