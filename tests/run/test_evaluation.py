@@ -2,6 +2,7 @@
 best; when a run saves by the clock."""
 
 import json
+import math
 import signal
 import time
 
@@ -19,6 +20,7 @@ from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
 from ttcd_jax.run.training import _Signals
+from ttcd_jax.tasks.documents import FinalBlock
 from ttcd_jax.tasks.perplexity import Perplexity
 from ttcd_jax.tasks.recall import Recall
 from ttcd_jax.train.state import TrainState
@@ -124,3 +126,11 @@ def test_processes_agree_on_the_step_to_save_by_the_clock_of_the_first(monkeypat
         assert due == ([5, 10] if index == 0 else [])
         signal.raise_signal(signal.SIGUSR1)
         assert [step for step in range(13, 18) if signals.is_saving(step)] == [15]
+
+
+def test_means_over_documents_are_numbers_in_training():
+    task, losses = FinalBlock, [(4, 0, 2, 1.0), (4, 1, 2, 3.0), (8, 1, 2, 5.0), (16, None, 0, 0.0)]
+    series = {"on": [task.record(*x) for x in losses], "off": [task.record(*losses[0])]}
+    assert isinstance(task.table(series)[0]["on"], str)  # with its interval
+    expected = {"on/4": math.exp(1), "on/8": math.exp(2.5), "off/4": math.exp(0.5)}
+    assert task.numbers(series) == pytest.approx(expected)

@@ -348,6 +348,17 @@ class DocumentTask[Record: DocumentRecord](Task[Selection, Any]):
         return [*rows.values()]
 
     @classmethod
+    def numbers(cls, series: Series[Record]) -> dict[str, float]:
+        """The means without their intervals."""
+        means, _ = means_of(series, operator.attrgetter(cls.key))
+        return {
+            f"{label}/{name}": float(mean)
+            for label, (names, x) in means.items()
+            for name, mean in zip(names, cls.shown(x).mean, strict=True)
+            if not math.isnan(mean)
+        }
+
+    @classmethod
     def x(cls, record: Record) -> float | None:
         """Where a record is along a picture; None: it is left out."""
         return getattr(record, cls.key)

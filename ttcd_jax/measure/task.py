@@ -150,6 +150,16 @@ class Task[Rows, Record: tuple[Any, ...]](Config, abc.ABC):
         ]
 
     @classmethod
+    def numbers(cls, series: Series[Record]) -> dict[str, float]:
+        """The numbers of the table, by VARIANT/BUCKET: the metrics of an evaluation in training."""
+        return {
+            f"{name}/{row[cls.key]}": value
+            for row in cls.table(series)
+            for name, value in row.items()
+            if name != cls.key and isinstance(value, int | float)
+        }
+
+    @classmethod
     def curves(cls, series: Series[Record]) -> dict[str, tuple[list[Any], list[Any]]] | None:
         """(x, y) of every series for a picture of lines; None: bars of the table."""
 
