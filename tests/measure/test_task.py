@@ -5,6 +5,7 @@ import dataclasses
 import json
 from typing import NamedTuple
 
+import damage
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,7 @@ from ttcd_jax.measure.results import evaluate, merged, read_all_results, read_re
 from ttcd_jax.measure.task import RowTask, Subject, find_task, register, row_scores
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
+from ttcd_jax.run.bindings import rebound
 from ttcd_jax.tasks import TASKS
 
 NUM_ROWS = 5
@@ -201,6 +203,34 @@ def test_other_cases_are_not_the_same_measure(toy, result, tmp_path, caplog):
     assert not caplog.text
     other = toy(), _subject(tmp_path, "its"), 7, "halves.mine"
     refused("is of label 'mine', not 'its': choose", evaluate, *other)
+
+
+def test_what_is_measured_is_not_measured_again(toy, tmp_path, monkeypatch, capsys):
+    subject, measure = _subject(tmp_path), toy.measure
+    first, calls = evaluate(toy(), subject, 7), []
+
+    def counted(*arguments):
+        calls.append(1)
+        return measure(*arguments)
+
+    first.write()
+    monkeypatch.setattr(toy, "measure", counted)
+    again = evaluate(toy(batch_size=3), subject, 7)
+    assert (again.series, again.rows, calls) == (first.series, NUM_ROWS, [])
+    assert f"measured before: remove {first.path} to measure it again" in capsys.readouterr().out
+    for task, step in ((toy(), 8), (toy(length=4), 7), (toy(max_rows=2), 7)):
+        calls.clear()
+        evaluate(task, subject, step)
+        assert len(calls) == 2  # with the memory and without
+    damage.flip_bit(first.path / "results.json", 40)
+    evaluate(toy(), subject, 7)
+    assert len(calls) == 4
+
+
+def test_bindings_of_the_task_are_its_options(toy):
+    changed = rebound(toy(length=4), ["Halves.sizes = (4, 8)", "Halves.text = 'a'"])
+    assert changed == toy(length=4, sizes=(4, 8), text="a")
+    refused("Halves has no field 'lenght'; did you", rebound, toy(), ["Halves.lenght = 3"])
 
 
 def test_a_refusal_names_both_results_where_they_lie_now(result, tmp_path):

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import io
 import itertools
+import json
 import math
 import re
 import shutil
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 from absl import logging
+from jax.experimental import multihost_utils
 from ttcd_kernels.table import Row
 
 from ttcd_jax.config import read_fields
@@ -23,6 +25,7 @@ from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.page import Section, published
 from ttcd_jax.measure.task import Series, Subject, Task, find_task
 from ttcd_jax.sharding.distributed import agree
+from ttcd_jax.terminal import say
 
 FILE = "results.json"
 _UNFINISHED = ".unfinished"  # in the folder of results: the journal of answers
@@ -88,7 +91,8 @@ class Results:
 def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None) -> Results:
     """The records of every variant of a model, with their task, run and step. Answers are kept in
     the folder of results (a name in `eval` of the run, or a path; None: `folder_name`) until
-    `Results.write`, so that the same evaluation goes on after an interruption. Raises `UserError`
+    `Results.write`, so that the same evaluation goes on after an interruption; what was measured
+    with the same options, at this step and on these cases is not measured again. Raises `UserError`
     where the results would replace another model's."""
     result = Results(
         task=type(task),
@@ -104,6 +108,10 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
     measured_on = task.measured_on(rows, subject)
     mesh = {"mesh": str(jax.sharding.get_mesh().shape)}
     agree("evaluation", result.options | result.to_dict() | {"measured_on": measured_on} | mesh)
+    is_measured = old is not None and _key(old) == _key(result) and old.measured_on == measured_on
+    if multihost_utils.broadcast_one_to_all(is_measured):
+        say(f"measured before: remove {result.path} to measure it again")
+        return old or result
     if old is not None and differing([old.measured_on, measured_on]):
         text = "%s was measured on other text, or other rows of it: it is replaced"
         logging.warning(text, old.path / FILE)
@@ -121,6 +129,12 @@ def evaluate(task: Task, subject: Subject, step: int, folder: str | None = None)
         chance=task.chance(subject),
         series=series,
     )
+
+
+def _key(results: Results) -> str:
+    """The step and the options, the rows of a batch apart."""
+    options = {name: x for name, x in results.options.items() if name != "batch_size"}
+    return json.dumps([results.step, options], sort_keys=True)
 
 
 def _check_finite(task: Task, series: Series[Any], step: int) -> None:
