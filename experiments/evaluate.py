@@ -20,9 +20,9 @@ weights on and off (eta = 0). Every task is a file in ttcd_jax/tasks with its op
 --batch_size=N for all; docs/evaluation.md describes them.
 
 --param changes settings of the model without parameters, as the window or YaRN, and options of the
-task (--param='Perplexity.seq_len=512' is --seq_len=512). Results go to eval/TASK in the run, those of
-a changed or labelled model to a separate folder next to it; an interrupted evaluation goes on, and
-what was measured is not measured again.
+task (--param='Perplexity.seq_len=512' is --seq_len=512). Results go to eval/TASK in the run, those
+of a changed or labelled model to a separate folder next to it; an interrupted evaluation goes on,
+and what was measured is not measured again.
 All devices are used; of several processes the first prints and writes.
 """
 
