@@ -1,10 +1,11 @@
-"""Every task of the registry, in a small form, on the quickstart's models; the page of them all."""
+"""Every task of the registry, in a small form, on the quickstart's models, in small; the page of
+them all."""
 
 import html
 import json
 
 import commands
-from tiny_run import params
+import tiny_run
 
 from experiments.cli import parse_options
 from ttcd_jax.measure.results import evaluate
@@ -28,7 +29,7 @@ SMALL = {
     "babilong": ("--lengths=0k,1k", "--samples=1"),
     "harness": ("--tasks=hellaswag", "--data=HERE"),
     "recall": ("--max_rows=8",),
-    "needle": ("--batch_size=2",),
+    "needle": ("--batch_size=2", "--distances=16,64"),
 }
 
 
@@ -36,8 +37,8 @@ def test_every_task_runs_from_its_options_to_the_page(tmp_path):
     """Scores and texts by the command itself, the others in this process, which is faster."""
     subjects = {}
     for gin in ("quickstart", "recall"):
-        run_dir = tmp_path / gin
-        commands.output("launch", f"--gin={gin}.gin", *params("STEPS=2"), f"--run_dir={run_dir}")
+        run_dir, flags = tmp_path / gin, tiny_run.flags(f"{gin}.gin", "STEPS=2")
+        commands.output("launch", *flags, f"--run_dir={run_dir}")
         run, data = load_run(run_dir), RunDirectory(run_dir).read_part("data")
         subjects[gin] = Subject(run.model, run.tokenizer, data, run_dir)
     (tmp_path / "hellaswag.jsonl").write_text(json.dumps(QUESTION) + "\n")

@@ -10,7 +10,7 @@ import pytest
 from checks import assert_close, draw, randomize, refused
 from small_models import byte_model, config_of
 
-from experiments.studies.mad.models import mad_config
+from experiments.studies.mad.sweep import mad_config
 from experiments.studies.mad.tasks import BASELINES
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer

@@ -83,8 +83,7 @@ def placed(batch: dict[str, np.ndarray]) -> dict[str, Any]:
 class Scorer:
     """`model`, on the mesh in use, with at most `batch_size` rows at once. `name` is that of its
     progress, "" for none. Answers in `journal` are not computed again; the same requests give the
-    same batches, so an evaluation that goes on gives the same bits. `piece_size` is that of
-    `inference.prefill`, for all that is streamed.
+    same batches, so an evaluation that goes on gives the same bits.
 
     `tokenizer` is needed to generate. Raises `UserError` and `DataError` for tokens outside the
     vocabulary, and for a batch size that does not divide among the devices.
@@ -98,11 +97,9 @@ class Scorer:
         batch_size: int = 16,
         name: str = "",
         journal: Journal | None = None,
-        piece_size: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self._name, self._journal = name, journal
-        self._size: Any = {"piece_size": piece_size}
 
     @functools.cached_property
     def inference(self) -> InferenceModel:
@@ -164,7 +161,7 @@ class Scorer:
             lengths = _filled([len(context) - 1 for context in contexts], num_rows)
             most = max(len(rows[i]) for group in chosen for i in group)
             state, tokens = self._state(num_rows, most), _padded(contexts, num_rows, most)
-            for _, _, after in stream(self.inference, state, tokens, lengths, **self._size):
+            for _, _, after in stream(self.inference, state, tokens, lengths):
                 state = after
             ends = [(g, i, rows[i][lengths[g] :]) for g, group in enumerate(chosen) for i in group]
             ends.sort(key=lambda end: -len(end[2]))
@@ -205,7 +202,7 @@ class Scorer:
             chosen = [requests[i] for i in index] + [padding] * (num_rows - len(index))
             state = self._state(num_rows, max(sizes[i] for i in index))
             texts = [""] * num_rows
-            for event in Generation(self.inference, tokenizer, chosen, state=state, **self._size):
+            for event in Generation(self.inference, tokenizer, chosen, state=state):
                 texts[event.row] += event.text
             coded = (json.dumps(text).encode() for text in texts[: len(index)])
             return [(np.frombuffer(text, np.uint8),) for text in coded]
@@ -236,7 +233,7 @@ class Scorer:
             num_rows *= 2
         num_rows, journal, key, found = min(num_rows, self.batch_size), self._journal, "", {}
         if journal is not None:
-            parts = [kind, plan, longest, self._size], self.model.config.to_dict(), self.checksum
+            parts = [kind, plan, longest], self.model.config.to_dict(), self.checksum
             key = journal.key(*parts, content=(array.tobytes() for array in content))
             found = journal.read(key)
         work = {
@@ -292,7 +289,7 @@ class Scorer:
             for field, values in zip(scores, jax.device_get(part), strict=True):
                 field[row, start[row] + offset] = values[row, offset]
 
-        pieces = stream(self.inference, state, tokens[:, :-1], lengths, **self._size)
+        pieces = stream(self.inference, state, tokens[:, :-1], lengths)
         for counts, hidden, _ in pieces:
             index = np.minimum(done[:, None] + np.arange(hidden.shape[1]), targets.shape[1] - 1)
             part = _piece_scores(self.inference, hidden, np.take_along_axis(targets, index, axis=1))
