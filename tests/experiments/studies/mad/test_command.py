@@ -30,16 +30,11 @@ def command(run_dir, *params):
     return commands.run("mad", "--gin=mad/cpu.gin", f"--run_dir={run_dir}", *flags)
 
 
-def test_the_full_sweep_is_data():
+def test_the_full_sweep_is_data_and_a_file_names_its_command_and_its_hardware():
     whole = config("mad/default.gin", "MADSweepConfig.settings='all'")
-    assert len(jobs(whole)) == 66 * 7
-    assert len(hyper(whole).rate) == 6
+    assert (len(jobs(whole)), len(hyper(whole).rate)) == (66 * 7, 6)
     assert (whole.recipe.epochs, whole.recipe.schedule) == (200, "cosine")
-    assert whole.precision.compute == "bfloat16"
-    assert jobs(whole)[0].steps == 20_000
-
-
-def test_a_file_names_its_command_and_its_hardware():
+    assert (whole.precision.compute, jobs(whole)[0].steps) == ("bfloat16", 20_000)
     for name, num_tasks in (("default", 6), ("cpu", 2), ("cpu_long", 2), ("cpu_short", 2)):
         gin = f"mad/{name}.gin"
         header = (CONFIG_DIR / gin).read_text()

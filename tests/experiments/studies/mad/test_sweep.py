@@ -38,12 +38,11 @@ def tiny(method="ipttcd"):
     return mad_config(method, TASK, window=4, dim=16, mlp_dim=24)
 
 
-def num_params(model_class, config):
-    model = nnx.eval_shape(lambda: model_class(config, rngs=nnx.Rngs(0)))
-    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-
-
 def test_the_published_sizes():
+    def num_params(model_class, config):
+        model = nnx.eval_shape(lambda: model_class(config, rngs=nnx.Rngs(0)))
+        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
     D, F, V = 128, 256, 16
     swa = mad_config("swa", TASK)
     block = 4 * D * D + 3 * D * F + 2 * D
@@ -61,14 +60,9 @@ def test_the_published_sizes():
     assert mad_config("swa", TASK, corrects_errors=True) == swa
 
 
-def test_the_table_of_positions():
-    table = np.asarray(sinusoids(5, 8))
-    assert table.shape == (5, 8)
-    assert_close(table[3, :4], np.sin(3 * 10_000.0 ** -(np.arange(4) / 3)), 1e-5)
-    assert_close(table[3, 4:], np.cos(3 * 10_000.0 ** -(np.arange(4) / 3)), 1e-5)
-
-
 def test_an_autoencoder_reads_the_last_state_alone_and_every_parameter_learns():
+    angles = 3 * 10_000.0 ** -(np.arange(4) / 3)
+    assert_close(sinusoids(5, 8)[3], np.concatenate([np.sin(angles), np.cos(angles)]), 1e-5)
     model = randomize(Autoencoder, tiny(), std=0.3)
     (h,) = draw(0, (2, 11, 16))
     assert_same(model.normed(h), model.normed(jnp.zeros_like(h).at[:, -1].set(h[:, -1])))
