@@ -10,6 +10,7 @@ directory; other tasks, settings or methods may be added to this one. experiment
 scores of several directories together.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -25,6 +26,8 @@ flags.DEFINE_bool("dry_run", False, "Print the jobs; train and write nothing.")
 
 
 def main(argv: list[str]) -> None:
+    import jax
+
     from experiments.studies.mad import sweep
     from experiments.studies.mad.records import gather, sweep_section, tables
     from ttcd_jax.files import write_whole
@@ -35,7 +38,7 @@ def main(argv: list[str]) -> None:
     if FLAGS.dry_run:
         print(sweep.plan(config))
         return
-    cli.use_every_core()
+    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))  # a device each
     run_dir = RunDirectory(FLAGS.run_dir or Path("runs") / f"mad-{Path(FLAGS.gin).stem}")
     run_dir.check_free()
     with run_dir.lock(waits=True):

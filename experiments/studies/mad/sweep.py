@@ -475,6 +475,8 @@ def _run(group: Hyper, evaluations: Sequence[Any], index: int) -> Run:
             accuracy = measures["macro_accuracy"]
             curve.append(Point(epoch=epoch, macro_accuracy=accuracy, **losses))
     finite = {name: x for name, x in measures.items() if np.isfinite(x).all()}
-    is_good, own = failed_at < 0, {name: x[index].item() for name, x in group._asdict().items()}
-    end = {"failed_at": None if is_good else failed_at}
-    return Run(**own, **end, metrics=Measures(**finite) if is_good else None, curve=tuple(curve))
+    rate, decay, seed = (x[index].item() for x in group)
+    own: Any = {"rate": rate, "weight_decay": decay, "seed": seed, "curve": tuple(curve)}
+    if failed_at < 0:
+        return Run(**own, failed_at=None, metrics=Measures(**finite))
+    return Run(**own, failed_at=failed_at, metrics=None)
