@@ -27,7 +27,7 @@ from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.tasks.ruler import NIAH, TASKS, make_samples
 from ttcd_jax.tasks.ruler.prompts import Cell, Pairs, Prompt, Sources, read_essay
-from ttcd_jax.tasks.ruler.samples import read_samples, score
+from ttcd_jax.tasks.ruler.task import score
 from ttcd_jax.tasks.ruler.task import Answered, Ruler
 
 DATA = Path(__file__).parent / "data/ruler"

@@ -24,8 +24,7 @@ from ttcd_jax.measure.journal import Journal
 from ttcd_jax.measure.task import Subject
 from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.precision import Precision
-from ttcd_jax.tasks.ruler.samples import Sample
-from ttcd_jax.tasks.ruler.task import Case
+from ttcd_jax.tasks.ruler.task import Case, Sample
 from ttcd_jax.train.state import with_params
 
 CONFIG = config_of("ipttcd", window=6, student_window=3, precision=Precision())
