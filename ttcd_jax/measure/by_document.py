@@ -265,7 +265,6 @@ class DocumentTask[Record: tuple[Any, ...]](Task[Selection, Record]):
     # number of the `tokens`, and the sum `nll` of their losses in nats.
     value = "nats per token"  # or perplexity
     is_lower_better = True
-    sentence: ClassVar[str]  # that says what the picture shows
     shaping: ClassVar[tuple[str, ...]] = ()  # options that define buckets
 
     text: str | None = None

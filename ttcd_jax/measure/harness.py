@@ -12,9 +12,9 @@ import os
 import random
 import string
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -265,7 +265,6 @@ def load_tasks(
 
 
 type _Row = dict[str, Any]
-type _Splits = dict[str, list[_Row]]
 
 
 def _localize(index: dict[str, Any], name: str, folder: Path, splits: Any) -> None:
@@ -328,43 +327,13 @@ def measure(items: Items, scorer: Scorer) -> Any:
         raise DataError(f"a row does not fit the prompt of its task ({error})") from error
 
 
-class _Source(NamedTuple):
-    """The files of a data set: `<stem>.jsonl` for its `scored` split, `<stem>_<split>.jsonl`
-    for any. `read` makes of a line (row as on the hub, choices, answer)."""
-
-    stem: str
-    scored: str
-    read: Callable[[_Row], tuple[_Row, list[Any], Any]]
-
-
-def _hellaswag(row: _Row) -> tuple[_Row, list[Any], Any]:
-    names, label = ("activity_label", "ctx_a", "ctx_b", "endings"), int(row["label"])
-    return {name: row[name] for name in names} | {"label": label}, row["endings"], label
-
-
-def _arc(row: _Row) -> tuple[_Row, list[Any], Any]:
-    """As on the hub, or with a list of `choices` and the index `gold`."""
-    if isinstance(choices := row["choices"], dict):
-        answer = choices["label"].index(row["answerKey"])
-    else:
-        labels = [*string.ascii_uppercase[: len(choices)]]
-        choices, answer = {"text": choices, "label": labels}, row["gold"]
-    key = {"question": row["question"], "answerKey": choices["label"][answer]}
-    return key | {"choices": choices}, choices["text"], answer
-
-
-def _mmlu(row: _Row) -> tuple[_Row, list[Any], Any]:
-    if len(row["choices"]) != 4:
-        raise ValueError("there are not four choices")
-    names = ("subject", "question", "choices", "answer")
-    return {name: row[name] for name in names}, row["choices"], row["answer"]
-
-
+# By (dataset_path, dataset_name): the files of a data set are `<stem>.jsonl` for the split that is
+# scored, `<stem>_<split>.jsonl` for any.
 _SOURCES = {
-    ("Rowan/hellaswag", None): _Source("hellaswag", "validation", _hellaswag),
-    ("allenai/ai2_arc", "ARC-Easy"): _Source("arc_easy", "test", _arc),
-    ("allenai/ai2_arc", "ARC-Challenge"): _Source("arc_challenge", "test", _arc),
-    ("cais/mmlu", None): _Source("mmlu", "test", _mmlu),
+    ("Rowan/hellaswag", None): ("hellaswag", "validation"),
+    ("allenai/ai2_arc", "ARC-Easy"): ("arc_easy", "test"),
+    ("allenai/ai2_arc", "ARC-Challenge"): ("arc_challenge", "test"),
+    ("cais/mmlu", None): ("mmlu", "test"),
 }
 
 
@@ -374,38 +343,58 @@ def _local_fields(config: _Row, folder: Path, splits: Any) -> _Row:
     set."""
     path, name = config.get("dataset_path"), config.get("dataset_name")
     source = _SOURCES.get((path, name)) or _SOURCES.get((path, None))
-    if source is None or not (local := splits(folder, source)):
+    if source is None or not (local := splits(folder, *source)):
         return {}
     chosen = {x: [row for row in y if row.get("subject", name) == name] for x, y in local.items()}
     found = {split: datasets.Dataset.from_list(rows) for split, rows in chosen.items() if rows}
-    if source.scored not in found:
+    if source[1] not in found:
         raise UserError(f"--data={folder} has no row of {config['task']} to score")
     uses = ("training_split", "validation_split", "fewshot_split")
     unused = {use: None for use in uses if config.get(use) not in found}
     return {"custom_dataset": lambda **_: found} | unused
 
 
-def _splits(folder: Path, source: _Source) -> _Splits:
+def _splits(folder: Path, stem: str, scored: str) -> dict[str, list[_Row]]:
     """The rows of a data set by split, from the files of `folder`."""
     names = ("train", "validation", "dev", "test")
-    paths = {x: folder / f"{source.stem}_{x}.jsonl" for x in names}
-    if (plain := folder / f"{source.stem}.jsonl").exists():
-        paths[source.scored] = plain
-    return {x: [*_rows(path, source)] for x, path in paths.items() if path.exists()}
+    paths = {x: folder / f"{stem}_{x}.jsonl" for x in names}
+    if (plain := folder / f"{stem}.jsonl").exists():
+        paths[scored] = plain
+    return {x: [*_rows(path, stem)] for x, path in paths.items() if path.exists()}
 
 
-def _rows(path: Path, source: _Source) -> Iterator[_Row]:
+def _rows(path: Path, stem: str) -> Iterator[_Row]:
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), b""), start=1):
             where = f"{path}, line {number}"
             values = parse_json(line, Path(where))
             try:
-                row, choices, answer = source.read(values)
+                row, choices, answer = _as_on_the_hub(stem, values)
                 texts = [*choices, *(row[name] for name in _TEXTS if name in row)]
                 if not all(isinstance(x, str) for x in texts) or not all(map(str.strip, choices)):
                     raise ValueError("a text is missing or no string")
                 if type(answer) is not int or not 0 <= answer < len(choices):
                     raise ValueError(f"the answer {answer!r} is none of {len(choices)} choices")
             except (LookupError, TypeError, ValueError) as error:
-                raise DataError(f"{where} is no row of {source.stem}: {error!r}") from error
+                raise DataError(f"{where} is no row of {stem}: {error!r}") from error
             yield row
+
+
+def _as_on_the_hub(stem: str, row: _Row) -> tuple[_Row, list[Any], Any]:
+    """(row, choices, answer) of a line. ARC's may have a list of `choices` and the index `gold`."""
+    if stem == "hellaswag":
+        label, names = int(row["label"]), ("activity_label", "ctx_a", "ctx_b", "endings")
+        return {name: row[name] for name in names} | {"label": label}, row["endings"], label
+    choices = row["choices"]
+    if stem == "mmlu":
+        if len(choices) != 4:
+            raise ValueError("there are not four choices")
+        names = ("subject", "question", "choices", "answer")
+        return {name: row[name] for name in names}, choices, row["answer"]
+    if isinstance(choices, dict):
+        answer = choices["label"].index(row["answerKey"])
+    else:
+        labels = [*string.ascii_uppercase[: len(choices)]]
+        choices, answer = {"text": choices, "label": labels}, row["gold"]
+    key = {"question": row["question"], "answerKey": choices["label"][answer]}
+    return key | {"choices": choices}, choices["text"], answer

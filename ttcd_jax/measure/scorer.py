@@ -272,7 +272,7 @@ class Scorer:
 
     def _read(self, state: InferenceState, rows: Sequence[np.ndarray]) -> list[Answer]:
         """The scores [T] of rows [T + 1] after `state`, which is donated; some T is not 0."""
-        lengths = _filled([len(row) - 1 for row in rows], len(state.position))
+        lengths = _filled([max(len(row) - 1, 0) for row in rows], len(state.position))
         tokens = _padded(rows, len(lengths), int(lengths.max()) + 1)
         found: list[list[Answer]] = [[] for _ in rows]
         waiting, done = [], np.ones_like(lengths)

@@ -277,7 +277,8 @@ def _needles_prompt(cell: Cell, needles: Needles, sources: Sources, size: int) -
         if needles.haystack == "needle":
             kinds = needles.keys, needles.values
             hay = [_line(needles, *(_drawn(cell, kind) for kind in kinds)) for _ in range(size)]
-        hay.insert(*cell.random.sample(range(size), 1), lines[0])
+        (place,) = cell.random.sample(range(size), 1)
+        hay.insert(place, lines[0])
         context = "\n".join(hay)
     chosen = cell.random.sample(range(needles.num_keys), needles.num_queries)
     *first, last = [keys[i] for i in chosen]
@@ -358,7 +359,8 @@ def _after_example(cell: Cell, example: str, size: int) -> Prompt | None:
     if (prompt := _chain_prompt(cell, size)) is None:
         return None
     for name in example.split()[-_NUM_VARIABLES:]:
-        example = example.replace(name, *cell.names(string.ascii_uppercase, len(name), 1))
+        (other,) = cell.names(string.ascii_uppercase, len(name), 1)
+        example = example.replace(name, other)
     example = example.replace(_EXAMPLE_VALUE, cell.value())
     return Prompt(f"{example}\n{prompt.text}", prompt.answers)
 

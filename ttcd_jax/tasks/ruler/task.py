@@ -119,9 +119,9 @@ def make_samples(
     """
     kind, samples = TASKS[task], []
     cell = Cell(task, length, kind.num_new, seed, count)
-    prompts, *limits = kind.draw(cell, sources, num_samples)
-    for index, make in enumerate(prompts):
-        prompt, size = cell.fitted(make, *limits)
+    drawing = kind.draw(cell, sources, num_samples)
+    for index, make in enumerate(drawing.prompts):
+        prompt, size = cell.fitted(make, *drawing[1:])
         start = prompt.text.rfind(kind.prefix)
         text, prefix = prompt.text[:start], prompt.text[start:]
         place, position = index, None
@@ -279,7 +279,11 @@ class Ruler(Task[list[Case], Answered]):
         for label in series:
             at = [parts.get((label, length), []) for length in lengths]
             lines[label] = lengths, [_mean(x, shared) if shared else None for x in at]
-            panels[label] = [[_mean(_single(part, low)) for part in at] for low in _DEPTHS]
+            single = [[x for x in part if x.task in SINGLE] for part in at]
+            panels[label] = [
+                [_mean([x for x in y if low <= (x.depth or 0) < low + 10]) for y in single]
+                for low in _DEPTHS
+            ]
         path, title = folder / "ruler.png", "RULER: mean score by length"
         plot_lines(path, title=title, x_label=cls.x_label, y_label="score (%)", series=lines)
         line = f"Mean score of the tasks given at every length ({len(shared)}), by length."
@@ -318,11 +322,6 @@ def _parts(series: Series[Answered]) -> dict[tuple[str, int], list[Answered]]:
         for record in sorted(records, key=lambda x: x.length):
             parts.setdefault((label, record.length), []).append(record)
     return parts
-
-
-def _single(records: list[Answered], low: int) -> list[Answered]:
-    """Those of single needles at depths from `low` on."""
-    return [x for x in records if x.task in SINGLE and low <= (x.depth or 0) < low + 10]
 
 
 def _mean(records: list[Answered], tasks: Collection[str] = ()) -> float | None:
