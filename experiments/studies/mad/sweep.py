@@ -51,7 +51,6 @@ from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.linear import linear, normal_param, rms_norm
 from ttcd_jax.precision import Precision
 from ttcd_jax.sharding.batch import replicated
-from ttcd_jax.tasks.distillation import key_ranks
 from ttcd_jax.terminal import Progress
 from ttcd_jax.train.optimizer import OptimizerConfig, build_optimizer
 from ttcd_jax.train.state import TrainState, state_of
@@ -277,8 +276,6 @@ def mad_problem(task: MADConfig, config: TransformerConfig) -> Problem:
         metrics = batch_scores(model.logits(hidden), targets)
         if stats is not None:
             metrics |= stats._asdict()
-        if (ranks := key_ranks(model, tokens)) is not None:
-            metrics["key_rank"] = ranks
         if off is not None:
             without = batch_scores(model_with(params, off)(tokens), targets)
             metrics |= {f"{name}_off": value for name, value in without.items()}
