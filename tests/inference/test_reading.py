@@ -268,7 +268,7 @@ def test_a_mesh_changes_neither_logits_nor_states():
     assert found.keys() == {*methods}
     for method, result in found.items():
         assert result["worst"] < 1e-10, method
-    # Rows on four groups of devices, key heads and delta_w (0.79 of the state) on two of each group.
+    # Rows on four groups of devices, key heads and delta_w (0.79 of it) on two of each group.
     assert found["ipttcd"]["share"] < 0.16
 
 
