@@ -17,8 +17,9 @@ from checks import assert_close, randomize, refused
 from devices import printed
 from flax import nnx
 from jax.sharding import AxisType
-from small_models import CHUNK, config_of
+from small_models import CHUNK, RECALL, config_of
 
+from ttcd_jax.data.synthetic.recall import needles
 from ttcd_jax.errors import DataError
 from ttcd_jax.inference.decode import decode, head_logits
 from ttcd_jax.inference.model import inference_model
@@ -31,6 +32,7 @@ from ttcd_jax.models.transformer import Transformer
 from ttcd_jax.nn.block import Views
 from ttcd_jax.nn.row import Row
 from ttcd_jax.sharding.mesh import AXES
+from ttcd_jax.tasks.recall import read_back
 from ttcd_jax.train.state import with_params
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -260,6 +262,23 @@ def test_a_second_prompt_finds_the_memory_empty_and_counts_its_own_chunks(one_la
     rest = np.stack([np.roll(row, -n) for row, n in zip(TOKENS, start, strict=True)])
     logits, _ = prefill(model, state, rest, ends - start, memory="published")
     assert_close(np.asarray(logits), _behind(want, ends))
+
+
+def test_needles_are_read_back_as_one_pass_answers_them():
+    # The third pair stays in the open chunk of the prompt: decoding has to write it.
+    rows = needles(RECALL, seed=1, num_rows=8, num_needles=3, num_tokens=20)
+    model = randomize(Transformer, config_of("ipttcd"))
+    read = [np.repeat(x[:, None], 3, axis=1) for x in (rows.pairs, rows.haystack)]
+    whole = np.concatenate([*read, rows.keys[..., None]], axis=2)
+    logits = jax.jit(lambda x: model(x)[:, -1])(jnp.asarray(whole.reshape(24, -1)))
+    rows = rows._replace(values=np.asarray(logits.argmax(-1)).reshape(8, 3))
+    model = inference_model(model)
+    for by in ("decode", "prefill"):
+        near, far = read_back(model, rows, [20, 10], by=by)
+        assert (far.distance, far.queries, far.accuracy) == ("20", 24, 1.0)
+        assert (near.distance, near.accuracy < 1) == ("10", True)
+    (published,) = read_back(model, rows, [20], "published")
+    assert published.accuracy < 1
 
 
 def test_a_mesh_changes_neither_logits_nor_states():

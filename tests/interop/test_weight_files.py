@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checks import refused
+from checks import bits, refused
 from damage import damaged, fuzz
 
 from ttcd_jax.errors import DataError
@@ -18,25 +18,15 @@ from ttcd_jax.interop.weight_files import INDEX, SINGLE, open_weights, write_saf
 BFLOAT16 = ml_dtypes.bfloat16
 
 
-def _tensors() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    wide = rng.standard_normal((3, 4)).astype(np.float32)
-    return {
-        "model.a.weight": wide,
-        "model.a.transposed": wide.T,
-        "model.b": wide[0].astype(np.float16),
-        "model.c": wide.astype(BFLOAT16),
-        "model.conv": wide[:, None],
-        "model.scalar": np.float32(3.5).reshape(()),
-    }
-
-
-def _assert_equal(weights, tensors):
-    assert list(weights) == sorted(tensors)
-    for name, expected in tensors.items():
-        assert weights[name].dtype == expected.dtype == weights.stored[name].dtype
-        assert weights[name].shape == expected.shape == weights.stored[name].shape
-        assert weights[name].tobytes() == np.ascontiguousarray(expected).tobytes()
+WIDE = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+TENSORS = {
+    "model.a.transposed": WIDE.T,
+    "model.a.weight": WIDE,
+    "model.b": WIDE[0].astype(np.float16),
+    "model.c": WIDE.astype(BFLOAT16),
+    "model.conv": WIDE[:, None],
+    "model.scalar": np.float32(3.5).reshape(()),
+}
 
 
 def _file(header: Any, data: bytes = bytes(8)) -> bytes:
@@ -56,11 +46,15 @@ def _refused(path: Path, words: str = "") -> None:
 
 @pytest.mark.parametrize("max_bytes", [10**9, 60, 1])
 def test_what_is_written_is_read_again_bit_for_bit(tmp_path, max_bytes):
-    files = write_safetensors(tmp_path, _tensors(), max_bytes)
+    files = write_safetensors(tmp_path, TENSORS, max_bytes)
     assert sorted(tmp_path.iterdir()) == sorted(files)
     assert len(files) == {10**9: 1, 60: 5, 1: 7}[max_bytes]
-    _assert_equal(open_weights(tmp_path), _tensors())
-    assert set(open_weights(tmp_path).files) == {f for f in files if f.name != INDEX}
+    weights = open_weights(tmp_path)
+    assert list(weights) == list(TENSORS)
+    assert bits(weights) == bits(TENSORS)
+    for name, x in weights.stored.items():
+        assert (x.dtype, x.shape) == (TENSORS[name].dtype, TENSORS[name].shape)
+    assert set(weights.files) == {f for f in files if f.name != INDEX}
 
 
 TWICE = b'{"a": %(x)b, "a": %(x)b}' % {b"x": json.dumps(_entry()).encode()}
@@ -120,7 +114,7 @@ def test_what_is_not_finite_is_refused_by_name(tmp_path, value, dtype):
     ],
 )
 def test_a_malformed_index_is_refused(tmp_path, name, shard, words):
-    write_safetensors(tmp_path, _tensors(), 60)
+    write_safetensors(tmp_path, TENSORS, 60)
     source = json.loads((tmp_path / INDEX).read_text())
     shards = source["weight_map"] | {name: shard}
     source["weight_map"] = {x: file for x, file in shards.items() if file is not None}
@@ -130,7 +124,7 @@ def test_a_malformed_index_is_refused(tmp_path, name, shard, words):
 
 def test_shards_that_leave_the_folder_or_share_a_tensor_are_refused(tmp_path):
     folder, shard = tmp_path / "in", tmp_path / "in" / SECOND
-    write_safetensors(folder, _tensors(), 60)
+    write_safetensors(folder, TENSORS, 60)
     shard.rename(tmp_path / SECOND)
     shard.symlink_to(tmp_path / SECOND)
     _refused(folder, "link that leaves its folder")
@@ -144,16 +138,16 @@ def test_folders_without_or_with_two_checkpoints_and_files_of_torch_are_refused(
     (torch := tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
     for path in (torch, tmp_path):
         _refused(path, "safetensors|save_pretrained(safe_serialization=True)")
-    write_safetensors(tmp_path, _tensors(), 60)
-    (single,) = write_safetensors(tmp_path, _tensors())
+    write_safetensors(tmp_path, TENSORS, 60)
+    (single,) = write_safetensors(tmp_path, TENSORS)
     _refused(tmp_path, f"{SINGLE} and {INDEX}|remove")
-    _assert_equal(open_weights(single.rename(tmp_path / "other.safetensors")), _tensors())
+    assert bits(open_weights(single.rename(tmp_path / "other.safetensors"))) == bits(TENSORS)
 
 
 def test_random_damage_is_refused_or_harmless(tmp_path):
     """Bytes of data may be anything; of the header nothing but names can change unseen."""
-    (file,) = write_safetensors(tmp_path, _tensors())
-    shapes = sorted((t.dtype.name, t.shape) for t in _tensors().values())
+    (file,) = write_safetensors(tmp_path, TENSORS)
+    shapes = sorted((t.dtype.name, t.shape) for t in TENSORS.values())
 
     def read(data):
         file.write_bytes(data)
