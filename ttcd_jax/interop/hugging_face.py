@@ -213,10 +213,11 @@ def source_of(config: TransformerConfig) -> dict[str, Any]:
         "head_dim": config.head_size,
         "tie_word_embeddings": config.has_tied_head,
     }
-    return sizes | (_own_keys(config) if _has_memory(config) else _family_keys(config))
+    return sizes | (_own_keys(config) if _is_own(config) else _family_keys(config))
 
 
-def _has_memory(config: TransformerConfig) -> bool:
+def _is_own(config: TransformerConfig) -> bool:
+    """Whether `modeling_ttcd.py` computes the model."""
     return method_named(config.method).layers != "none"
 
 
@@ -305,7 +306,7 @@ def export_hugging_face(
     those of `exported`."""
     keys = {"max_position_embeddings": length}
     tensors, text = exported(params, config, metadata, dtype, form=HUGGING_FACE, **keys)
-    code = {MODELING.name: MODELING.read_text()} if _has_memory(config) else {}
+    code = {MODELING.name: MODELING.read_text()} if _is_own(config) else {}
     return tensors, {CONFIG: text} | code
 
 
