@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from ttcd_jax.data.tokenizer import Tokenizer
 from ttcd_jax.errors import UserError
-from ttcd_jax.inference.advance import head_weight
+from ttcd_jax.inference.decode import head_weight
 from ttcd_jax.inference.generate import Generation, Request
 from ttcd_jax.inference.model import InferenceModel, inference_model
 from ttcd_jax.inference.prefill import stream
