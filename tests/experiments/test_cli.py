@@ -118,7 +118,7 @@ def test_success_and_help_leave_with_zero_without_loading_jax(command):
 def test_help_has_the_options_of_what_is_chosen():
     expected = {
         "evaluate --task=ruler --help": "--lengths=4096",
-        "evaluate --help --task=final_block": "documents have `min_doc_tokens`",
+        "evaluate --help --task=final_block": "Documents have `min_doc_tokens`",
         "bench step --help": "--rounds=5",
         **dict.fromkeys(("evaluate --help", "launch --help", "evaluate --task=absent --help"), ""),
     }
