@@ -148,7 +148,7 @@ class _Fork(subprocess.Popen):
         server, its_environment = _server()
         # jax reads them when it is imported.
         assert _of_jax(env) == _of_jax(its_environment), "start it: is_forked=False"
-        request = {"arguments": args[1:], "folder": str(cwd), "environment": env}
+        request = args[1:], str(cwd), env
         standard = [fd if fd >= 0 else i for i, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
         socket.send_fds(server, [json.dumps(request).encode()], standard)
         self.pid = int(server.recv(16))
@@ -200,10 +200,7 @@ def _serve() -> list[str]:
     for number, fd in enumerate(standard):
         os.dup2(fd, number)
         os.close(fd)
-    return _become(**json.loads(request))
-
-
-def _become(arguments: list[str], folder: str, environment: dict[str, str]) -> list[str]:
+    arguments, folder, environment = json.loads(request)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

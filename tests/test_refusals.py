@@ -39,18 +39,9 @@ from ttcd_jax.train.optimizer import MuonSettings, OptimizerConfig
 from ttcd_jax.train.profile import step_window
 
 
-def dual_window(window, **changes):
-    return DualWindowConfig(attention=small_attention(window=window), **changes)
-
-
 def in_place(**memory):
     config = IPTTCDConfig(mlp=MLPConfig(dim=6, hidden_dim=8), memory=MemoryConfig(**memory))
     return IPTTCDMLP(config, rngs=nnx.Rngs(0))
-
-
-def delta_net(**rule):
-    fields = {"dim": 6, "num_heads": 2, "head_dim": 4, "precision": FLOAT64}
-    return DeltaNetConfig(rule=DeltaRuleConfig(**rule), **fields)
 
 
 def lact(attention=(), **memory):
@@ -80,11 +71,14 @@ def gin(name, binding):
 
 FOLDING = {"folds_state": True, "resets_at_document": False}
 TARGETS = {"method": "ipttt", "fast_layers": (0,)}
+DELTA = {"dim": 6, "num_heads": 2, "head_dim": 4, "precision": FLOAT64}
+DELTA |= {"rule": DeltaRuleConfig(value_expansion=1.3)}
+WINDOWS = {"attention": small_attention(window=4), "student_window": 5}
 # The call, its arguments, and what the line must name.
 CASES = [
     (small_attention, {"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads 3|num_heads 4"),
     (small_attention, {"head_dim": 5}, "head_dim 5|odd"),
-    (dual_window, {"window": 4, "student_window": 5}, "student_window 5|window 4"),
+    (DualWindowConfig, WINDOWS, "student_window 5|window 4"),
     (YarnConfig, {"factor": 0.5, "original_length": 64}, "factor 0.5|at least 1"),
     (YarnConfig, {"factor": 2.0, "original_length": 8, "slow_turns": 64.0}, "must be"),
     (RopeConfig, {"base": 1.0}, "base 1.0|greater than 1"),
@@ -101,7 +95,7 @@ CASES = [
     (in_place, {"half_lives": (64.0,), "renorm_chunks": 4}, "renorm_chunks|set one of them"),
     (in_place, {"decay": "gated"}, "'gated'|set half_lives="),
     (in_place, FOLDING | {"half_lives": (8.0,)}, "folds_state|set half_lives=()"),
-    (delta_net, {"value_expansion": 1.3}, "head_dim 4|value_expansion 1.3|5.2"),
+    (DeltaNetConfig, DELTA, "head_dim 4|value_expansion 1.3|5.2"),
     (lact, {"attention": {"num_kv_heads": 1}}, "num_kv_heads 1|num_heads 2"),
     (lact, {"attention": {"head_dim": 2}}, "num_heads 2|head_dim 2|dim 8"),
     (lact, {"attention": {"has_qk_norm": True}}, "set memory.has_qk_norm"),

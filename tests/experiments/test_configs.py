@@ -32,8 +32,13 @@ def load(name, *params, **options):
 
 
 METHODS = ("swa", "full", "ipttt", "ipttcd", "deltanet", "gated_deltanet", "lact")
-# As published, or derived from what is: dim, heads, mlp_dim, rows of a batch, billions of tokens.
+# As published, or derived from what is: dim, heads, mlp_dim, rows of a batch, billions of tokens;
+# parameters by method.
 PUBLISHED = {"340m": (1024, 16, 2816, 16, 20), "760m": (1536, 24, 4096, 32, 40)}
+COUNTS = {
+    "340m": (440714240, 440714240, 444929024, 445025280, 441403904, 466963712, 450747872),
+    "760m": (878126592, 878126592, 887594496, 887733760, 879455232, 936964224, 897895392),
+}
 # Of continued training: layers, key-value heads, theta.
 CONTINUED_SIZES = {
     "smollm2_360m": (32, 5, 1e5),
@@ -95,9 +100,10 @@ def _budget(name, config):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_published_size_and_budget(name):
-    config = load(name)
-    *sizes, rows, billions = PUBLISHED["760m" if "760m" in name else "340m"]
-    model = config.model
+    config, size = load(name), "760m" if "760m" in name else "340m"
+    *sizes, rows, billions = PUBLISHED[size]
+    model, method = config.model, name.removesuffix(f"_{size}.gin")
+    assert method not in METHODS or num_params(model) == COUNTS[size][METHODS.index(method)]
     assert [model.dim, model.num_heads, model.mlp_dim] == sizes
     assert (model.num_layers, model.vocab_size, model.has_tied_head) == (24, 129_280, True)
     assert model.rope.base == 1e6
