@@ -1,11 +1,9 @@
-"""Imports checkpoints of Hugging Face and of the reference implementation, exports to both; copies
-runs, parameters alone.
+"""Imports checkpoints of Hugging Face and of the reference implementation, exports to both.
 
     python -m experiments.convert import --format=huggingface|reference PATH RUN_DIR
                                   [--tokenizer=byte|none|FILE.json]
     python -m experiments.convert export --format=huggingface|reference RUN_DIR PATH
                                   [--step=N] [--dtype=float32|bfloat16|float16]
-    python -m experiments.convert export --format=run RUN_DIR PATH [--step=N]
 
 import: PATH is a folder with config.json and weights (.safetensors, one or several), or a weight
 file next to a config.json. RUN_DIR is written tensor by tensor; it can then be evaluated, and a run
@@ -16,8 +14,7 @@ OWNER/NAME[@REVISION] of the hub, which is read through its cache (HF_ENDPOINT, 
 
 export: writes such a folder from the newest step of a run whose method the reference, or
 transformers with the code that the folder then has, computes. An imported model is exported bit for
-bit, except with --dtype. With --format=run: a run directory that
-holds the parameters alone, a third of the size, to evaluate, to generate and to start from.
+bit, except with --dtype.
 """
 
 import contextlib
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum(
-    "format", None, ["huggingface", "reference", "run"], "Format of the checkpoint.", required=True
+    "format", None, ["huggingface", "reference"], "Format of the checkpoint.", required=True
 )
 flags.DEFINE_string(
     "tokenizer", None, "import: byte, none or a tokenizer.json; default: the one in PATH, if any."
@@ -61,13 +58,10 @@ def main(argv: list[str]) -> None:
     if action not in commands:
         raise UserError(f"{action!r} is neither import nor export")
     command, foreign = commands[action]
-    if FLAGS.format == "run":
-        command, foreign = _export_run, ("tokenizer", "dtype")
-        if action == "import":
-            raise UserError("--format=run is a format of export: a run directory needs no import")
     for name in foreign:
         if FLAGS[name].present:
             raise UserError(f"--{name} is no option of {action} --format={FLAGS.format}")
+    check_unused(Path(destination))
     cli.clean_up_on_sigterm()
     command(source, Path(destination))
 
@@ -79,7 +73,6 @@ def _import(name: str, run_dir: Path) -> None:
     from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
     from ttcd_jax.train.checkpoint import StreamedCheckpoints
 
-    check_unused(run_dir)
     is_theirs = FLAGS.format == "huggingface"
     source = model_folder(name) if is_theirs else Path(name)
     if not source.exists():
@@ -149,7 +142,6 @@ def _export(run_dir: str, folder: Path) -> None:
     from ttcd_jax.interop.weight_files import write_safetensors
     from ttcd_jax.run.export import exported_run
 
-    check_unused(folder)
     tensors, files, step = exported_run(run_dir, FLAGS.format, FLAGS.step, FLAGS.dtype)
     with whole_folder(folder) as unfinished:
         write_safetensors(unfinished, tensors)
@@ -158,23 +150,6 @@ def _export(run_dir: str, folder: Path) -> None:
     count = sum(math.prod(tensor.shape) for tensor in tensors.values())
     path = units.printable(str(folder.absolute()))
     print(f"{len(tensors)} tensors, {count:,} numbers of step {step} in {path}")
-
-
-def _export_run(run_dir: str, folder: Path) -> None:
-    from ttcd_jax.run.directory import SMALL_FILES, RunDirectory, load_params
-    from ttcd_jax.train.checkpoint import Checkpoints
-
-    check_unused(folder)
-    directory = RunDirectory(run_dir)
-    params, config, step = load_params(run_dir, FLAGS.step)
-    with whole_folder(folder) as unfinished:
-        for name in SMALL_FILES:
-            if (directory.path / name).is_file():
-                shutil.copyfile(directory.path / name, unfinished / name)
-        path = RunDirectory(unfinished).checkpoints
-        with contextlib.closing(Checkpoints(path, model=config)) as checkpoints:
-            checkpoints.save(step, {"params": params})
-    print(f"parameters of step {step} in {units.printable(str(folder.absolute()))}")
 
 
 if __name__ == "__main__":
