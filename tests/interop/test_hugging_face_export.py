@@ -1,9 +1,7 @@
 """Exports to Hugging Face transformers: computed there as here, imported again bit for bit, and
 right in every version that they name (tests/hugging_face/properties.py)."""
 
-import functools
 import hashlib
-import http.server
 import json
 import os
 import subprocess
@@ -208,31 +206,6 @@ def test_a_model_of_the_hub_is_imported_through_its_cache(imports, tmp_path):
     assert asked == {*files}
     imports("lab/model", HF_ENDPOINT=address, HF_HUB_OFFLINE="1")
     imports("nowhere", "no checkpoint")
-
-
-def test_a_model_of_a_file_server_is_imported_through_the_cache(imports, tmp_path):
-    folder = write("swa_norm", tmp_path / "served" / "x", max_bytes=8_000)
-    assert len([*folder.glob("*.safetensors")]) > 1
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    with fake_hub.served(functools.partial(Handler, directory=str(folder.parent))) as address:
-        imports(f"{address}/x/")
-        cached = sorted((tmp_path / "home" / "servers").glob("*/*"))
-        assert {x.name for x in cached} == {x.name for x in folder.iterdir()}
-        times = [x.stat().st_mtime_ns for x in cached]
-        # A file of another time is read again, the others are not.
-        (weights, *_) = folder.glob("*.safetensors")
-        cached[[x.name for x in cached].index(weights.name)].write_bytes(b"old")
-        imports(f"{address}/x")
-        assert [x.stat().st_mtime_ns for x in cached] == times
-        imports(f"{address}/none", "none has no ")
-        weights.unlink()
-        imports(f"{address}/x", f"has no {weights.name}: is it a model's folder?")
-    imports(f"{address}/x", "cannot be downloaded")
-    imports(f"{address}/x", HF_HUB_OFFLINE="1")
 
 
 ENVIRONMENTS = ROOT / ".venv/transformers"
