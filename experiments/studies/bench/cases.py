@@ -29,7 +29,6 @@ from ttcd_jax.models.config import TransformerConfig, has_in_place_memory
 from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.build import Program, build_data
 from ttcd_jax.run.config import RunConfig
-from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.train.flops import forward_flops, training_flops_per_token
 from ttcd_jax.train.hardware import data_sheet, parse_topology
 from ttcd_jax.train.state import init_params, with_params
@@ -80,7 +79,7 @@ class Step(Config):
 def random_step(config: RunConfig) -> tuple[Callable[[], Any], int]:
     """A call that takes a training step on a batch of random tokens and gives its metrics, for the
     caller to wait for, and the bytes of the step."""
-    program, (B, T) = Program(config, run_mesh(config)), (config.batch_size, config.data.seq_len)
+    program, (B, T) = Program(config), (config.batch_size, config.data.seq_len)
     with jax.set_mesh(program.mesh):
         step = program.step().compile()
     vocab_size, shape = config.model.vocab_size, (B, T + 1)
