@@ -69,9 +69,9 @@ class Recorded(Config):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measures(Recorded):
     """The scores of MAD on the test rows, the same with the memory switched off (`*_off`), and of
-    each fast layer `memory_ratio`, |eta S| / |W_base| after the last token, `gate_mean`, and
-    `key_rank`, the effective rank of the keys. What is not finite, or does not exist, is None, and
-    not in the file."""
+    each fast layer `memory_ratio`, |eta S| / |W_base| after the last token, `gate_mean`, and in
+    earlier records `key_rank`, the effective rank of the keys. What is not finite, or does not
+    exist, is None, and not in the file."""
 
     gate_mean: Layers = None
     key_rank: Layers = None
