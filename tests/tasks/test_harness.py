@@ -413,7 +413,8 @@ def test_the_command_of_the_harness_runs_a_run(folder, four, scorer, monkeypatch
         ("ruler", {"include_path": RULER}, "cannot build ruler |RULER| by evaluate --task=ruler, "),
     ],
 )
-def test_tasks_refused(folder, name, options, words):
+def test_tasks_refused(folder, name, options, words, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)  # between tries to be online
     refused(words, load_tasks, [name], **{"data": str(folder)} | options)
 
 
