@@ -266,18 +266,18 @@ def test_a_second_prompt_finds_the_memory_empty_and_counts_its_own_chunks(one_la
 
 def test_needles_are_read_back_as_one_pass_answers_them():
     # The third pair stays in the open chunk of the prompt: decoding has to write it.
-    rows = needles(RECALL, seed=1, num_rows=8, num_needles=3, num_tokens=20)
-    model = randomize(Transformer, config_of("ipttcd"))
+    rows = needles(RECALL, seed=1, num_rows=8, num_needles=3, num_tokens=8)
+    model = randomize(Transformer, config_of("ipttcd", num_layers=1))
     read = [np.repeat(x[:, None], 3, axis=1) for x in (rows.pairs, rows.haystack)]
     whole = np.concatenate([*read, rows.keys[..., None]], axis=2)
     logits = jax.jit(lambda x: model(x)[:, -1])(jnp.asarray(whole.reshape(24, -1)))
     rows = rows._replace(values=np.asarray(logits.argmax(-1)).reshape(8, 3))
     model = inference_model(model)
     for by in ("decode", "prefill"):
-        near, far = read_back(model, rows, [20, 10], by=by)
-        assert (far.distance, far.queries, far.accuracy) == ("20", 24, 1.0)
-        assert (near.distance, near.accuracy < 1) == ("10", True)
-    (published,) = read_back(model, rows, [20], "published")
+        near, far = read_back(model, rows, [8, 4], by=by)
+        assert (far.distance, far.queries, far.accuracy) == ("8", 24, 1.0)
+        assert (near.distance, near.accuracy < 1) == ("4", True)
+    (published,) = read_back(model, rows, [8], "published")
     assert published.accuracy < 1
 
 
