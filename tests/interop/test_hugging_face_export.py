@@ -1,9 +1,7 @@
 """Exports to Hugging Face transformers: computed there as here, imported again bit for bit, and
 right in every version that they name (tests/hugging_face/properties.py)."""
 
-import functools
 import hashlib
-import http.server
 import json
 import os
 import subprocess
@@ -178,61 +176,30 @@ def test_the_page_names_the_versions_that_exports_were_tried_with():
     assert f"with transformers {', '.join(TRIED[:-1])} and {TRIED[-1]}" in page
 
 
-@pytest.fixture
-def imports(tmp_path):
-    """Imports swa_norm through a cache, or asserts how that is refused."""
+def test_a_model_of_the_hub_is_imported_through_its_cache(tmp_path):
     environment = commands.cpu_environment(HF_HOME=str(tmp_path / "home"), NO_PROXY="127.0.0.1")
     environment.pop("HF_HUB_OFFLINE", None)
 
-    def imports(name, refusal=None, **variables):
-        options = {"env": environment | variables}
-        if refusal is not None:
-            assert refusal in commands.refused(*IMPORT, name, tmp_path / "no", status=3, **options)
-            assert not (tmp_path / "no").exists()
-            return
+    def imported(name, **variables):
         run_dir = Path(tempfile.mkdtemp(dir=tmp_path))
-        commands.output(*IMPORT, name, run_dir, **options)
+        commands.output(*IMPORT, name, run_dir, env=environment | variables)
         assert_same(load_params(run_dir).params, params_of(MODELS["swa_norm"]))
 
-    return imports
+    def assert_refused(words, name, **variables):
+        options = {"env": environment | variables, "status": 3}
+        assert words in commands.refused(*IMPORT, name, tmp_path / "no", **options)
+        assert not (tmp_path / "no").exists()
 
-
-def test_a_model_of_the_hub_is_imported_through_its_cache(imports, tmp_path):
     folder = write("swa_norm", tmp_path / "x", max_bytes=8_000)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     hub = fake_hub.Hub("lab/model", files | {"README.md": b"x", "model.bin": b"x"})
     with fake_hub.serve(hub) as address:
-        imports("lab/model@main", HF_ENDPOINT=address)
-        imports("lab/none", "lab/none is not there, or private", HF_ENDPOINT=address)
+        imported("lab/model@main", HF_ENDPOINT=address)
+        assert_refused("lab/none is not there, or private", "lab/none", HF_ENDPOINT=address)
     asked = {path.rpartition("/")[2] for _, path in hub.asked if "/resolve/" in path}
     assert asked == {*files}
-    imports("lab/model", HF_ENDPOINT=address, HF_HUB_OFFLINE="1")
-    imports("nowhere", "no checkpoint")
-
-
-def test_a_model_of_a_file_server_is_imported_through_the_cache(imports, tmp_path):
-    folder = write("swa_norm", tmp_path / "served" / "x", max_bytes=8_000)
-    assert len([*folder.glob("*.safetensors")]) > 1
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    with fake_hub.served(functools.partial(Handler, directory=str(folder.parent))) as address:
-        imports(f"{address}/x/")
-        cached = sorted((tmp_path / "home" / "servers").glob("*/*"))
-        assert {x.name for x in cached} == {x.name for x in folder.iterdir()}
-        times = [x.stat().st_mtime_ns for x in cached]
-        # A file of another time is read again, the others are not.
-        (weights, *_) = folder.glob("*.safetensors")
-        cached[[x.name for x in cached].index(weights.name)].write_bytes(b"old")
-        imports(f"{address}/x")
-        assert [x.stat().st_mtime_ns for x in cached] == times
-        imports(f"{address}/none", "none has no ")
-        weights.unlink()
-        imports(f"{address}/x", f"has no {weights.name}: is it a model's folder?")
-    imports(f"{address}/x", "cannot be downloaded")
-    imports(f"{address}/x", HF_HUB_OFFLINE="1")
+    imported("lab/model", HF_ENDPOINT=address, HF_HUB_OFFLINE="1")
+    assert_refused("no checkpoint", "nowhere")
 
 
 ENVIRONMENTS = ROOT / ".venv/transformers"
