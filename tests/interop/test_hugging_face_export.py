@@ -176,36 +176,30 @@ def test_the_page_names_the_versions_that_exports_were_tried_with():
     assert f"with transformers {', '.join(TRIED[:-1])} and {TRIED[-1]}" in page
 
 
-@pytest.fixture
-def imports(tmp_path):
-    """Imports swa_norm through a cache, or asserts how that is refused."""
+def test_a_model_of_the_hub_is_imported_through_its_cache(tmp_path):
     environment = commands.cpu_environment(HF_HOME=str(tmp_path / "home"), NO_PROXY="127.0.0.1")
     environment.pop("HF_HUB_OFFLINE", None)
 
-    def imports(name, refusal=None, **variables):
-        options = {"env": environment | variables}
-        if refusal is not None:
-            assert refusal in commands.refused(*IMPORT, name, tmp_path / "no", status=3, **options)
-            assert not (tmp_path / "no").exists()
-            return
+    def imported(name, **variables):
         run_dir = Path(tempfile.mkdtemp(dir=tmp_path))
-        commands.output(*IMPORT, name, run_dir, **options)
+        commands.output(*IMPORT, name, run_dir, env=environment | variables)
         assert_same(load_params(run_dir).params, params_of(MODELS["swa_norm"]))
 
-    return imports
+    def assert_refused(words, name, **variables):
+        options = {"env": environment | variables, "status": 3}
+        assert words in commands.refused(*IMPORT, name, tmp_path / "no", **options)
+        assert not (tmp_path / "no").exists()
 
-
-def test_a_model_of_the_hub_is_imported_through_its_cache(imports, tmp_path):
     folder = write("swa_norm", tmp_path / "x", max_bytes=8_000)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     hub = fake_hub.Hub("lab/model", files | {"README.md": b"x", "model.bin": b"x"})
     with fake_hub.serve(hub) as address:
-        imports("lab/model@main", HF_ENDPOINT=address)
-        imports("lab/none", "lab/none is not there, or private", HF_ENDPOINT=address)
+        imported("lab/model@main", HF_ENDPOINT=address)
+        assert_refused("lab/none is not there, or private", "lab/none", HF_ENDPOINT=address)
     asked = {path.rpartition("/")[2] for _, path in hub.asked if "/resolve/" in path}
     assert asked == {*files}
-    imports("lab/model", HF_ENDPOINT=address, HF_HUB_OFFLINE="1")
-    imports("nowhere", "no checkpoint")
+    imported("lab/model", HF_ENDPOINT=address, HF_HUB_OFFLINE="1")
+    assert_refused("no checkpoint", "nowhere")
 
 
 ENVIRONMENTS = ROOT / ".venv/transformers"

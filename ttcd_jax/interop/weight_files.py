@@ -139,16 +139,17 @@ def _stored_in(file: Path) -> dict[str, StoredTensor]:
         reason = str(error)[:_MAX_NAME].encode("unicode_escape").decode()  # it quotes the file
         raise DataError(f"{file} is truncated, damaged or no safetensors file: {reason}") from error
     header.pop("__metadata__", None)
+    stored = {}
     for name, entry in header.items():
         if not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
             raise DataError(f"{file}: {name[:_MAX_NAME]!r} is not a tensor name")
-        if entry["dtype"] not in _DTYPES:
+        if (dtype := _DTYPES.get(entry["dtype"])) is None:
             raise DataError(
                 f"{file}: tensor {name!r} has dtype {entry['dtype']}, only {', '.join(_DTYPES)} "
                 "are read: save the checkpoint in one of these"
             )
-    kinds = {name: (_DTYPES[x["dtype"]], tuple(x["shape"])) for name, x in header.items()}
-    return {name: StoredTensor(file, *kind) for name, kind in kinds.items()}
+        stored[name] = StoredTensor(file, dtype, tuple(entry["shape"]))
+    return stored
 
 
 def cast(tensors: Mapping[str, np.ndarray], kinds: Mapping[str, str]) -> dict[str, np.ndarray]:
