@@ -118,6 +118,7 @@ def _ends(lines: list[list[str]]) -> list[tuple[int, str, str]]:
     from absl import app, flags
 
     importlib.import_module("experiments.cli")
+    sys.path.insert(0, os.getcwd())
     app.define_help_flags()
     lasting, ends = {*flags.FLAGS}, []
     for line in lines:
