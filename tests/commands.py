@@ -114,10 +114,19 @@ def ends(lines: Sequence[Sequence], **options) -> list[tuple[int, str, str]]:
     return list(map(tuple, json.loads(output(Path(__file__), json.dumps(lines), **options))))
 
 
+def refuse(rows: Sequence[tuple[Sequence, int, str]], **options) -> None:
+    """Each line ends with its status and one line, an error that has all words (divided by |)."""
+    found = ends([line for line, *_ in rows], **options)
+    for (line, expected, words), (status, _, error) in zip(rows, found, strict=True):
+        assert (status, error[:7], error.count("\n")) == (expected, "error: ", 1), (line, error)
+        assert all(word in error for word in words.split("|")), (line, error)
+
+
 def _ends(lines: list[list[str]]) -> list[tuple[int, str, str]]:
     from absl import app, flags
 
     importlib.import_module("experiments.cli")
+    sys.path.insert(0, os.getcwd())
     app.define_help_flags()
     lasting, ends = {*flags.FLAGS}, []
     for line in lines:
