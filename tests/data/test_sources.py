@@ -175,7 +175,7 @@ STAGED = RecordsConfig(paths="x", folders=("a", "b"), stages=((3, (2, 1)),), seq
         (MIXED, {"seq_len": 8}, "seq_len 8 and those of its parts, [16, 16], differ"),
         (MIXED, {"parts": ()}, "parts () must be one or more"),
         (MIXED, {"parts": (STAGED, STAGED)}, "a part of MixtureConfig has stages: bind"),
-        (RECORDS, {"paths": ()}, "names no folder"),
+        (RECORDS, {"paths": ()}, "paths () must be one or more"),
         (RECORDS, {"paths": ("x", "y"), "folders": ("a",)}, "folders ('a',) are names below one"),
         (RECORDS, {"weights": (1.0, 2.0)}, "(1.0, 2.0) are 2 numbers for 1 folders"),
         (CorpusConfig, {"kind": "text"}, "kind 'text' takes the path"),

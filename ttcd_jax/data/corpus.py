@@ -217,10 +217,10 @@ def _input_files(
     if num_held_out and (has_splits or not path.is_dir()):
         raise DataError(f"{path} has no files to hold out: it is one file or has its own splits")
     if has_splits:
-        parts = [(split, _folder_files(path, split, config.glob)) for split in splits]
-        return [(split, *file) for split, files in parts for file in files.items()]
-    found = _folder_files(path, ".", config.glob) if path.is_dir() else {path.name: path}
-    files = list(found.items())
+        found = {split: _folder_files(path, split, config.glob) for split in splits}
+        return [(split, *file) for split in splits for file in found[split].items()]
+    named = _folder_files(path, ".", config.glob) if path.is_dir() else {path.name: path}
+    files = list(named.items())
     if (first := len(files) - num_held_out) < 1:
         raise DataError(f"{path} has {len(files)} files: {num_held_out} cannot be held out")
     if not num_held_out:
