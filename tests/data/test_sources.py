@@ -27,7 +27,7 @@ def _corpus(seed, num_documents, mean):
     rng = np.random.default_rng(seed)
     starts = np.cumsum([0, *(2 + rng.geometric(1 / mean, num_documents))])
     ids = rng.integers(2, 250, starts[-1]).astype(np.uint16)
-    return TokenRecords([ids], starts, vocab_size=256, eos_id=1)
+    return TokenRecords([ids], starts, eos_id=1)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ def encode_documents(
     return TokenRecords(
         [np.frombuffer(ids, dtype)],
         np.array(starts),
-        vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         num_files=len({re.sub(r":\d+$", "", document.name) for document in documents}),
     )

@@ -52,7 +52,6 @@ class TokenRecords:
     shards: Sequence[np.ndarray]
     starts: np.ndarray
     _: dataclasses.KW_ONLY
-    vocab_size: int
     eos_id: int
     where: str = "the corpus"
     files: Sequence[tuple[Path, int]] = ()
@@ -73,8 +72,7 @@ class TokenRecords:
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Ids [stop - start] of the tokens `start` to `stop` of a document. Raises `DataError` for
-        an id outside the vocabulary, and for a mapped file that was cut: reading it would kill the
-        process."""
+        a mapped file that was cut: reading it would kill the process."""
         first = self.starts[document]
         shard = np.searchsorted(self._ends, first, side="right")
         if self.files:
@@ -83,13 +81,7 @@ class TokenRecords:
                 if (size := path.stat().st_size) < num_bytes:
                     raise DataError(f"{path} was cut to {size} of {num_bytes} bytes; {_AGAIN}")
         offset = first - self._ends[shard] + self.shards[shard].size
-        ids = self.shards[shard][offset + start : offset + stop]
-        if ids.max(initial=0) >= self.vocab_size:
-            raise DataError(
-                f"{self.where}, document {document}: token {ids.max()} is outside the vocabulary "
-                f"of {self.vocab_size} tokens; {_AGAIN}"
-            )
-        return ids
+        return self.shards[shard][offset + start : offset + stop]
 
 
 def read_manifest(folder: Path, *kinds: str) -> dict[str, Any]:
@@ -164,10 +156,14 @@ def open_records(folder: Path, split: Split) -> TokenRecords:
     is_sound = (starts[0], starts[-1]) == (0, ends[-1]) and np.all(starts[:-1] < starts[1:])
     if not is_sound or not np.isin(ends, starts).all():
         raise DataError(f"{last} does not fit its shards; {_AGAIN}")
-    options = {name: manifest[name] for name in ("vocab_size", "eos_id")}
-    options["samples_are_rows"] = manifest.get("samples_are_rows") is True
-    mapped = [(path, sizes[path]) for path in paths]
-    return TokenRecords(shards, starts, where=f"{folder} ({split})", files=mapped, **options)
+    return TokenRecords(
+        shards,
+        starts,
+        eos_id=manifest["eos_id"],
+        where=f"{folder} ({split})",
+        files=[(path, sizes[path]) for path in paths],
+        samples_are_rows=manifest.get("samples_are_rows") is True,
+    )
 
 
 def records_tokenizer(folder: Path) -> TokenizerConfig:
