@@ -23,7 +23,7 @@ from experiments.plan import PEAK_SHARE
 from ttcd_jax.config import DISTINCT, Config, NonNegativeFloat, Positive
 from ttcd_jax.data.corpus import CorpusConfig
 from ttcd_jax.data.pipeline import CallerBatches
-from ttcd_jax.data.preparation import prepare_records
+from ttcd_jax.data.records import prepare_records
 from ttcd_jax.data.sources import RecordsConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.inference.decode import decode
