@@ -147,7 +147,6 @@ def two_folders(tmp_path):
     ("share", "options"),
     [
         (0.8, {"weights": (8, 2)}),
-        (1 / 31, {"weights": (1, 30)}),
         (3002 / (3002 + 30 * 100), {"weights": (1, 30), "weights_per": "document"}),
         (93 / 105, {}),
     ],

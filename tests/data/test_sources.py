@@ -195,11 +195,6 @@ def test_what_a_configuration_may_not_say(kind, fields, words):
     refused(words, kind, **fields)
 
 
-def test_stages_of_records(mixture):
-    records = mixture.parts[0].replace(weights=(), stages=((0, (1, 0)), (3, (0, 1))))
-    assert _letters(Batches(records.rows(0, BATCH)[0], batch_size=BATCH), range(5)) == [12, 8, 0]
-
-
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_a_changed_text_is_refused_with_the_option_that_gives_another(tmp_path, is_mixed):
     folder = tmp_path / "text"
