@@ -4,11 +4,11 @@ scalings of positions with transformers (tests/interop), their reach in tests/mo
 import jax
 import jax.numpy as jnp
 import pytest
-from checks import TWO_ROWS, assert_close, assert_narrow, draw, randomize
+from checks import assert_close, assert_narrow, draw, randomize
 from flax import nnx
 from small_models import small_attention
 
-from ttcd_jax import DualWindowAttention, DualWindowConfig, MLPConfig, RopeConfig
+from ttcd_jax import MLPConfig, RopeConfig
 from ttcd_jax.nn.attention import Attention
 from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.mlp import SwiGLU
@@ -16,23 +16,6 @@ from ttcd_jax.nn.rope import rotate
 from ttcd_jax.precision import Precision
 
 T, D = 10, 6
-
-
-@pytest.mark.parametrize("teacher", [5, None])
-def test_outputs_are_those_of_two_attentions_with_these_weights(teacher, float64):
-    config = DualWindowConfig(attention=small_attention(window=teacher), student_window=2)
-    dual = randomize(DualWindowAttention, config)
-    (h,) = draw(1, (*TWO_ROWS.shape, D))
-    ids = jnp.asarray(TWO_ROWS)
-
-    def single(window):
-        config = dual.config.replace(window=window)
-        attention = nnx.eval_shape(lambda: Attention(config, rngs=nnx.Rngs(0)))
-        nnx.update(attention, nnx.state(dual, nnx.Param))
-        return jax.jit(attention)(h, None, ids)
-
-    ours = jax.jit(dual)(h, None, ids)
-    assert_close(tuple(ours), (single(teacher), single(2)))
 
 
 @pytest.mark.parametrize(
