@@ -52,16 +52,12 @@ NOTES = {
 
 
 @pytest.fixture
-def few(monkeypatch):
-    """One shape of each set, two to compare."""
+def wrong(monkeypatch):
+    """One shape to time, two to compare; in float32, beside XLA's programs, a peer that refuses the
+    shape, and XLA's attention with a fault: the sign of one band, a row that is not a number, other
+    bits in every run."""
     monkeypatch.setitem(SHAPES, "tiny", SHAPES["tiny"][:1])
     monkeypatch.setitem(SHAPES, "parity", (ODD, ODD._replace(dtype="bfloat16")))
-
-
-@pytest.fixture
-def wrong(few, monkeypatch):
-    """In float32, beside XLA's programs, a peer that refuses the shape, and XLA's attention with a
-    fault: the sign of one band, a row that is not a number, other bits in every run."""
     implementations, noise = dual_window.implementations, itertools.cycle((0.0, 1e-6))
 
     def refuses(*operands):
@@ -361,10 +357,7 @@ def test_auto_takes_a_kernel_where_it_has_been_checked(monkeypatch, caplog, cach
     assert launches() == 1
 
 
-KERNELS = {
-    "dual_window": ["forward", "backward_q", "backward_kv"],
-    "decode": ["decode_attention"],
-}
+KERNELS = ["forward", "backward_q", "backward_kv"]
 CASE = "64K 8192/4096 H16/8 D128"
 
 
@@ -468,7 +461,7 @@ def test_a_search_tries_every_tile_names_the_best_and_goes_on_where_it_was(
     killed = subprocess.run(command, env=commands.cpu_environment(PYTHONPATH=paths), check=False)
     assert killed.returncode == -signal.SIGKILL
     before = json.loads(file.read_text())["rows"]
-    assert [row["kernel"] for row in before[:6]] == KERNELS["dual_window"] * 2
+    assert [row["kernel"] for row in before[:6]] == KERNELS * 2
     tune.main(arguments)
     printed = capsys.readouterr().out
     assert "52 tiles to try, 20 tried before" in printed
@@ -477,14 +470,14 @@ def test_a_search_tries_every_tile_names_the_best_and_goes_on_where_it_was(
     assert rows[:20] == before
     assert len(seen) == 52
     assert len({row["kernel"] + row["tile"] for row in rows}) == len(rows) == 72
-    for kernel in KERNELS["dual_window"]:
+    for kernel in KERNELS:
         tiles = {row["tile"] for row in rows if row["kernel"] == kernel}
         assert tiles >= {",".join(map(str, x)) for x in dual_window_tuning.CANDIDATES[kernel]}
         group = [row for row in tune.ranked(rows) if row["kernel"] == kernel]
         assert [(row["time ms"], row["/ table"]) for row in group[:2]] == [(4, 0.4)] * 2
         assert group[-1]["note"] == "failed: no result (exit status -11): "
     assert printed.splitlines()[-3:] == tune.advice(report)
-    for line, kernel in zip(tune.advice(report), KERNELS["dual_window"], strict=True):
+    for line, kernel in zip(tune.advice(report), KERNELS, strict=True):
         assert line.startswith(f"dual_window/tuning.py: {kernel} = ")
         assert line.endswith(f"takes 0.40 of the table's time for {CASE}")
     tune.main(arguments)
