@@ -10,6 +10,7 @@ from pathlib import Path
 
 import commands
 import fake_hub
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ import tokenizers
 from checks import assert_same, distance, refused
 from hugging_face.make import FILE, TOKENS
 from hugging_face.own import MODELS, params_of, write
-from small_models import config_of
+from small_models import config_of, run_config
 from tiny_run import flags
 
+from experiments import cli
 from ttcd_jax.data.tokenizer import ByteTokenizer
 from ttcd_jax.errors import CheckpointError, DataError
 from ttcd_jax.files import write_whole
@@ -35,7 +37,12 @@ from ttcd_jax.interop.hugging_face import (
 from ttcd_jax.methods import METHODS
 from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.precision import Precision
+from ttcd_jax.run.bindings import load_config
+from ttcd_jax.run.build import Program
+from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import load_params
+from ttcd_jax.run.layout import run_mesh
+from ttcd_jax.run.start import started_state
 from ttcd_jax.train.layers_on_disk import by_name, unstacked
 from ttcd_jax.train.state import with_params
 
@@ -138,6 +145,43 @@ def test_a_run_is_exported_with_its_card_and_an_import_of_it_as_it_was(tmp_path)
     assert (again / "model.safetensors").stat().st_mode & 0o044 == 0o044
     assert "| imported from |" in (again / "README.md").read_text()
     assert "no tokenizer" not in (again / "README.md").read_text()
+
+
+# Llama with scaled positions, Mistral, Qwen2 with its biases, Qwen3 with norms and YaRN.
+GROWN = (("full", "ipttcd"), ("swa", "ipttt"), ("swa_bias", "ipttcd"), ("swa_norm", "ipttt"))
+GROWN = (*GROWN, ("yarn", "ipttcd"))
+
+
+@pytest.mark.parametrize(("name", "method"), GROWN)
+def test_an_import_that_gets_a_memory_starts_at_its_base(name, method, tmp_path):
+    """With the settings of the recipes of continued training (tests/run/test_start.py has other
+    layers); on a CPU bit for bit, where rows are whole chunks (XLA rounds products of other numbers
+    of rows otherwise)."""
+    run_dir, checkpoint = tmp_path / "run", write(name, tmp_path / "checkpoint")
+    commands.output(*IMPORT, checkpoint, run_dir, "--tokenizer=none")
+    base = load_params(run_dir)
+
+    def logits(model, params):
+        return jax.jit(lambda x: with_params(model, x)(jnp.asarray(TOKENS)))(params)
+
+    def grown(gin, *bindings):
+        recipe = load_config(RunConfig, gin, bindings, config_dir=cli.CONFIG_DIR)
+        memory = recipe.model.settings.replace(chunk_size=8)
+        fields = {"method": method, "fast_layers": (0, 2), "memory": memory, "student_window": 5}
+        model = base.config.replace(**fields)
+        config = run_config(model, start_from=str(run_dir), steps=1, batch_size=1)
+        with jax.set_mesh(mesh := run_mesh(config)):
+            return model, started_state(Program(config, mesh))[-1]["params"]
+
+    model, params = grown(f"cpt/{method}_qwen3_0_6b.gin")
+    expected = logits(base.config, base.params)
+    np.testing.assert_array_equal(logits(model, params), expected)
+    moved = jax.tree.map(lambda x: x + 0.1, params)  # the memory is there
+    off = model.replace(memory=model.memory.switched_off(40))
+    assert not np.array_equal(logits(model, moved), logits(off, moved))
+    if name == "full":  # the delta rule computes its chunks in turn
+        corrected = grown("continued/ipttcd_corrected.gin", "BOOKS='books'")
+        assert distance(logits(*corrected), expected) < 1e-5
 
 
 def test_a_trained_run_is_exported_with_tokenizer_and_evaluation(tmp_path):
