@@ -26,12 +26,6 @@ COMMANDS = {
     "study": ["--help"],
     "harness": ["--help"],
 }
-RUN = """
-import runpy, sys
-sys.path.insert(0, sys.argv[1])
-for path in sys.argv[2:]:
-    runpy.run_path(path, run_name="__main__")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +91,3 @@ def test_commands_run_from_the_wheel(installed):
     *ends, (status, _, error) = json.loads(printed.splitlines()[-1])
     assert [end for end in ends if end[0] != 0] == []
     assert (status, "only a checkout shows it" in error) == (2, True)
-
-
-def test_examples_that_no_test_of_their_own_runs_run_from_the_wheel(installed):
-    folder, tested = ROOT / "examples", (ROOT / "tests/examples/test_examples.py").read_text()
-    paths = [str(x) for x in sorted(folder.glob("*.py")) if f'"{x.stem}"' not in tested]
-    installed("-c", RUN, str(folder), *paths)
