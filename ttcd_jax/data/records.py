@@ -367,17 +367,18 @@ class _Writer:
 
     def save(self, metadata: Metadata, extra: Metadata) -> Metadata:
         """Writes the manifest of all that is stored, once it is on disk."""
-        kept = [x for x in self._census if self.splits[x]["num_documents"]]
-        before, self._files = self._files, {}
-        entries = [self.splits[split] for split in kept]
-        for name in (x for its in entries for x in (its["starts"], *its["shards"])):
-            path = self._folder / name
-            if (found := before.get(name)) is None:
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-                found = {"num_bytes": path.stat().st_size, "sha256": sha256(path)}
-            self._files[name] = found
-        splits = {x: self.splits[x] | {"text": self._census[x].summary()} for x in kept}
+        splits, before, self._files = {}, self._files, {}
+        for split, its in self.splits.items():
+            if not its["num_documents"]:
+                continue
+            splits[split] = its | {"text": self._census[split].summary()}
+            for name in (its["starts"], *its["shards"]):
+                path = self._folder / name
+                if (found := before.get(name)) is None:
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
+                    found = {"num_bytes": path.stat().st_size, "sha256": sha256(path)}
+                self._files[name] = found
         manifest = sealed(metadata | {"splits": splits, "files": self._files} | extra)
         write_json(self._folder / MANIFEST, manifest)
         return manifest
