@@ -100,6 +100,15 @@ def test_exports_of_narrow_and_sharded_checkpoints_equal_their_imports(write, dt
     assert json.loads(text)["torch_dtype"] == "float32"
 
 
+def test_a_second_prefix_is_removed(write):
+    tensors = {f"model.{n}": v for n, v in Golden(UNTIED).group("param.").items()}
+    folder, golden = write(UNTIED, tensors)
+    exported, _ = export_reference(*import_reference(folder))
+    assert bits(exported) == bits(golden.group("param."))
+    write(UNTIED, tensors | {HEAD: tensors["model." + HEAD]})
+    refused("lm_head.weight' is there with a", import_reference, folder, error=DataError)
+
+
 def test_a_stored_tied_head_is_exported_or_the_embedding_counts(write, caplog):
     tensors = Golden(TIED).group("param.")
     folder, _ = write(TIED, tensors | {HEAD: tensors[EMBEDDING]})
