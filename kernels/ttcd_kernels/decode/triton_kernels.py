@@ -26,26 +26,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def decode_attention(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    position_ptr,
-    B,
-    N,
-    K,
-    W,
-    teacher_window,
-    student_window,
-    slice_keys,
-    num_near,
-    scale_log2,
-    out_ptr,
-    lse_log2_ptr,
-    H: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, position_ptr, B, N, K, W, teacher_window, student_window, slice_keys,
+    num_near, scale_log2, out_ptr, lse_log2_ptr,
+    H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Grid (slices, K, B): one slice's share for the N / K query heads of one kv head."""
     piece, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(position_ptr + batch)
@@ -93,19 +77,10 @@ def decode_attention(
 
 @triton.jit
 def decode_merge(
-    out_ptr,
-    lse_log2_ptr,
-    B,
-    N,
-    num_near,
-    num_slices,
-    teacher_ptr,
-    student_ptr,
-    teacher_lse_ptr,
-    student_lse_ptr,
-    H: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-):
+    out_ptr, lse_log2_ptr, B, N, num_near, num_slices, teacher_ptr, student_ptr,
+    teacher_lse_ptr, student_lse_ptr,
+    H: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
     """Grid (N, B, 1): both results of one head, in tiles of slices; zeros with an lse of -inf where
     no slice has a key."""
     row = tl.cast(tl.program_id(1), tl.int64) * N + tl.program_id(0)

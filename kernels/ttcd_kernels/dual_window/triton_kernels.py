@@ -91,28 +91,11 @@ def _masked(x, other, queries, start, reach, ids_base, S, HAS_SEGMENTS: tl.const
 
 @triton.jit
 def dual_window_forward(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    ids_ptr,
-    tiles_ptr,
-    T,
-    S,
-    N,
-    K,
-    teacher_window,
-    student_window,
-    scale_log2,
-    teacher_ptr,
-    student_ptr,
-    teacher_lse_ptr,
-    student_lse_ptr,
-    H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, ids_ptr, tiles_ptr, T, S, N, K, teacher_window, student_window,
+    scale_log2, teacher_ptr, student_ptr, teacher_lse_ptr, student_lse_ptr,
+    H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (query tiles, N, B): both outputs and both log-sum-exps of one tile of one head. The
     scale is above 0."""
     tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -168,29 +151,11 @@ def dual_window_forward(
 
 @triton.jit
 def dual_window_backward_q(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    ids_ptr,
-    tiles_ptr,
-    d_out_ptr,
-    lse_log2_ptr,
-    delta_ptr,
-    B,
-    T,
-    S,
-    N,
-    K,
-    teacher_window,
-    student_window,
-    scale,
-    dq_ptr,
-    H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, ids_ptr, tiles_ptr, d_out_ptr, lse_log2_ptr, delta_ptr, B, T, S, N, K,
+    teacher_window, student_window, scale, dq_ptr,
+    H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (query tiles, N, B): dq of one tile of one head. d_out, lse and delta: [2, ...], near
     first."""
     tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -228,30 +193,11 @@ def dual_window_backward_q(
 
 @triton.jit
 def dual_window_backward_kv(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    ids_ptr,
-    tiles_ptr,
-    d_out_ptr,
-    lse_log2_ptr,
-    delta_ptr,
-    B,
-    T,
-    S,
-    N,
-    K,
-    teacher_window,
-    student_window,
-    scale,
-    dk_ptr,
-    dv_ptr,
-    H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_SEGMENTS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, ids_ptr, tiles_ptr, d_out_ptr, lse_log2_ptr, delta_ptr, B, T, S, N, K,
+    teacher_window, student_window, scale, dk_ptr, dv_ptr,
+    H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SEGMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (key tiles, K, B): dk and dv of one tile of one kv head, summed over its query heads and
     both bands in one loop. d_out, lse and delta: [2, ...], near first."""
     start, kv_head, batch = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2)
