@@ -113,9 +113,6 @@ class Ceilings(NamedTuple):
     flops_per_second: float
     bytes_per_second: float
 
-    def floor_seconds(self, work: Work) -> float:
-        return max(work.flops / self.flops_per_second, work.bytes / self.bytes_per_second)
-
 
 def ceilings(rounds: int = 3) -> Ceilings:
     """The ceilings by a bfloat16 product of size 8192 on an accelerator, a float32 one of size 1024

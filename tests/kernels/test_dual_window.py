@@ -10,7 +10,7 @@ import pytest
 from checks import assert_close, draw, largest_array, traced
 from ttcd_kernels import dual_window_attention_with_lse, window_attention
 from ttcd_kernels.dual_window import xla
-from ttcd_kernels.dual_window.tiles import documents, key_tiles, query_tiles
+from ttcd_kernels.dual_window.tiles import documents, visits
 from ttcd_kernels.windows import Windows
 
 
@@ -156,7 +156,7 @@ def test_tiles_cover_the_bands_exactly_and_inner_ones_hide_nothing(length):
         ids = np.arange(S) // 30 % 2 if length == "again" else np.arange(S) // (length or S)
         rows = None if length is None else documents(jnp.asarray(ids)[None])
         options = BANDS, T, S, BLOCK_Q, BLOCK_KV, rows
-        by_query, by_key = (np.asarray(f(*options))[0] for f in (key_tiles, query_tiles))
+        by_query, by_key = (np.asarray(visits(*options, by_key=x))[0] for x in (False, True))
         assert (by_query.shape, by_key.shape) == (
             (-(-T // BLOCK_Q), len(BANDS), 4),
             (-(-S // BLOCK_KV), len(BANDS), 4),

@@ -5,12 +5,9 @@ the far band (w_S <= d < w_T) it is the teacher's. A program takes a slice of on
 query heads of one kv head, in tiles of keys by rising distance. A tile never holds two bands;
 each key is read once, and keys outside the window or never written are not read.
 
-In base 2, with s = q k^T scale log2(e), a tile updates the softmax state
-
-    m' = max(m, max s),  l' = l 2^(m - m') + sum 2^(s - m'),  acc' = acc 2^(m - m') + 2^(s - m') v
-
-whose result, acc / l with m + log2 l, is the slice's share of both windows (of the teacher's alone
-in the far band). A second kernel adds up the shares, the near ones first, in a fixed order.
+A tile updates the softmax state m, l, acc of `dual_window.triton_kernels`, whose result, acc / l
+with m + log2 l, is the slice's share of both windows (of the teacher's alone in the far band). A
+second kernel adds up the shares, the near ones first, in a fixed order.
 
 Arrays are contiguous: q [B, N, H]; caches [B, W, K, H]; shares [slices, B, N, H] and
 [slices, B, N]. Offsets are 64 bit: caches may pass 2^31 elements.

@@ -98,6 +98,5 @@ def window_attention(
     q: Queries, k: Keys, v: Keys, *, window: int | None, **options: Unpack[_Options]
 ) -> Queries:
     """Causal attention under one sliding window: the dual call with an empty far band."""
-    return dual_window_attention(q, k, v, teacher_window=window, student_window=window, **options)[
-        1
-    ]
+    windows: DualOptions = {"teacher_window": window, "student_window": window, **options}
+    return dual_window_attention(q, k, v, **windows)[1]

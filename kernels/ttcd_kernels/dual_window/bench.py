@@ -108,12 +108,14 @@ def alone(
     q, k, v, *_ = operand_shapes(case)
     row = jax.ShapeDtypeStruct((2, case.batch, case.num_heads, case.length), jnp.float32)
     cotangents = [jax.ShapeDtypeStruct((2, *q.shape), q.dtype), row, row]
-
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, *cotangents: jax.Array) -> list[jax.Array]:
-        windows = case.windows.within(case.length)
-        return triton_call.launch_kernel(kernel, windows, tile, q, k, v, None, *cotangents)
-
-    return run, [q, k, v, *(() if kernel == "forward" else cotangents)]
+    windows = case.windows.within(case.length)
+    run = functools.partial(triton_call.launch_kernel, kernel, windows, tile)
+    return lambda q, k, v, *more: run(q, k, v, None, *more), [
+        q,
+        k,
+        v,
+        *(() if kernel == "forward" else cotangents),
+    ]
 
 
 def implementations(case: Case) -> dict[str, Callable[..., Any]]:

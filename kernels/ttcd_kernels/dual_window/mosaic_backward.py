@@ -1,14 +1,9 @@
 """Dual-window attention's gradients for Hopper, in Pallas Mosaic GPU: a kernel for dq and one for
 dk and dv, deterministic, without atomics.
 
-The algorithm is that of `triton_kernels.dual_window_backward_q` and `_kv`: in each band
-
-    P = 2^(q k^T scale log2(e) - lse),  dS = P * (dO v^T - D),  dq = dS k scale,  dk = dS^T q scale,
-    dv = P^T dO
-
-with the lse (in base 2), dO and D of the band. Where a tile's two products of queries and keys have
-started, P is computed while the second of them runs. The two compute warpgroups take no turns: each
-fills the other's gaps.
+The algorithm is that of `triton_kernels.dual_window_backward_q` and `_kv`, with the lse in base 2.
+Where a tile's two products of queries and keys have started, P is computed while the second of them
+runs. The two compute warpgroups take no turns: each fills the other's gaps.
 
 *backward_q*: a block computes dq of one query tile of one head; key tiles are in the ring.
 
@@ -17,8 +12,7 @@ heads, both bands and their query tiles, which are in the ring. Products are tra
 queries].
 
 Arrays: q, d_out and dq [B, T, N, H], k, v, dk and dv [B, S, K, H], lse and delta [B, N, T] float32,
-filled with zeros to whole tiles; `tiles` and `ids` as in the forward, for backward_kv of
-`tiles.query_tiles`.
+filled with zeros to whole tiles; `tiles` and `ids` as in the forward, for backward_kv `by_key`.
 """
 
 import functools
@@ -172,11 +166,7 @@ class _KeyGradients(_Gradient):
         self.write(k=dk * self.static.scale, v=dv)
 
     def _add(
-        self,
-        band: int,
-        sums: tuple[jax.Array, ...],
-        step: jax.Array,
-        tile: jax.Array | None,
+        self, band: int, sums: tuple[jax.Array, ...], step: jax.Array, tile: jax.Array | None
     ) -> tuple[jax.Array, ...]:
         """dk and dv with one tile's part."""
         slot = self.slot(step)

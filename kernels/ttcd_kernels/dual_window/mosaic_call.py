@@ -100,10 +100,10 @@ def _prepared(
     block_q, block_kv = tile[:2]
     bands = [band for band in tiles.bands(windows.within(S)) if band[0] < band[1]]
     static = Static(tuple(bands), S - T, windows.scale, tile, segment_ids is not None, interpret)
-    tiles_of = tiles.query_tiles if kernel == "backward_kv" else tiles.key_tiles
     rows = None if segment_ids is None else tiles.documents(segment_ids)
     operands = {"q": padded(q, block_q), "k": padded(k, block_kv), "v": padded(v, block_kv)}
-    operands["tiles"] = tiles_of(bands, T, S, block_q, block_kv, rows)
+    by_key = kernel == "backward_kv"
+    operands["tiles"] = tiles.visits(bands, T, S, block_q, block_kv, rows, by_key=by_key)
     if rows is not None:
         length = max(operands["q"].shape[1] + static.halo, operands["k"].shape[1])
         operands["ids"] = padded(rows.ids, length)

@@ -14,7 +14,7 @@ its softmax, the other multiplies. They meet twice per tile,
     scores and the product before started - meet - softmax - meet - next tile
 
 Arrays: q and outputs [B, T, N, H], k and v [B, S, K, H], lse [B, N, T] float32; T is a multiple of
-`block_m`, S of `block_n`. Query row t has position t + `halo`. Of `tiles` see `tiles.key_tiles`;
+`block_m`, S of `block_n`. Query row t has position t + `halo`. Of `tiles` see `tiles.visits`;
 ids [B, at least the largest position of a tile].
 """
 

@@ -49,55 +49,40 @@ def documents(segment_ids: Int[Array, "B S"]) -> Documents:
     return Documents(ids, start, end, first_seen, last_seeing)
 
 
-def key_tiles(
+def visits(
     bands: Sequence[Band],
     num_queries: int,
     num_keys: int,
     block_q: int,
     block_kv: int,
     rows: Documents | None = None,
+    *,
+    by_key: bool = False,
 ) -> Int[Array, "B tiles bands 4"]:
     """Of each tile of queries, for B rows or all alike (B = 1), in int32: start, inner start, inner
-    stop and stop of the key tiles that it visits. The queries are the last of the positions."""
-    first = jnp.arange(num_keys - num_queries, num_keys, block_q, dtype=jnp.int32)[None]
-    last = jnp.minimum(first + block_q, num_keys) - 1
-    seen = clear = jnp.zeros_like(first)  # all queries of the tile see the keys from `clear` on
-    if rows is not None:
-        seen = rows.first_seen[:, first[0]]
-        start = rows.start[:, last[0]]
-        clear = jnp.where(start <= first, start, num_keys)
-
-    def band(nearest: int, reach: int) -> jax.Array:
-        whole = jnp.maximum(first - reach + 1, seen), last - nearest + 1
-        inner = jnp.maximum(last - reach + 1, clear), first - nearest + 1
-        return _bounds(whole, inner, block_kv, is_empty=nearest == reach)
-
-    return jnp.stack([band(*x) for x in bands], 2)
-
-
-def query_tiles(
-    bands: Sequence[Band],
-    num_queries: int,
-    num_keys: int,
-    block_q: int,
-    block_kv: int,
-    rows: Documents | None = None,
-) -> Int[Array, "B tiles bands 4"]:
-    """Of each tile of keys, for B rows or all alike (B = 1), in int32: start, inner start, inner
-    stop and stop of the query tiles that visit it. Rows after the last query count as seeing every
-    key: they are zeros, and add nothing."""
-    first = jnp.arange(0, num_keys, block_kv, dtype=jnp.int32)[None]
-    last = jnp.minimum(first + block_kv, num_keys) - 1
+    stop and stop of the key tiles that it visits; of each tile of keys (`by_key`) those of the
+    query tiles that visit it. The queries are the last of the positions. Rows after the last query
+    count as seeing every key: they are zeros, and add nothing."""
     halo = num_keys - num_queries
-    seeing = clear = jnp.full_like(first, num_keys - 1)  # the queries up to `clear` see all keys
+    begin, block = (0, block_kv) if by_key else (halo, block_q)
+    first = jnp.arange(begin, num_keys, block, dtype=jnp.int32)[None]
+    last = jnp.minimum(first + block, num_keys) - 1
+    # The keys that a query of the tile may see and those that all see (by_key: the queries that may
+    # see a key of it and those that see all) start (stop) here.
+    seen = clear = jnp.full_like(first, num_keys - 1 if by_key else 0)
     if rows is not None:
-        seeing = rows.last_seeing[:, last[0]]
-        is_one = rows.start[:, last[0]] <= first
-        clear = jnp.where(is_one, rows.end[:, first[0]], -1)
+        start = rows.start[:, last[0]]
+        seen = rows.last_seeing[:, last[0]] if by_key else rows.first_seen[:, first[0]]
+        one = (rows.end[:, first[0]], -1) if by_key else (start, num_keys)
+        clear = jnp.where(start <= first, *one)
     filled = -(-num_queries // block_q) * block_q  # rows of all tiles
 
     def band(nearest: int, reach: int) -> jax.Array:
-        whole = first + nearest - halo, jnp.minimum(last + reach - 1, seeing) + 1 - halo
+        if not by_key:
+            whole = jnp.maximum(first - reach + 1, seen), last - nearest + 1
+            inner = jnp.maximum(last - reach + 1, clear), first - nearest + 1
+            return _bounds(whole, inner, block_kv, is_empty=nearest == reach)
+        whole = first + nearest - halo, jnp.minimum(last + reach - 1, seen) + 1 - halo
         stop = jnp.minimum(first + reach - 1, clear) + 1 - halo
         inner = last + nearest - halo, jnp.where(stop >= num_queries, filled, stop)
         return _bounds(whole, inner, block_q, is_empty=nearest == reach)

@@ -73,8 +73,8 @@ def launch_kernel(
 
     (B, T, N, H), (S, K), scale = q.shape, k.shape[1:3], windows.scale
     rows = None if segment_ids is None else tiles.documents(segment_ids)
-    tiles_of = tiles.query_tiles if name == "backward_kv" else tiles.key_tiles
-    visited = tiles_of(tiles.bands(windows), T, S, tile.block_m, tile.block_n, rows)
+    sizes, by_key = (T, S, tile.block_m, tile.block_n), name == "backward_kv"
+    visited = tiles.visits(tiles.bands(windows), *sizes, rows, by_key=by_key)
     like_q, like_k = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k))
     results = {"backward_q": [like_q], "backward_kv": [like_k, like_k]}.get(name)
     if results is None:

@@ -10,17 +10,16 @@ scale log2(e), a tile of keys updates the softmax state
 *forward* runs it from the diagonal outward. After the near band it is the student's result,
 acc / l with lse = (m + log2 l) ln 2; carried on through the far band it is the teacher's.
 
-*backward* is the ordinary one in both bands, P = exp(s - lse), with operands that differ by band:
+*backward* is the ordinary one in both bands, P = exp(s - lse), with the lse, dO and D of the band
+(`cotangents.py`), which come stacked, near first, so that one loop serves both:
 
     dS = P * (dO V^T - D),  dQ = dS K scale,  dK = dS^T Q scale,  dV = P^T dO
-    near:  lse_S,  dO_S + rho dO_T,  D_S + rho D_T     far:  lse_T,  dO_T,  D_T
 
-(rho = exp(lse_S - lse_T), D = rowsum(dO * O) - d_lse; from `cotangents.py`). They come stacked,
-near first, so that one loop serves both bands. No atomics: one program writes each result.
+No atomics: one program writes each result.
 
 Arrays are contiguous: q, outputs and cotangents [B, T, N, H], k and v [B, S, K, H], lse and D [B,
 N, T], ids [B, S]. Query row t has position t + S - T. Row offsets are 64 bit: B T N H may pass
-2^31. tiles are those of `tiles.key_tiles`, for dk and dv of `tiles.query_tiles`.
+2^31. tiles are those of `tiles.visits`, for dk and dv `by_key`.
 """
 
 # pyright: reportGeneralTypeIssues=false

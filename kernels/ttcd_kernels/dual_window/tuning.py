@@ -1,5 +1,6 @@
 """Tile sizes of the kernels by GPU and head dimension, and the candidates for others."""
 
+import itertools
 from typing import NamedTuple
 
 
@@ -45,15 +46,9 @@ FLOAT32 |= {(80, dim): FLOAT32[80, 128] for dim in PADDED}
 HEAD_DIMS = (32, 64, 80, 96, 128)
 
 # Tried for each kernel by `ttcd_kernels.tune`, alongside the table's.
-CANDIDATES: dict[str, tuple[Tile, ...]] = dict.fromkeys(
-    Tuning._fields,
-    tuple(
-        Tile(block_m, block_n, num_warps, num_stages)
-        for block_m, block_n in ((32, 128), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128))
-        for num_warps in (4, 8)
-        for num_stages in (2, 3)
-    ),
-)
+_BLOCKS = (32, 128), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128)
+_SIZES = (Tile(*block, *more) for block in _BLOCKS for more in itertools.product((4, 8), (2, 3)))
+CANDIDATES = dict.fromkeys(Tuning._fields, tuple(_SIZES))
 
 # Mosaic's, for Hopper, by head dim; chosen by the reports of the assembler, not yet by time.
 COMPUTE_WARPGROUPS = 2
