@@ -1,4 +1,4 @@
-"""Decode attention: the XLA form, rings against whole sequences, launches and slices."""
+"""Decode attention: the XLA form against the definition, launches and slices."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from checks import assert_close, assert_same, draw
 from devices import launched_kernels
-from ttcd_kernels import dual_window_attention_with_lse, launch
+from ttcd_kernels import launch
 from ttcd_kernels.decode import triton_call
 from ttcd_kernels.decode.api import decode_attention, decode_attention_with_lse
 from ttcd_kernels.decode.tuning import TABLE, Slices, Tile, slices_for
@@ -80,31 +80,6 @@ def test_narrow_results_are_near_those_of_float64(dtype):
     assert [x.dtype.name for x in found] == [dtype, dtype, "float32", "float32"]
     assert_close(found[:2], expected[:2], BOUND[dtype])
     assert_close(found[2:], expected[2:], BOUND["float32"])
-
-
-@pytest.mark.parametrize("num_slots", [12, 17])
-def test_decoding_position_by_position_equals_the_whole_sequence(num_slots):
-    """Rows start at different positions of their sequences, so their rings are in other phases."""
-    T, N, K, H, rows = 40, 4, 2, 8, np.arange(2)
-    q, k, v = draw(1, (2, T, N, H), (2, T, K, H), (2, T, K, H))
-    windows = {"teacher_window": 12, "student_window": 5}
-    whole = dual_window_attention_with_lse(q, k, v, implementation="xla", **windows)
-    lead = jnp.asarray([0, 7])  # the second row has seen seven tokens when the first has seen none
-    empty = jnp.full((2, num_slots, K, H), 1e3)  # no zeros: unwritten slots must not count
-
-    def step(caches, t):
-        position = (t + lead).astype(jnp.int32)
-        slot = rows, position % num_slots
-        caches = [
-            cache.at[slot].set(x[rows, position]) for x, cache in zip((k, v), caches, strict=True)
-        ]
-        return caches, _xla(q[rows, position], *caches, position, **windows)
-
-    caches = [empty.at[1, jnp.arange(7)].set(x[1, :7]) for x in (k, v)]
-    _, steps = jax.jit(partial(jax.lax.scan, step))(caches, jnp.arange(T - 7))
-    for found, expected in zip(steps, whole, strict=True):
-        assert_close(found[:, 0], expected[0, : T - 7])
-        assert_close(found[:, 1], expected[1, 7:])
 
 
 @pytest.mark.parametrize("form", ["triton", "xla"])

@@ -45,15 +45,6 @@ def test_results_and_gradients_are_those_of_the_definition(
     assert_close(*jax.jit(lambda: [both(form) for form in FORMS])())
 
 
-def test_identity_taps_pass_everything_through_and_one_document_needs_no_segments(float64):
-    x, taps = draw(0, (1, 2, 7, F), (5, F))
-    last, middle = jnp.zeros((2, 5, F)).at[0, 4].set(1).at[1, 2].set(1)
-    assert_same(short_conv(x, last, is_causal=True), x)
-    assert_same(short_conv(x, middle, is_causal=False), x)
-    conv = functools.partial(short_conv, x, taps, is_causal=True)
-    assert_same(conv(segment_ids=jnp.ones((1, 2, 7), int)), conv())
-
-
 @pytest.mark.parametrize("slope", [1.0, PUBLISHED_ZERO_SLOPE])
 def test_a_zero_key_passes_on_its_gradient_times_the_slope(slope):
     z, d_key = draw(0, (1, 1, 4, F), (1, 1, 4, F))
