@@ -62,11 +62,10 @@ def ready[Name: Hashable](
         except _REFUSALS as error:
             known[name] = None, _refusal(error)
             continue
-        known[name] = temp_bytes(program), ""
-        if needed_bytes(program) < limit:
-            compiled[name] = program
-        else:
-            known[name] = temp_bytes(program), f"memory only: does not fit in {gibibytes(limit)}"
+        fits = needed_bytes(program) < limit
+        note = "" if fits else f"memory only: does not fit in {gibibytes(limit)}"
+        known[name] = temp_bytes(program), note
+        compiled |= {name: program} if fits else {}
     arrays = operands(shapes) if compiled else []
     for name, program in compiled.items():
         try:

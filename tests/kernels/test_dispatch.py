@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from checks import refused
-from devices import launched_kernels
 from ttcd_kernels import dispatch, launch, short_conv_residual
 from ttcd_kernels.decode.api import decode_attention_with_lse
 from ttcd_kernels.dispatch import Candidate, choose
@@ -19,7 +18,6 @@ from ttcd_kernels.dual_window.api import dual_window_attention, dual_window_atte
 
 from tests.machine_code.__main__ import launches
 
-KERNELS = ["dual_window_forward", "dual_window_backward_q", "dual_window_backward_kv"]
 OPERANDS = jnp.ones((3, 2))
 CANDIDATES = {
     "best": Candidate(lambda: "best", lambda x: "an odd number of rows" if len(x) % 2 else None),
@@ -49,21 +47,6 @@ def test_a_named_implementation_never_falls_back():
         ("fast", "'fast'|auto, best, special, plain"),
     ):
         refused(words, choose, "an op", name, CANDIDATES, OPERANDS, error=ValueError)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "capability", "kernels"), [(64, 80, KERNELS), (64, 90, KERNELS), (48, 90, [])]
-)
-def test_auto_is_the_kernel_where_there_is_a_gpu_that_can_and_runs_each_once(
-    head_dim, capability, kernels
-):
-    q, k = (jax.ShapeDtypeStruct((1, 256, heads, head_dim), jnp.bfloat16) for heads in (4, 2))
-
-    def loss(q, k):
-        teacher, student = dual_window_attention(q, k, k, teacher_window=64, student_window=32)
-        return jnp.sin((teacher - student).astype(jnp.float32)).sum()
-
-    assert launched_kernels(jax.grad(loss, (0, 1)), q, k, capability=capability) == kernels
 
 
 @pytest.mark.parametrize(

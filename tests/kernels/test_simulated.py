@@ -22,7 +22,7 @@ from ttcd_kernels.decode import triton_call as decode_call
 from ttcd_kernels.decode import tuning as decode_tuning
 from ttcd_kernels.dual_window import mosaic_call, triton_call
 from ttcd_kernels.dual_window.cotangents import with_gradients
-from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, Tile, Tuning
+from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, Tile, Tuning, tuning_for
 from ttcd_kernels.windows import Windows
 
 # A case is a call of the kernels with a small tile, or (`is_public`) as users make it.
@@ -147,8 +147,10 @@ def _dual_window(case):
     windows = Windows(case["teacher"] or S, case["student"], case.get("scale", H**-0.5))
     static = {"segment_ids": ids, "windows": windows}
     tuning = Tuning(*[Tile(case.get("block_m", 16), case.get("block_n", 16), 4, 2)] * 3)
-    kernels = partial(triton_call.dual_window, **static, tuning=tuning)
+    triton_call.tuning_for = lambda *_: tuning
+    kernels = partial(triton_call.dual_window, **static)
     if case.get("is_public"):
+        triton_call.tuning_for = tuning_for
         kernels = partial(_public(case, dual_window_attention_with_lse), segment_ids=ids)
     if case in MOSAIC_CASES:
         from jax.experimental.pallas import mosaic_gpu
@@ -170,8 +172,10 @@ def _decode(case):
     operands = draw(0, (B, N, H), *[(B, W, K, H)] * 2, dtype=case.get("dtype", "float32"))
     windows = Windows(case["teacher"], case["student"], H**-0.5)
     tile = decode_tuning.Tile(case["block_n"], 4, 2, B * K * case["slices"])
-    kernels = partial(decode_call.decode, windows=windows, tuning=decode_tuning.Tuning(tile))
+    decode_call.tuning_for = lambda *_: decode_tuning.Tuning(tile)
+    kernels = partial(decode_call.decode, windows=windows)
     if case.get("is_public"):
+        decode_call.tuning_for = decode_tuning.tuning_for
         kernels = _public(case, decode_attention_with_lse)
     operands.append(jnp.asarray(case["positions"], jnp.int32))
     return kernels, partial(definitions.decode, windows=windows), operands, ()

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ttcd_kernels import launch
-from ttcd_kernels.decode.tuning import HEAD_DIMS, Tile, Tuning, slices_for, tuning_for
+from ttcd_kernels.decode.tuning import HEAD_DIMS, Tile, slices_for, tuning_for
 from ttcd_kernels.launch import Operand
 from ttcd_kernels.partitioning import everywhere
 from ttcd_kernels.windows import Cache, Position, Results, Windows
@@ -26,17 +26,12 @@ def unsupported(q: Operand, k_cache: Operand, v_cache: Operand) -> str | None:
 
 
 def decode(
-    q: Float[Array, "B N H"],
-    k_cache: Cache,
-    v_cache: Cache,
-    position: Position,
-    windows: Windows,
-    tuning: Tuning | None = None,
+    q: Float[Array, "B N H"], k_cache: Cache, v_cache: Cache, position: Position, windows: Windows
 ) -> Results:
     """All four results of the call, for operands that are not `unsupported`; deterministic. float32
     operands are multiplied in full float32, not TF32."""
-    tuning = tuning or tuning_for(launch.known_capability(q), q.shape[-1], q.dtype.itemsize)
-    run = functools.partial(_launch, windows, tuning.decode_attention)
+    (tile,) = tuning_for(launch.known_capability(q), q.shape[-1], q.dtype.itemsize)
+    run = functools.partial(_launch, windows, tile)
     return everywhere(run, "qKKp -> qqll", q, k_cache, v_cache, position)
 
 

@@ -20,18 +20,11 @@ def unsupported(q: Operand, k: Operand, v: Operand, *_: Any) -> str | None:
     return launch.unsupported(launch.DTYPES, HEAD_DIMS, q=q, k=k, v=v)
 
 
-def dual_window(
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    segment_ids: Ids | None,
-    windows: Windows,
-    tuning: Tuning | None = None,
-) -> Results:
+def dual_window(q: Queries, k: Keys, v: Keys, segment_ids: Ids | None, windows: Windows) -> Results:
     """All four results of the call, for operands that are not `unsupported`; differentiable through
     all of them, deterministic. float32 operands are multiplied as three products in TF32, whose
     sum is within some 2^-21 of the product."""
-    tuning = tuning or tuning_for(launch.known_capability(q), q.shape[-1], q.dtype.itemsize)
+    tuning = tuning_for(launch.known_capability(q), q.shape[-1], q.dtype.itemsize)
     static = windows.within(k.shape[1]), tuning
     forward = functools.partial(_launch_forward, *static)
     return by_kernels(forward, functools.partial(_launch_backward, *static), q, k, v, segment_ids)
