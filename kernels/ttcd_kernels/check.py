@@ -84,11 +84,8 @@ def checked(job: Job) -> Row:
 def advice(gpu: int | None, rows: Sequence[Row]) -> list[str]:
     """What to change after a check of everything that "auto" may take: `verified.VERIFIED`."""
     passed = {tuple(row[name] for name in Job._fields) for row in rows if not row["note"]}
-    needed = {
-        (op, GPU_KERNELS[0], case.dtype, case.name)
-        for op in OPS
-        for case in OPS[op].SHAPES["check"]
-    }
+    of_ops = ((op, case) for op in OPS for case in OPS[op].SHAPES["check"])
+    needed = {(op, GPU_KERNELS[0], case.dtype, case.name) for op, case in of_ops}
     if gpu in verified.VERIFIED or not needed <= passed:
         return []
     return [f"verified.py: VERIFIED may have {gpu}, in a commit that brings this report"]

@@ -156,7 +156,8 @@ def _dual_window(case):
         from jax.experimental.pallas import mosaic_gpu
 
         tuning = Tuning(*(Tile(*tile) for tile in case.get("tiles", MOSAIC_TILES[H])))
-        options = {"tuning": tuning, "interpret": mosaic_gpu.InterpretGPUParams(detect_races=True)}
+        mosaic_call.MOSAIC_TILES = {H: tuning}
+        options = {"interpret": mosaic_gpu.InterpretGPUParams(detect_races=True)}
         launches = (mosaic_call.launch_forward, mosaic_call.launch_backward)
         forward, backward = (partial(x, windows, **options) for x in launches)
         kernels = jax.jit(lambda *qkv: with_gradients(forward, backward, *qkv, ids))

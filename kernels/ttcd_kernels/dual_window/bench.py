@@ -110,12 +110,8 @@ def alone(
     cotangents = [jax.ShapeDtypeStruct((2, *q.shape), q.dtype), row, row]
     windows = case.windows.within(case.length)
     run = functools.partial(triton_call.launch_kernel, kernel, windows, tile)
-    return lambda q, k, v, *more: run(q, k, v, None, *more), [
-        q,
-        k,
-        v,
-        *(() if kernel == "forward" else cotangents),
-    ]
+    operands = [q, k, v] + (cotangents if kernel != "forward" else [])
+    return lambda q, k, v, *more: run(q, k, v, None, *more), operands
 
 
 def implementations(case: Case) -> dict[str, Callable[..., Any]]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Shaped
 from ttcd_kernels import launch
 from ttcd_kernels.dual_window import tiles
 from ttcd_kernels.dual_window.cotangents import QKV, by_kernels
-from ttcd_kernels.dual_window.tuning import MOSAIC_TILES, Tuning
+from ttcd_kernels.dual_window.tuning import MOSAIC_TILES
 from ttcd_kernels.launch import Operand
 from ttcd_kernels.windows import Ids, Keys, Queries, Results, Windows
 
@@ -57,37 +57,31 @@ def dual_window(q: Queries, k: Keys, v: Keys, segment_ids: Ids | None, windows: 
     return by_kernels(forward, backward, q, k, v, segment_ids)
 
 
-def launch_forward(windows: Windows, *arrays: Any, **options: Any) -> Results:
-    """One launch, without gradients, from q, k, v and ids. Options: `tuning`, else the table's;
-    `interpret`, an instance of `mosaic_gpu.InterpretGPUParams`, runs it on a CPU (of at least three
-    threads, or it hangs)."""
+def launch_forward(windows: Windows, *arrays: Any, interpret: Any = False) -> Results:
+    """One launch, without gradients, from q, k, v and ids. `interpret`, an instance of
+    `mosaic_gpu.InterpretGPUParams`, runs it on a CPU (of at least three threads, or it hangs)."""
     from ttcd_kernels.dual_window.mosaic_kernel import dual_window_forward
 
     T = arrays[0].shape[1]
-    results = dual_window_forward(*_prepared("forward", windows, arrays, **options))
+    results = dual_window_forward(*_prepared("forward", windows, arrays, interpret))
     outs = [out[:, :T] for out in results[::2]]
     lses = [lse[:, :, :T].swapaxes(1, 2) for lse in results[1::2]]
     return outs[-1], outs[0], lses[-1], lses[0]
 
 
-def launch_backward(windows: Windows, *arrays: Any, **options: Any) -> QKV:
-    """dq, dk, dv from the arrays of `cotangents.backward_operands`: two launches. Options as of
+def launch_backward(windows: Windows, *arrays: Any, interpret: Any = False) -> QKV:
+    """dq, dk, dv from the arrays of `cotangents.backward_operands`: two launches. `interpret` as of
     `launch_forward`."""
     from ttcd_kernels.dual_window import mosaic_backward as kernels
 
-    prepared = functools.partial(_prepared, windows=windows, arrays=arrays, **options)
-    T, S = arrays[0].shape[1], arrays[1].shape[1]
-    dq = kernels.dual_window_backward_q(*prepared("backward_q"))[:, :T]
-    dk, dv = kernels.dual_window_backward_kv(*prepared("backward_kv"))
+    more, T, S = (windows, arrays, interpret), arrays[0].shape[1], arrays[1].shape[1]
+    dq = kernels.dual_window_backward_q(*_prepared("backward_q", *more))[:, :T]
+    dk, dv = kernels.dual_window_backward_kv(*_prepared("backward_kv", *more))
     return dq, dk[:, :S], dv[:, :S]
 
 
 def _prepared(
-    kernel: str,
-    windows: Windows,
-    arrays: Sequence[Any],
-    tuning: Tuning | None = None,
-    interpret: Any = False,
+    kernel: str, windows: Windows, arrays: Sequence[Any], interpret: Any
 ) -> tuple[Any, dict[str, jax.Array]]:
     """The static options of a launch of a kernel (a field of `Tuning`), and its operands by name.
     Queries and keys are padded to the whole tiles that it copies: no query sees a key of the
@@ -96,7 +90,7 @@ def _prepared(
 
     q, k, v, segment_ids, *cotangents = arrays
     T, S = q.shape[1], k.shape[1]
-    tile = getattr(tuning or MOSAIC_TILES[q.shape[-1]], kernel)
+    tile = getattr(MOSAIC_TILES[q.shape[-1]], kernel)
     block_q, block_kv = tile[:2]
     bands = [band for band in tiles.bands(windows.within(S)) if band[0] < band[1]]
     static = Static(tuple(bands), S - T, windows.scale, tile, segment_ids is not None, interpret)
