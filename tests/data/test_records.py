@@ -352,8 +352,7 @@ def _stored(place):
 
 
 @pytest.mark.parametrize(
-    ("killed_at", "processes"),
-    [*((n, 1) for n in (2, 5, 8, *range(12, 100, 11))), (2, 2), (70, 2)],
+    ("killed_at", "processes"), [*((n, 1) for n in (2, 5, 8, *range(12, 100, 11))), (2, 2), (70, 2)]
 )
 def test_a_killed_call_is_continued(call, tmp_path, killed_at, processes):
     call(killed_at)

@@ -148,15 +148,6 @@ def gathered(weight: Any, dtype: DTypeLike) -> jax.Array:
     if not is_distributed():
         return x
     names = weight.get_metadata("axes")[-x.ndim :]
-    return _whole_along_embed(rounded(x, weight, dtype), names).astype(x.dtype)
-
-
-def rounded(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:
-    """x, rounded to `dtype` if the parameter `weight` is only an operand of products."""
-    return x.astype(dtype) if weight.get_metadata("is_operand") else x
-
-
-def _whole_along_embed(x: jax.Array, names: Names) -> jax.Array:
     whole = tuple(None if name == "embed" else name for name in names)
 
     def exchange(x: jax.Array) -> jax.Array:
@@ -164,7 +155,12 @@ def _whole_along_embed(x: jax.Array, names: Names) -> jax.Array:
 
     gather = jax.custom_vjp(exchange)
     gather.defvjp(lambda x: (exchange(x), None), lambda _, dx: (constrain(dx, *names),))
-    return gather(x)
+    return gather(rounded(x, weight, dtype)).astype(x.dtype)
+
+
+def rounded(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:
+    """x, rounded to `dtype` if the parameter `weight` is only an operand of products."""
+    return x.astype(dtype) if weight.get_metadata("is_operand") else x
 
 
 def never_saves_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:

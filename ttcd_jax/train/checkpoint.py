@@ -15,6 +15,7 @@ killed between the two leaves an unsealed step, complete but not verifiable:
 """
 
 import contextlib
+import dataclasses
 import errno
 import fnmatch
 import functools
@@ -316,9 +317,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            if type(error) is not Exception:  # as Orbax raises
-                with contextlib.suppress(*_READ_ERRORS):
-                    raise
+            if not isinstance(error, _READ_ERRORS) and type(error) is not Exception:  # of Orbax
+                raise
             reason = f"cannot be read: {_reason(error)}"
             if not digest.is_sealed(self._step_dir(step)):
                 self._unreadable[step] = reason
@@ -411,13 +411,13 @@ class Checkpoints:
         self._manager.reload()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class StreamedLeaf:
     """An array that `read` gives; its shape and dtype are known before."""
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[], np.ndarray]
-    ) -> None:
-        self.shape, self.dtype, self.read = shape, dtype, read
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
 
     @property
     def nbytes(self) -> int:
@@ -426,9 +426,6 @@ class StreamedLeaf:
 
 class _StreamingHandler(NumpyHandler):
     """Writes every leaf as the array that it reads, before it reads the next."""
-
-    def __init__(self) -> None:
-        super().__init__(deepcopy_host_arrays=False)
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -440,7 +437,8 @@ class _StreamingHandler(NumpyHandler):
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
-    registry = create_type_handler_registry((StreamedLeaf, _StreamingHandler()))
+    streaming = _StreamingHandler(deepcopy_host_arrays=False)
+    registry = create_type_handler_registry((StreamedLeaf, streaming))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
