@@ -144,10 +144,6 @@ def test_a_field_that_some_file_has_is_read_beside_plain_text(tmp_path):
     assert [document.content for document in both] == [b"text", b"more"]
 
 
-def _digest(*parts):
-    return hashlib.sha256(b"".join(len(part).to_bytes(8) + part for part in parts)).hexdigest()
-
-
 def test_fingerprint_is_of_names_which_may_be_any_bytes_and_contents_in_order(tmp_path):
     with open(os.fsencode(tmp_path) + b"/\xff.txt", "wb") as file:
         file.write(b"text")
