@@ -47,8 +47,8 @@ def _prepared(texts, folder):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    texts = {f"{i:03}": chr(97 + i % 26) * (1 + 7 * i % 90) for i in range(100)}
-    texts |= {"050": HUGE, "060": "", "061": "\x00"}
+    texts = {f"{i:03}.txt": chr(97 + i % 26) * (1 + 7 * i % 90) for i in range(100)}
+    texts |= {"050.txt": HUGE, "060.txt": "", "061.txt": "\x00"}
     folder = tmp_path_factory.mktemp("corpus") / "text"
     return corpora.text_folder(folder, texts, validation_percent=20)
 
@@ -69,18 +69,13 @@ def _config(*folders, **options):
     return RecordsConfig(**{"paths": tuple(map(str, folders)), "seq_len": SEQ_LEN} | options)
 
 
-def _assert_equal(a, b):
-    assert_same(a, b)
-    assert [x.dtype for x in a.values()] == [x.dtype for x in b.values()]
-
-
 def test_rows_and_manifest_are_those_of_the_text(corpus, folder):
     text, records = TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN), _config(folder)
     (ours, its), (theirs, of_text) = records.rows(3), text.rows(3)
     assert (records.vocab_size, its["num_rows"]) == (text.vocab_size, of_text["num_rows"])
     ours, theirs = (Batches(rows, batch_size=4) for rows in (ours, theirs))
     for step in (*range(8), of_text["num_rows"], 10**6):  # far beyond one pass over the corpus
-        _assert_equal(ours.at(step), theirs.at(step))
+        assert_same(ours.at(step), theirs.at(step), strict=True)
     entry = read_manifest(folder)["splits"]["train"]
     assert entry["text"] == {name: of_text[name] for name in entry["text"]}
     assert entry["num_documents"] == of_text["num_documents"]
@@ -90,7 +85,7 @@ def test_rows_and_manifest_are_those_of_the_text(corpus, folder):
         ours, theirs = (DocumentRows(r, seq_len=SEQ_LEN) for r in (actual, expected))
         assert len(ours) == len(theirs) > 0
         for a, b in zip(ours, theirs, strict=True):
-            _assert_equal(a, b)
+            assert_same(a, b, strict=True)
 
 
 def test_documents_lie_whole_in_shards(folder):

@@ -37,12 +37,6 @@ def _state(step: int, width: int = 5) -> dict:
 ABSTRACT = jax.eval_shape(lambda: _state(1))
 
 
-def _assert_equal(actual, expected):
-    assert_same(actual, expected)
-    dtypes, theirs = ([x.dtype for x in jax.tree.leaves(tree)] for tree in (actual, expected))
-    assert dtypes == theirs
-
-
 def _opened(directory, **options):
     return contextlib.closing(Checkpoints(directory, **options))
 
@@ -63,6 +57,7 @@ def _names(folder):
 
 
 _refused = functools.partial(refused, error=CheckpointError)
+_assert_equal = functools.partial(assert_same, strict=True)
 
 
 @pytest.fixture(scope="module")

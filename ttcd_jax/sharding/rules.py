@@ -48,12 +48,8 @@ def spec(names: Names, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The sharding on `mesh` of an array with these logical axes; None is a dimension that stays
     whole. Mesh axes of another name, and those that are manual in a surrounding `shard_map`, are
     not used. Raises `KeyError` for a logical axis that the table lacks."""
-    free = _free_axes(mesh)
-    parts = []
-    for name in names:
-        axes = tuple(axis for axis in (RULES[name] if name is not None else ()) if axis in free)
-        parts.append(axes if len(axes) > 1 else axes[0] if axes else None)
-    return PartitionSpec(*parts)
+    free, parts = _free_axes(mesh), (() if name is None else RULES[name] for name in names)
+    return PartitionSpec(*(tuple(axis for axis in axes if axis in free) for axes in parts))
 
 
 def _free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:

@@ -255,7 +255,9 @@ class Checkpoints:
         self, abstract_state: dict[str, Any], step: int | None
     ) -> tuple[int, dict[str, Any]]:
         """`restore`, of the steps there are now."""
-        chosen, refused = self._chosen(step)
+        # The first process alone reads the disk, so that all agree even while a job writes.
+        chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
+        chosen = int(multihost_utils.broadcast_one_to_all(np.array(chosen)))
         with self._reporting_read(chosen):
             metadata = self._manager.item_metadata(chosen)
         if {_PARAMS, _TRAIN} & {*metadata} == {_PARAMS} != {*abstract_state}:
@@ -350,12 +352,6 @@ class Checkpoints:
                 f"checkpoint step {step} was not saved: {reason}; "
                 f"last good step: {sealed[-1] if sealed else 'none'}"
             ) from error
-
-    def _chosen(self, step: int | None) -> tuple[int, list[int]]:
-        """`_judged` of the first process. It alone reads the disk, so that all agree even while a
-        job writes; the refused steps on that process only."""
-        chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
-        return int(multihost_utils.broadcast_one_to_all(np.array(chosen))), refused
 
     def _judged(self, step: int | None) -> tuple[int, list[int]]:
         """(step to restore, those that were refused) by the policy above."""
