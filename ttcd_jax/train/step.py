@@ -87,8 +87,11 @@ def step_with(
         (loss, found), grads = gradients(state["params"], batch, state["step"])
         loss, count = loss / count, jnp.maximum(count, 1)  # no target: no mean, no gradient
         grads = jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
-        metrics = {"loss": loss, "grad_norm": global_norm(grads)}
-        metrics["learning_rate"] = learning_rate(state["step"])
+        metrics = {
+            "loss": loss,
+            "grad_norm": global_norm(grads),
+            "learning_rate": learning_rate(state["step"]),
+        }
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         new = TrainState(params=state["params"], opt_state=opt_state, step=state["step"] + 1)
         is_good = is_finite(metrics)
