@@ -52,10 +52,10 @@ def assert_close(ours, theirs, tolerance: float | None = None) -> None:
         assert error <= allowed, f"{jax.tree_util.keystr(path)}: {error:.1e} > {allowed:.1e}"
 
 
-def assert_same(ours, theirs) -> None:
-    """Every leaf of two trees agrees to the last bit."""
+def assert_same(ours, theirs, **options) -> None:
+    """Every leaf of two trees agrees to the last bit; if `strict`, in its dtype too."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, **options), ours, theirs)
 
 
 def bits(tensors: Mapping[str, np.ndarray]) -> dict[str, tuple]:

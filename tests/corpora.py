@@ -15,12 +15,12 @@ from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.files import sha256
 
 
-def text_folder(folder: Path, texts: Sequence[str] | dict[str, str], **options) -> CorpusConfig:
-    """A corpus of a .txt file for each text, by its name or its number."""
-    folder.mkdir(parents=True, exist_ok=True)
-    named = texts if isinstance(texts, dict) else {f"{i:02}": text for i, text in enumerate(texts)}
-    for name, text in named.items():
-        (folder / f"{name}.txt").write_text(text)
+def text_folder(folder: Path, texts: Sequence[str] | dict, **options) -> CorpusConfig:
+    """A corpus of a file for each text, by its name or its number."""
+    numbered = {f"{i:02}.txt": text for i, text in enumerate(texts)}
+    for name, text in (texts if isinstance(texts, dict) else numbered).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return CorpusConfig(kind="text", path=str(folder), **options)
 
 

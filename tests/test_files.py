@@ -1,10 +1,7 @@
-"""Atomic files and folders: after a kill or a failure nothing half-written has the final name."""
+"""Atomic files and folders: after a failure nothing half-written has the final name."""
 
 import contextlib
 import os
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,26 +10,6 @@ from safetensors.numpy import save_file
 
 from ttcd_jax.errors import DataError, UserError
 from ttcd_jax.files import check_unused, read_arrays, whole_file, whole_folder, write_whole
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-
-from ttcd_jax import files
-
-with getattr(files, sys.argv[1])(Path(sys.argv[2])) as unfinished:
-    file = unfinished / "part" if unfinished.is_dir() else unfinished
-    file.write_text("half")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.parametrize("form", [whole_file, whole_folder])
-def test_a_killed_process_leaves_the_name_as_it_was(form, tmp_path):
-    command = [sys.executable, "-c", KILLED, form.__name__, tmp_path / "new"]
-    done = subprocess.run(command, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert [p.name.startswith(".new.") for p in tmp_path.iterdir()] == [True]
 
 
 @pytest.mark.parametrize("form", [whole_file, whole_folder])

@@ -166,9 +166,3 @@ def test_a_seed_permutes_the_documents_of_one_length():
     np.testing.assert_array_equal(drawn(1), drawn(1))
     assert drawn(1).shape == drawn(2).shape
     assert np.mean(drawn(1) != drawn(2)) > 0.5
-
-
-def test_documents_without_a_target():
-    words = "none of 2 documents of the corpus has 2 tokens (longest: 1)"
-    refused(words, BestFitRows, _records([1, 1]), seq_len=SEQ_LEN, seed=0, error=DataError)
-    assert len(BestFitRows(_records([2]), seq_len=SEQ_LEN, seed=0)) == 1

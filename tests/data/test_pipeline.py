@@ -7,7 +7,6 @@ import threading
 
 import numpy as np
 import pytest
-from checks import assert_same
 
 from ttcd_jax.data.pipeline import Batches
 from ttcd_jax.data.records import TokenRecords
@@ -60,14 +59,10 @@ def test_every_epoch_takes_every_row_once_in_another_order(num_rows):
     assert len(set(map(str, orders))) == 4
 
 
-def test_iterate_equals_at_and_repeats_the_source_in_its_order():
-    batches = _batches()
-    seen = list(batches.iterate(3, 10))
-    assert [step for step, _ in seen] == list(range(3, 13))
-    for step, batch in seen:
-        assert_same(batch, batches.at(step))
-        assert batch["row"].tolist() == [(4 * step + row) % NUM_ROWS for row in range(4)]
-    assert list(batches.iterate(3, 0)) == []
+def test_steps_repeat_the_source_in_its_order():
+    seen = [(step, batch["row"].tolist()) for step, batch in _batches().iterate(3, 10)]
+    assert seen == [(n, [(4 * n + row) % NUM_ROWS for row in range(4)]) for n in range(3, 13)]
+    assert list(_batches().iterate(3, 0)) == []
 
 
 @contextlib.contextmanager

@@ -260,8 +260,7 @@ def test_changed_values_of_json_are_refused_or_read(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "numbers"),
-    [("jsonl", [0, 1, 3, 5, 6]), ("MDS", [0, 1, 3, 5, 6, 7, 8, 10, 12, 13])],
+    ("name", "numbers"), [("jsonl", [0, 1, 3, 5, 6]), ("MDS", [0, 1, 3, 5, 6, 7, 8, 10, 12, 13])]
 )
 def test_documents_are_numbered_empty_ones_too(tmp_path, name, numbers):
     path = READERS[name].write(tmp_path)

@@ -47,8 +47,8 @@ def _prepared(texts, folder):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    texts = {f"{i:03}": chr(97 + i % 26) * (1 + 7 * i % 90) for i in range(100)}
-    texts |= {"050": HUGE, "060": "", "061": "\x00"}
+    texts = {f"{i:03}.txt": chr(97 + i % 26) * (1 + 7 * i % 90) for i in range(100)}
+    texts |= {"050.txt": HUGE, "060.txt": "", "061.txt": "\x00"}
     folder = tmp_path_factory.mktemp("corpus") / "text"
     return corpora.text_folder(folder, texts, validation_percent=20)
 
@@ -69,18 +69,13 @@ def _config(*folders, **options):
     return RecordsConfig(**{"paths": tuple(map(str, folders)), "seq_len": SEQ_LEN} | options)
 
 
-def _assert_equal(a, b):
-    assert_same(a, b)
-    assert [x.dtype for x in a.values()] == [x.dtype for x in b.values()]
-
-
 def test_rows_and_manifest_are_those_of_the_text(corpus, folder):
     text, records = TextConfig(corpus=corpus, tokenizer=BYTES, seq_len=SEQ_LEN), _config(folder)
     (ours, its), (theirs, of_text) = records.rows(3), text.rows(3)
     assert (records.vocab_size, its["num_rows"]) == (text.vocab_size, of_text["num_rows"])
     ours, theirs = (Batches(rows, batch_size=4) for rows in (ours, theirs))
     for step in (*range(8), of_text["num_rows"], 10**6):  # far beyond one pass over the corpus
-        _assert_equal(ours.at(step), theirs.at(step))
+        assert_same(ours.at(step), theirs.at(step), strict=True)
     entry = read_manifest(folder)["splits"]["train"]
     assert entry["text"] == {name: of_text[name] for name in entry["text"]}
     assert entry["num_documents"] == of_text["num_documents"]
@@ -90,7 +85,7 @@ def test_rows_and_manifest_are_those_of_the_text(corpus, folder):
         ours, theirs = (DocumentRows(r, seq_len=SEQ_LEN) for r in (actual, expected))
         assert len(ours) == len(theirs) > 0
         for a, b in zip(ours, theirs, strict=True):
-            _assert_equal(a, b)
+            assert_same(a, b, strict=True)
 
 
 def test_documents_lie_whole_in_shards(folder):
@@ -103,10 +98,6 @@ def test_documents_lie_whole_in_shards(folder):
     assert sum(size > SHARD_TOKENS for size in sizes) == 1
     assert set(np.cumsum(sizes)) <= set(records.starts.tolist())
     assert records.shards[0].dtype == np.uint16
-    for document, size in enumerate(records.sizes):
-        ids = records.read(document, 0, size)
-        assert (ids[0], ids[-1]) == (ByteTokenizer.bos_id, ByteTokenizer.eos_id)
-        assert (ids[1:-1] < 256).all()
     for name, entry in manifest["files"].items():
         data = (folder / name).read_bytes()
         assert entry == {"num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -212,25 +203,15 @@ def _starts(change):
     return apply
 
 
-def _text(old, new):
-    def apply(folder):
-        path = folder / "manifest.json"
-        path.write_text(path.read_text().replace(old, new))
-
-    return apply
-
-
+UNSEALED = '{"format": "ttcd_jax token records 1"}'
 NO_FILES, NO_FIT = "manifest.json describes no files of its folder", f"{STARTS} does not fit its"
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda folder: flip_bit(folder / TOKENS, 16), f"{TOKENS}: its content changed; copy it"),
         (lambda folder: (folder / STARTS).unlink(), f"{STARTS}: missing; copy it again"),
-        (lambda folder: (folder / "manifest.json").unlink(), "holds no token records"),
-        (_text('"vocab_size": 258', '"vocab_size": 999'), "manifest.json was changed"),
-        (_text("}\n", ""), "manifest.json is not JSON"),
+        (lambda x: (x / "manifest.json").write_text(UNSEALED), "manifest.json was changed"),
         (_manifest(lambda x: x.update(format="x")), "describes no 'ttcd_jax token records 1'"),
         *((_manifest(lambda x, y=y: x.update(dtype=y)), NO_FILES) for y in ("uint32", "u4", 3)),
         *((_manifest(lambda x, y=y: x.update(stop_ids=y)), NO_FILES) for y in ([-1], ["x"])),
@@ -352,8 +333,7 @@ def _stored(place):
 
 
 @pytest.mark.parametrize(
-    ("killed_at", "processes"),
-    [*((n, 1) for n in (2, 5, 8, *range(12, 100, 11))), (2, 2), (70, 2)],
+    ("killed_at", "processes"), [*((n, 1) for n in (2, 5, 8, *range(12, 100, 11))), (2, 2), (70, 2)]
 )
 def test_a_killed_call_is_continued(call, tmp_path, killed_at, processes):
     call(killed_at)

@@ -130,6 +130,8 @@ def test_corpora_of_a_mixture_are_shuffled_apart(mixture):
 
 
 def test_all_parts_with_a_validation_split_are_evaluated(mixture):
+    assert sources.text_data(mixture.to_dict()) == mixture  # as a run keeps it
+    assert (mixture.tokenizer, mixture.vocab_size) == (BYTES, 258)
     assert len(mixture.open("validation")) == 3
     records, text = mixture.parts
     without = text.replace(corpus=text.corpus.replace(validation_percent=0))
@@ -139,12 +141,6 @@ def test_all_parts_with_a_validation_split_are_evaluated(mixture):
     damaged = text.replace(corpus=text.corpus.replace(path="nowhere"))
     words = "no file or folder at nowhere"
     refused(words, mixture.replace(parts=(records, damaged)).open, "validation", error=DataError)
-
-
-def test_a_run_keeps_a_mixture_as_json(mixture):
-    assert sources.text_data(mixture.to_dict()) == mixture
-    assert mixture.tokenizer == BYTES
-    assert mixture.vocab_size == 258
 
 
 def test_parts_of_two_tokenizers_are_refused(mixture, tmp_path):

@@ -167,34 +167,23 @@ def test_a_stopped_command_is_continued_or_clears_up(tmp_path, stop):
         ("", 2, "pass one of --tokenizer, --train_tokenizer, --verify (0 are given)"),
         ("--tokenizer=byte --verify=x", 2, "(2 are given)"),
         ("--tokenizer=byte --input=x", 2, "--tokenizer also needs --output"),
-        ("--tokenizer=byte --input=/absent --output={new}", 2, "no file or folder at --input"),
-        ("--tokenizer=byte --input=/dev/null --output={new}", 2, "no file or folder at"),
-        ("--tokenizer=byte --input={text} --output={text}", 2, "exists and is not an empty folder"),
-        ("--train_tokenizer=300 --input={text} --output={tokenizer}", 2, ".json exists: choose"),
-        ("--train_tokenizer=100 --input={text} --output={new}", 2, "take 258 or more"),
-        ("--train_tokenizer=99999999 --input={text} --output={new}", 2, "take 16777216 or less"),
-        ("--tokenizer=/absent.json --input={text} --output={new}", 3, "no tokenizer file"),
-        (
-            "--tokenizer=byte --input={text} --samples_are_rows --output={new}",
-            3,
-            "this is text, and a sample that is a row has token ids",
-        ),
-        (
-            "--tokenizer={tokenizer} --input={latin} --output={new} --validation_percent=0",
-            3,
-            "latin.txt: text is not UTF-8 at byte 2 of 5; convert it (iconv",
-        ),
-        (
-            "--train_tokenizer=300 --input={latin} --output={new} --validation_percent=0",
-            3,
-            "error: latin.txt: text is not UTF-8 at byte 2 of 5",
-        ),
+        ("--tokenizer=byte --input=/absent {out}", 2, "no file or folder at --input"),
+        ("--tokenizer=byte --input=/dev/null {out}", 2, "no file or folder at"),
+        ("--tokenizer=byte {in} --output={text}", 2, "exists and is not an empty folder"),
+        ("--train_tokenizer=300 {in} --output={json}", 2, ".json exists: choose"),
+        ("--train_tokenizer=100 {in} {out}", 2, "take 258 or more"),
+        ("--train_tokenizer=99999999 {in} {out}", 2, "take 16777216 or less"),
+        ("--tokenizer=/absent.json {in} {out}", 3, "no tokenizer file"),
+        ("--tokenizer=byte {in} {out} --samples_are_rows", 3, "a sample that is a row has token"),
+        ("--tokenizer={json} {latin} {out}", 3, "latin.txt: text is not UTF-8 at byte 2 of 5; con"),
+        ("--train_tokenizer=300 {latin} {out}", 3, "error: latin.txt: text is not UTF-8 at byte 2"),
         ("--verify=/absent", 3, "/absent holds no token records"),
     ],
 )
 def test_errors(text, tokenizer, tmp_path, arguments, status, message):
     (tmp_path / "latin.txt").write_bytes(b"gr\xf6\xdfe")
-    paths = {"text": text, "tokenizer": tokenizer, "latin": tmp_path, "new": tmp_path / "new"}
-    given = arguments.format(**paths).split()
+    places = {"text": text, "json": tokenizer, "in": f"--input={text}"}
+    places["latin"] = f"--input={tmp_path} --validation_percent=0"
+    given = arguments.format(**places, out=f"--output={tmp_path / 'new'}").split()
     assert message in commands.refused("prepare_data", *given, status=status)
     assert os.listdir(tmp_path) == ["latin.txt"]

@@ -29,17 +29,9 @@ def config(method: str, **changes) -> TransformerConfig:
         return config("ipttcd", memory=memory)
     # Scanned: one pair of a fast and a plain block, or fast blocks alone.
     num_layers, fast_layers = (4, (0, 2)) if method == "ipttcd" else (2, (0, 1))
-    fields = {
-        "vocab_size": V,
-        "dim": 16,
-        "num_layers": num_layers,
-        "num_heads": 4,
-        "num_kv_heads": 4 if method == "lact" else 2,
-        "mlp_dim": 32,
-        "window": None if method == "full" else 21,
-        "student_window": 6,
-        "fast_layers": fast_layers,
-    }
+    fields = {"vocab_size": V, "dim": 16, "num_layers": num_layers, "mlp_dim": 32}
+    fields |= {"num_heads": 4, "num_kv_heads": 4 if method == "lact" else 2, "student_window": 6}
+    fields |= {"window": None if method == "full" else 21, "fast_layers": fast_layers}
     return config_of(method, **fields | changes)
 
 
@@ -55,12 +47,8 @@ def batch() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     segment_ids = np.sort(rng.integers(0, 4, (B, T)), axis=1)
     segment_ids[0] = np.arange(T) // (T // 4)
-    fields = {
-        "tokens": rng.integers(0, V, (B, T)),
-        "targets": rng.integers(0, V, (B, T)),
-        "segment_ids": segment_ids,
-        "positions": np.broadcast_to(np.arange(T), (B, T)),
-    }
+    fields = {name: rng.integers(0, V, (B, T)) for name in ("tokens", "targets")}
+    fields |= {"segment_ids": segment_ids, "positions": np.broadcast_to(np.arange(T), (B, T))}
     fields = {name: field.astype(np.int32) for name, field in fields.items()}
     return fields | {"loss_mask": rng.random((B, T)) < 0.9}
 

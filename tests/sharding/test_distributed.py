@@ -12,19 +12,11 @@ from ttcd_jax.errors import UserError
 from ttcd_jax.sharding import distributed
 from ttcd_jax.sharding.distributed import detect
 
-SLURM = {
-    "SLURM_STEP_NODELIST": "gpu[007-009,011],login1",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_PROCID": "3",
-    "SLURM_JOB_ID": "8195",
-}
+SLURM = {"SLURM_STEP_NODELIST": "gpu[007-009,011],login1", "SLURM_STEP_NUM_TASKS": "4"}
+SLURM |= {"SLURM_PROCID": "3", "SLURM_JOB_ID": "8195"}
 MPI = {"NODE": "ib0", "SIZE": "2", "RANK": "1"}
-JOBSET = {
-    "JOBSET_NAME": "run",
-    "REPLICATED_JOB_NAME": "worker",
-    "NUM_PROCESSES": "16",
-    "JOB_COMPLETION_INDEX": "0",
-}
+JOBSET = {"JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "worker", "NUM_PROCESSES": "16"}
+JOBSET |= {"JOB_COMPLETION_INDEX": "0"}
 
 
 @pytest.mark.parametrize(
@@ -43,12 +35,8 @@ def test_a_description_gives_the_processes(description, environ, expected):
 
 
 def test_the_first_of_slurms_nodes():
-    for nodes, first in {
-        "node1,node2": "node1",
-        "node[007,009-012]": "node007",
-        "a-b[10-11]-ib,c1": "a-b10-ib",
-        "rack[2-3]node[01-04]": "rack2node01",
-    }.items():
+    found = {"node1,node2": "node1", "node[007,009]": "node007", "a-b[10-11]-ib,c1": "a-b10-ib"}
+    for nodes, first in (found | {"rack[2-3]node[01-04]": "rack2node01"}).items():
         assert detect("slurm", SLURM | {"SLURM_STEP_NODELIST": nodes}).host == first
 
 
@@ -147,13 +135,7 @@ def test_processes_compare_their_code_and_what_xla_is_told_but_not_where_it_dump
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     found = distributed.surroundings()
     assert (found["XLA_FLAGS"], found["NVIDIA_TF32_OVERRIDE"]) == (["--a=1", "--b=2"], ["0"])
-    assert found.keys() >= {
-        "code",
-        "jax",
-        "numpy",
-        "jax_enable_x64",
-        "jax_default_matmul_precision",
-    }
+    assert found.keys() >= {"code", *distributed.PACKAGES, *distributed._SETTINGS}
 
 
 @pytest.mark.parametrize("numbers", [(3, 2), (2, 4)])

@@ -5,7 +5,7 @@ import functools
 import itertools
 import os
 import shutil
-from logging import Handler, getLogger
+from logging import getLogger
 from types import SimpleNamespace
 
 import jax
@@ -37,12 +37,6 @@ def _state(step: int, width: int = 5) -> dict:
 ABSTRACT = jax.eval_shape(lambda: _state(1))
 
 
-def _assert_equal(actual, expected):
-    assert_same(actual, expected)
-    dtypes, theirs = ([x.dtype for x in jax.tree.leaves(tree)] for tree in (actual, expected))
-    assert dtypes == theirs
-
-
 def _opened(directory, **options):
     return contextlib.closing(Checkpoints(directory, **options))
 
@@ -63,6 +57,7 @@ def _names(folder):
 
 
 _refused = functools.partial(refused, error=CheckpointError)
+_assert_equal = functools.partial(assert_same, strict=True)
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +72,6 @@ def pristine(tmp_path_factory):
 @pytest.fixture
 def saved(pristine, tmp_path):
     return shutil.copytree(pristine, tmp_path / "checkpoints")
-
-
-@pytest.fixture
-def warnings():
-    """The lines that reach absl's logger."""
-    lines = []
-    handler = Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.get_absl_logger().addHandler(handler)
-    yield lines
-    logging.get_absl_logger().removeHandler(handler)
 
 
 def _flip(file):
@@ -113,7 +97,7 @@ def _named(saved, path):
     return max(files, key=lambda file: file.stat().st_size)
 
 
-def test_round_trip_is_exact_and_restored_where_asked(saved, warnings):
+def test_round_trip_is_exact_and_restored_where_asked(saved, caplog):
     for step in (None, 1):
         found, state = _restored(saved, step)
         assert found == (step or 3)
@@ -127,7 +111,7 @@ def test_round_trip_is_exact_and_restored_where_asked(saved, warnings):
     found = _restored(saved, abstract={"params": ABSTRACT["params"]}, is_read_only=True)
     assert found[0] == 3
     _assert_equal(found[1], {"params": _state(3)["params"]})
-    assert warnings == []
+    assert caplog.messages == []
 
 
 def test_steps_go_on_after_a_restart_also_when_the_job_is_stopped_and_the_newest_are_kept(
@@ -176,13 +160,13 @@ def test_every_damage_to_every_file_is_noticed_and_named(pristine, tmp_path):
     ("item", "damage"),
     [("params", _flip), ("train", _truncate), ("params/_METADATA", _empty), ("train", os.remove)],
 )
-def test_damaged_newest_step_falls_back(saved, warnings, damage, item):
+def test_damaged_newest_step_falls_back(saved, caplog, damage, item):
     damage(file := _named(saved, f"3/{item}"))
     with _opened(saved) as checkpoints:
         step, state = checkpoints.restore(ABSTRACT)
         assert step == 2
         _assert_equal(state, _state(2))
-        (line,) = warnings
+        (line,) = caplog.messages
         assert f"step 3 ({file.relative_to(saved / '3')}: " in line
         assert "using step 2" in line
         _save(checkpoints, 3)
@@ -191,14 +175,14 @@ def test_damaged_newest_step_falls_back(saved, warnings, damage, item):
     assert (saved / "3.refused").is_dir()
 
 
-def test_refused_steps_stay_until_the_next_refusal_and_a_reader_touches_nothing(saved, warnings):
+def test_refused_steps_stay_until_the_next_refusal_and_a_reader_touches_nothing(saved, caplog):
     _flip(_named(saved, "3/params"))
     before = sorted(saved.rglob("*"))
     with _opened(saved, is_read_only=True) as checkpoints:
         assert checkpoints.restore({"params": ABSTRACT["params"]})[0] == 2
         _refused("step 9 was not saved: |opened read-only", checkpoints.save, 9, _state(9))
     assert sorted(saved.rglob("*")) == before
-    assert len(warnings) == 1
+    assert len(caplog.messages) == 1
     for step in (3, 2):
         assert _restored(saved)[0] == step - 1
         assert [path.name for path in saved.glob("*.refused")] == [f"{step}.refused"]
@@ -219,14 +203,14 @@ SEAL = digest.DIGEST
         (["1", "2/_CHECKPOINT_METADATA", "3/" + SEAL], None, 3, "checkpoint step 3 |unchecked"),
     ],
 )
-def test_killed_before_the_seal(saved, warnings, removed, step, found, words):
+def test_killed_before_the_seal(saved, caplog, removed, step, found, words):
     """The sealed step before goes on, or the only one, unchecked."""
     for path in removed:
         (shutil.rmtree if (saved / path).is_dir() else os.remove)(saved / path)
     restored = _restored(saved, step)
     assert restored[0] == found
     _assert_equal(restored[1], _state(found))
-    assert any(all(word in line for word in words.split("|")) for line in warnings)
+    assert any(all(word in line for word in words.split("|")) for line in caplog.messages)
 
 
 ALL = "|".join(f"step {step} (params/_METADATA: " for step in (1, 2, 3))
@@ -256,7 +240,7 @@ def test_damage_is_refused_with_the_file_and_the_last_intact_step(saved, damages
 
 
 def test_an_unsealed_step_that_cannot_be_read_gives_way_to_the_one_before(
-    saved, warnings, monkeypatch
+    saved, caplog, monkeypatch
 ):
     for step in ("1", "2", "3"):
         os.remove(saved / step / digest.DIGEST)
@@ -269,7 +253,7 @@ def test_an_unsealed_step_that_cannot_be_read_gives_way_to_the_one_before(
 
     monkeypatch.setattr(ocp.CheckpointManager, "restore", raised)
     assert _restored(saved, is_read_only=True)[0] == 2
-    assert "step 3 (cannot be read: Exception: Encountered error " in warnings[-1]
+    assert "step 3 (cannot be read: Exception: Encountered error " in caplog.messages[-1]
 
 
 def test_paths_that_orbax_takes_for_patterns_are_refused_and_others_read_back(
@@ -371,7 +355,7 @@ def test_a_step_that_its_run_deletes_while_it_is_read_is_looked_for_again(saved,
         _refused(f"no checkpoint step {named} in", checkpoints.restore, ABSTRACT, named)
 
 
-def test_a_relative_directory_and_silence(tmp_path, monkeypatch, warnings, capfd, caplog):
+def test_a_relative_directory_and_silence(tmp_path, monkeypatch, capfd, caplog):
     """Also about failures that an event loop of Orbax repeats."""
     monkeypatch.chdir(tmp_path)
     verbosity = logging.get_verbosity()
@@ -382,8 +366,8 @@ def test_a_relative_directory_and_silence(tmp_path, monkeypatch, warnings, capfd
         _assert_equal(_restored("run", is_read_only=True)[1], _state(1))
     finally:
         logging.set_verbosity(verbosity)
-    assert warnings == []
+    assert caplog.messages == []
     assert capfd.readouterr() == ("", "")
     for message in ("never retrieved: '1.orbax-checkpoint-tmp/d/1': File too large", "another"):
         getLogger("asyncio").error(message)
-    assert [record.getMessage() for record in caplog.records] == ["another"]
+    assert caplog.messages == ["another"]

@@ -92,11 +92,8 @@ class Census:
 
     def summary(self) -> dict[str, Any]:
         """The census, ready for JSON; `sha256` covers names and contents, in order."""
-        return {
-            "num_documents": self._num_documents,
-            "num_bytes": self._num_bytes,
-            "sha256": self._digest.hexdigest(),
-        }
+        counts = {"num_documents": self._num_documents, "num_bytes": self._num_bytes}
+        return counts | {"sha256": self._digest.hexdigest()}
 
 
 def manifest(config: CorpusConfig, documents: Iterable[Document]) -> dict[str, Any]:

@@ -292,11 +292,8 @@ class _Shard:
     the type of arrays in the column at `position`."""
 
     def __init__(self, index: Path, entry: dict[str, Any], column: str) -> None:
-        kind, raw, packed = (
-            (entry["format"], entry["version"]),
-            entry["raw_data"],
-            entry["zip_data"],
-        )
+        kind, raw = (entry["format"], entry["version"]), entry["raw_data"]
+        packed = entry["zip_data"]
         self.num_bytes, self.num_samples = int(raw["bytes"]), int(entry["samples"])
         names, encodings = ([*map(str, entry[f"column_{x}"])] for x in ("names", "encodings"))
         self.sizes = [int(size or 0) for size in entry["column_sizes"]]

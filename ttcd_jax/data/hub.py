@@ -12,8 +12,7 @@ from ttcd_jax import units
 from ttcd_jax.data.documents import glob_of, lists_files
 from ttcd_jax.errors import DataError, UserError
 
-_HTTP_ERROR = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
-_ERRORS = (OSError, _HTTP_ERROR, LookupError, TypeError, ValueError)
+_ERRORS = (OSError, errors.HTTPError, LookupError, TypeError, ValueError)  # pyright: ignore[reportPrivateImportUsage]
 _PROBLEMS = {
     errors.GatedRepoError: "is gated: accept its terms there, and set HF_TOKEN",
     errors.RepositoryNotFoundError: "is not there, or private: check the name, or set HF_TOKEN",

@@ -245,7 +245,6 @@ class TextConfig(Config):
         return build_tokenizer(self.tokenizer).vocab_size
 
     def identity(self) -> dict[str, Any]:
-        """The part of the manifest that identifies the training text."""
         return manifest(self.corpus, load_documents(self.corpus, "train"))
 
     def open(self, split: Split) -> list[TokenRecords]:
@@ -256,7 +255,6 @@ class TextConfig(Config):
     def rows(
         self, seed: int, batch_size: int = 1, shuffle_seeds: Iterator[int] | None = None
     ) -> tuple[RowSource, dict[str, Any]]:
-        """(endless rows of the training split, manifest)."""
         documents = load_documents(self.corpus, "train")
         encoded = encode_documents(documents, build_tokenizer(self.tokenizer))
         rows, num_rows = corpus_rows(encoded, self, seed, next(shuffle_seeds or iter([seed])))
@@ -305,14 +303,12 @@ class MixtureConfig(WeightedConfig):
         return self._alike[0].vocab_size
 
     def identity(self) -> dict[str, Any]:
-        """The part of the manifest that identifies the training text."""
         return {"kind": "mixture", "parts": [part.identity() for part in self._alike]}
 
     def open(self, split: Split) -> list[TokenRecords]:
         return _that_have(self._alike, lambda part: part.open(split))
 
     def rows(self, seed: int, batch_size: int = 1) -> tuple[RowSource, dict[str, Any]]:
-        """(endless rows of the training splits, manifest)."""
         seeds = itertools.count(seed)
         parts = [part.rows(seed, shuffle_seeds=seeds) for part in self._alike]
         rows, num_rows = self.mixed([(x, found["num_rows"]) for x, found in parts], batch_size)

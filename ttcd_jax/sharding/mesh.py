@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
-import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
@@ -67,35 +66,24 @@ class MeshConfig(Config):
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh over `devices` (default: all of the job). Raises `UserError` as `sizes` does, and
-    when the devices do not come in `slices` groups."""
+    """The mesh over `devices` (default: all of the job): `data` spans the slices, the other axes
+    stay inside one. Raises `UserError` as `sizes` does, and when the devices do not come in
+    `slices` groups."""
     devices = jax.devices() if devices is None else devices
     sizes = config.sizes(len(devices))
-    shape = tuple(sizes[name] for name in AXES)
-    if config.slices == 1:
-        array = mesh_utils.create_device_mesh(shape, devices)
-    else:
-        array = _over_slices(config.slices, shape, devices)
-    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def _over_slices(slices: int, shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
-    """The devices in mesh order: `data` spans the slices, the other axes stay inside one."""
-    groups = {
-        "slices": {device.slice_index for device in devices if hasattr(device, "slice_index")},
-        "hosts": {device.process_index for device in devices},
-    }
-    kind = next((kind for kind, members in groups.items() if len(members) == slices), None)
-    if kind is None:
+    num_slices = len({x.slice_index for x in devices if hasattr(x, "slice_index")})
+    num_hosts = len({device.process_index for device in devices})
+    if config.slices not in (1, num_slices, num_hosts):
         raise UserError(
-            f"MeshConfig.slices is {slices}, and the devices come in "
-            f"{len(groups['slices'])} slices and {len(groups['hosts'])} hosts: set one of these"
+            f"MeshConfig.slices is {config.slices}, and the devices come in {num_slices} slices "
+            f"and {num_hosts} hosts: set one of these"
         )
-    inside = (shape[0] // slices, *shape[1:])
-    return mesh_utils.create_hybrid_device_mesh(
-        inside,
-        (slices, *(1,) * (len(shape) - 1)),
-        devices,
-        process_is_granule=kind == "hosts",
-        allow_split_physical_axes=True,
-    )
+    inside = (sizes["data"] // config.slices, *(sizes[name] for name in AXES[1:]))
+    if config.slices == 1:
+        array = mesh_utils.create_device_mesh(inside, devices)
+    else:
+        options = {"process_is_granule": config.slices != num_slices}
+        options["allow_split_physical_axes"] = True
+        slices = (config.slices, 1, 1, 1)
+        array = mesh_utils.create_hybrid_device_mesh(inside, slices, devices, **options)
+    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -48,12 +48,8 @@ def spec(names: Names, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The sharding on `mesh` of an array with these logical axes; None is a dimension that stays
     whole. Mesh axes of another name, and those that are manual in a surrounding `shard_map`, are
     not used. Raises `KeyError` for a logical axis that the table lacks."""
-    free = _free_axes(mesh)
-    parts = []
-    for name in names:
-        axes = tuple(axis for axis in (RULES[name] if name is not None else ()) if axis in free)
-        parts.append(axes if len(axes) > 1 else axes[0] if axes else None)
-    return PartitionSpec(*parts)
+    free, parts = _free_axes(mesh), (() if name is None else RULES[name] for name in names)
+    return PartitionSpec(*(tuple(axis for axis in axes if axis in free) for axes in parts))
 
 
 def _free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
@@ -148,15 +144,6 @@ def gathered(weight: Any, dtype: DTypeLike) -> jax.Array:
     if not is_distributed():
         return x
     names = weight.get_metadata("axes")[-x.ndim :]
-    return _whole_along_embed(rounded(x, weight, dtype), names).astype(x.dtype)
-
-
-def rounded(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:
-    """x, rounded to `dtype` if the parameter `weight` is only an operand of products."""
-    return x.astype(dtype) if weight.get_metadata("is_operand") else x
-
-
-def _whole_along_embed(x: jax.Array, names: Names) -> jax.Array:
     whole = tuple(None if name == "embed" else name for name in names)
 
     def exchange(x: jax.Array) -> jax.Array:
@@ -164,7 +151,12 @@ def _whole_along_embed(x: jax.Array, names: Names) -> jax.Array:
 
     gather = jax.custom_vjp(exchange)
     gather.defvjp(lambda x: (exchange(x), None), lambda _, dx: (constrain(dx, *names),))
-    return gather(x)
+    return gather(rounded(x, weight, dtype)).astype(x.dtype)
+
+
+def rounded(x: jax.Array, weight: Any, dtype: DTypeLike) -> jax.Array:
+    """x, rounded to `dtype` if the parameter `weight` is only an operand of products."""
+    return x.astype(dtype) if weight.get_metadata("is_operand") else x
 
 
 def never_saves_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:

@@ -73,12 +73,8 @@ def exclusive_prefix(
     index, parts = shard.index(SEQ), shard.size(SEQ)
 
     def shifted(tree: Any, distance: int) -> Any:
-        has_left = index >= distance
-        return jax.tree.map(
-            lambda left, empty: jnp.where(has_left, left, empty),
-            from_left(shard, tree, distance),
-            neutral,
-        )
+        choose = functools.partial(jnp.where, index >= distance)
+        return jax.tree.map(choose, from_left(shard, tree, distance), neutral)
 
     prefix = shifted(element, 1)
     distance = 1

@@ -15,6 +15,7 @@ killed between the two leaves an unsealed step, complete but not verifiable:
 """
 
 import contextlib
+import dataclasses
 import errno
 import fnmatch
 import functools
@@ -254,7 +255,9 @@ class Checkpoints:
         self, abstract_state: dict[str, Any], step: int | None
     ) -> tuple[int, dict[str, Any]]:
         """`restore`, of the steps there are now."""
-        chosen, refused = self._chosen(step)
+        # The first process alone reads the disk, so that all agree even while a job writes.
+        chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
+        chosen = int(multihost_utils.broadcast_one_to_all(np.array(chosen)))
         with self._reporting_read(chosen):
             metadata = self._manager.item_metadata(chosen)
         if {_PARAMS, _TRAIN} & {*metadata} == {_PARAMS} != {*abstract_state}:
@@ -316,9 +319,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            if type(error) is not Exception:  # as Orbax raises
-                with contextlib.suppress(*_READ_ERRORS):
-                    raise
+            if not isinstance(error, _READ_ERRORS) and type(error) is not Exception:  # of Orbax
+                raise
             reason = f"cannot be read: {_reason(error)}"
             if not digest.is_sealed(self._step_dir(step)):
                 self._unreadable[step] = reason
@@ -350,12 +352,6 @@ class Checkpoints:
                 f"checkpoint step {step} was not saved: {reason}; "
                 f"last good step: {sealed[-1] if sealed else 'none'}"
             ) from error
-
-    def _chosen(self, step: int | None) -> tuple[int, list[int]]:
-        """`_judged` of the first process. It alone reads the disk, so that all agree even while a
-        job writes; the refused steps on that process only."""
-        chosen, refused = self._judged(step) if jax.process_index() == 0 else (0, [])
-        return int(multihost_utils.broadcast_one_to_all(np.array(chosen))), refused
 
     def _judged(self, step: int | None) -> tuple[int, list[int]]:
         """(step to restore, those that were refused) by the policy above."""
@@ -411,13 +407,13 @@ class Checkpoints:
         self._manager.reload()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class StreamedLeaf:
     """An array that `read` gives; its shape and dtype are known before."""
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[], np.ndarray]
-    ) -> None:
-        self.shape, self.dtype, self.read = shape, dtype, read
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
 
     @property
     def nbytes(self) -> int:
@@ -426,9 +422,6 @@ class StreamedLeaf:
 
 class _StreamingHandler(NumpyHandler):
     """Writes every leaf as the array that it reads, before it reads the next."""
-
-    def __init__(self) -> None:
-        super().__init__(deepcopy_host_arrays=False)
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -440,7 +433,8 @@ class _StreamingHandler(NumpyHandler):
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
-    registry = create_type_handler_registry((StreamedLeaf, _StreamingHandler()))
+    streaming = _StreamingHandler(deepcopy_host_arrays=False)
+    registry = create_type_handler_registry((StreamedLeaf, streaming))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 

@@ -46,7 +46,8 @@ def preparation(
     P in which its writes are linear is multiplied by it, and so is P's gradient. The result is that
     of the rate eta times this share, and eta stays a constant. Raises `UserError` for a model whose
     memories have no such parameter."""
-    scaled = _write_params(config) if memory_warmup else set()
+    blocks = enumerate(block_configs(config) if memory_warmup else ())
+    scaled = {f"layers/{layer}/{x.write_param}" for layer, x in blocks if x.write_param}
     if memory_warmup and not scaled:
         raise UserError(
             f"RunConfig.memory_warmup {memory_warmup}: method {config.method!r} with these "
@@ -72,8 +73,3 @@ def _hold(leaf: jax.Array, factor: float | np.ndarray) -> jax.Array:
         return leaf
     still = jax.lax.stop_gradient(leaf)
     return jnp.where(factor != 0, leaf, still) if np.any(factor) else still
-
-
-def _write_params(config: TransformerConfig) -> set[str]:
-    blocks = enumerate(block_configs(config))
-    return {f"layers/{layer}/{x.write_param}" for layer, x in blocks if x.write_param}

@@ -22,13 +22,12 @@ class Hardware(NamedTuple):
     memory_bytes: float
 
 
-_SHEETS = (
-    Hardware("A100", peak_flops=312e12, memory_bytes=80e9),
-    Hardware("H100", peak_flops=989e12, memory_bytes=80e9),
-    Hardware("H200", peak_flops=989e12, memory_bytes=141e9),
-    Hardware("B200", peak_flops=2250e12, memory_bytes=180e9),
-)
-HARDWARE = {device.name: device for device in _SHEETS}
+HARDWARE = {
+    "A100": Hardware("A100", peak_flops=312e12, memory_bytes=80e9),
+    "H100": Hardware("H100", peak_flops=989e12, memory_bytes=80e9),
+    "H200": Hardware("H200", peak_flops=989e12, memory_bytes=141e9),
+    "B200": Hardware("B200", peak_flops=2250e12, memory_bytes=180e9),
+}
 
 
 def data_sheet(device_kind: str) -> Hardware | None:

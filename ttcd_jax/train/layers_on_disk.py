@@ -7,7 +7,7 @@ moments have their parameters' names after a prefix. Only this file maps one for
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -49,7 +49,6 @@ def misfit(
 
 
 Leaves = dict[str, Any]
-Layers = dict[tuple[str, ...], list[str]]  # (group, block) -> its layers in row order
 
 
 def stored_params(config: TransformerConfig) -> Leaves:
@@ -60,10 +59,9 @@ def stored_params(config: TransformerConfig) -> Leaves:
 def unstacked(config: TransformerConfig, leaves: Leaves) -> Leaves:
     """Leaves of a training state with one leaf per layer: arrays on the same devices (a second copy
     of the stacked ones), tracers or `jax.ShapeDtypeStruct`s."""
-    layers, rows = _layers(config), {}
-    for name, leaf in leaves.items():
-        names = _names_of_rows(layers, name)
-        rows |= {name: leaf} if names is None else dict(zip(names, _rows(leaf), strict=True))
+    rows = {}
+    for name, leaf, names in _with_rows(config, leaves):
+        rows |= dict(zip(names, _rows(leaf), strict=True)) if names else {name: leaf}
     return rows
 
 
@@ -71,24 +69,20 @@ def stacked(config: TransformerConfig, rows: Leaves, like: Leaves) -> Leaves:
     """The inverse of `unstacked`: arrays sharded as the `jax.ShapeDtypeStruct`s `like`, those of
     numpy where these have none. `rows` is emptied, so that no more than one stacked leaf exists
     twice."""
-    layers, leaves = _layers(config), {}
-    for name, leaf in like.items():
-        names = _names_of_rows(layers, name)
-        if names is None:
-            leaves[name] = rows.pop(name)
-        else:
-            leaves[name] = _stack(leaf.sharding)([rows.pop(row) for row in names])
+    leaves = {}
+    for name, leaf, names in _with_rows(config, like):
+        found = [rows.pop(row) for row in names or [name]]
+        leaves[name] = _stack(leaf.sharding)(found) if names else found[0]
     return leaves
 
 
 def per_parameter(config: TransformerConfig, value: Callable[[str], float]) -> dict[str, Any]:
     """The value of every parameter by its name on disk, in a tree of the parameters' structure: a
     number, or for stacked layers an array [layers, 1, ...] of their numbers."""
-    layers, values = _layers(config), {}
-    for name, leaf in by_name(abstract_params(config)).items():
-        rows = [value(row) for row in _names_of_rows(layers, name) or ()]
-        shape = (len(rows), *[1] * (leaf.ndim - 1))
-        values[name] = np.reshape(rows, shape) if rows else value(name)
+    values = {}
+    for name, leaf, names in _with_rows(config, by_name(abstract_params(config))):
+        shape = (len(names), *[1] * (leaf.ndim - 1))
+        values[name] = np.reshape(list(map(value, names)), shape) if names else value(name)
     return unflatten_dict(values, sep="/")
 
 
@@ -104,20 +98,15 @@ def by_layers(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _layers(config: TransformerConfig) -> Layers:
-    layers: Layers = {}
+def _with_rows(config: TransformerConfig, leaves: Leaves) -> Iterator[tuple[str, Any, list[str]]]:
+    """(name, leaf, names on disk of its rows: none outside the layers) of every leaf."""
+    layers: dict[str, list[str]] = {}
     for layer, slot in enumerate(layer_slots(config)):
-        layers.setdefault((slot.group, slot.block), []).append(str(layer))
-    return layers
-
-
-def _names_of_rows(layers: Layers, name: str) -> list[str] | None:
-    """The names on disk of a stacked leaf's rows, None for a leaf outside the layers."""
-    path = name.split("/")
-    for at in range(len(path) - 1):
-        if (rows := layers.get(tuple(path[at : at + 2]))) is not None:
-            return ["/".join((*path[:at], "layers", row, *path[at + 2 :])) for row in rows]
-    return None
+        layers.setdefault(f"{slot.group}/{slot.block}", []).append(f"layers/{layer}")
+    stack = re.compile(rf"(?<![^/])({'|'.join(layers)})(?![^/])")
+    for name, leaf in leaves.items():
+        found = stack.search(name)
+        yield name, leaf, [stack.sub(row, name, 1) for row in layers[found[0]]] if found else []
 
 
 def _rows(leaf: Any) -> list[Any]:

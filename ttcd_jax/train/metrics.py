@@ -6,6 +6,7 @@ whether the metric is measured or not.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,13 +70,11 @@ def in_step(names: Sequence[str]) -> Callable[[Forward], Metrics]:
 def programs(names: Sequence[str], model: TransformerConfig, num_parts: int) -> list[Measure]:
     """Those of the metrics that are separate programs."""
 
-    def program(metric: Metric) -> Measure:
-        def measure(params: Params, batch: Batch) -> Metrics:
-            return _named(metric, metric.measure(with_params(model, params), batch, num_parts))
+    def measure(metric: Metric, params: Params, batch: Batch) -> Metrics:
+        return _named(metric, metric.measure(with_params(model, params), batch, num_parts))
 
-        return measure
-
-    return [program(metric) for metric in map(METRICS.named, names) if not metric.is_in_step]
+    chosen = map(METRICS.named, names)
+    return [functools.partial(measure, metric) for metric in chosen if not metric.is_in_step]
 
 
 def _named(metric: Metric, found: Any) -> Metrics:
