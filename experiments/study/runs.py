@@ -172,7 +172,7 @@ def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None
                 sections += _sections(task, text, measured, path / "pictures" / text)
         sections += training_sections(runs, path / "pictures")
     rows = run_rows(runs)
-    shown = [Section("Runs", rows, ()), *sections]
+    shown = [Section("Runs", rows), *sections]
     tables = "\n".join(f"{x.title}\n{format_table(x.table)}\n" for x in shown)
     write_whole(path / "tables.txt", tables)
     title = f"Study: {', '.join(config.files())}"
@@ -224,7 +224,7 @@ def _sections(task: Task, text: str, measured: Measured, output: Path) -> list[S
         table = _rows({label: differences(*pair, by_key) for label, pair in pairs.items()})
         name = f"{title}: nats per token, less {base}"
         found.append(Section(name, table, [Picture(picture, sentence)]))
-    return [*found, Section(f"{title}: every seed, all tokens", _by_seed(measured), ())]
+    return [*found, Section(f"{title}: every seed, all tokens", _by_seed(measured))]
 
 
 def _pictures(kind: type[Task], series: Series[Any], output: Path) -> list[Picture]:
