@@ -77,10 +77,6 @@ class StudyConfig(Config):
         ]
 
 
-def run_dir(path: Path, name: str, seed: int) -> Path:
-    return path / f"{name}-{seed}"
-
-
 def results_file(folder: Path, task: Task, name: str, text: str) -> Path:
     """The results of a task on a text in a run directory."""
     return folder / "eval" / folder_name(task.name, f"{name}, {text}") / FILE
@@ -133,7 +129,7 @@ def compute(
 ) -> None:
     """Trains and evaluates what is missing of a run. Raises `UserError` where training failed, and
     for a run of another configuration."""
-    folder, file = run_dir(path, name, seed), config.files()[name]
+    folder, file = path / f"{name}-{seed}", config.files()[name]
     params = (*params, f"RunConfig.seed={seed}")
     if (directory := RunDirectory(folder)).is_claimed:
         wanted = load_config(RunConfig, file, params, config_dir=cli.CONFIG_DIR)
@@ -163,7 +159,7 @@ def compute(
 def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None:
     """Prints the tables of all runs that were evaluated, and writes them with pictures into
     `index.html`, and alone into `tables.txt`."""
-    folders = {f"{name}, seed {seed}": run_dir(path, name, seed) for name, seed in config.chosen()}
+    folders = {f"{x}, seed {seed}": path / f"{x}-{seed}" for x, seed in config.chosen()}
     runs = [run for run in map(Run.read, folders, folders.values()) if run.metrics]
     sections = []
     with coloured_by_run([*config.files()]) as colours:
@@ -186,7 +182,7 @@ def _measured(config: StudyConfig, task: Task, text: str, path: Path) -> Measure
     found: Measured = {}
     results = []
     for name, seed in config.chosen():
-        file = results_file(run_dir(path, name, seed), task, name, text)
+        file = results_file(path / f"{name}-{seed}", task, name, text)
         if file.exists():
             results.append(read_results(file).renamed(f"{name}, {text}", name))
             found.setdefault(name, {})[seed] = results[-1].series

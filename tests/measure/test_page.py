@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ttcd_jax.measure.page import Section, write_page
-from ttcd_jax.measure.pictures import Picture, coloured_by_run, looks, plot_bars, plot_lines
+from ttcd_jax.measure.pictures import Picture, coloured_by_run, looks, plot_lines
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CONTENT = PNG_SIGNATURE + b"picture"
@@ -115,13 +115,6 @@ def test_lines_are_drawn_without_a_warning_and_replace_the_old_ones_when_whole(t
             _lines(path, series={"SWA": points})
     assert path.read_bytes() == old
     assert [file.name for file in path.parent.iterdir()] == ["loss.png"]
-
-
-def test_bars_are_drawn_with_missing_values(tmp_path):
-    path, labels = tmp_path / "tasks.png", dict.fromkeys(("title", "x_label", "y_label"), "task")
-    series = {"SWA": [0.2, None], "IP-TTCD": [0.9, 0.5]}
-    plot_bars(path, groups=["recall", "copy"], series=series, chance=0.1, **labels)
-    assert _png_size(path) == (1600, 900)
 
 
 def test_the_series_of_a_run_share_its_colour():

@@ -79,18 +79,6 @@ def test_logits_are_of_every_token_and_a_memory_that_is_off_keeps_parameters_and
     assert np.abs(silent(TOKENS) - silent(other))[:, -1].max() < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("predictions", "macro", "micro"),
-    [((0, 0, 1, 5), 1, 1), ((0, 1, 1, 5), 0.75, 2 / 3), ((0, 150, 1, 5), 0.5, 2 / 3)],
-)
-def test_macro_accuracy_counts_classes_that_are_only_predicted(predictions, macro, micro):
-    logits, targets = jax.nn.one_hot([predictions], 200), np.array([[0, 0, 1, IGNORE]])
-    scores = batch_scores(logits, targets)
-    assert scores["macro_accuracy"] == pytest.approx(macro)
-    assert scores["micro_accuracy"] == pytest.approx(micro)
-    assert np.isnan([*batch_scores(logits, np.full_like(targets, IGNORE)).values()]).all()
-
-
 CLASSES, WIDTH = 5, 8
 
 
