@@ -147,4 +147,4 @@ def _tables(path: Path) -> list[Section]:
     if not rows or not all(isinstance(row, dict) for row in (*rows, where)):
         raise DataError(f"{path} is no report of a benchmark: it has no rows and environment")
     suffix = f"({where.get('device')}, {where.get('commit')})"
-    return [Section(f"{title} {suffix}", rows, ()) for title, rows in found.items()]
+    return [Section(f"{title} {suffix}", rows) for title, rows in found.items()]

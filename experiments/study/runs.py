@@ -77,10 +77,6 @@ class StudyConfig(Config):
         ]
 
 
-def run_dir(path: Path, name: str, seed: int) -> Path:
-    return path / f"{name}-{seed}"
-
-
 def results_file(folder: Path, task: Task, name: str, text: str) -> Path:
     """The results of a task on a text in a run directory."""
     return folder / "eval" / folder_name(task.name, f"{name}, {text}") / FILE
@@ -133,7 +129,7 @@ def compute(
 ) -> None:
     """Trains and evaluates what is missing of a run. Raises `UserError` where training failed, and
     for a run of another configuration."""
-    folder, file = run_dir(path, name, seed), config.files()[name]
+    folder, file = path / f"{name}-{seed}", config.files()[name]
     params = (*params, f"RunConfig.seed={seed}")
     if (directory := RunDirectory(folder)).is_claimed:
         wanted = load_config(RunConfig, file, params, config_dir=cli.CONFIG_DIR)
@@ -163,7 +159,7 @@ def compute(
 def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None:
     """Prints the tables of all runs that were evaluated, and writes them with pictures into
     `index.html`, and alone into `tables.txt`."""
-    folders = {f"{name}, seed {seed}": run_dir(path, name, seed) for name, seed in config.chosen()}
+    folders = {f"{x}, seed {seed}": path / f"{x}-{seed}" for x, seed in config.chosen()}
     runs = [run for run in map(Run.read, folders, folders.values()) if run.metrics]
     sections = []
     with coloured_by_run([*config.files()]) as colours:
@@ -172,7 +168,7 @@ def write_study(config: StudyConfig, texts: dict[str, Path], path: Path) -> None
                 sections += _sections(task, text, measured, path / "pictures" / text)
         sections += training_sections(runs, path / "pictures")
     rows = run_rows(runs)
-    shown = [Section("Runs", rows, ()), *sections]
+    shown = [Section("Runs", rows), *sections]
     tables = "\n".join(f"{x.title}\n{format_table(x.table)}\n" for x in shown)
     write_whole(path / "tables.txt", tables)
     title = f"Study: {', '.join(config.files())}"
@@ -186,7 +182,7 @@ def _measured(config: StudyConfig, task: Task, text: str, path: Path) -> Measure
     found: Measured = {}
     results = []
     for name, seed in config.chosen():
-        file = results_file(run_dir(path, name, seed), task, name, text)
+        file = results_file(path / f"{name}-{seed}", task, name, text)
         if file.exists():
             results.append(read_results(file).renamed(f"{name}, {text}", name))
             found.setdefault(name, {})[seed] = results[-1].series
@@ -224,7 +220,7 @@ def _sections(task: Task, text: str, measured: Measured, output: Path) -> list[S
         table = _rows({label: differences(*pair, by_key) for label, pair in pairs.items()})
         name = f"{title}: nats per token, less {base}"
         found.append(Section(name, table, [Picture(picture, sentence)]))
-    return [*found, Section(f"{title}: every seed, all tokens", _by_seed(measured), ())]
+    return [*found, Section(f"{title}: every seed, all tokens", _by_seed(measured))]
 
 
 def _pictures(kind: type[Task], series: Series[Any], output: Path) -> list[Picture]:

@@ -14,17 +14,8 @@ from ttcd_jax.data.corpus import load_documents
 from ttcd_jax.data.packing import encode_documents
 from ttcd_jax.data.tokenizer import ByteTokenizer, JsonTokenizer, train_tokenizer
 from ttcd_jax.errors import DataError
-from ttcd_jax.measure.by_document import (
-    Means,
-    Selection,
-    cells,
-    first_texts,
-    means_of,
-    means_over_documents,
-    plain_documents,
-    read_manifest,
-    select,
-)
+from ttcd_jax.measure import by_document
+from ttcd_jax.measure.by_document import Means, Selection, means_of, means_over_documents, select
 from ttcd_jax.tasks.documents import BlockLoss
 
 TEXTS = {"a": b"abcdefghij", "b": b" \n\t ", "c": b"klm", "d": b"nopqrstuvwxyz", "e": b"0123456"}
@@ -33,7 +24,7 @@ TEXTS = {"a": b"abcdefghij", "b": b" \n\t ", "c": b"klm", "d": b"nopqrstuvwxyz",
 def _documents(path):
     """The records of a file or folder, and its documents."""
     records = encode_documents(load_documents(text_file(path), "train"), ByteTokenizer())
-    return records, plain_documents([records], ByteTokenizer())
+    return records, by_document.plain_documents([records], ByteTokenizer())
 
 
 @pytest.fixture
@@ -47,7 +38,7 @@ def test_documents_have_no_special_tokens_and_blank_ones_are_left_out(folder):
     records, documents = _documents(folder)
     assert [bytes(ids.tolist()) for ids in documents] == [TEXTS[name] for name in "acde"]
     assert records.num_files == 5
-    texts = first_texts([records, records], ByteTokenizer(), 15)  # of 12 and 3 tokens
+    texts = by_document.first_texts([records, records], ByteTokenizer(), 15)  # of 12 and 3 tokens
     assert [*texts] == ["abcdefghij", " \n"]
     (folder / "x.jsonl").write_bytes(json_lines(("one", "", " ", "two")))
     records, documents = _documents(folder / "x.jsonl")
@@ -86,7 +77,7 @@ def test_a_manifest_gives_the_same_selection(tmp_path):
         assert (arrays["flat_tokens"].dtype, arrays["lengths"].dtype) == (np.int32, np.int32)
         assert arrays["lengths"].tolist() == [5, 7]
         assert json.loads(str(arrays["document_stats_json"])) == selection.stats
-    read = read_manifest(path, "byte")
+    read = by_document.read_manifest(path, "byte")
     for ours, theirs in zip(read.documents, selection.documents, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert (read.stats, read.digest) == (selection.stats, selection.digest)
@@ -127,9 +118,10 @@ _HUGE = _npz().replace(b"'shape': (6,), ", b"'shape': (9" + b"9" * 13)  # the he
 def test_what_is_no_manifest_is_refused_and_that_of_the_authors_is_read(tmp_path, content, words):
     path = tmp_path / "documents.npz"
     path.write_bytes(_npz())
-    assert [ids.tolist() for ids in read_manifest(path, "x").documents] == [[0, 1], [2, 3, 4, 5]]
+    documents = by_document.read_manifest(path, "x").documents
+    assert [ids.tolist() for ids in documents] == [[0, 1], [2, 3, 4, 5]]
     path.unlink() if content is None else path.write_bytes(content)
-    refused(words, read_manifest, path, "byte", error=DataError)
+    refused(words, by_document.read_manifest, path, "byte", error=DataError)
 
 
 def test_a_tokenizer_has_one_digest(tmp_path):
@@ -188,6 +180,6 @@ def test_a_mean_and_its_interval_are_one_cell():
     nan = float("nan")
     means = Means(*np.array([[2.3456, 2.3, nan, 5e9], [2.3, nan, nan, 4e9], [2.4, nan, nan, 6e9]]))
     expected = ["2.346 ± 0.050", "2.300 (no interval)", None, "5.000e+09 ± 1.000e+09"]
-    assert [*cells([8, 16, 32, 64], means).values()] == expected
-    ends = cells([8], Means(*np.exp([[0.7], [0.1], [1.3]])), has_ends=True)
+    assert [*by_document.cells([8, 16, 32, 64], means).values()] == expected
+    ends = by_document.cells([8], Means(*np.exp([[0.7], [0.1], [1.3]])), has_ends=True)
     assert ends == {8: "2.014 (1.105 to 3.669)"}

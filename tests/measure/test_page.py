@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ttcd_jax.measure.page import Published, Section, write_page
-from ttcd_jax.measure.pictures import Picture, coloured_by_run, looks, plot_bars, plot_lines
+from ttcd_jax.measure.page import Section, write_page
+from ttcd_jax.measure.pictures import Picture, coloured_by_run, looks, plot_lines
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CONTENT = PNG_SIGNATURE + b"picture"
@@ -31,7 +31,7 @@ def picture(tmp_path) -> Path:
 
 def test_the_page_lists_everything(tmp_path, picture):
     table = [{"window": 64, "ppl": 3.25}, {"window": 128, "note": "short"}]
-    published = Published("Table 1", [{"model": "SWA", "4K": 44.88}])
+    published = Section("Table 1", [{"model": "SWA", "4K": 44.88}])
     section = Section("Perplexity", table, [Picture(picture, "Lower, by `ppl`.")], [published])
     page = _page(
         tmp_path / "report.html",
@@ -57,21 +57,21 @@ def test_the_page_lists_everything(tmp_path, picture):
 def test_columns_of_a_run_are_below_its_name(tmp_path):
     table = [{"task": "vt", "A, on": 1.0, "A, off": 2.0, "A, b, on": 3.0, "note": "x"}]
     colours = {"A": "#0072B2", "A, b": "#D55E00"}
-    sections = [Section("RULER", table, [])]
+    sections = [Section("RULER", table)]
     page = _page(tmp_path / "report.html", colours=colours, sections=sections)
     runs = re.findall(r'<th colspan="(\d)" scope="colgroup" class="run">.*?</span>(.*?)</th>', page)
     assert runs == [("2", "A"), ("1", "A, b")]
     names = re.findall(r'<th scope="col"[^>]*>(.*?)</th>', page)
     assert names == ["task", "on", "off", "on", "note"]
     table = [{"task": "vt", "A": 1.0, "A, b": 3.0}]
-    sections = [Section("RULER", table, [])]
+    sections = [Section("RULER", table)]
     assert "<th colspan" not in _page(tmp_path / "plain.html", colours=colours, sections=sections)
 
 
 def test_the_page_escapes_all_it_is_given_and_refers_to_no_other_file(tmp_path, picture):
     attack = "\"><script>alert('x')</script>`<script>`"
     table = [{attack: attack}]
-    section = Section(attack, table, [Picture(picture, attack)], [Published(attack, table)])
+    section = Section(attack, table, [Picture(picture, attack)], [Section(attack, table)])
     arguments = {"title": attack, "runs": table, "next_steps": [attack]}
     page = _page(tmp_path / "report.html", sections=[section] * 3, **arguments)
     assert "<script" not in page
@@ -115,13 +115,6 @@ def test_lines_are_drawn_without_a_warning_and_replace_the_old_ones_when_whole(t
             _lines(path, series={"SWA": points})
     assert path.read_bytes() == old
     assert [file.name for file in path.parent.iterdir()] == ["loss.png"]
-
-
-def test_bars_are_drawn_with_missing_values(tmp_path):
-    path, labels = tmp_path / "tasks.png", dict.fromkeys(("title", "x_label", "y_label"), "task")
-    series = {"SWA": [0.2, None], "IP-TTCD": [0.9, 0.5]}
-    plot_bars(path, groups=["recall", "copy"], series=series, chance=0.1, **labels)
-    assert _png_size(path) == (1600, 900)
 
 
 def test_the_series_of_a_run_share_its_colour():

@@ -17,21 +17,14 @@ from ttcd_jax.files import write_whole
 from ttcd_jax.measure.pictures import Picture
 
 
-class Published(NamedTuple):
-    """A table of the paper: other models, data and hardware than those of the page."""
-
-    title: str
-    rows: Sequence[Row]
-
-
 class Section(NamedTuple):
-    """A section of a page: its pictures, relative to the page or absolute, the table measured here,
-    and the published ones."""
+    """A section of a page: the table measured here, its pictures, relative to the page or absolute,
+    and those of the paper: of other models, data and hardware."""
 
     title: str
     table: Sequence[Row]
-    pictures: Sequence[Picture]
-    published: Sequence[Published] = ()
+    pictures: Sequence[Picture] = ()
+    published: Sequence["Section"] = ()
 
 
 def write_page(
@@ -87,7 +80,7 @@ def _grouped(names: Sequence[str], runs: Sequence[str]) -> list[tuple[str, list[
     return groups if any(run and len(members) > 1 for run, members in groups) else []
 
 
-def published(task: str) -> list[Published]:
+def published(task: str) -> list[Section]:
     """The published tables of a task; none for a task that the paper has no numbers of."""
     tables = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
-    return [Published(**table) for table in tables.get(task, [])]
+    return [Section(x["title"], x["rows"]) for x in tables.get(task, [])]

@@ -259,11 +259,8 @@ class Recurrence(FirstTokens[SliceLoss]):
                 region = f"within reach ({window}-{beyond - 1})"
             if start >= beyond:
                 region = f"beyond ({beyond}-)"
-            name, sums = (
-                f"n = {_SIZES[n]}, {region}",
-                (int(tokens[n, bucket, i]), nll[n, bucket, i]),
-            )
-            records.append(SliceLoss(name, _SIZES[n], start, stop, i, *sums))
+            size, sums = _SIZES[n], (int(tokens[n, bucket, i]), nll[n, bucket, i])
+            records.append(SliceLoss(f"n = {size}, {region}", size, start, stop, i, *sums))
         return records
 
     @classmethod

@@ -255,4 +255,4 @@ def settings(task: TaskName) -> list[Setting]:
 BASELINES = {task: settings(task)[0].config for task in TASKS}
 # The published scores in percent, by method and task. Its "overall" of DeltaNet, Gated DeltaNet and
 # LaCT is not the mean of the six.
-PUBLISHED = {row["method"]: row for table in published("mad") for row in table.rows}
+PUBLISHED = {row["method"]: row for x in published("mad") for row in x.table}

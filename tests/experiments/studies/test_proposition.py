@@ -10,23 +10,8 @@ import numpy as np
 import pytest
 from checks import assert_close, assert_same, distance
 
-from experiments.studies.proposition import (
-    FILLER,
-    FIRST,
-    GROUPS,
-    HEARD,
-    QUERY,
-    SAID,
-    SPAN,
-    Measured,
-    build_block,
-    draw,
-    draw_sequence,
-    draw_weights,
-    measure_all,
-    read,
-    summary,
-)
+from experiments.studies import proposition
+from experiments.studies.proposition import FIRST, SAID, Measured, build_block, read
 from ttcd_jax.methods.ideal import IdealMemoryConfig
 from ttcd_jax.nn.linear import rms_norm
 from ttcd_jax.nn.row import Row
@@ -38,17 +23,13 @@ DRAWS = 24
 
 def _draw(fillers=FILLERS, overlap=0.0):
     rng = np.random.default_rng(0)
-    return draw_weights(rng), draw_sequence(fillers, rng, overlap)
-
-
-def _draws(memory=CONFIG, overlap=0.0, seed=0):
-    return draw(memory, FILLERS, overlap, seed, DRAWS)
+    return proposition.draw_weights(rng), proposition.draw_sequence(fillers, rng, overlap)
 
 
 def _measure(config, *drawn):
     """`measure` of one draw, numpy scalars."""
     one = jax.tree.map(lambda x: x[None], drawn)
-    return Measured(*(x[0] for x in jax.device_get(measure_all(config, *one))))
+    return Measured(*(x[0] for x in jax.device_get(proposition.measure_all(config, *one))))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -84,7 +65,7 @@ def test_the_span_is_seen_by_the_teacher_of_q1_alone(float64):
     weights, row = _draw()
     (_, taught), (_, seen) = _views(CONFIG, weights, row)
     queries = np.array([FIRST, SECOND])
-    for position in range(SPAN.stop):
+    for position in range(proposition.SPAN.stop):
         other = row.copy()
         other[:, position, SAID] = np.random.default_rng(1).standard_normal(8)
         (_, teacher), (_, student) = _views(CONFIG, weights, other)
@@ -108,23 +89,6 @@ def test_a_read_is_what_the_block_does(float64):
     assert_close(ours, outputs[np.array([FIRST, SECOND])])
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4])
-def test_the_bound_is_an_equality_when_keys_are_orthogonal(chunk_size, float64):
-    """eta / chunk_size per token: the paper's eta at chunks of one token."""
-    config = CONFIG.replace(chunk_size=chunk_size)
-    drawn = _draws(config)
-    assert len(drawn.gap) == DRAWS  # all of them have a positive gap and alignment
-    assert_same(drawn.overlap, np.zeros(DRAWS))
-    np.testing.assert_allclose(drawn.left, drawn.right, rtol=1e-10, atol=0)
-    rate = 0.3 / chunk_size
-    np.testing.assert_allclose(drawn.right, rate * drawn.gap * drawn.alignment, rtol=1e-12)
-    assert summary(drawn)["below_bound"] == 0
-    # One c_gap and one c_align for all draws: what the proposition says of thresholds.
-    floor = rate * drawn.gap.min() * drawn.alignment.min()
-    assert floor > 0
-    assert (drawn.left >= floor * (1 - 1e-10)).all()
-
-
 @pytest.mark.parametrize(
     ("changes", "overlap"),
     [({}, 0.0), ({}, 0.7), ({"chunk_size": 1}, 0.0), ({"chunk_size": 8, "eta": 0.1}, 0.3)],
@@ -143,35 +107,21 @@ def test_both_sides_follow_their_equations(changes, overlap, float64):
 def test_one_contradicting_key_breaks_the_bound(float64):
     """A filler whose key is q2's, and whose teacher alone hears the opposite of the fact."""
     weights, row = _draw()
-    yes, no = np.split(np.arange(*GROUPS[-1][1].indices(100)), 2)
+    yes, no = np.split(np.arange(*proposition.GROUPS[-1][1].indices(100)), 2)
     for name in ("gate", "up"):
-        weights[name][HEARD, no] = -weights[name][HEARD, yes]
+        weights[name][proposition.HEARD, no] = -weights[name][proposition.HEARD, yes]
     weights["down"][no] = -weights["down"][yes]  # to hear -fact is to say the opposite
     rogue = FIRST + 13
     row[:, FIRST + 1 : SECOND, SAID] = 0
     row[:, rogue - 7 : rogue - 3, SAID] = -row[:, :1, SAID]
     quiet = _measure(CONFIG, weights, row)
     assert quiet.left == pytest.approx(quiet.right, rel=1e-10)
-    row[:, rogue, QUERY], row[:, rogue, FILLER] = row[:, SECOND, QUERY], 0
+    row[:, rogue, proposition.QUERY] = row[:, SECOND, proposition.QUERY]
+    row[:, rogue, proposition.FILLER] = 0
     broken = _measure(CONFIG, weights, row)
     assert broken.gap > 0
     assert broken.right == pytest.approx(quiet.right, rel=1e-10)
     assert broken.left < 0.5 * broken.right
-
-
-def test_interference_widens_with_the_overlap(float64):
-    none, some, much = (summary(_draws(overlap=overlap)) for overlap in (0.0, 0.3, 0.7))
-    assert none["key_cosine"] == none["below_bound"] == 0
-    assert 0 < some["key_cosine"] < much["key_cosine"]
-    widths = [row["ratio_95%"] - row["ratio_5%"] for row in (none, some, much)]
-    assert widths[0] < 1e-10 < 0.05 < widths[1] < widths[2]
-    assert min(some["below_bound"], much["below_bound"]) > 0.2
-
-
-def test_draws_repeat_by_seed(float64):
-    first, second, other = (_draws(seed=seed) for seed in (4, 4, 5))
-    assert_same(tuple(first), tuple(second))
-    assert not np.isin(other.left, first.left).any()
 
 
 @pytest.mark.parametrize(("tolerance", "status"), [(1e-10, 0), (-1.0, 1)])
@@ -183,7 +133,7 @@ def test_the_command_writes_its_numbers_and_a_bound_that_fails_is_exit_status_1(
     program.write_text(
         "from experiments import cli\n"
         "from experiments.studies import proposition\n"
-        "proposition.CHUNK_SIZES, proposition.NUM_FILLERS = (4,), (8,)\n"
+        "proposition.CHUNK_SIZES, proposition.NUM_FILLERS = (4, 1), (8,)\n"
         f"proposition.TOLERANCE = {tolerance}\n"
         "cli.run(proposition.main)\n"
     )
@@ -193,8 +143,11 @@ def test_the_command_writes_its_numbers_and_a_bound_that_fails_is_exit_status_1(
     assert f"the bound {verdict} orthogonal case" in result.stdout
     report = json.loads((folder / "proposition.json").read_text())
     assert report["bound_held"] is (status == 0)
-    calm, *disturbed = report["rows"]
-    assert (calm["chunk_size"], calm["rate"], calm["draws"]) == (4, 0.3 / 4, 6)
-    assert (calm["overlap"], calm["below_bound"]) == (0, status)
-    assert calm["max_|ratio-1|"] < 1e-10
-    assert max(row["below_bound"] for row in disturbed) > 0
+    calm, *disturbed, single = report["rows"]
+    for row, size in ((calm, 4), (single, 1)):
+        assert (row["chunk_size"], row["rate"], row["draws"]) == (size, 0.3 / size, 6)
+        assert (row["overlap"], row["key_cosine"], row["below_bound"]) == (0, 0, status)
+        assert row["max_|ratio-1|"] < 1e-10
+    cosines = [row["key_cosine"] for row in disturbed]
+    assert 0 < cosines[0] < cosines[2] == sorted(cosines)[2]
+    assert min(row["below_bound"] for row in disturbed[2:]) > 0.1

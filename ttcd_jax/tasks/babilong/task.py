@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from ttcd_kernels.table import Row
@@ -23,16 +23,8 @@ from ttcd_jax.inference.sampling import SamplingConfig
 from ttcd_jax.measure.by_document import first_texts
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, Task, register
-from ttcd_jax.tasks.babilong.stories import (
-    GIVERS,
-    OBJECTS,
-    PLACES,
-    BabiTask,
-    Question,
-    read_folder,
-    read_questions,
-    story_lines,
-)
+from ttcd_jax.tasks.babilong import stories
+from ttcd_jax.tasks.babilong.stories import GIVERS, OBJECTS, PLACES, BabiTask, Question
 
 Length = Literal["0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k"]
 Form = Literal["official", "harness"]
@@ -148,8 +140,8 @@ def hide(
 
 NEW_TOKENS: dict[Form, int] = {"official": 20, "harness": 16}
 # The words of which every answer of a task is one.
-LABELS: dict[BabiTask, tuple[str, ...]] = {"qa1": PLACES, "qa2": PLACES, "qa3": PLACES}
-LABELS |= {"qa4": PLACES, "qa5": (*GIVERS, *OBJECTS)}
+LABELS: dict[BabiTask, tuple[str, ...]] = dict.fromkeys(get_args(BabiTask), PLACES)
+LABELS["qa5"] = (*GIVERS, *OBJECTS)
 _templates = functools.cache(lambda: read_json(Path(__file__).with_name("prompts.json")))
 
 
@@ -253,8 +245,9 @@ class BabiLong(Task[list[Case], Answered]):
 
     def _questions(self, task: BabiTask) -> list[Question]:
         if self.babi is not None:
-            return read_folder(Path(self.babi), task)
-        return [*read_questions(story_lines(task, self.seed, _STORIES_PER_SAMPLE * self.samples))]
+            return stories.read_folder(Path(self.babi), task)
+        lines = stories.story_lines(task, self.seed, _STORIES_PER_SAMPLE * self.samples)
+        return [*stories.read_questions(lines)]
 
     def measure(self, scorer: Scorer, rows: list[Case], subject: Subject) -> list[Answered]:
         most = self.max_new_tokens or NEW_TOKENS[self.form]

@@ -24,18 +24,8 @@ from ttcd_jax.measure.by_document import first_texts
 from ttcd_jax.measure.pictures import Picture, plot_lines, save_figure
 from ttcd_jax.measure.scorer import Scorer
 from ttcd_jax.measure.task import Series, Subject, Task, digest, register
-from ttcd_jax.tasks.ruler.prompts import (
-    Cell,
-    Drawing,
-    Needles,
-    Sources,
-    answer_questions,
-    find_coded_words,
-    find_common_words,
-    find_needles,
-    read_essay,
-    track_variables,
-)
+from ttcd_jax.tasks.ruler import prompts
+from ttcd_jax.tasks.ruler.prompts import Cell, Drawing, Needles, Sources
 
 
 class Kind(NamedTuple):
@@ -59,14 +49,18 @@ _NEEDLES = {
     "niah_multiquery": Needles("essay", num_keys=4, num_queries=4),
 }
 TASKS = {
-    name: Kind(functools.partial(find_needles, needles), " The speci", 128)
+    name: Kind(functools.partial(prompts.find_needles, needles), " The speci", 128)
     for name, needles in _NEEDLES.items()
 } | {
-    "vt": Kind(track_variables, " Answer: A", 30),
-    "cwe": Kind(find_common_words, " Answer: T", 120),
-    "fwe": Kind(find_coded_words, " Answer: A", 50),
-    "qa_1": Kind(functools.partial(answer_questions, "squad"), " Answer:", 32, takes_any=True),
-    "qa_2": Kind(functools.partial(answer_questions, "hotpot"), " Answer:", 32, takes_any=True),
+    "vt": Kind(prompts.track_variables, " Answer: A", 30),
+    "cwe": Kind(prompts.find_common_words, " Answer: T", 120),
+    "fwe": Kind(prompts.find_coded_words, " Answer: A", 50),
+    "qa_1": Kind(
+        functools.partial(prompts.answer_questions, "squad"), " Answer:", 32, takes_any=True
+    ),
+    "qa_2": Kind(
+        functools.partial(prompts.answer_questions, "hotpot"), " Answer:", 32, takes_any=True
+    ),
 }
 SINGLE = tuple(name for name in TASKS if name.startswith("niah_single"))
 NIAH = (*SINGLE, "niah_multikey_1", "niah_multivalue", "niah_multiquery")  # the paper's six
@@ -226,7 +220,7 @@ class Ruler(Task[list[Case], Answered]):
 
     def _prose(self, subject: Subject, tokenizer: Tokenizer) -> str:
         if self.essay is not None:
-            return read_essay(self.essay)
+            return prompts.read_essay(self.essay)
         if text_data(subject.data) is None:
             return ""
         records = text_records(subject.run_dir, subject.data, tokenizer, None, "essay")

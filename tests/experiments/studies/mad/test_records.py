@@ -72,8 +72,8 @@ def test_a_curve_is_the_mean_over_the_seeds_of_the_best_pair_in_steps():
     pair = [run(0.5, seed=1, curve=(0.1, 0.5)), run(0.7, seed=2, curve=(0.3,))]
     found = records.scores([record("compression", "default", "swa", other, *pair), RECORDS[4]])
     # Both seeds have it; 40 steps in 2 epochs.
-    np.testing.assert_allclose(found["compression", "swa"]["curve"], [[20, 0.2]])
-    assert found["memorization", "swa"] == {}
+    np.testing.assert_allclose(found["compression", "swa"].curve, [[20, 0.2]])
+    assert found["memorization", "swa"].means == {}
 
 
 def test_the_section_has_a_picture_with_a_panel_per_task_also_where_a_method_failed(tmp_path):

@@ -15,17 +15,7 @@ from jax.sharding import AxisType
 
 from experiments.studies.mad import sweep
 from experiments.studies.mad.records import MAD_METHODS, RecipeConfig
-from experiments.studies.mad.sweep import (
-    Autoencoder,
-    Hyper,
-    Problem,
-    batch_scores,
-    mad_config,
-    rate_of_epoch,
-    sinusoids,
-    summed_loss,
-    take_rows,
-)
+from experiments.studies.mad.sweep import Autoencoder, Hyper, batch_scores, mad_config
 from experiments.studies.mad.tasks import BASELINES, IGNORE, Rows
 from ttcd_jax.models.config import switched_off
 from ttcd_jax.models.transformer import Transformer
@@ -62,7 +52,7 @@ def test_the_published_sizes():
 
 def test_an_autoencoder_reads_the_last_state_alone_and_every_parameter_learns():
     angles = 3 * 10_000.0 ** -(np.arange(4) / 3)
-    assert_close(sinusoids(5, 8)[3], np.concatenate([np.sin(angles), np.cos(angles)]), 1e-5)
+    assert_close(sweep.sinusoids(5, 8)[3], np.concatenate([np.sin(angles), np.cos(angles)]), 1e-5)
     model = randomize(Autoencoder, tiny(), std=0.3)
     (h,) = draw(0, (2, 11, 16))
     assert_same(model.normed(h), model.normed(jnp.zeros_like(h).at[:, -1].set(h[:, -1])))
@@ -89,27 +79,6 @@ def test_logits_are_of_every_token_and_a_memory_that_is_off_keeps_parameters_and
     assert np.abs(silent(TOKENS) - silent(other))[:, -1].max() < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("predictions", "macro", "micro"),
-    [((0, 0, 1, 5), 1, 1), ((0, 1, 1, 5), 0.75, 2 / 3), ((0, 150, 1, 5), 0.5, 2 / 3)],
-)
-def test_macro_accuracy_counts_classes_that_are_only_predicted(predictions, macro, micro):
-    logits, targets = jax.nn.one_hot([predictions], 200), np.array([[0, 0, 1, IGNORE]])
-    scores = batch_scores(logits, targets)
-    assert scores["macro_accuracy"] == pytest.approx(macro)
-    assert scores["micro_accuracy"] == pytest.approx(micro)
-    assert np.isnan([*batch_scores(logits, np.full_like(targets, IGNORE)).values()]).all()
-
-
-def test_loss_has_no_gradient_at_ignored_positions():
-    logits = jnp.zeros((1, 2, 4), jnp.bfloat16)
-    targets = np.array([[3, IGNORE]])
-    loss, gradient = jax.value_and_grad(summed_loss)(logits, targets)
-    assert loss.dtype == jnp.float32
-    assert loss == pytest.approx(np.log(4))
-    assert gradient.tolist() == [[[0.25, 0.25, 0.25, -0.75], [0, 0, 0, 0]]]
-
-
 CLASSES, WIDTH = 5, 8
 
 
@@ -128,7 +97,9 @@ def _measure(params, batch):
 
 
 # A bag-of-tokens classifier per position: small enough to compile at once.
-PROBLEM = Problem(_init, lambda x, y: summed_loss(_logits(x, y), y["targets"]), _measure)
+PROBLEM = sweep.Problem(
+    _init, lambda x, y: sweep.summed_loss(_logits(x, y), y["targets"]), _measure
+)
 INPUTS = np.random.default_rng(0).integers(0, CLASSES, (16, 7)).astype(np.int32)
 TRAIN, TEST = (Rows(x, (x + 1) % CLASSES) for x in (INPUTS[:10], INPUTS[10:]))
 RECIPE = RecipeConfig(epochs=6, batch_size=4)
@@ -177,9 +148,9 @@ def test_a_step_is_that_of_optax_at_the_rate_of_its_epoch():
     assert run["step"].tolist() == [3, 1]  # the other run stays where it failed
     optimizer = optax.inject_hyperparams(optax.adamw)(1.0, b2=0.999, weight_decay=0.1)
     opt_state = optimizer.init(params)
-    batch = take_rows(rows, jnp.arange(4))  # all rows: their order does not matter
+    batch = sweep.take_rows(rows, jnp.arange(4))  # all rows: their order does not matter
     for epoch in range(3):
-        opt_state.hyperparams["learning_rate"] = rate_of_epoch(RECIPE, 1e-1, epoch, 6)
+        opt_state.hyperparams["learning_rate"] = sweep.rate_of_epoch(RECIPE, 1e-1, epoch, 6)
         grads = jax.grad(lambda x: _measure(x, batch)["loss"])(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
@@ -199,7 +170,7 @@ def test_a_run_that_diverges_reports_it_and_the_others_do_not_change_by_a_bit():
 
 def test_rows_after_the_last_are_not_scored():
     rows = Rows(*map(jnp.asarray, TRAIN))
-    batch = take_rows(rows, jnp.array([9, 10, 2]))
+    batch = sweep.take_rows(rows, jnp.array([9, 10, 2]))
     assert_same(batch["tokens"][jnp.array([0, 2])], rows.inputs[jnp.array([9, 2])])
     assert (batch["targets"][1] == IGNORE).all()
     assert batch["loss_mask"].tolist() == [[True] * 7, [False] * 7, [True] * 7]
@@ -213,9 +184,9 @@ def test_whole_epochs_their_rates_and_ten_evaluations_at_most():
         (RecipeConfig(epochs=2, max_steps=10_000), 256, 2),
     ):
         assert recipe.num_epochs(rows) == epochs
-    rates = [float(rate_of_epoch(RECIPE, 1e-3, epoch, 4)) for epoch in (0, 2, 4)]
+    rates = [float(sweep.rate_of_epoch(RECIPE, 1e-3, epoch, 4)) for epoch in (0, 2, 4)]
     assert_close(np.array(rates), np.array([1e-3, (1e-3 + 1e-6) / 2, 1e-6]), 1e-4)
-    assert rate_of_epoch(RECIPE.replace(schedule="constant"), 1e-3, 3, 4) == 1e-3
+    assert sweep.rate_of_epoch(RECIPE.replace(schedule="constant"), 1e-3, 3, 4) == 1e-3
     for epochs, seen in ((21, [3, 6, 9, 12, 15, 18, 21]), (11, [2, 4, 6, 8, 10, 11])):
         (run,) = trained(RECIPE.replace(epochs=epochs), grid((1e-2,), (0.0,), (3,)))
         assert [point.epoch for point in run.curve] == seen
