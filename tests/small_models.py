@@ -53,12 +53,8 @@ def _small(settings):
 def config_of(method: str, **changes) -> TransformerConfig:
     """The model; `fast_layers` (default: the first) apply where the method leaves the choice."""
     layers = changes.pop("fast_layers", (0,))
-    fields = {
-        "vocab_size": 11,
-        "dim": D,
-        "num_layers": 2,
-        "num_heads": 2,
-        "mlp_dim": 12,
+    sizes = {"vocab_size": 11, "dim": D, "num_layers": 2, "num_heads": 2, "mlp_dim": 12}
+    fields = sizes | {
         "method": method,
         "window": None if method == "full" else WINDOW,
         "student_window": 2,

@@ -1,5 +1,4 @@
-"""What is refused, in one line with the numbers and the remedy: configurations, flags, the files of
-a run."""
+"""What is refused, in a line with numbers and remedy: configurations, flags, files of a run."""
 
 import dataclasses
 import json
@@ -249,11 +248,7 @@ LINES = [
     (f"{GENERATE} --prompt_file=/dev/zero", 3, "more than 268435456 bytes, the lo"),
     (f"{GENERATE} --prompt_file=- --prompt_file=-", 2, "standard input is read once"),
     (f"{GENERATE} --prompt_file=- --load_state=x --max_length=9", 2, "--load_state has its own"),
-    (
-        f"{GENERATE} --prompt_file=- --save_state=tests",
-        2,
-        "tests exists and is not an empty folder",
-    ),
+    (f"{GENERATE} --prompt_file=- --save_state=tests", 2, "tests exists and is not an empty fol"),
     (f"{GENERATE} --prompt_file=- --json=FOLDER", 2, "--json=FOLDER must be a file in a fold"),
     (f"{GENERATE} --prompt_file=- --json=FOLDER/absent/x", 2, "must be a file in a fold"),
     (f"{GENERATE} --prompt_file=- --temperature=-1", 2, "temperature -1.0 must be 0 or more"),

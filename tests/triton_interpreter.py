@@ -10,7 +10,6 @@ import types
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
@@ -18,12 +17,7 @@ from ttcd_kernels import launch as kernel_launch
 
 module: Any = interpreter
 
-_TYPES = {
-    np.dtype(np.float32): "fp32",
-    np.dtype(np.float16): "fp16",
-    np.dtype(ml_dtypes.bfloat16): "bf16",
-    np.dtype(np.int32): "i32",
-}
+_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32"}
 
 # The interpreter keeps the running program's position in the grid in a global; devices are threads.
 _ONE_AT_A_TIME = threading.Lock()
@@ -51,10 +45,9 @@ def launch(
 
 
 def _host_tensor(array: np.ndarray) -> types.SimpleNamespace:
-    """The part of a tensor's interface that the interpreter needs, in place on an array: its copy
-    is the original."""
+    """A tensor's interface that the interpreter needs, on an array: its copy is the original."""
     tensor = types.SimpleNamespace(
-        dtype=_TYPES[array.dtype],
+        dtype=_TYPES[array.dtype.name],
         data_ptr=lambda: array.ctypes.data,
         size=lambda: array.shape,
         stride=lambda: array.strides,

@@ -58,9 +58,7 @@ def _kill_at(step):
 
 
 @pytest.mark.parametrize(("step", "minutes"), [(3, None), (18, 1e-9)])
-def test_a_run_killed_among_them_repeats_losses_skips_and_state(
-    undisturbed, tmp_path, step, minutes
-):
+def test_a_run_killed_among_them_repeats_losses_skips_state(undisturbed, tmp_path, step, minutes):
     with pytest.raises(_KilledError):  # with `minutes`, every step is saved, the skipped ones too
         train(tmp_path, _kill_at(step), checkpoint_minutes=minutes)
     train(tmp_path, checkpoint_minutes=minutes)

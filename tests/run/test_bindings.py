@@ -151,26 +151,16 @@ def test_a_parameter_may_swap_a_class_the_file_configured(load):
         ("Tree.kind = 'x'", "run.gin:1: Tree has no field 'kind': annotate it there, under @data"),
         ("Tree.data = @Copy", "run.gin:1: write @Copy(), with parentheses"),
         ("STEPS = 1\nTree.steps = %STEP", "run.gin:2: no macro %STEP is defined; did you mean"),
-        (
-            "STEPS = %STEPS",
-            "run.gin:1: macro STEPS is never used: where a field that read it is bound",
-        ),
+        ("STEPS = %STEPS", "run.gin:1: macro STEPS is never used: where a field that read it is"),
         ("a/Tree.steps = 1", "no effect, no Tree is built in scope 'a'; remove it"),
         ("Tree = 1", "run.gin:1: macro Tree is never used; did you mean 'Tree'"),
         ("A = %B\nB = %A\nTree.steps = %A", "contains itself: A -> B -> A"),
         ("Tree.steps = 1\nTree.steps = 1", "run.gin:2: Tree.steps is already bound"),
         ("\nTree.steps = 0", "run.gin:2: Tree.steps 0 must be at least 1"),
         ("Tree.data = @Memory()", "Memory lacks a value; bind Memory.eta = <"),
-        (
-            "Recall.num_pairs = 2",
-            "run.gin:1: Recall.num_pairs has no effect, no Recall is built; "
-            "remove it or bind Tree.data = @Recall()",
-        ),
-        (
-            "big/Rope.theta = 2.0",
-            "no Rope is built in scope 'big'; remove it or bind "
-            "Attention.rope = @big/Rope() or Memory.rope = @big/Rope()",
-        ),
+        ("Recall.num_pairs = 2", "run.gin:1: Recall.num_pairs has no effect, no Recall is built; "),
+        ("Recall.num_pairs = 2", "no Recall is built; remove it or bind Tree.data = @Recall()"),
+        ("big/Rope.theta = 2.0", "bind Attention.rope = @big/Rope() or Memory.rope = @big/Rope()"),
         ("Tree.steps = 1 + 1", "run.gin:1: Expected newline."),
         ("Tree.name = small", "run.gin:1: cannot read the value 'small'; a string needs quotes"),
         ("Tree.taps = [1,\n", "run.gin:1: unexpected EOF in multi-line statement"),

@@ -57,9 +57,7 @@ def test_a_tracker_of_the_user_receives_every_record(tmp_path):
 
 @pytest.mark.parametrize("error", [RuntimeError("no\nkey"), SystemExit(3)])
 @pytest.mark.parametrize("method", ["start", "write", "close"])
-def test_a_tracker_that_fails_is_one_warning_and_gets_no_more_calls(
-    method, error, tmp_path, caplog
-):
+def test_a_tracker_that_fails_is_a_warning_and_gets_no_more_calls(method, error, tmp_path, caplog):
     tracker, order = _Own(method, error), ["start", "write", "write", "close"]
     with reporter(CONFIG, tmp_path, 0, [tracker], Watchdog(1)) as ((callback,), _):
         for step in (1, 2):

@@ -292,9 +292,8 @@ def _no_digests(run: Run, rng: random.Random) -> Job:
 
 def _torn_metrics(run: Run, rng: random.Random) -> Job:
     """Lines that are none: at the end, and after the first step."""
-    tail = rng.choice(
-        (b'{"step": 99, "lo\xff\n', bytes(300) + b"\n", b"[]\n3\n{}\n", b'{"step": 9' + bytes(9))
-    )
+    tails = b'{"step": 99, "lo\xff\n', bytes(300) + b"\n", b"[]\n3\n{}\n", b'{"step": 9' + bytes(9)
+    tail = rng.choice(tails)
     path = run.path / METRICS
     first, _, rest = path.read_bytes().partition(b"\n")
     path.write_bytes(first + b"\n" + tail.rstrip(b"\n") + b"\n" + rest + tail)

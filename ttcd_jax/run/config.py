@@ -24,8 +24,7 @@ SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < v
 # reports, and the treatment of bad steps.
 LAYOUT = (
     *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "evaluations", "trackers"),
-    *("max_skipped_steps", "spike_factor", "model.remat", "model.scans_layers"),
-    "metrics",
+    *("max_skipped_steps", "spike_factor", "model.remat", "model.scans_layers", "metrics"),
 )
 # Those that make another run. All others change when the user names them.
 LASTING = (
@@ -154,9 +153,8 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
 def common_fields(stored: dict[str, Any]) -> dict[str, Any]:
     """The fields of a stored configuration or manifest in which the processes of a job must not
     differ, by their paths: all but the paths of data, which may be local to a node."""
-    return {
-        path: value for path, (name, value) in _leaves(stored).items() if name not in DATA_PATHS
-    }
+    leaves = _leaves(stored).items()
+    return {path: value for path, (name, value) in leaves if name not in DATA_PATHS}
 
 
 def accepted_changes(

@@ -2,7 +2,6 @@
 whose layers fit, whatever its method."""
 
 import fnmatch
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +9,7 @@ from flax.traverse_util import unflatten_dict
 
 from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.run.bindings import Inherit
 from ttcd_jax.run.build import Program
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, model_config, open_checkpoints
@@ -39,12 +39,9 @@ class StartPlan(NamedTuple):
         return [f"{kind}: {name}" for kind, names in kinds.items() for name in by_layers(names)]
 
 
-def inherited_model(
-    run_dir: RunDirectory,
-) -> Callable[[str, dict[str, Any]], TransformerConfig | None]:
-    """The model of a run whose recipe has no model, for `run.bindings.load_config`: its own
-    directory's once it has started, else the `starting_model` of the run it starts from. Single
-    bound fields override it."""
+def inherited_model(run_dir: RunDirectory) -> Inherit:
+    """The model of a run whose recipe has none, for `load_config`: its own directory's once it has
+    started, else the `starting_model` of `start_from`. Single bound fields override it."""
 
     def inherit(field: str, values: dict[str, Any]) -> TransformerConfig | None:
         start_from = values.get("start_from")
