@@ -14,9 +14,8 @@ import pytest
 import tiny_run
 from checks import refused
 from flax import nnx
-from small_models import FLOAT64, byte_model, config_of, small_attention
+from small_models import FLOAT64, byte_model, config_of, recipe, small_attention
 
-from experiments.cli import CONFIG_DIR
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.sampling import SamplingConfig
@@ -28,7 +27,7 @@ from ttcd_jax.nn.attention import AttentionConfig, DualWindowConfig
 from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.nn.rope import RopeConfig, YarnConfig
 from ttcd_jax.precision import Precision
-from ttcd_jax.run.bindings import load_config, reachable_classes
+from ttcd_jax.run.bindings import reachable_classes
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.run.training import train_run
@@ -65,7 +64,7 @@ def rates(rates):
 
 
 def gin(name, binding):
-    return load_config(RunConfig, f"{name}.gin", [binding], config_dir=CONFIG_DIR)
+    return recipe(f"{name}.gin", binding)
 
 
 FOLDING = {"folds_state": True, "resets_at_document": False}

@@ -52,10 +52,6 @@ def wait_until(is_true: Callable[[], object], *processes: Popen) -> None:
         time.sleep(0.005)
 
 
-def wait_for_step(run_dir: Path, step: int, *processes: Popen) -> None:
-    wait_until(lambda: any(done >= step for done, *_ in losses(run_dir)), *processes)
-
-
 def save_text_model(
     run_dir: Path, model: TransformerConfig, change: Callable[[dict], None] = lambda params: None
 ) -> None:

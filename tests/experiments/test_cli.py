@@ -149,8 +149,7 @@ def test_control_characters_are_escaped_where_text_leaves():
     for mark in "\x9b\u061c\u200f\u2028\u2029\u2066\u2069\ud800":
         assert printable(mark) == mark.encode("unicode_escape").decode()
     code = (
-        "import sys; from absl import logging; from experiments import cli; "
-        "cli.open_standard_streams();"
+        "from absl import logging; from experiments import cli; cli.open_standard_streams();"
         "print('a\\x1b]0;x\\x07\\u202e\\udcff\\tb'); logging.warning('c\\x1b[2J');"
         "print('\\r\\x1b[Kd', end='')"
     )

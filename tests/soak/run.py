@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -60,18 +60,14 @@ class Job:
     def text(self, number: int = 0) -> str:
         return self.logs[number].read_text(errors="replace")
 
-    def wait(self, is_true: Callable[[], object] = lambda: False, number: int = 0) -> None:
+    def wait(self, is_true: Callable[[], object] = lambda: False, number: int = 0) -> Self:
         """Waits until it `is_true`, or a process ends."""
         while self.processes[number].poll() is None and not is_true():
             if time.monotonic() > self._begun + LIMIT_SECONDS:
                 self.kill()
                 raise Broken(f"no end in {LIMIT_SECONDS:.0f} s: {self.logs[number]}")
             time.sleep(0.005)
-
-    def wait_for_stop(self) -> None:
-        """Waits until a signal has stopped the first process, or it ends."""
-        stat = Path(f"/proc/{self.processes[0].pid}/stat")
-        self.wait(lambda: stat.read_text(errors="replace").rpartition(") ")[2].startswith("T"))
+        return self
 
     def kill(self) -> None:
         for process in self.processes:

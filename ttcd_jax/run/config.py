@@ -125,11 +125,9 @@ class RunConfig(Config):
                 f"RunConfig.keep_best {self.keep_best} with best_metric {self.best_metric!r}: set "
                 "both, the metric as TASK/VARIANT/BUCKET of one of evaluations, and evaluate_every"
             )
-        if self.accumulation_steps and self.batch_size % self.accumulation_steps:
-            raise UserError(
-                f"accumulation_steps {self.accumulation_steps} does not divide batch_size "
-                f"{self.batch_size}"
-            )
+        parts, rows = self.accumulation_steps, self.batch_size
+        if parts and rows % parts:
+            raise UserError(f"accumulation_steps {parts} does not divide batch_size {rows}")
 
 
 def upgraded(config: dict[str, Any]) -> dict[str, Any]:
