@@ -37,9 +37,6 @@ _MOST_QUOTED = 1000  # characters at either end of a longer error
 _MAY_BE_EMPTY = ("compile_cache",)
 _OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 _OF_JAX = re.compile("Unable to initialize backend|for JAX flag|for environment 'JAX_")
-INTERRUPTED = 130
-OUTPUT_CLOSED = 141
-TERMINATED = 128 + signal.SIGTERM
 
 flags.DEFINE_multi_string(
     "import",
@@ -91,7 +88,7 @@ def mistakes_reported() -> Iterator[None]:
             raise
         _leave(f"error: this needs {package}, which is missing: pip install {package}", 2)
     except KeyboardInterrupt:
-        _leave("interrupted", INTERRUPTED)
+        _leave("interrupted", 128 + signal.SIGINT)
     except (ValueError, AssertionError, RuntimeError, MemoryError) as error:
         _leave_if_unsupported(error)
         if not isinstance(error, MemoryError) and not _OUT_OF_MEMORY.search(str(error)):
@@ -111,7 +108,7 @@ def mistakes_reported() -> Iterator[None]:
         # Python flushes stdout once more when it exits: give it somewhere to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if is_closed:
-            sys.exit(OUTPUT_CLOSED)
+            sys.exit(128 + signal.SIGPIPE)
         _leave(f"error: {error}: make room", ResourceError.exit_code)
 
 
@@ -142,7 +139,7 @@ def connect(lost_seconds: float = 60.0) -> None:
 
 def clean_up_on_sigterm() -> None:
     """Makes SIGTERM end the process as Ctrl-C does: unfinished files are removed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def keep_programs(directory: str | None) -> None:

@@ -95,9 +95,8 @@ def main(argv: list[str]) -> None:
     cli.connect(FLAGS.hang_seconds)
     options = {"profile": window, "hang_seconds": FLAGS.hang_seconds}
     # The file's text and the parameters, for human readers: a resume reads `config.json`.
-    source = gin_file.read_text(encoding="utf-8") + "".join(
-        f"# --param {param}\n" for param in FLAGS.param
-    )
+    params = "".join(f"# --param {param}\n" for param in FLAGS.param)
+    source = gin_file.read_text(encoding="utf-8") + params
     run = training.train_run(config, run_dir.path, source=source, changes=FLAGS.change, **options)
     if run.stopped_by is not None:
         command = shlex.join(["python", "-m", "experiments.launch", *sys.argv[1:]])

@@ -1,5 +1,4 @@
-"""A run with bad steps in its data: a batch with the token NAN makes the loss NaN, one with SPIKE
-multiplies it."""
+"""A run with bad steps: a batch with the token NAN makes the loss NaN, with SPIKE multiplies it."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -79,8 +79,7 @@ TWO_ROWS = np.stack([np.zeros(14, np.int32), np.repeat([5, 2, 9, 1], [2, 1, 8, 3
 
 
 def may_see(ids: np.ndarray, window: int | None = None) -> np.ndarray:
-    """[B, T, B, T]: which token may depend on which: not later, of the same document of the same
-    row, in the window."""
+    """[B, T, B, T]: whether a token may depend on one: of its row and document, in the window."""
     B, T = ids.shape
     distance = np.arange(T)[:, None] - np.arange(T)[None, :]
     near = (distance >= 0) & (distance < (window or T))
@@ -163,9 +162,7 @@ def value_and_gradients(module: nnx.Module, run: Callable, *args):
 
     @jax.jit
     def evaluate(params, *args):
-        value, pull = jax.vjp(
-            lambda params, *args: run(nnx.merge(graph, params), *args), params, *args
-        )
+        value, pull = jax.vjp(lambda p, *args: run(nnx.merge(graph, p), *args), params, *args)
         return value, pull(jnp.cos(jnp.arange(value.size)).reshape(value.shape).astype(value.dtype))
 
     value, (d_params, *d_args) = evaluate(params, *args)

@@ -10,7 +10,6 @@ import ctypes
 import functools
 import gc
 import importlib
-import io
 import json
 import os
 import re
@@ -22,18 +21,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 # None of them defines a flag of a command.
 IMPORTED = (
-    "ttcd_jax.run.training",
-    "ttcd_jax.run.bindings",
+    *("ttcd_jax.run.training", "ttcd_jax.measure.results", "ttcd_jax.inference.generate"),
+    *("ttcd_jax.run.bindings", "ttcd_jax.measure.page", "ttcd_jax.measure.pictures"),
     "experiments.plan",
-    "ttcd_jax.measure.results",
-    "ttcd_jax.measure.page",
-    "ttcd_jax.measure.pictures",
-    "ttcd_jax.inference.generate",
 )
 # XLA's CPU backend spends most of the suite in LLVM's optimizer and in MLIR passes over every
 # fusion: level 0, the older emitters and one piece of code per program compile several times
@@ -107,46 +101,11 @@ def mistake(result: subprocess.CompletedProcess, status: int = 2) -> str:
     return result.stderr
 
 
-def ends(lines: Sequence[Sequence], **options) -> list[tuple[int, str, str]]:
-    """(exit status, standard output, standard error) of commands or programs, which one process
-    runs in turn."""
-    lines = [_line(*line) for line in lines]
-    return list(map(tuple, json.loads(output(Path(__file__), json.dumps(lines), **options))))
-
-
 def refuse(rows: Sequence[tuple[Sequence, int, str]], **options) -> None:
     """Each line ends with its status and one line, an error that has all words (divided by |)."""
-    found = ends([line for line, *_ in rows], **options)
-    for (line, expected, words), (status, _, error) in zip(rows, found, strict=True):
-        assert (status, error[:7], error.count("\n")) == (expected, "error: ", 1), (line, error)
+    for line, status, words in rows:
+        error = refused(*line, status=status, **options)
         assert all(word in error for word in words.split("|")), (line, error)
-
-
-def _ends(lines: list[list[str]]) -> list[tuple[int, str, str]]:
-    from absl import flags
-
-    importlib.import_module("experiments.cli")
-    sys.path.insert(0, os.getcwd())
-    ends = []
-    for line in lines:
-        names = ("stdin", "stdout", "stderr")
-        streams = {name: io.TextIOWrapper(io.BytesIO(), write_through=True) for name in names}
-        status = 0
-        with mock.patch.multiple(sys, **streams), mock.patch.dict(os.environ):
-            try:
-                _run(line)
-            except SystemExit as end:
-                status = end.code or 0
-        texts = (streams[name].buffer.getvalue().decode() for name in names[1:])
-        ends.append((status, *texts))
-        # Those of the command: modules that stay, as libraries, define theirs once.
-        for module, defined in [*flags.FLAGS.flags_by_module_dict().items()]:
-            if module.endswith(".py") or module == "experiments.cli":
-                for name in {flag.name for flag in defined} - {"import"}:
-                    delattr(flags.FLAGS, name)
-        flags.FLAGS["import"].unparse()
-        flags.FLAGS.unparse_flags()
-    return ends
 
 
 def cpu_environment(**variables: str) -> dict[str, str]:
@@ -231,7 +190,5 @@ def _run(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-if __name__ == "__main__" and len(sys.argv) > 1:
-    print(json.dumps(_ends(json.loads(sys.argv[1]))))
-elif __name__ == "__main__":
+if __name__ == "__main__":
     _run(_serve())

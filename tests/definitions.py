@@ -107,9 +107,8 @@ class Read(NamedTuple):
 
 
 def in_place(settings, params: dict, x, t, ids):
-    """(y [T, D], the weight after the row) of one row of an in-place MLP (IP-TTCD, also the ideal
-    one; IP-TTT where `settings` have a target), token by token. x, t [T, D]; ids [T] numpy, every
-    document one run."""
+    """(y [T, D], the weight after the row) of one row of an in-place MLP (IP-TTCD, the ideal one,
+    IP-TTT if `settings` have a target), token by token. x, t [T, D]; ids [T] numpy, in runs."""
     reads, end = in_place_reads(settings, params, x, t, ids)
     return jnp.stack([read.z_out @ read.weight for read in reads]), end
 

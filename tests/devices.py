@@ -33,12 +33,8 @@ def environment(count: int = 1, **variables: str) -> dict[str, str]:
     # The root as well: tests/experiments must not hide the commands.
     folder = Path(__file__).parent
     paths = [str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": fake_devices(count),
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        **variables,
-    }
+    own = {"XLA_FLAGS": fake_devices(count), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return commands.cpu_environment(**own | variables)
 
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
@@ -79,8 +75,7 @@ def launched_kernels(function: Callable[..., Any], *operands: Any, capability: i
 
 @contextlib.contextmanager
 def _without_gpu() -> Iterator[None]:
-    """jax-triton lowers launches without JAX's CUDA plugin; each is serialized as its kernel's
-    name."""
+    """jax-triton lowers launches without JAX's CUDA plugin; each becomes its kernel's name."""
     plugin: Any = importlib.import_module("jaxlib.gpu_triton")
     for name in ("get_compute_capability", "get_serialized_metadata"):
         if not hasattr(plugin, name):  # jax-triton looks for them when it is imported

@@ -5,6 +5,7 @@ import re
 import types
 from pathlib import Path
 
+from experiments.cli import CONFIG_DIR
 from ttcd_jax import OptimizerConfig, Precision, RunConfig, TransformerConfig
 from ttcd_jax.data.synthetic.recall import RecallConfig
 from ttcd_jax.data.tokenizer import ByteTokenizer
@@ -16,6 +17,7 @@ from ttcd_jax.methods.ipttcd import MemoryConfig
 from ttcd_jax.methods.lact import LaCTMemoryConfig
 from ttcd_jax.methods.registry import Method
 from ttcd_jax.nn.attention import AttentionConfig
+from ttcd_jax.run.bindings import load_config
 
 CHUNK, WINDOW, D = 4, 4, 8
 FLOAT64 = Precision(param="float64", compute="float64", state="float64")
@@ -53,12 +55,8 @@ def _small(settings):
 def config_of(method: str, **changes) -> TransformerConfig:
     """The model; `fast_layers` (default: the first) apply where the method leaves the choice."""
     layers = changes.pop("fast_layers", (0,))
-    fields = {
-        "vocab_size": 11,
-        "dim": D,
-        "num_layers": 2,
-        "num_heads": 2,
-        "mlp_dim": 12,
+    sizes = {"vocab_size": 11, "dim": D, "num_layers": 2, "num_heads": 2, "mlp_dim": 12}
+    fields = sizes | {
         "method": method,
         "window": None if method == "full" else WINDOW,
         "student_window": 2,
@@ -74,6 +72,11 @@ def run_config(model: str | TransformerConfig = "ipttcd", **changes) -> RunConfi
     model = config_of(model) if isinstance(model, str) else model
     fields = {"model": model, "data": RECALL, "optimizer": OptimizerConfig()}
     return RunConfig(**fields | {"steps": 8, "batch_size": 2} | changes)
+
+
+def recipe(name: str, *params: str, **options) -> RunConfig:
+    """The run of a file of experiments/configs."""
+    return load_config(RunConfig, name, params, config_dir=CONFIG_DIR, **options)
 
 
 def byte_model(**changes) -> TransformerConfig:

@@ -108,15 +108,7 @@ def test_every_path_of_the_map_exists():
     table = (ROOT / "WORKSPACE.md").read_text().split("## To change")[1].split("\n## ")[0]
     names = re.findall(r"`([\w./{},*]+(?:/|\.py|\.md))`", table)
     assert len(names) > 30
-    paths = {path for name in names for path in _alternatives(name)}
-    assert [path for path in sorted(paths) if not any(ROOT.glob(path))] == []
-
-
-def _alternatives(name):
-    """`a/{b,c}.py` as `a/b.py` and `a/c.py`."""
-    head, brace, rest = name.partition("{")
-    inner, _, tail = rest.partition("}")
-    return [head + choice + tail for choice in inner.split(",")] if brace else [name]
+    subprocess.run(["bash", "-c", f"ls -d {' '.join(names)}"], cwd=ROOT, check=True)
 
 
 def test_every_example_is_run():

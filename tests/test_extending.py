@@ -5,10 +5,10 @@ import re
 
 import commands
 import pytest
+from checks import refused
 from commands import ROOT
 from tiny_run import BINDINGS, RECALL
 
-from ttcd_jax.errors import UserError
 from ttcd_jax.registry import Registry, check_imported
 from ttcd_jax.run.reporting import read_metrics
 from ttcd_jax.train.metrics import RESERVED
@@ -87,28 +87,18 @@ def test_a_module_that_is_missing_is_named(place):
     commands.refuse([(x.split(), 2, words) for x, words in refusals.items()], **_in(place))
 
 
-@pytest.mark.parametrize("names", [5, ["a b"], [["os"]], {"os": 1}, [None], "os"])
-def test_imports_that_are_no_names_are_damage(names):
-    with pytest.raises(UserError, match="no names of modules: it is damaged"):
-        check_imported("RUN", names)
-
-
-def test_a_file_never_imports(tmp_path, monkeypatch):
+def test_a_file_never_imports_and_imports_that_are_no_names_are_damage(tmp_path, monkeypatch):
     (tmp_path / "trap.py").write_text("raise SystemExit('run')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match="RUN needs trap: add --import=trap"):
-        check_imported("RUN", ["os", "trap"])
+    refused("RUN needs trap: add --import=trap", check_imported, "RUN", ["os", "trap"])
+    for names in (5, ["a b"], [["os"]], {"os": 1}, [None], "os"):
+        refused("no names of modules: it is damaged", check_imported, "RUN", names)
 
 
-def test_names_that_are_taken_are_refused():
+def test_names_that_are_taken_or_missing_are_refused():
     registry = Registry("thing")
     registry.add(1, "a")
-    with pytest.raises(UserError, match="two things are called 'a'"):
-        registry.add(2, "a")
+    refused("two things are called 'a'", registry.add, 2, "a")
+    for entry in ((len,), ("*.xml", len), (len, 5)):
+        refused("register(|): give the thing and its name", registry.add, *entry)
     assert registry == {"a": 1}
-
-
-@pytest.mark.parametrize("entry", [(len,), ("*.xml", len), (len, 5)])
-def test_an_entry_without_a_name_is_refused(entry):
-    with pytest.raises(UserError, match=r"^register\(.*\): give the thing and its name"):
-        Registry("thing").add(*entry)

@@ -1,5 +1,4 @@
-"""What is refused, in one line with the numbers and the remedy: configurations, flags, the files of
-a run."""
+"""What is refused, in a line with numbers and remedy: configurations, flags, files of a run."""
 
 import dataclasses
 import json
@@ -15,9 +14,8 @@ import pytest
 import tiny_run
 from checks import refused
 from flax import nnx
-from small_models import FLOAT64, byte_model, config_of, small_attention
+from small_models import FLOAT64, byte_model, config_of, recipe, small_attention
 
-from experiments.cli import CONFIG_DIR
 from ttcd_jax.config import Config
 from ttcd_jax.errors import UserError
 from ttcd_jax.inference.sampling import SamplingConfig
@@ -29,7 +27,7 @@ from ttcd_jax.nn.attention import AttentionConfig, DualWindowConfig
 from ttcd_jax.nn.mlp import MLPConfig
 from ttcd_jax.nn.rope import RopeConfig, YarnConfig
 from ttcd_jax.precision import Precision
-from ttcd_jax.run.bindings import load_config, reachable_classes
+from ttcd_jax.run.bindings import reachable_classes
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, load_run
 from ttcd_jax.run.training import train_run
@@ -66,7 +64,7 @@ def rates(rates):
 
 
 def gin(name, binding):
-    return load_config(RunConfig, f"{name}.gin", [binding], config_dir=CONFIG_DIR)
+    return recipe(f"{name}.gin", binding)
 
 
 FOLDING = {"folds_state": True, "resets_at_document": False}
@@ -249,11 +247,7 @@ LINES = [
     (f"{GENERATE} --prompt_file=/dev/zero", 3, "more than 268435456 bytes, the lo"),
     (f"{GENERATE} --prompt_file=- --prompt_file=-", 2, "standard input is read once"),
     (f"{GENERATE} --prompt_file=- --load_state=x --max_length=9", 2, "--load_state has its own"),
-    (
-        f"{GENERATE} --prompt_file=- --save_state=tests",
-        2,
-        "tests exists and is not an empty folder",
-    ),
+    (f"{GENERATE} --prompt_file=- --save_state=tests", 2, "tests exists and is not an empty fol"),
     (f"{GENERATE} --prompt_file=- --json=FOLDER", 2, "--json=FOLDER must be a file in a fold"),
     (f"{GENERATE} --prompt_file=- --json=FOLDER/absent/x", 2, "must be a file in a fold"),
     (f"{GENERATE} --prompt_file=- --temperature=-1", 2, "temperature -1.0 must be 0 or more"),

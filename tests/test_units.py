@@ -2,31 +2,20 @@
 
 import time
 
-import pytest
-
 from ttcd_jax import terminal
 from ttcd_jax.units import clock, count, size
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (size(2**30 * 72.125), "72.12 GiB"),
-        (size(4e6), "3.81 MiB"),
-        (size(2**20), "1.00 MiB"),
-        (size(1536), "1.50 KiB"),
-        (size(1023), "1023 bytes"),
-        (count(2**20), "1M"),
-        (count(4096), "4K"),
-        (count(512), "512"),
-        (count(1600), "1,600"),
-        (clock(75.0), "1:15"),
-        (clock(59.6), "1:00"),
-        (clock(7384), "2:03:04"),
-    ],
-)
-def test_a_number_is_printed_in_its_unit(text, expected):
-    assert text == expected
+def test_a_number_is_printed_in_its_unit():
+    sizes = {2**30 * 72.125: "72.12 GiB", 4e6: "3.81 MiB", 2**20: "1.00 MiB", 1536: "1.50 KiB"}
+    counts = {2**20: "1M", 4096: "4K", 512: "512", 1600: "1,600"}
+    times = {75.0: "1:15", 59.6: "1:00", 7384: "2:03:04"}
+    for printed, expected in (
+        (size, sizes | {1023: "1023 bytes"}),
+        (count, counts),
+        (clock, times),
+    ):
+        assert {x: printed(x) for x in expected} == expected
 
 
 def test_a_log_gets_one_line_for_all_phases_of_the_start(capsys, monkeypatch):

@@ -52,15 +52,10 @@ def wait_until(is_true: Callable[[], object], *processes: Popen) -> None:
         time.sleep(0.005)
 
 
-def wait_for_step(run_dir: Path, step: int, *processes: Popen) -> None:
-    wait_until(lambda: any(done >= step for done, *_ in losses(run_dir)), *processes)
-
-
 def save_text_model(
     run_dir: Path, model: TransformerConfig, change: Callable[[dict], None] = lambda params: None
 ) -> None:
-    """A run directory of a model of bytes with random parameters, which `change` edits, at step 7,
-    as if imported."""
+    """A run directory, as if imported, of random parameters at step 7, which `change` edits."""
     directory = RunDirectory(run_dir)
     directory.path.mkdir(parents=True)
     params = nnx.to_pure_dict(nnx.state(Transformer(model, rngs=nnx.Rngs(0)), nnx.Param))

@@ -45,8 +45,7 @@ def launch(
 
 
 def _host_tensor(array: np.ndarray) -> types.SimpleNamespace:
-    """The part of a tensor's interface that the interpreter needs, in place on an array: its copy
-    is the original."""
+    """A tensor's interface that the interpreter needs, on an array: its copy is the original."""
     tensor = types.SimpleNamespace(
         dtype=_TYPES[array.dtype.name],
         data_ptr=lambda: array.ctypes.data,

@@ -30,10 +30,8 @@ def param(value: jax.Array, axes: tuple[str, ...], *, is_operand: bool | None = 
     """
     for name in axes:
         if name not in LOGICAL_AXES:
-            raise KeyError(
-                f"unknown logical axis {name!r}; the legend has {', '.join(LOGICAL_AXES)}"
-            )
+            known = ", ".join(LOGICAL_AXES)
+            raise KeyError(f"unknown logical axis {name!r}; the legend has {known}")
     assert len(axes) == value.ndim, f"{len(axes)} axis names for a parameter of shape {value.shape}"
-    return nnx.Param(
-        value, axes=axes, is_operand=value.ndim > 1 if is_operand is None else is_operand
-    )
+    is_operand = value.ndim > 1 if is_operand is None else is_operand
+    return nnx.Param(value, axes=axes, is_operand=is_operand)

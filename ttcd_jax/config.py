@@ -126,8 +126,7 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of every configuration: field types and bounds are checked, then the combination of the
-    values by `validate`."""
+    """Base of every configuration: fields are checked by type and bounds, then by `validate`."""
 
     def __init_subclass__(cls) -> None:
         """The docstrings of bases with fields follow that of the class: `help` explains all."""
@@ -153,9 +152,8 @@ class Config:
                 value = _tuples(value)
                 object.__setattr__(self, field.name, value)
             if (problem := _problem(value, hint)) == "":
-                raise UserError(
-                    f"{name} must be {_describe(hint)}, got {value!r} ({type(value).__name__})"
-                )
+                found = f"{value!r} ({type(value).__name__})"
+                raise UserError(f"{name} must be {_describe(hint)}, got {found}")
             for text in value if isinstance(value, tuple) else (value,):
                 if isinstance(text, str):
                     check_text(name, text)
@@ -244,9 +242,8 @@ def _revive(value: Any, hint: Any) -> Any:
         return [_revive(entry, hint) for entry in value]
     if not isinstance(value, dict):
         return value
+    name = value.get("type")
     for cls in config_classes(hint):
-        if cls.__name__ == value.get("type"):
+        if cls.__name__ == name:
             return cls.from_dict(value)
-    raise UserError(
-        f"no configuration class {value.get('type')!r} is allowed here ({_describe(hint)})"
-    )
+    raise UserError(f"no configuration class {name!r} is allowed here ({_describe(hint)})")

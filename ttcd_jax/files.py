@@ -124,9 +124,8 @@ def _errors_of(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         kind, remedy = (ResourceError, "make room, or ") if full_disk(error) else (UserError, "")
-        raise kind(
-            f"cannot write {path}: {error.strerror or error}; {remedy}choose another folder"
-        ) from error
+        problem = error.strerror or error
+        raise kind(f"cannot write {path}: {problem}; {remedy}choose another folder") from error
 
 
 def lock(file: int | IO[Any], kind: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
@@ -202,8 +201,7 @@ def sha256(path: Path) -> str:
 
 
 def difference(path: Path, num_bytes: int | None = None, digest: str | None = None) -> str | None:
-    """The first mismatch of a file with its expected size and sha256 (None: not checked); None
-    without one."""
+    """The first mismatch of a file with a size and a sha256 (None: not checked), if any."""
     try:
         size = path.stat().st_size
         if num_bytes is not None and size != num_bytes:
@@ -252,8 +250,7 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an npz file; `DataError` for a damaged one, other content, and arrays of more
-    than 2 GiB."""
+    """The arrays of an npz file; `DataError` for damage, other content, and more than 2 GiB."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())

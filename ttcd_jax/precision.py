@@ -14,8 +14,7 @@ FloatName = Literal["float64", "float32", "bfloat16", "float16"]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision(Config):
     """The dtypes `param` of weights and optimizer moments, `compute` of the operands of products,
-    `state` of softmax statistics, log-sum-exps and sums of delta_w (products accumulate in it too).
-    """
+    `state` of their sums, of softmax statistics, log-sum-exps and sums of delta_w."""
 
     param: FloatName = "float32"
     compute: FloatName = "float32"

@@ -66,9 +66,8 @@ def import_modules(names: Iterable[str]) -> None:
         except ModuleNotFoundError as error:
             if not f"{name}.".startswith(f"{error.name}."):
                 raise  # another that the module imports
-            raise UserError(
-                f"--import={name}: no module {error.name} in {Path.cwd()} or on PYTHONPATH"
-            ) from None
+            problem = f"no module {error.name} in {Path.cwd()} or on PYTHONPATH"
+            raise UserError(f"--import={name}: {problem}") from None
         IMPORTED_MODULES.append(name)
 
 
@@ -79,9 +78,8 @@ def check_imported(owner: str, names: Any) -> None:
         raise UserError(f"{owner} has imports {names!r}, no names of modules: it is damaged")
     if missing := [name for name in names if name not in sys.modules]:
         flags = " ".join(f"--import={name}" for name in missing)
-        raise UserError(
-            f"{owner} needs {', '.join(missing)}: add {flags} (in Python: import it before)"
-        )
+        remedy = f"add {flags} (in Python: import it before)"
+        raise UserError(f"{owner} needs {', '.join(missing)}: {remedy}")
 
 
 def _is_module(name: Any) -> bool:

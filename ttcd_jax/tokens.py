@@ -7,13 +7,11 @@ from ttcd_jax.errors import DataError
 
 
 def check_tokens(ids: ArrayLike, vocab_size: int) -> None:
-    """Raises `DataError` naming the first of `ids` (any shape) outside 0..vocab_size-1, and for ids
-    that are no integers."""
+    """Raises `DataError` for `ids` (any shape) that are no integers, or outside 0..vocab_size-1."""
     ids = np.asarray(ids)
     if ids.size and not np.issubdtype(ids.dtype, np.integer):
-        raise DataError(
-            f"token ids are {ids.dtype}: they must be integers, as tokenizers give them"
-        )
+        wanted = "they must be integers, as tokenizers give them"
+        raise DataError(f"token ids are {ids.dtype}: {wanted}")
     bad = np.argwhere((ids < 0) | (ids >= vocab_size))
     if bad.size:
         position = ", ".join(map(str, bad[0]))

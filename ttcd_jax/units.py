@@ -1,5 +1,4 @@
-"""Sizes, counts, times and names as commands print them. Bytes and token counts have binary
-units."""
+"""Sizes, counts, times and names as commands print them; bytes and tokens in binary units."""
 
 import re
 from collections.abc import Collection

@@ -70,13 +70,11 @@ def command(tmp_path: Path):
 
 
 def test_an_end_that_is_no_defect_of_ours_is_one_line_and_a_status(tmp_path):
-    rows = []
-    for number, (body, argument, status, words) in enumerate(MISTAKES):
-        line = [_script(tmp_path / f"{number}.py", body), argument][: 2 if body == "pass" else 1]
-        rows.append((line, status, words))
-    commands.refuse(rows)
-    interrupted = _script(tmp_path / "interrupted.py", "raise KeyboardInterrupt")
-    assert commands.ends([[interrupted]]) == [(130, "", "interrupted\n")]
+    for body, argument, *ending in MISTAKES:
+        line = [_script(tmp_path / "command.py", body), argument][: 2 if body == "pass" else 1]
+        commands.refuse([(line, *ending)])
+    result = commands.run(_script(tmp_path / "command.py", "raise KeyboardInterrupt"))
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -119,9 +117,8 @@ def test_help_has_the_options_of_what_is_chosen():
         "bench step --help": "--rounds=5",
         **dict.fromkeys(("evaluate --help", "launch --help", "evaluate --task=absent --help"), ""),
     }
-    ends = commands.ends([line.split() for line in expected])
-    for (line, words), (status, shown, _) in zip(expected.items(), ends, strict=True):
-        assert status == 0
+    for line, words in expected.items():
+        shown = commands.output(*line.split())
         assert ("options and their defaults:" in shown) == bool(words)
         assert words in shown
         assert ("--distributed" in shown) == line.startswith(("evaluate", "launch"))
@@ -152,8 +149,7 @@ def test_control_characters_are_escaped_where_text_leaves():
     for mark in "\x9b\u061c\u200f\u2028\u2029\u2066\u2069\ud800":
         assert printable(mark) == mark.encode("unicode_escape").decode()
     code = (
-        "import sys; from absl import logging; from experiments import cli; "
-        "cli.open_standard_streams();"
+        "from absl import logging; from experiments import cli; cli.open_standard_streams();"
         "print('a\\x1b]0;x\\x07\\u202e\\udcff\\tb'); logging.warning('c\\x1b[2J');"
         "print('\\r\\x1b[Kd', end='')"
     )

@@ -9,11 +9,9 @@ import pytest
 import yaml
 from commands import ROOT
 from jax.sharding import AbstractMesh
+from small_models import recipe
 
-from experiments.cli import CONFIG_DIR
 from ttcd_jax.run import layout
-from ttcd_jax.run.bindings import load_config
-from ttcd_jax.run.config import RunConfig
 from ttcd_jax.sharding.distributed import detect
 from ttcd_jax.train.watchdog import PEER_LOST
 
@@ -107,7 +105,7 @@ def test_the_jobset_and_the_slurm_job_have_64_devices_over_which_the_recipe_is_s
     assert int(OPTIONS["nodes"]) * int(OPTIONS["gpus-per-node"]) == 64
     flags = [flag.split("=", 1) for flag in CONTAINER["args"]]
     (gin,), params = ([y for x, y in flags if x == name] for name in ("--gin", "--param"))
-    config = load_config(RunConfig, gin, params, config_dir=CONFIG_DIR)
+    config = recipe(gin, *params)
     sizes = layout.mesh_config(config, 64).sizes(64)
     assert sizes == {"data": 1, "fsdp": 32, "seq": 2, "tensor": 1}
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))

@@ -6,11 +6,11 @@ import re
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
+from small_models import recipe
 
 from experiments.cli import CONFIG_DIR
 from ttcd_jax.data.sources import RecordsConfig
 from ttcd_jax.run import build, start
-from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.sharding.mesh import AXES
@@ -25,10 +25,6 @@ RUNS = sorted(
 # The published from-scratch recipes and their ablations: they train on the user's records.
 RECIPES = [name for name in RUNS if name.endswith(("_340m.gin", "_760m.gin")) or "ablation" in name]
 CONTINUED = [name for name in RUNS if name.startswith("cpt/")]
-
-
-def load(name, *params, **options):
-    return load_config(RunConfig, name, params, config_dir=CONFIG_DIR, **options)
 
 
 METHODS = ("swa", "full", "ipttt", "ipttcd", "deltanet", "gated_deltanet", "lact")
@@ -53,7 +49,7 @@ CONTINUED_SIZES = {
 def other_run(tmp_path_factory):
     """A run directory for configurations that start from one: text.gin's, not yet trained."""
     directory = RunDirectory(tmp_path_factory.mktemp("other"))
-    directory.claim(load("text.gin").to_dict(), "", {})
+    directory.claim(recipe("text.gin").to_dict(), "", {})
     return directory.path
 
 
@@ -62,10 +58,10 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
     header = (CONFIG_DIR / name).read_text()
     if "%START" in header:
         inherit = start.inherited_model(RunDirectory(tmp_path))
-        config = load(name, f"START='{other_run}'", inherit=inherit)
+        config = recipe(name, f"START='{other_run}'", inherit=inherit)
         start.plan_start(config)
     else:
-        config = load(name)
+        config = recipe(name)
     if not isinstance(config.data, RecordsConfig):  # which are the user's
         build.check(config)
     assert RunConfig.from_dict(config.to_dict()) == config
@@ -78,7 +74,7 @@ def test_every_config_builds_and_has_the_parameters_its_header_states(name, othe
 
 @pytest.mark.parametrize("name", [*RECIPES, *CONTINUED])
 def test_every_recipe_divides_among_devices(name):
-    config = load(name)
+    config = recipe(name)
     mesh = AbstractMesh((1, 2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
     leaves = jax.tree.leaves(build.Program(config, mesh).state)
     stored = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
@@ -100,7 +96,7 @@ def _budget(name, config):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_published_size_and_budget(name):
-    config, size = load(name), "760m" if "760m" in name else "340m"
+    config, size = recipe(name), "760m" if "760m" in name else "340m"
     *sizes, rows, billions = PUBLISHED[size]
     model, method = config.model, name.removesuffix(f"_{size}.gin")
     assert method not in METHODS or num_params(model) == COUNTS[size][METHODS.index(method)]
@@ -110,15 +106,17 @@ def test_a_recipe_has_the_published_size_and_budget(name):
     assert _budget(name, config) == ((32_768, rows, billions), ("muon", 0.1, 1.0), (3e-3, 500))
 
 
-def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
+def test_every_method_has_its_recipes_and_the_paper_its_ablations():
     assert {f"{method}_{size}.gin" for method in METHODS for size in PUBLISHED} <= set(RUNS)
-    base = load("ipttcd_340m.gin")
+    methods = ("cpt", "swa", "ipttt", "ipttcd")
+    assert {f"cpt/{x}_{base}.gin" for x in methods for base in CONTINUED_SIZES} == {*CONTINUED}
+    base = recipe("ipttcd_340m.gin")
     assert (base.model.window, base.model.student_window) == (2048, 1024)
     assert base.model.fast_layers == (0, 6, 12, 18)
     assert (base.model.memory.chunk_size, base.model.memory.eta) == (1024, 0.3)
     changes = {}
     for name in (name for name in RECIPES if "ablation" in name):
-        config = load(name)
+        config = recipe(name)
         assert config.replace(model=base.model) == base
         memory, model = config.model.memory, config.model
         convs = memory.has_teacher_conv, memory.has_student_conv, memory.has_proj
@@ -133,15 +131,9 @@ def test_every_method_has_a_recipe_of_both_sizes_and_the_paper_its_ablations():
     }
 
 
-def test_continued_training_has_every_method_for_every_base():
-    methods = ("cpt", "swa", "ipttt", "ipttcd")
-    names = {f"cpt/{method}_{base}.gin" for method in methods for base in CONTINUED_SIZES}
-    assert names == {*CONTINUED}
-
-
 @pytest.mark.parametrize("name", CONTINUED)
 def test_continued_training_has_the_published_sizes_and_budget(name):
-    config, (method, _, base) = load(name), name[4:-4].partition("_")
+    config, (method, _, base) = recipe(name), name[4:-4].partition("_")
     model, schedule, is_8b = config.model, config.optimizer.schedule, base == "llama31_8b"
     assert (model.num_layers, model.kv_heads, model.rope.base) == CONTINUED_SIZES[base]
     assert model.window == (8192 if method == "swa" else None)
@@ -159,7 +151,7 @@ def test_continued_training_has_the_published_sizes_and_budget(name):
 def test_a_recipe_takes_token_records_mixed_8_to_2():
     folders = ("long_data_collections", "books")
     data = RecordsConfig(paths="DIR", folders=folders, weights=(8, 2), seq_len=32_768)
-    assert load("ipttcd_760m.gin", "RECORDS='DIR'").data == data
+    assert recipe("ipttcd_760m.gin", "RECORDS='DIR'").data == data
 
 
 @pytest.mark.parametrize("path", sorted(CONFIG_DIR.rglob("*.gin")), ids=lambda path: path.stem)

@@ -73,9 +73,7 @@ def test_import_reports_and_fills_a_run_directory(imported, checkpoint):
     assert list(run_dir.parent.iterdir()) == [run_dir]
 
 
-def test_an_imported_run_is_evaluated_and_exported_as_the_imported_files(
-    imported, checkpoint, text, tmp_path
-):
+def test_an_imported_run_is_evaluated_and_exported_as_it_was(imported, checkpoint, text, tmp_path):
     output = commands.output(*EVALUATE, f"--run_dir={imported[0]}", f"--text={text}")
     assert "(step 0, " in output
     assert "fast weights on" in output
@@ -116,9 +114,7 @@ def test_training_continues_from_an_imported_run_and_is_exported(imported, text,
     assert "start_from" in commands.refused(*line, *more, status=4)
 
 
-def test_a_tokenizer_is_copied_and_a_text_with_tokens_that_the_model_lacks_refused(
-    checkpoint, text, tmp_path
-):
+def test_a_tokenizer_is_copied_and_a_text_of_other_tokens_refused(checkpoint, text, tmp_path):
     shutil.copytree(checkpoint, folder := tmp_path / "in")
     tokenizer = json.loads(train_tokenizer([b"the dog"], MODEL.vocab_size))
     pad = {"id": MODEL.vocab_size, "content": "<pad>"}

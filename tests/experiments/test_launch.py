@@ -55,9 +55,7 @@ def _scores(run_dir):
     }
 
 
-def test_training_evaluates_as_the_command_does_keeps_the_best_and_changes_no_loss(
-    finished, tmp_path
-):
+def test_training_evaluates_as_the_command_keeps_the_best_and_changes_no_loss(finished, tmp_path):
     """Of saves after every step the last is kept, every fifth, and the best of those evaluated."""
     name = next(iter(_scores(finished[0])))
     bindings = (
@@ -92,9 +90,8 @@ def test_evaluation_writes_json_csv_and_a_picture(finished):
     kept, published = needle["series"].values()
     assert needle["chance"] == 1 / 4
     # Two needles in two rows, since there are four keys.
-    assert [(row["distance"], row["queries"]) for row in kept] == [
-        (str(2**power), 4) for power in range(4, 10)
-    ]
+    distances = [str(2**power) for power in range(4, 10)]
+    assert [(row["distance"], row["queries"]) for row in kept] == [(x, 4) for x in distances]
     assert len(published) == len(kept)
     places = f"--run_dir={run_dir}", f"--output={run_dir / 'page'}"
     assert "go on" in commands.output("report", *places, "--next=go on")

@@ -11,15 +11,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from devices import environment
+from small_models import recipe
 
 from experiments import plan
-from experiments.cli import CONFIG_DIR
 from ttcd_jax.run import build, layout
-from ttcd_jax.run.bindings import load_config
-from ttcd_jax.run.config import RunConfig
 from ttcd_jax.train.hardware import Hardware
 
-CONFIG = load_config(RunConfig, "quickstart.gin", config_dir=CONFIG_DIR)
+CONFIG = recipe("quickstart.gin")
 
 
 @pytest.mark.parametrize("name", ["deltanet_340m.gin", "ablation/8_layers.gin"])
@@ -67,7 +65,7 @@ def _resident(key):
 def _measure(*params):
     """Prints the bytes of a plan, and what the process then holds more than before it had a state,
     during the step that was planned."""
-    config = load_config(RunConfig, "quickstart.gin", params, config_dir=CONFIG_DIR)
+    config = recipe("quickstart.gin", *params)
     mesh = layout.run_mesh(config)
     planned, step = plan.make_plan(config, mesh)
     program = build.Program(config, mesh)

@@ -39,8 +39,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start():
-    """Starts the processes of one job: `start(module, [arguments of each], devices=of each)`; all
-    are killed at the end."""
+    """Starts the processes of a job: `start(module, [arguments of each], devices=of each)`."""
     started = []
 
     def start(module, arguments, devices, **options):
@@ -81,9 +80,7 @@ def whole(start, texts, tmp_path_factory):
     return run_dir, [_end(process)[0] for process in job]
 
 
-def test_processes_train_what_one_trains_the_first_prints_and_all_write_one_checkpoint(
-    whole, start, texts, tmp_path
-):
+def test_processes_train_what_one_does_and_all_write_one_checkpoint(whole, start, texts, tmp_path):
     run_dir, (first, second) = whole
     (alone,) = start("launch", [_flags(tmp_path, texts[0])], 4)
     _end(alone)
@@ -124,7 +121,7 @@ def test_processes_start_from_another_run_as_one_does(whole, start, texts, tmp_p
         ("evaluate", "--max_rows=10", "max_rows: process 1 has 10, process 0 has 512, "),
     ],
 )
-def test_processes_that_differ_end_before_the_first_step(
+def test_processes_that_differ_do_not_start(
     whole, start, texts, tmp_path, command, differing, line
 ):
     (tmp_path / "other.txt").write_text("other words\n" * 1000 + "\f" + "words\n" * 1000)

@@ -151,26 +151,16 @@ def test_a_parameter_may_swap_a_class_the_file_configured(load):
         ("Tree.kind = 'x'", "run.gin:1: Tree has no field 'kind': annotate it there, under @data"),
         ("Tree.data = @Copy", "run.gin:1: write @Copy(), with parentheses"),
         ("STEPS = 1\nTree.steps = %STEP", "run.gin:2: no macro %STEP is defined; did you mean"),
-        (
-            "STEPS = %STEPS",
-            "run.gin:1: macro STEPS is never used: where a field that read it is bound",
-        ),
+        ("STEPS = %STEPS", "run.gin:1: macro STEPS is never used: where a field that read it is"),
         ("a/Tree.steps = 1", "no effect, no Tree is built in scope 'a'; remove it"),
         ("Tree = 1", "run.gin:1: macro Tree is never used; did you mean 'Tree'"),
         ("A = %B\nB = %A\nTree.steps = %A", "contains itself: A -> B -> A"),
         ("Tree.steps = 1\nTree.steps = 1", "run.gin:2: Tree.steps is already bound"),
         ("\nTree.steps = 0", "run.gin:2: Tree.steps 0 must be at least 1"),
         ("Tree.data = @Memory()", "Memory lacks a value; bind Memory.eta = <"),
-        (
-            "Recall.num_pairs = 2",
-            "run.gin:1: Recall.num_pairs has no effect, no Recall is built; "
-            "remove it or bind Tree.data = @Recall()",
-        ),
-        (
-            "big/Rope.theta = 2.0",
-            "no Rope is built in scope 'big'; remove it or bind "
-            "Attention.rope = @big/Rope() or Memory.rope = @big/Rope()",
-        ),
+        ("Recall.num_pairs = 2", "run.gin:1: Recall.num_pairs has no effect, no Recall is built; "),
+        ("Recall.num_pairs = 2", "no Recall is built; remove it or bind Tree.data = @Recall()"),
+        ("big/Rope.theta = 2.0", "bind Attention.rope = @big/Rope() or Memory.rope = @big/Rope()"),
         ("Tree.steps = 1 + 1", "run.gin:1: Expected newline."),
         ("Tree.name = small", "run.gin:1: cannot read the value 'small'; a string needs quotes"),
         ("Tree.taps = [1,\n", "run.gin:1: unexpected EOF in multi-line statement"),
@@ -219,15 +209,14 @@ def test_includes_are_found_beside_their_file_then_among_the_recipes(tmp_path, m
 
 
 def test_a_missing_choice_names_the_classes_of_which_no_two_may_have_one_name(refusal):
-    def root(**fields):
+    def made(name="Root", **fields):
         options = {"bases": (Config,), "frozen": True, "kw_only": True}
-        return dataclasses.make_dataclass("Root", fields.items(), **options)
+        return dataclasses.make_dataclass(name, fields.items(), **options)
 
     bindings = "Root.data = @Recall() or @Copy(), Root.steps = <int>"
-    message = refusal("", root=root(data=Recall | Copy, steps=Positive))
+    message = refusal("", root=made(data=Recall | Copy, steps=Positive))
     assert message == f"Root lacks a value; bind {bindings}"
-    twin = dataclasses.make_dataclass("Rope", [], bases=(Config,), frozen=True, kw_only=True)
-    message = refusal("", root=root(own=twin, attention=Attention))
+    message = refusal("", root=made(own=made("Rope"), attention=Attention))
     assert message == "two configuration classes are called Rope: rename yours"
 
 
@@ -239,17 +228,14 @@ def test_a_mistake_in_a_fragment_names_it_and_one_of_validate_keeps_its_class(re
         load("Tree.data = @Recall()\nRecall.num_pairs = 0")
 
 
-@pytest.mark.parametrize(
-    ("param", "expected"),
-    [
-        ("Tree.stepz=1", "--param Tree.stepz=1: Tree has no field 'stepz'; did"),
-        ("Tree.steps", "--param Tree.steps: Couldn't parse statement"),
-        ("Tree.name='\udcff'", "it is not UTF-8"),
-        ("include 'absent.gin'", "--param include 'absent.gin': no file 'absent.gin' to include"),
-    ],
-)
-def test_parameters_are_checked(refusal, param, expected):
-    assert expected in refusal("", param)
+def test_parameters_are_checked(refusal):
+    for param, expected in {
+        "Tree.stepz=1": "--param Tree.stepz=1: Tree has no field 'stepz'; did",
+        "Tree.steps": "--param Tree.steps: Couldn't parse statement",
+        "Tree.name='\udcff'": "it is not UTF-8",
+        "include 'absent.gin'": "--param include 'absent.gin': no file 'absent.gin' to include",
+    }.items():
+        assert expected in refusal("", param)
 
 
 def test_a_file_is_found_by_name_or_path(tmp_path, monkeypatch):

@@ -1,33 +1,26 @@
 """What a run is built of: its layout on devices, and the batch that it is compiled for, which is
 the one that its data make."""
 
-from pathlib import Path
-
 import corpora
 import jax
 import numpy as np
 import pytest
 from checks import refused
 from jax.sharding import AbstractMesh
-from small_models import RECALL, config_of, run_config
+from small_models import RECALL, config_of, recipe, run_config
 
+from experiments.cli import CONFIG_DIR
 from ttcd_jax import BatchesConfig, RunConfig
 from ttcd_jax.data.sources import MixtureConfig, TextConfig
 from ttcd_jax.data.tokenizer import TokenizerConfig
 from ttcd_jax.run import build, layout
-from ttcd_jax.run.bindings import load_config
 from ttcd_jax.sharding.mesh import AXES, MeshConfig
 from ttcd_jax.train.state import abstract_params
 
-CONFIG_DIR = Path(__file__).parents[2] / "experiments" / "configs"
 RECIPES = sorted(
     str(path.relative_to(CONFIG_DIR))
     for path in (*CONFIG_DIR.glob("*_[37][46]0m.gin"), *CONFIG_DIR.glob("ablation/*.gin"))
 )
-
-
-def _loaded(name: str, **changes) -> RunConfig:
-    return load_config(RunConfig, name, [], config_dir=CONFIG_DIR).replace(**changes)
 
 
 def _mesh(config: RunConfig, num_devices: int) -> AbstractMesh:
@@ -42,7 +35,7 @@ def _laid_out(config: RunConfig, num_devices: int) -> tuple[tuple[int, ...], int
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_divides_among_devices_a_row_of_32768_tokens_at_a_time(name):
-    config = _loaded(name)
+    config = recipe(name)
     for num_devices in (1, 2, 8, 64, 128):
         by_rows = min(num_devices, config.batch_size)
         sizes = 1, by_rows, num_devices // by_rows, 1
@@ -50,7 +43,7 @@ def test_a_recipe_divides_among_devices_a_row_of_32768_tokens_at_a_time(name):
 
 
 def test_short_rows_are_computed_together_on_a_cpu_in_small_parts_with_unrolled_layers():
-    config = _loaded("quickstart.gin", batch_size=256)
+    config = recipe("quickstart.gin").replace(batch_size=256)
     mesh, length = layout.run_mesh(config, jax.devices("cpu")[:1]), config.data.seq_len
     assert [_laid_out(config, n)[1] for n in (1, 8)] == [256 * length // layout.PART_TOKENS, 1]
 
@@ -70,12 +63,12 @@ def test_short_rows_are_computed_together_on_a_cpu_in_small_parts_with_unrolled_
 
 
 def test_bound_fields_stay_and_what_does_not_divide_is_refused():
-    config = _loaded("ipttcd_340m.gin", mesh=MeshConfig(seq=2), accumulation_steps=16)
+    config = recipe("ipttcd_340m.gin").replace(mesh=MeshConfig(seq=2), accumulation_steps=16)
     assert _laid_out(config, 8) == ((1, 4, 2, 1), 16)
     config = config.replace(mesh=MeshConfig())
     words = "parts of 1 rows, which do not divide among the 8 devices"
     refused(words, layout.laid_out, config, _mesh(config, 8))
-    config = _loaded("ipttcd_340m.gin", batch_size=32)
+    config = recipe("ipttcd_340m.gin").replace(batch_size=32)
     refused("among 24 devices: use 16 of them, or set", layout.mesh_config, config, 24)
 
 

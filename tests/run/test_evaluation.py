@@ -12,11 +12,9 @@ import orbax.checkpoint as ocp
 import pytest
 from checks import randomize, refused
 from flax import nnx
-from small_models import config_of, run_config
+from small_models import config_of, recipe, run_config
 
-from experiments import cli
 from ttcd_jax import Precision, RunConfig, Transformer
-from ttcd_jax.run.bindings import load_config
 from ttcd_jax.run.config import upgraded
 from ttcd_jax.run.directory import RunDirectory
 from ttcd_jax.run.evaluation import best_scores, evaluation_callbacks
@@ -79,7 +77,7 @@ def test_a_run_is_evaluated_on_the_same_cases_to_its_end(run_dir):
 def test_evaluations_are_tasks_with_options_and_those_that_do_not_fit_are_refused(run_dir):
     def loaded(tasks, *params):
         params = "RunConfig.evaluate_every=2", f"RunConfig.evaluations={tasks}", *params
-        return load_config(RunConfig, "quickstart.gin", params, config_dir=cli.CONFIG_DIR)
+        return recipe("quickstart.gin", *params)
 
     config = loaded("(@Recall(), @Perplexity())", "Recall.max_rows=7")
     tasks = [(task.name, task.max_rows) for task in config.evaluations]

@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from pathlib import Path
+from unittest import mock
 
 import commands
 import corpora
@@ -76,10 +77,8 @@ def test_a_run_directory_that_is_removed_is_not_made_anew(tmp_path, caplog):
 
 
 def test_metrics_that_cannot_be_flushed_do_not_stop_the_start(tmp_path, monkeypatch, caplog):
-    def fail(descriptor):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fail)
+    error = OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=error))
     MetricFiles(tmp_path, 0).write(1, {"loss": 1.0})
     assert _steps(tmp_path) == [1]
     assert any("metrics.jsonl cannot be written: Input/output" in x for x in caplog.messages)
@@ -87,10 +86,8 @@ def test_metrics_that_cannot_be_flushed_do_not_stop_the_start(tmp_path, monkeypa
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog, number):
-    def fail(file, kind):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", fail)
+    error = OSError(number, os.strerror(number))
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=error))
     with RunDirectory(tmp_path / "run").lock(), claim(tmp_path / "records" / "job") as is_ours:
         assert is_ours
     with files.whole_folder(tmp_path / "folder") as folder:

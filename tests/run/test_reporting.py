@@ -3,6 +3,7 @@
 import json
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import bad_steps_run
 import numpy as np
@@ -16,13 +17,11 @@ from ttcd_jax.train.watchdog import Watchdog
 def test_what_a_run_says_of_its_speed_is_that_of_the_clock(tmp_path, capsys, monkeypatch, caplog):
     """64 tokens per step of 1,000 FLOPs each on two devices of 1e5 FLOPs per second: 30 s for the
     first two steps, then 4 s for each; 6 and 2 s of them waiting for batches."""
-    clock, received = [100.0], []
+    clock, tracker = [100.0], mock.Mock()
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(reporting, "training_flops_per_token", lambda *_: 1000.0)
     monkeypatch.setattr(reporting, "data_sheet", lambda _: SimpleNamespace(peak_flops=1e5))
     monkeypatch.setattr("jax.device_count", lambda: 2)
-    calls = {"start": lambda *_: None, "write": lambda *x: received.append(x)}
-    tracker = SimpleNamespace(**calls, close=lambda: None)
     config = bad_steps_run.CONFIG.replace(batch_size=8, log_every=2, steps=100)
     with reporting.reporter(config, tmp_path, 0, [tracker], Watchdog(1)) as ((callback,), write):
         for step, now, waited, ratio in ((2, 130.0, 6.0, 0.5), (4, 138.0, 8.0, np.nan)):
@@ -43,8 +42,8 @@ def test_what_a_run_says_of_its_speed_is_that_of_the_clock(tmp_path, capsys, mon
         "25% waiting for data",
     ]
     assert [x.partition(", null")[0] for x in caplog.messages] == ["step 4: not finite"] * 2
-    assert received[-1] == (4, {"recall/on/16": 0.5})
-    assert "memory_ratio/0" not in received[1][1]
+    assert tracker.write.call_args == mock.call(4, {"recall/on/16": 0.5})
+    assert "memory_ratio/0" not in tracker.write.call_args_list[1].args[1]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert all(json.loads(line, parse_constant=pytest.fail) for line in lines)  # no NaN
 

@@ -21,7 +21,6 @@ from ttcd_jax.run.layout import run_mesh
 from ttcd_jax.run.start import inherited_model, plan_start, started_state
 from ttcd_jax.train.checkpoint import Checkpoints
 from ttcd_jax.train.layers_on_disk import by_name, stored_params, unstacked
-from ttcd_jax.train.optimizer import ScheduleConfig
 from ttcd_jax.train.state import with_params
 
 SIZES = {"vocab_size": 8, "dim": 16, "num_layers": 6, "mlp_dim": 24, "window": 8}
@@ -82,9 +81,7 @@ def logits(model, params):
     return jax.jit(lambda params: with_params(model, params)(tokens))(params)
 
 
-def test_parameters_are_float32_unless_bound_by_name_and_lose_no_small_step(
-    run_of, tmp_path, caplog
-):
+def test_parameters_are_float32_unless_bound_by_name(run_of, tmp_path, caplog):
     narrow = PLAIN.replace(precision=Precision(param="bfloat16", compute="bfloat16"))
     source = str(run_of(narrow))
     model = inherited_model(RunDirectory(tmp_path / "new"))("model", {"start_from": source})
@@ -93,16 +90,8 @@ def test_parameters_are_float32_unless_bound_by_name_and_lose_no_small_step(
     assert not caplog.text
     build.check(_config(narrow))  # bound, or of an older run
     assert "parameters and moments are bfloat16" in caplog.text
-    adamw = OptimizerConfig(schedule=ScheduleConfig(peak=1e-5))
-    config = _config(model, start_from=source, optimizer=adamw)
-    program = build.Program(config)
-    _, _, state = started_state(program)
-    before = {name: np.asarray(x) for name, x in by_name(state["params"]).items()}
-    rows, _ = config.data.rows(0)
-    batch = program.placed({name: x[None] for name, x in rows[0].items()})
-    after, _ = program.step().compile()(state, batch)
-    moved = [np.mean(np.asarray(x) != before[n]) for n, x in by_name(after["params"]).items()]
-    assert np.mean(moved) > 0.9
+    _, _, state = started_state(build.Program(_config(model, start_from=source)))
+    assert {x.dtype for x in jax.tree.leaves(state["params"])} == {jnp.dtype("float32")}
 
 
 def test_tokens_beyond_the_vocabulary_of_a_checkpoint_are_refused_where_they_occur(caplog):
@@ -139,13 +128,10 @@ def test_layers_are_stored_one_by_one_with_their_moments(run_of):
         *(("ipttt", (0, 3), 8), ("ipttt", (0, 1, 4), None)),
     ],
 )
-def test_a_plain_run_grows_and_its_first_logits_are_the_same_to_the_bit(
-    run_of_window, method, fast_layers, window
-):
+def test_a_plain_run_grows_with_the_same_first_logits(run_of_window, method, fast_layers, window):
     model, run_dir, trained = run_of_window[window]
-    grown = model.replace(
-        method=method, fast_layers=fast_layers, scans_layers=window is None, **GROWN[method]
-    )
+    fields = GROWN[method] | {"method": method, "fast_layers": fast_layers}
+    grown = model.replace(scans_layers=window is None, **fields)
     step, _, state = started_state(build.Program(_config(grown, start_from=run_dir)))
     assert step == 3
     np.testing.assert_array_equal(logits(grown, state["params"]), trained)

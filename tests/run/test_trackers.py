@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 import struct
+from unittest import mock
 
 import commands
 import numpy as np
@@ -23,57 +24,37 @@ MODEL = config_of("ipttcd", num_layers=1, precision=Precision())
 CONFIG = run_config(MODEL, steps=5, log_every=1, checkpoint_every=4)
 
 
-class _Own:
-    """Notes what it is called with; raises in one of its methods."""
-
-    def __init__(self, method=None, error=None):
-        self.calls, self._method, self._error = [], method, error
-
-    def _note(self, method, *seen):
-        self.calls.append((method, *seen))
-        if method == self._method:
-            raise self._error
-
-    def start(self, run_dir, config, step):
-        self._note("start", run_dir.name, config["steps"], step)
-
-    def write(self, step, record):
-        self._note("write", step, "loss" in record)
-
-    def close(self):
-        self._note("close")
-
-
 def test_a_tracker_of_the_user_receives_every_record(tmp_path):
-    first, second = _Own(), _Own()
-    train_run(CONFIG, tmp_path / "run", trackers=[first])
-    written = [("write", step, True) for step in range(1, 6)]
-    assert first.calls == [("start", "run", 5, 0), *written, ("close",)]
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "5")
-    train_run(CONFIG, tmp_path / "run", trackers=[second])
-    assert second.calls == [("start", "run", 5, 4), ("close",)]  # step 5 was reported before
-    assert [step for step, *_ in tiny_run.losses(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    first, second, config = mock.Mock(), mock.Mock(), CONFIG.to_dict()
+    train_run(CONFIG, tmp_path, trackers=[first])
+    start, *written, close = first.mock_calls
+    assert (start, close) == (mock.call.start(tmp_path, config, 0), mock.call.close())
+    found = [(name, step, "loss" in record) for name, (step, record), _ in written]
+    assert found == [("write", step, True) for step in range(1, 6)]
+    shutil.rmtree(tmp_path / "checkpoints" / "5")
+    train_run(CONFIG, tmp_path, trackers=[second])  # step 5 was reported before
+    assert second.mock_calls == [mock.call.start(tmp_path, config, 4), mock.call.close()]
+    assert [step for step, *_ in tiny_run.losses(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no\nkey"), SystemExit(3)])
 @pytest.mark.parametrize("method", ["start", "write", "close"])
-def test_a_tracker_that_fails_is_one_warning_and_gets_no_more_calls(
-    method, error, tmp_path, caplog
-):
-    tracker, order = _Own(method, error), ["start", "write", "write", "close"]
+def test_a_tracker_that_fails_is_a_warning_and_gets_no_more_calls(method, error, tmp_path, caplog):
+    tracker, order = mock.Mock(), ["start", "write", "write", "close"]
+    getattr(tracker, method).side_effect = error
     with reporter(CONFIG, tmp_path, 0, [tracker], Watchdog(1)) as ((callback,), _):
         for step in (1, 2):
             callback.call(step, {"loss": np.ones(()), "data_seconds": np.zeros(())})
-    assert [call[0] for call in tracker.calls] == order[: order.index(method) + 1]
+    assert [name for name, *_ in tracker.mock_calls] == order[: order.index(method) + 1]
     assert [record["step"] for record in read_metrics(tmp_path / METRICS)] == [1, 2]
     (message,) = (x for x in caplog.messages if "tracker" in x)
     cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    assert message == f"tracker _Own failed ({cause}): the run goes on without it"
+    assert message == f"tracker Mock failed ({cause}): the run goes on without it"
 
 
 def test_an_interruption_inside_a_tracker_is_none_of_its_failures(caplog):
     with pytest.raises(KeyboardInterrupt):
-        Guarded(_Own("close", KeyboardInterrupt())).call("close")
+        Guarded(mock.Mock(close=mock.Mock(side_effect=KeyboardInterrupt))).call("close")
     assert not caplog.messages
 
 
@@ -118,7 +99,7 @@ def test_weights_and_biases_offline_has_each_step_once_after_a_kill(tmp_path):
     line = "launch", *sizes, f"--run_dir={run_dir}"
     environment = commands.cpu_environment(MY_TOKEN="hunter2")
     process = commands.start(*line, env=environment)
-    tiny_run.wait_for_step(run_dir, 45, process)
+    tiny_run.wait_until(lambda: len(tiny_run.losses(run_dir)) >= 45, process)
     process.kill()
     process.wait()
     killed_at = tiny_run.losses(run_dir)[-1][0]

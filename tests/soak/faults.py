@@ -56,8 +56,8 @@ def _killed(run: Run, moment: str, count: int, *params: str) -> None:
 def _stopped(run: Run, step: int) -> Job:
     """The run stopped by SIGSTOP at a step."""
     job = run.start(fault=("signals", "step", step, 0, "SIGSTOP"), stop=99)
-    job.wait_for_stop()
-    return job
+    stat = Path(f"/proc/{job.processes[0].pid}/stat")
+    return job.wait(lambda: stat.read_text(errors="replace").rpartition(") ")[2].startswith("T"))
 
 
 def _claim(run: Run, rng: random.Random) -> Job:
@@ -94,8 +94,7 @@ def _killed_after_evaluation(run: Run, rng: random.Random) -> Job:
     (step, params), before = _next_evaluation(run), _evaluations(run)
     _killed(run, "step", step - run.newest + 1, *params)
     *others, last = _evaluations(run)
-    job = run.start(*params)
-    job.wait()
+    job = run.start(*params).wait()
     expected = [*before, last]  # and later ones, if the run goes on beyond the next
     if others != before or last["step"] != step or _evaluations(run)[: len(expected)] != expected:
         raise Broken(f"evaluations {_evaluations(run)} do not begin with {expected}")
@@ -108,8 +107,7 @@ def _saved(run: Run, rng: random.Random) -> Job:
     # Not where a checkpoint is due: it would be the one that was asked for.
     count = next(n for n in range(rng.randint(1, 3), 9) if (start + n) % run.every in (1, 2))
     fault = ("signals", "step", count, 0, "SIGUSR1")
-    job = run.start(fault=fault, victims=[number], stop=count + 3 + 2 * number)
-    job.wait()
+    job = run.start(fault=fault, victims=[number], stop=count + 3 + 2 * number).wait()
     # The metrics of a step are reported while the next one runs; several agree two steps ahead.
     if (step := start + count + 1 + 2 * number) not in run.steps(""):
         raise Broken(f"no checkpoint {step} among {run.steps('')}: {job.logs[0]}")
@@ -149,8 +147,7 @@ def _filled(run: Run, rng: random.Random) -> Job:
         if len(warnings) > 2 or not all("cannot be written" in x for x in warnings):
             raise Broken(f"warnings {warnings} in {job.logs[0]}")
         filler.unlink()
-        job = run.start()
-        job.wait()
+        job = run.start().wait()
         shutil.copytree(run.path, aside := run.folder / "aside")
     run.path.rmdir()
     aside.replace(run.path)
@@ -160,9 +157,7 @@ def _filled(run: Run, rng: random.Random) -> Job:
 def _read_only(run: Run, rng: random.Random) -> Job:
     with _mounted(run.path, "--bind", "-o", "ro", run.path):
         text = r"^error: .* cannot be a run directory \(Read-only file system\): choose"
-        job = run.start(texts=[text])
-        job.wait()
-    return job
+        return run.start(texts=[text]).wait()
 
 
 def _second_trainer(run: Run, rng: random.Random) -> Job:
@@ -200,8 +195,7 @@ def _fails(status: int, error: str, text: str, end: str) -> Fault:
     """An error in a step, which a note with the last good checkpoint follows."""
 
     def inject(run: Run, rng: random.Random) -> Job:
-        job = run.start(fault=("fails", 5, error, text))
-        job.wait()
+        job = run.start(fault=("fails", 5, error, text)).wait()
         job.texts = [rf"^error: .*{end}\n\Z".format(run.newest)]
         return job
 
@@ -243,9 +237,8 @@ def _locked(run: Run, rng: random.Random) -> Job:
     """The run directory is in use: the first process says so, the other loses it."""
     with (run.path / "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        job = run.start(texts=["^error: .* is in use by"])
-        job.statuses = [(2,), (7,)]
-        job.wait()
+        job = run.start(texts=["^error: .* is in use by"]).wait()
+    job.statuses = [(2,), (7,)]
     return job
 
 
@@ -292,9 +285,8 @@ def _no_digests(run: Run, rng: random.Random) -> Job:
 
 def _torn_metrics(run: Run, rng: random.Random) -> Job:
     """Lines that are none: at the end, and after the first step."""
-    tail = rng.choice(
-        (b'{"step": 99, "lo\xff\n', bytes(300) + b"\n", b"[]\n3\n{}\n", b'{"step": 9' + bytes(9))
-    )
+    tails = b'{"step": 99, "lo\xff\n', bytes(300) + b"\n", b"[]\n3\n{}\n", b'{"step": 9' + bytes(9)
+    tail = rng.choice(tails)
     path = run.path / METRICS
     first, _, rest = path.read_bytes().partition(b"\n")
     path.write_bytes(first + b"\n" + tail.rstrip(b"\n") + b"\n" + rest + tail)
@@ -317,8 +309,7 @@ def _refused(find: Callable[[Run], Iterable[Path]], damage: Damage, *texts: str)
         metrics = (run.path / METRICS).read_bytes() if (run.path / METRICS).exists() else b""
         (shutil.copytree if path.is_dir() else shutil.copy2)(path, aside)
         damage(path, rng)
-        job = run.start(texts=["^error: ", *texts])
-        job.wait()
+        job = run.start(texts=["^error: ", *texts]).wait()
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         aside.replace(path)
         if metrics and (run.path / METRICS).read_bytes() != metrics:

@@ -1,5 +1,4 @@
-"""Runs under faults: their directories, the processes that train them, and their comparison with
-undisturbed ones."""
+"""Runs under faults: directories, processes that train them, comparison with undisturbed ones."""
 
 import contextlib
 import json
@@ -11,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -45,9 +44,12 @@ class Job:
         self.processes, self.logs = [], []
         self.statuses: list[Sequence[int]] = []
         self.resumed, self._begun = run.newest, time.monotonic()
+        run.jobs.append(self)
 
-    def start(self, log: Path, devices: int, stdout: int | None, *line: Any) -> None:
+    def start(self, devices: int, stdout: int | None, *line: Any) -> None:
         """Starts one of the processes: a command with faults."""
+        number = sum(len(job.logs) for job in self.run.jobs)
+        log = self.run.folder / f"{self.run.path.name}.{number}.log"
         xla_flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
         environment = commands.cpu_environment(XLA_FLAGS=xla_flags)
         with log.open("w") as file:
@@ -58,18 +60,14 @@ class Job:
     def text(self, number: int = 0) -> str:
         return self.logs[number].read_text(errors="replace")
 
-    def wait(self, is_true: Callable[[], object] = lambda: False, number: int = 0) -> None:
+    def wait(self, is_true: Callable[[], object] = lambda: False, number: int = 0) -> Self:
         """Waits until it `is_true`, or a process ends."""
         while self.processes[number].poll() is None and not is_true():
             if time.monotonic() > self._begun + LIMIT_SECONDS:
                 self.kill()
                 raise Broken(f"no end in {LIMIT_SECONDS:.0f} s: {self.logs[number]}")
             time.sleep(0.005)
-
-    def wait_for_stop(self) -> None:
-        """Waits until a signal has stopped the first process, or it ends."""
-        stat = Path(f"/proc/{self.processes[0].pid}/stat")
-        self.wait(lambda: stat.read_text(errors="replace").rpartition(") ")[2].startswith("T"))
+        return self
 
     def kill(self) -> None:
         for process in self.processes:
@@ -113,7 +111,7 @@ class Run:
     def __init__(self, folder: Path, name: str, keep: int = 3, processes: int = 1) -> None:
         self.folder, self.keep, self.processes, self.path = folder, keep, processes, folder / name
         self.checkpoints, self.records = self.path / "checkpoints", folder / "records"
-        self.exact, self.every, self._num_logs = STEPS, 4, 0
+        self.exact, self.every = STEPS, 4
         self.last = STEPS if processes == 1 else 72  # step of the undisturbed run
         self.jobs: list[Job] = []
 
@@ -141,29 +139,21 @@ class Run:
         )
         arguments = [f"--gin={CONFIG}", f"--run_dir={self.path}", *flags]
         arguments += [f"--param={binding}" for binding in bindings]
-        job = self._job(texts, devices > 1 or processes > 0 or "accumulation" in str(params))
+        job = Job(self, texts, devices > 1 or processes > 0 or "accumulation" in str(params))
         for number in range(count):
             own = [fault] if fault and number in victims else []
             own += [("signals", "step", stop, 0, "SIGTERM")] if number == count - 1 else []
             several = f"--distributed=localhost:{port},{count},{number}"
             rest = (f"--hang_seconds={HANG_SECONDS}", several) if count > 1 else ()
-            job.start(self._log(), devices, stdout, json.dumps(own), "launch", *arguments, *rest)
+            job.start(devices, stdout, json.dumps(own), "launch", *arguments, *rest)
         return job
 
     def evaluation(self, *flags: str, texts: Sequence[str] = ()) -> Job:
         """The command that evaluates the run."""
         task = (f"--run_dir={self.path}", "--task=ppl", "--max_rows=2", "--batch_size=2", *flags)
-        job = self._job(texts, is_moved=False)
-        job.start(self._log(), 1, None, "[]", "evaluate", *task)
+        job = Job(self, texts, is_moved=False)
+        job.start(1, None, "[]", "evaluate", *task)
         return job
-
-    def _job(self, texts: Sequence[str], is_moved: bool) -> Job:
-        self.jobs.append(Job(self, texts, is_moved))
-        return self.jobs[-1]
-
-    def _log(self) -> Path:
-        self._num_logs += 1
-        return self.folder / f"{self.path.name}.{self._num_logs}.log"
 
     def steps(self, sealed: str = "/DIGEST.json") -> list[int]:
         """The checkpoints with a digest; with "" all that are complete."""
@@ -172,8 +162,7 @@ class Run:
 
     @property
     def newest(self) -> int:
-        """The checkpoint from which the run goes on, 0 without one: those without a digest are not
-        used beside others."""
+        """The checkpoint the run goes on from, or 0; one without a digest only if none has one."""
         return max(self.steps() or self.steps(""), default=0)
 
     def make_ready(self, count: int) -> None:
@@ -224,8 +213,7 @@ class Chain:
 
     def hit(self, fault: Fault, rng: random.Random, number: int) -> int:
         """The exit status of the process that the fault of this number hit. Raises `Broken` for
-        another than expected, and for a loss that the undisturbed run has not; the files of the run
-        are then kept."""
+        another than expected, and a loss that the undisturbed run has not; its files are kept."""
         if self.run is not None and not fault.is_possible(self.run):
             self.end()
         whole = self.whole(fault.processes)
@@ -275,8 +263,7 @@ class Chain:
 
 
 def check_files(run: Run, whole: Run) -> None:
-    """Raises `Broken` for files left over in a run that has ended, and for parameters other than
-    those of `whole`."""
+    """Raises `Broken` for files left over, and other parameters than those of `whole`."""
     for path in run.path.rglob("*"):
         is_unfinished = path.name.startswith(".") or "-tmp" in path.name
         if is_unfinished and ".refused" not in str(path):

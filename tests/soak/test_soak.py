@@ -8,7 +8,7 @@ import commands
 import pytest
 
 from tests.soak.faults import FAULTS, Unavailable, drawn
-from tests.soak.run import Broken, Chain
+from tests.soak.run import Broken, Chain, Fault
 
 PROGRAM = """
 from experiments import cli
@@ -44,9 +44,7 @@ def test_a_fault_changes_no_loss(kind, chain):
 
 
 def test_a_changed_loss_is_found(chain):
-    fault = FAULTS["output on a full disk"]._replace(
-        inject=lambda run, rng: run.start(fault=("reseeded",))
-    )
+    fault = Fault(lambda run, rng: run.start(fault=("reseeded",)))
     found = r"loss \S+ instead of \S+ at step \d+ of \S+/run-99, exact to step 240"
     other = copy.copy(chain)
     other.run = None

@@ -22,7 +22,7 @@ import os
 import tokenize
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,7 +175,7 @@ class _Runtime:
         mentioned, excused = set(), set()
         for binding in [*replaced, *self._bindings.values()]:
             own = "" if binding.field else binding.owner
-            mentioned |= {_macro(mention) for mention in _mentions(binding.value)} - {own}
+            mentioned |= {*map(_macro, _mentions(binding.value))} - {own}
         pending = [mention for binding in replaced for mention in _mentions(binding.value)]
         for mention in pending:  # grows
             if macro := _macro(mention):
@@ -191,13 +191,11 @@ class _Runtime:
                 raise UserError(_unused(binding, self.classes))
 
 
-def _mentions(value: Any) -> Iterator[Any]:
+def _mentions(value: Any) -> list[Any]:
     """gin's references, of classes and macros, inside a bound value."""
-    if hasattr(value, "selector"):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _mentions(item)
+    if isinstance(value, list | tuple):
+        return [mention for item in value for mention in _mentions(item)]
+    return [value] * hasattr(value, "selector")
 
 
 def _macro(mention: Any) -> str:
@@ -226,7 +224,7 @@ def _check_names(bindings: Sequence[Binding], classes: Classes) -> None:
     """Raises `UserError` for an unknown class, field or macro."""
     macros = [binding.owner for binding in bindings if not binding.field]
     for _, owner, field, value, where in bindings:
-        mentions = [*_mentions(value)]
+        mentions = _mentions(value)
         for name in [owner] * bool(field) + [x.selector for x in mentions if not _macro(x)]:
             if name not in classes:
                 near = closest(name, [*classes]) or f"; known are {', '.join(sorted(classes))}"
@@ -261,11 +259,8 @@ def _unused(binding: Binding, classes: Classes) -> str:
 
 def find_gin_file(gin_file: str, config_dir: Path) -> Path:
     """The file of `--gin`: a name inside `config_dir`, or a path. Raises `UserError`."""
-    folder = _first_with(gin_file, (config_dir, Path()))
-    if folder is None:
-        near = _nearest_files(gin_file, config_dir)
-        raise UserError(f"no file {gin_file!r} in {config_dir}{near}")
-    return folder / gin_file
+    folders = (config_dir, *[Path()] * os.path.isfile(gin_file))
+    return _first_with(gin_file, folders, f"no file {gin_file!r} in") / gin_file
 
 
 def read_file(
@@ -325,8 +320,7 @@ def _add(bindings: Bindings, binding: Binding, remedy: str) -> None:
 def _parse(
     text: str, locate: Callable[[int], str], runtime: types.ModuleType
 ) -> list[tuple[Binding | str, str]]:
-    """Bindings, and names of files to include, each with its location. Raises `UserError` for an
-    import."""
+    """Bindings, and files to include, each with its location. `UserError` for an import."""
     try:
         delegate = runtime.ParserDelegate(skip_unknown=True)  # names are checked later
         statements = list(config_parser.ConfigParser(text, delegate))
@@ -371,19 +365,20 @@ def _text(path: Path) -> str:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
-def _first_with(name: str, folders: Sequence[Path]) -> Path | None:
-    """The first of `folders` that has such a file."""
-    # Path.is_file would raise for a name that is too long or holds a null character.
-    return next((folder for folder in folders if os.path.isfile(folder / name)), None)
+def _first_with(name: str, folders: Sequence[Path], problem: str) -> Path:
+    """The first of `folders` that has such a file; without one a `UserError`."""
+    for folder in folders:
+        # Path.is_file would raise for a name that is too long or holds a null character.
+        if os.path.isfile(folder / name):
+            return folder
+    near = "".join(_nearest_files(name, folder) for folder in folders)
+    raise UserError(f"{problem} {' or '.join(map(str, folders))}{near}")
 
 
 def _fragment(name: str, where: str, folders: Sequence[Path]) -> Path:
     """The file of an include, in the first of `folders` that has it."""
-    folder = _first_with(name, folders)
-    if folder is None:
-        searched = " or ".join(dict.fromkeys(map(str, folders)))
-        near = "".join(_nearest_files(name, folder) for folder in dict.fromkeys(folders))
-        raise UserError(f"{where}: no file {name!r} to include in {searched}{near}")
+    problem = f"{where}: no file {name!r} to include in"
+    folder = _first_with(name, [*dict.fromkeys(folders)], problem)
     path = (folder / name).resolve()
     if os.path.isabs(name) or not path.is_relative_to(folder):
         raise UserError(f"{where}: include {name!r} leaves {folder}; name a file below it")

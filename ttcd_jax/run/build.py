@@ -39,8 +39,7 @@ from ttcd_jax.train.step import Batch, make_train_step
 
 
 def check(config: RunConfig) -> None:
-    """Raises `UserError` if vocabulary or lengths of model and data do not fit together. Warns of
-    narrow parameters."""
+    """Raises `UserError` if model and data do not fit together; warns of narrow parameters."""
     param = config.model.precision.param
     if jnp.finfo(param).bits < 32:
         logging.warning(
@@ -66,8 +65,7 @@ def check(config: RunConfig) -> None:
 def build_data(
     config: RunConfig, rows: Sequence[int], make: MakeBatches | None = None
 ) -> tuple[StepBatches, dict[str, Any]]:
-    """(batches of the training split, or those that the caller makes; manifest). This process
-    uses `rows` of every batch."""
+    """(batches of training or of the caller, manifest). This process uses `rows` of each."""
     data, size, entries = config.data, config.batch_size, config.model.vocab_size
     if isinstance(data, BatchesConfig):
         if not callable(make):
@@ -149,8 +147,7 @@ class Program:
         return self._placement({name: batch[name] for name in self.batch})
 
     def check_bytes(self) -> None:
-        """Raises `ResourceError` when a device has fewer bytes than its shards of the state and of
-        the batch alone."""
+        """Raises `ResourceError` for a device smaller than its shards of state and batch."""
         needed, there = shard_bytes(self.state) + shard_bytes(self.batch), device_bytes()
         if needed > there:
             raise ResourceError(
@@ -184,10 +181,8 @@ class Program:
 
     def fresh_state(self) -> TrainState:
         """The training state before the first step, drawn from the seed."""
-        model, seed = self.config.model, self.config.seed
-        return jax.jit(
-            lambda: self._state_of(init_params(model, seed)), out_shardings=self._shardings
-        )()
+        model, seed, where = self.config.model, self.config.seed, self._shardings
+        return jax.jit(lambda: self._state_of(init_params(model, seed)), out_shardings=where)()
 
     def state_with(self, params: Params) -> TrainState:
         """`fresh_state` with `params`, which are donated."""

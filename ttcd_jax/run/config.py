@@ -24,8 +24,7 @@ SpikeFactor = Annotated[float, Bound("above 1, at most 1e6", lambda value: 1 < v
 # reports, and the treatment of bad steps.
 LAYOUT = (
     *("mesh", "accumulation_steps", "loss_rows", "evaluate_every", "evaluations", "trackers"),
-    *("max_skipped_steps", "spike_factor", "model.remat", "model.scans_layers"),
-    "metrics",
+    *("max_skipped_steps", "spike_factor", "model.remat", "model.scans_layers", "metrics"),
 )
 # Those that make another run. All others change when the user names them.
 LASTING = (
@@ -126,11 +125,9 @@ class RunConfig(Config):
                 f"RunConfig.keep_best {self.keep_best} with best_metric {self.best_metric!r}: set "
                 "both, the metric as TASK/VARIANT/BUCKET of one of evaluations, and evaluate_every"
             )
-        if self.accumulation_steps and self.batch_size % self.accumulation_steps:
-            raise UserError(
-                f"accumulation_steps {self.accumulation_steps} does not divide batch_size "
-                f"{self.batch_size}"
-            )
+        parts, rows = self.accumulation_steps, self.batch_size
+        if parts and rows % parts:
+            raise UserError(f"accumulation_steps {parts} does not divide batch_size {rows}")
 
 
 def upgraded(config: dict[str, Any]) -> dict[str, Any]:
@@ -154,9 +151,8 @@ def upgraded(config: dict[str, Any]) -> dict[str, Any]:
 def common_fields(stored: dict[str, Any]) -> dict[str, Any]:
     """The fields of a stored configuration or manifest in which the processes of a job must not
     differ, by their paths: all but the paths of data, which may be local to a node."""
-    return {
-        path: value for path, (name, value) in _leaves(stored).items() if name not in DATA_PATHS
-    }
+    leaves = _leaves(stored).items()
+    return {path: value for path, (name, value) in leaves if name not in DATA_PATHS}
 
 
 def accepted_changes(

@@ -36,9 +36,7 @@ def evaluation_callbacks(
     every = config.evaluate_every
     if every is None:
         return []
-    tasks = [
-        task.replace(batch_size=min(task.batch_size, batch_size)) for task in config.evaluations
-    ]
+    tasks = [x.replace(batch_size=min(x.batch_size, batch_size)) for x in config.evaluations]
     data, tokenizer = config.data.to_dict(), run_tokenizer(run_dir)
     subject = Subject(abstract_model(config.model), tokenizer, data, run_dir.path)
     inputs = [(task, task.rows(subject)) for task in tasks]
@@ -74,7 +72,8 @@ def _check_cases(path: Path, inputs: Sequence[tuple[Task, Any]], subject: Subjec
         options = {x: y for x, y in task.to_dict().items() if x != "batch_size"}
         name = f"{task.name} {json.dumps(options, sort_keys=True)}"
         new[name] = task.measured_on(rows, subject)
-        if name in old and differing([_parts(old[name]), new[name]]):
+        before = old.get(name, new[name])
+        if not isinstance(before, dict) or differing([before, new[name]]):
             raise DataError(
                 f"the text that task {task.name} measures {path.parent} on changed since its last "
                 "step: restore it, or choose another --run_dir"
@@ -82,10 +81,6 @@ def _check_cases(path: Path, inputs: Sequence[tuple[Task, Any]], subject: Subjec
     agree("evaluations", new)
     if jax.process_index() == 0 and new.keys() - old.keys():
         write_json(path, old | new)
-
-
-def _parts(found: Any) -> dict[str, str | None]:
-    return found if isinstance(found, dict) else {"": None}
 
 
 def best_scores(config: RunConfig, records: Sequence[dict[str, Any]]) -> dict[int, float]:

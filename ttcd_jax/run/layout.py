@@ -52,8 +52,7 @@ def mesh_config(config: RunConfig, num_devices: int) -> MeshConfig:
 
 
 def run_mesh(config: RunConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of a run over `devices` (default: all of the job). Raises `UserError` as
-    `build_mesh` does."""
+    """The mesh of a run over `devices` (default: all of the job). `UserError` as `build_mesh`."""
     devices = jax.devices() if devices is None else devices
     return build_mesh(mesh_config(config, len(devices)), devices)
 
@@ -72,9 +71,8 @@ def num_parts(config: RunConfig, mesh: Mesh | AbstractMesh) -> int:
 
 
 def laid_out(config: RunConfig, mesh: Mesh | AbstractMesh) -> RunConfig:
-    """`config` with its parts, and with `remat` and `scans_layers` of the model where they are
-    open. An abstract mesh is one of accelerators. Raises `UserError` for parts that do not divide
-    among the devices."""
+    """`config` with its parts, and `remat` and `scans_layers` where its model leaves them open. An
+    abstract mesh is of accelerators. Raises `UserError` for parts that devices do not divide."""
     parts, model = num_parts(config, mesh), config.model
     rows, devices = config.batch_size // parts, _row_devices(mesh)
     if rows % devices:

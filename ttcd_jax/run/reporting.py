@@ -113,13 +113,11 @@ def batch_rows(config: RunConfig, step: int) -> tuple[int, int]:
 
 def flat_metrics(metrics: HostMetrics) -> dict[str, float]:
     """Scalars by name; an array [fast layers] becomes name/0, name/1, ..."""
-    flat = {}
-    for name, value in metrics.items():
-        if np.ndim(value) == 0:
-            flat[name] = float(value)
-        else:
-            flat |= {f"{name}/{index}": float(x) for index, x in enumerate(value)}
-    return flat
+    return {
+        "/".join([name, *map(str, index)]): float(x)
+        for name, value in metrics.items()
+        for index, x in np.ndenumerate(value)
+    }
 
 
 class MetricFiles:
@@ -142,9 +140,8 @@ class MetricFiles:
         self._events.append(_framed(Event(step=start + 1, session_log=begun)))
 
     def write(self, step: int, record: dict[str, Any]) -> bool:
-        """Appends one record; it is on disk when this returns. TensorBoard gets its numbers alone.
-        Returns whether it is the first of its kind, not one that a run wrote before it was
-        interrupted."""
+        """Appends one record, on disk when this returns; TensorBoard gets its numbers. Returns
+        whether it is the first of its kind, not one that a run wrote before it was interrupted."""
         line = {"step": step} | record
         self._lines.append(json.dumps(line, allow_nan=False).encode() + b"\n")
         event = Event(step=step)
@@ -176,8 +173,7 @@ def _framed(event: Event) -> bytes:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All intact records of a `metrics.jsonl`; the torn last line of a killed run is skipped,
-    damaged lines with a warning."""
+    """All intact records of a `metrics.jsonl`; damaged lines but a torn last one are warned of."""
     if path.exists() and not path.is_file():
         raise DataError(f"{path} is no regular file; move it away")
     try:

@@ -2,7 +2,6 @@
 whose layers fit, whatever its method."""
 
 import fnmatch
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,19 +9,12 @@ from flax.traverse_util import unflatten_dict
 
 from ttcd_jax.errors import CheckpointError, UserError
 from ttcd_jax.models.config import TransformerConfig
+from ttcd_jax.run.bindings import Inherit
 from ttcd_jax.run.build import Program
 from ttcd_jax.run.config import RunConfig
 from ttcd_jax.run.directory import RunDirectory, model_config, open_checkpoints
 from ttcd_jax.sharding.batch import replicated
-from ttcd_jax.train.layers_on_disk import (
-    Leaves,
-    by_layers,
-    by_name,
-    misfit,
-    stacked,
-    stored_params,
-    unstacked,
-)
+from ttcd_jax.train import layers_on_disk as disk
 from ttcd_jax.train.state import TrainState, init_params, placed_as
 
 
@@ -36,15 +28,12 @@ class StartPlan(NamedTuple):
     def lines(self) -> list[str]:
         """The parameters that are not taken, one line per name with all its layers."""
         kinds = {"initialised": self.initialised, "dropped": self.dropped}
-        return [f"{kind}: {name}" for kind, names in kinds.items() for name in by_layers(names)]
+        return [f"{kind}: {x}" for kind, names in kinds.items() for x in disk.by_layers(names)]
 
 
-def inherited_model(
-    run_dir: RunDirectory,
-) -> Callable[[str, dict[str, Any]], TransformerConfig | None]:
-    """The model of a run whose recipe has no model, for `run.bindings.load_config`: its own
-    directory's once it has started, else the `starting_model` of the run it starts from. Single
-    bound fields override it."""
+def inherited_model(run_dir: RunDirectory) -> Inherit:
+    """The model of a run whose recipe has none, for `load_config`: its own directory's once it has
+    started, else the `starting_model` of `start_from`. Single bound fields override it."""
 
     def inherit(field: str, values: dict[str, Any]) -> TransformerConfig | None:
         start_from = values.get("start_from")
@@ -66,19 +55,19 @@ def plan_start(config: RunConfig) -> StartPlan:
     `UserError` for a pattern of `start_drops` that names nothing, `CheckpointError` for parameters
     of another shape or unknown to the model."""
     assert config.start_from is not None
-    stored = stored_params(model_config(RunDirectory(config.start_from)))
-    model = stored_params(config.model)
+    stored = disk.stored_params(model_config(RunDirectory(config.start_from)))
+    model = disk.stored_params(config.model)
     dropped: set[str] = set()
     for pattern in config.start_drops:
         matches = fnmatch.filter(stored, pattern)
         if not matches:
             raise UserError(
                 f"RunConfig.start_drops {pattern!r} names no parameter of {config.start_from!r}, "
-                f"which has {', '.join(by_layers(stored))}"
+                f"which has {', '.join(disk.by_layers(stored))}"
             )
         dropped |= set(matches)
     offered = {name: leaf for name, leaf in stored.items() if name not in dropped}
-    problem = misfit({name: leaf for name, leaf in model.items() if name in offered}, offered)
+    problem = disk.misfit({name: leaf for name, leaf in model.items() if name in offered}, offered)
     if problem:
         raise CheckpointError(
             f"the model does not fit the parameters of start_from {config.start_from!r}: "
@@ -93,23 +82,23 @@ def started_state(program: Program) -> tuple[int, StartPlan, TrainState]:
     it lacks, and all else, are initialised."""
     config, model = program.config, program.config.model
     assert config.start_from is not None
-    plan, abstract = plan_start(config), by_name(program.state["params"])
-    wanted, whole = unstacked(model, abstract), replicated(program.mesh)
+    plan, abstract = plan_start(config), disk.by_name(program.state["params"])
+    wanted, whole = disk.unstacked(model, abstract), replicated(program.mesh)
     source = RunDirectory(config.start_from)
-    stored = stored_params(model_config(source))
+    stored = disk.stored_params(model_config(source))
     # What is dropped is read whole.
     where = {name: wanted[name].sharding if name in plan.taken else whole for name in stored}
     like = unflatten_dict(placed_as(stored, where), sep="/")
     with open_checkpoints(source) as checkpoints:
         step, state = checkpoints.restore({"params": like})
-    read = by_name(state["params"])
+    read = disk.by_name(state["params"])
     rows = {name: read[name].astype(wanted[name].dtype) for name in plan.taken}
     missing = {name: leaf.sharding for name, leaf in wanted.items() if name not in rows}
 
-    def fresh() -> Leaves:
-        drawn = unstacked(model, by_name(init_params(model, config.seed)))
+    def fresh() -> disk.Leaves:
+        drawn = disk.unstacked(model, disk.by_name(init_params(model, config.seed)))
         return {name: drawn[name] for name in missing}
 
     rows |= jax.jit(fresh, out_shardings=missing)()
-    params = unflatten_dict(stacked(model, rows, abstract), sep="/")
+    params = unflatten_dict(disk.stacked(model, rows, abstract), sep="/")
     return step, plan, program.state_with(params)

@@ -34,8 +34,7 @@ class Tracker(Protocol):
 class WeightsAndBiases:
     """A run of Weights & Biases in the folder `wandb` of the run directory, offline unless
     WANDB_MODE says otherwise; `wandb sync` uploads it. WANDB_PROJECT and WANDB_NAME default to the
-    names of the directory's parent and its own. A run that goes on is the same run there, by the id
-    in `wandb/id`."""
+    names of the directory's parent and its own. A run that goes on keeps its `wandb/id`."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec("wandb") is None:

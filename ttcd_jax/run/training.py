@@ -270,7 +270,7 @@ def _first_state(program: build.Program, checkpoints: Checkpoints) -> TrainState
     return state
 
 
-class _Signals:
+class _Signals(contextlib.ExitStack):
     """Records SIGTERM, SIGINT or SIGHUP, which stop the run; a second one ends the process at once,
     except SIGHUP: a closed terminal sends it twice, and under `nohup` it stays ignored. With
     several processes JAX handles SIGTERM, so all stop after the same step.
@@ -283,21 +283,18 @@ class _Signals:
     """
 
     def __init__(self, minutes: float | None) -> None:
+        super().__init__()
         self.name, self._is_asked, self._last_save = "", False, time.monotonic()
         self._seconds = math.inf if minutes is None else 60 * minutes
         self._is_alone = jax.process_count() == 1
-        self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         numbers = [signal.SIGINT, signal.SIGUSR1, *([signal.SIGTERM] if self._is_alone else [])]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         for number in numbers:
-            self._handlers.callback(signal.signal, number, signal.signal(number, self._note))
+            self.callback(signal.signal, number, signal.signal(number, self._note))
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._handlers.close()
 
     def is_stopping(self, step: int) -> bool:
         """Whether to stop after `step`, the same in all processes."""
