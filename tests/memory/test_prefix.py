@@ -4,14 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import (
-    assert_close,
-    assert_same,
-    dot_operand_types,
-    draw,
-    temporary_bytes,
-    traced,
-)
+from checks import assert_close, assert_same, dot_operand_types, draw, temporary_bytes, traced
 
 from ttcd_jax.memory.chunks import chunk_segments, memory_mask
 from ttcd_jax.memory.prefix import PrefixMemory, PrefixOptions, Writes

@@ -1,6 +1,7 @@
 """Base of the MLPs that write into their own down projection: settings, rows, pieces."""
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import jax
@@ -333,8 +334,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
 
     def sum_memory(self, options: PrefixOptions, length: int) -> ChunkedMemory[Writes, Sum]:
         """The memory of a layer with `PrefixSettings`."""
-        w_base, settings = self.w_base(), cast(PrefixSettings, self.settings)
-        if settings.corrects_errors:
+        w_base = self.w_base()
+        if self.settings.corrects_errors:
             return CorrectingMemory(w_base, options)
         return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
 
@@ -342,7 +343,6 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         """The logarithm of the share of the memory's groups of columns that is left after every
         token."""
         settings, dtype = self.settings, self.config.precision.state_dtype
-        assert isinstance(settings, PrefixSettings)
         if not settings.half_lives:
             return None
         rate = jnp.log(2.0) / jnp.asarray(settings.half_lives, dtype)
@@ -357,23 +357,20 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         """The down projection in the compute dtype."""
         return self.down[...].astype(self.config.precision.compute_dtype)
 
-    def _init_proj(self, settings: PrefixSettings, rngs: nnx.Rngs) -> nnx.Param:
-        """P [D, D], which multiplies errors from the right."""
-        D, dtype = self.config.dim, self.config.precision.param_dtype
-        match settings.proj_init:
-            case "identity":
-                proj = 0.02 * jnp.eye(D, dtype=dtype)
-            case "gaussian_diagonal":
-                proj = jnp.diag(0.02 * jax.random.normal(rngs.params(), (D,), dtype))
-            case "zeros":
-                proj = jnp.zeros((D, D), dtype)
-            case "normal":
-                proj = self.config.init_std * jax.random.normal(rngs.params(), (D, D), dtype)
-        return param(proj, ("embed", "embed_out"))
-
-    def _init_decay(self, settings: PrefixSettings) -> None:
-        """The logarithm of the rate over that of the half-lives, and the weights of its gate."""
-        D, Q, dtype = self.config.dim, len(settings.half_lives), self.config.precision.param_dtype
+    def _init_sum(self, rngs: nnx.Rngs) -> None:
+        """With `PrefixSettings`: P [D, D], which multiplies errors from the right; the logarithm of
+        the rate over that of the half-lives, and the weights of its gate."""
+        settings, D, dtype = self.settings, self.config.dim, self.config.precision.param_dtype
+        normal, std = functools.partial(jax.random.normal, dtype=dtype), self.config.init_std
+        drawn = {
+            "identity": lambda: 0.02 * jnp.eye(D, dtype=dtype),
+            "gaussian_diagonal": lambda: jnp.diag(0.02 * normal(rngs.params(), (D,))),
+            "zeros": lambda: jnp.zeros((D, D), dtype),
+            "normal": lambda: std * normal(rngs.params(), (D, D)),
+        }
+        if settings.has_proj:
+            self.proj = param(drawn[settings.proj_init](), ("embed", "embed_out"))
+        Q = len(settings.half_lives)
         if Q and D % Q:
             raise UserError(f"{Q} half_lives do not divide the {D} columns of the memory")
         if settings.decay != "constant":
@@ -382,17 +379,13 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             self.decay_gate = param(jnp.zeros((D, Q), dtype), ("embed", "scales"))
 
     def _init_conv(
-        self,
-        settings: PrefixSettings,
-        init: ConvInit,
-        rngs: nnx.Rngs,
-        axis: Literal["embed", "mlp"],
+        self, init: ConvInit, rngs: nnx.Rngs, axis: Literal["embed", "mlp"]
     ) -> nnx.Param:
         """Taps [R, channels] for the D or F channels; the identity passes the current token
         through, "previous" the one before it."""
         channels = {"embed": self.config.dim, "mlp": self.config.hidden_dim}[axis]
-        taps = identity_taps(settings, channels, dtype := self.config.precision.param_dtype)
-        if init == "previous" and settings.num_taps == 1:
+        taps = identity_taps(self.settings, channels, dtype := self.config.precision.param_dtype)
+        if init == "previous" and self.settings.num_taps == 1:
             raise UserError("a convolution of num_taps=1 has no tap for the token before: use 2")
         if init == "normal":
             taps = self.config.init_std * jax.random.normal(rngs.params(), taps.shape, dtype)
