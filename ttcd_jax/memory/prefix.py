@@ -53,11 +53,9 @@ class PrefixOptions(NamedTuple):
 
     def at_length(self, length: int, hidden_dim: int, dim: int) -> "PrefixOptions":
         """The options with the form chosen for rows of T = `length`: "auto" takes the one with
-        fewer multiplications, forward and backward.
-
-        Per token, states take 7 F D (written and read, written again in the backward, four
-        gradients), scores 3 T (F + D), and F D for the state after the row.
-        """
+        fewer multiplications, forward and backward. Per token, states take 7 F D (written and read,
+        written again in the backward, four gradients), scores 3 T (F + D), and F D for the state
+        after the row."""
         if self.form != "auto":
             return self
         is_short = length * (hidden_dim + dim) < 2 * hidden_dim * dim
@@ -175,6 +173,7 @@ def _over_blocks[Carry, Operands, Results](
     copy of them. Its results are written in place, over arrays `results` of their shapes. Padding
     chunks are zero: they neither write nor reset."""
     num_chunks = jax.tree.leaves(operands)[0].shape[1]
+    size = min(size, num_chunks)
     pad = -num_chunks % size
 
     def padded(x: jax.Array) -> jax.Array:
@@ -322,7 +321,7 @@ def _blocked_forward(
         y, carry = _read_block(options, w_base, carry, block)
         return carry, y
 
-    size = min(options.block_chunks, operands.z.shape[1])
+    size = options.block_chunks
     state, y = _over_blocks(body, initial_state, operands, operands.errors, size)
     return (y, state), (operands, w_base, initial_state)
 
@@ -345,14 +344,11 @@ def _blocked_backward(
     """
     operands, w_base, initial_state = saved
     dy, d_state = cotangents
-    size = min(options.block_chunks, operands.z.shape[1])
-
-    log_decay = operands.log_decay
+    log_decay, size = operands.log_decay, options.block_chunks
     features = functools.partial(_feature_cotangent, options, w_base)
     writes = functools.partial(_write_cotangent, options)
-    state, (dz, read) = _over_blocks(
-        features, initial_state, (operands, dy), (operands.z, log_decay), size
-    )
+    results = (operands.z, log_decay)
+    state, (dz, read) = _over_blocks(features, initial_state, (operands, dy), results, size)
     start = (d_state.astype(options.state_dtype), jnp.zeros(w_base.shape, options.state_dtype))
     results = (operands.errors, operands.keys, log_decay)
     (d_initial, d_base), (d_errors, d_keys, written) = _over_blocks(

@@ -172,11 +172,9 @@ class InPlaceState(NamedTuple):
 
 class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     """(x, t) [B, T, D] -> y [B, T, D], any T: x is read through the memory in the down projection.
-
     A method defines t (`source`) and its writes by four functions that whole rows and pieces share:
     `tokens` (of each token alone), `convolved` (the same inside chunks), `operands` (of reads and
-    writes), `memory`.
-    """
+    writes), `memory`."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         super().__init__(config.mlp, rngs=rngs)
@@ -211,10 +209,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         distances of every token instead of the statistics."""
         settings, length = self.settings, x.shape[1]
         check_parts(length, settings.chunk_size)
-        tokens = self.tokens(x, t)
-        segments = None
-        if settings.resets_at_document:
-            segments = chunk_segments(segment_ids, settings.chunk_size)
+        tokens, ids = self.tokens(x, t), segment_ids if settings.resets_at_document else None
+        segments = chunk_segments(ids, settings.chunk_size)
         chunks = jax.tree.map(lambda x: to_chunks(x, settings.chunk_size), tokens)
         convolved = self.convolved(chunks, segments)
         reads, writes = self.operands(convolved)
@@ -245,10 +241,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         return MemoryStats(ratio, gate.astype(jnp.float32))
 
     def start(self, batch_size: int, max_length: int | None = None) -> InPlaceState:
-        """The state before rows begin.
-
-        Raises `UserError` for a layer whose output depends on later tokens.
-        """
+        """The state before rows begin. Raises `UserError` for a layer whose output depends on later
+        tokens."""
         self.check_causal()
         size, dtype = self.settings.chunk_size, self.config.precision.compute_dtype
         x = jax.ShapeDtypeStruct((batch_size, size, self.config.dim), dtype)
@@ -256,7 +250,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         def one_chunk(x: jax.Array) -> tuple[Tokens, Tree]:
             tokens = self.tokens(x, x)
             chunks = jax.tree.map(lambda x: x[:, None], tokens)
-            return tokens, self.operands(self.convolved(chunks, None))[1]
+            writes = self.operands(self.convolved(chunks, None))[1]
+            return tokens, jax.tree.map(lambda x: x[:, 0], writes)
 
         tokens, writes = jax.eval_shape(one_chunk, x)
         tail = None
@@ -264,16 +259,14 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             tail = jax.tree.map(
                 lambda x: jnp.zeros((batch_size, self.look_back, *x.shape[2:]), x.dtype), tokens
             )
-        return InPlaceState(start_pieces(self.memory(size), batch_size, size, writes), tail)
+        return InPlaceState(start_pieces(self.memory(size), batch_size, writes), tail)
 
     def extend(
         self, x: Hidden, piece: Piece, state: InPlaceState, student: Hidden | None = None
     ) -> tuple[Hidden, InPlaceState]:
-        """(y, the state after the piece).
-
-        Reads and writes are those of whole rows: the convolutions see the tokens of their chunk
-        before the piece, and a chunk is written when its last token arrives.
-        """
+        """(y, the state after the piece). Reads and writes are those of whole rows: the
+        convolutions see the tokens of their chunk before the piece, and a chunk is written when its
+        last token arrives."""
         if piece.is_plain is True:
             return self.plain(x), state
         length, size = x.shape[1], self.settings.chunk_size

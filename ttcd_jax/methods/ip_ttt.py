@@ -11,7 +11,7 @@ later chunks read the writes of a chunk; a symmetric activation convolution woul
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 from flax import nnx
@@ -149,10 +149,6 @@ _TARGETS: Mapping[str, str] = {
 _PROJ_INIT = PROJ_INIT | {"diagonal": "gaussian_diagonal"}
 
 
-def _write(config: ModelConfig, settings: TargetMemoryConfig) -> dict[str, Any]:
-    return {"ttt_mode": True}
-
-
 METHOD = register(
     Method(
         "ipttt",
@@ -174,7 +170,6 @@ METHOD = register(
                 Key("ttt_conv_causal", "memory.is_conv_causal", False),
             ),
             ATTENTION_FIXED,
-            write=_write,
             has_switch=True,
         ),
     )

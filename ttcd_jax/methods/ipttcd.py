@@ -254,9 +254,8 @@ class IPTTCDBlockConfig(BlockConfig):
 
 
 class IPTTCDBlock(Block):
-    """A block with a memory. The teacher's residual r = h + attention_T continues; with
-    x = norm(r) and t = norm(h + attention_S), same norm, the MLP reads and writes its memory:
-    r + MLP(x, t)."""
+    """A block with a memory. The teacher's residual r = h + attention_T continues; with x = norm(r)
+    and t = norm(h + attention_S), same norm, the MLP reads and writes its memory: r + MLP(x, t)."""
 
     config_class = IPTTCDBlockConfig
     mixer: DualWindowAttention
@@ -300,7 +299,6 @@ def _write(config: ModelConfig, memory: MemoryConfig) -> dict[str, Any]:
             f"{config.student_window} is none of {memory.chunk_size}"
         )
     return {
-        "ttt_mode": True,
         "ttt_output_source": "student" if memory.output == "student" else "teacher",
         "ttt_output_use_teacher_conv": memory.output != "teacher_raw",
         "ttt_weight_renorm": memory.renorm_chunks is not None,
