@@ -228,13 +228,10 @@ GPT, PLAIN, DELTA = ({"model_type": name} for name in ("gpt2", "transformer", "d
         ({"use_output_gate": True}, "use_output_gate|True"),
         ({"hidden_act": "gelu"}, "hidden_act|gelu"),
         ({"ttt_proj_init": "sparse"}, "ttt_proj_init|sparse|diagonal"),
-        ({"ttt_proj_init": ["zero"]}, "ttt_proj_init"),
         ({"ttt_chunk": None}, "ttt_chunk"),
-        ({"ttt_visible_chunks": "1"}, "ttt_visible_chunks"),
         ({"ttt_mode": "no"}, "ttt_mode"),
         ({"norm_eps": 10**400}, "norm_eps"),
         (DELTA | {"expand_k": 0}, "expand_k"),
-        (DELTA | {"use_gate": True}, "use_gate"),
         (PLAIN | {"rope_scaling": {"a": 1}}, "rope_scaling"),
     ],
 )

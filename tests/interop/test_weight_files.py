@@ -62,14 +62,9 @@ def test_what_is_written_is_read_again_bit_for_bit(tmp_path, max_bytes):
 TWICE = b'{"a": %(x)b, "a": %(x)b}' % {b"x": json.dumps(_entry()).encode()}
 MALFORMED = {
     "empty": (b"", ""),
-    "short": (bytes(5), ""),
     "pickle": (pickle.dumps({"a": 1}), ""),
-    "archive": (b"PK\x03\x04" * 20, ""),
     "overlap": (_file({"a": _entry(), "b": _entry((1,), 4, 8)}), "`b`"),
-    "hole": (_file({"a": _entry((1,), 4, 8)}), "`a`"),
     "left_over": (_file({"a": _entry((1,), 0, 4)}), "not fully covered"),
-    "out_of_range": (_file({"a": _entry((4,), 0, 16)}), "not fully covered"),
-    "bytes_too_few": (_file({"a": _entry((3,))}), "invalid shape"),
     "shape_overflows": (_file({"a": _entry((2**40, 2**40))}), "overflow"),
     "deep": (_file(b'{"a": ' + b"[" * 200_000), "recursion"),
     "quoted": (_file({"\n" * 5000: _entry((2,), 8, 0)}), "invalid offset"),
@@ -77,7 +72,6 @@ MALFORMED = {
     "twice": (_file(TWICE), "twice"),
     "slow": (_file(b"{" * 20_000_001), "20,000,001 bytes"),
     "float64": (_file({"a": _entry((1,), dtype="F64")}), "'a'|F64|save"),
-    "integers": (_file({"a": _entry((1,), dtype="I64")}), "'a'|I64"),
     "bools": (_file({"a": _entry((8,), dtype="BOOL")}), "'a'|BOOL"),
     "terminal_name": (_file({"\x1b[2J": _entry()}), "name"),
     "long_name": (_file({"a" * 5000: _entry()}), "name"),
@@ -106,7 +100,6 @@ def test_what_is_not_finite_is_refused_by_name(tmp_path, value, dtype):
     ("name", "shard", "words"),
     [
         ("model.b", "../x.safetensors", "plain"),
-        ("model.b", "/etc/passwd", "plain"),
         ("model.b", ".safetensors", "plain"),
         ("model.b", 3, "plain"),
         ("model.b", "gone.safetensors", "gone.safetensors|missing"),

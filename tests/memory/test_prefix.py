@@ -4,14 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import (
-    assert_close,
-    assert_same,
-    dot_operand_types,
-    draw,
-    temporary_bytes,
-    traced,
-)
+from checks import assert_close, assert_same, dot_operand_types, draw, temporary_bytes, traced
 
 from ttcd_jax.memory.chunks import chunk_segments, memory_mask
 from ttcd_jax.memory.prefix import PrefixMemory, PrefixOptions, Writes
@@ -49,11 +42,9 @@ def _documents(*lengths) -> jax.Array:
 CASES = {
     "one document, ragged everywhere": (20, None, 0.3, 3),
     "less than a chunk": (2, None, 0.3, 4),
-    "documents": (21, (7, 2, 8, 4), 0.3, 3),
     "documents shorter than a chunk, ragged": (20, (1, 1, 9, 1, 8), 0.3, 2),
     "documents on the chunk grid": (18, (9, 6, 3), 0.3, 4),
-    "nothing learned": (20, (12, 8), 0.0, 3),
-    "one chunk at a time": (13, (5, 8), 0.3, 1),
+    "nothing learned, one chunk at a time": (20, (12, 8), 0.0, 1),
 }
 
 
@@ -87,23 +78,6 @@ def test_three_forms_agree_from_any_initial_state(name, num_groups, float64):
     if num_groups is None:
         empty = jnp.zeros_like(operands[-1])
         assert_same(*(read("blocked", *operands[:4], *rest) for rest in ((), (empty,))))
-
-
-def test_a_decay_of_exactly_nothing_has_its_whole_gradient(float64):
-    """At log_decay = 0, where a clamp of the sums at 0 is a tie."""
-    z, keys, errors, w_base, initial = _operands(5)
-    mask, log_decay = memory_mask(None, 14, L), jnp.zeros((B, 5, L, 2))
-
-    def slope(form):
-        def loss(log_decay):
-            options = _options(form=form)
-            y, _ = read_prefix(options, z, keys, errors, w_base, mask, initial, log_decay)
-            return (y**2).sum()
-
-        return jax.grad(loss)(log_decay)
-
-    for form in ("associative", "attention"):
-        assert_close(slope(form), slope("blocked"))
 
 
 def test_reading_the_memory_apart_keeps_what_folding_rounds_away():

@@ -177,22 +177,6 @@ def test_layers_compiled_as_users_compile_them_equal_their_definition():
     assert {x: e for x, e in errors.items() if not e < BOUND[COMPILED[x][1]]} == {}
 
 
-READS = ("continued", "ideal", "targets, plain features")  # raw features, as the plain MLP does
-
-
-@pytest.mark.parametrize("name", [*READS, "student output", "orthogonalized", "corrected"])
-def test_in_a_single_chunk_and_without_a_rate_nothing_is_read_from_the_memory(name):
-    """In a single chunk to the last bit, whatever the memory holds."""
-    x, t = draw(1, (2, 14, D), (2, 14, D))
-    frozen, single = (_module(name, Precision(), eta=eta, chunk_size=16) for eta in (0.0, 0.7))
-    assert_same(_call(frozen, x, t), _call(single, x, t))
-    if name in READS:
-        plain = jax.jit(frozen.plain)(x)
-        assert_close(_call(_module(name, Precision(), eta=0.0), x, t), plain)
-        if name == "continued":
-            assert_same(_call(single, x, t), plain)
-
-
 def test_from_scratch_the_layer_puts_out_zero_and_learns_its_teacher_convolution():
     """As published: at the start nothing but the teacher convolution receives gradient."""
     x, t = draw(1, (2, 11, D), (2, 11, D))

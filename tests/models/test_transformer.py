@@ -1,7 +1,6 @@
 """The whole model: its stack of layers, what it keeps and compiles, distances to its teacher."""
 
 import collections
-import re
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +46,9 @@ def _abstract(config) -> Transformer:
     ("num_layers", "fast_layers", "runs"),
     [
         (4, (), [(1, 4)]),
-        (4, (0, 1, 2, 3), [(1, 4)]),
         (1, (0,), [(1, 1)]),
-        (2, (1,), [(1, 1), (1, 1)]),
         (6, (1, 3, 5), [(2, 3)]),
         (7, (0, 1, 5), [(1, 2), (1, 3), (1, 1), (1, 1)]),
-        (5, (2,), [(1, 2), (1, 1), (1, 2)]),
         (24, (0, 6, 12, 18), [(6, 4)]),
     ],
 )
@@ -114,14 +110,6 @@ def test_the_backward_keeps_one_stream_per_block_and_no_other_activation(remat, 
     assert kept == [f"{place}[2,2,16,8]"] * 2  # the unit is two blocks
 
 
-def test_on_a_gpu_the_offloaded_stream_waits_in_pinned_host_memory():
-    config = _config(precision=Precision(), remat="offload", attention_implementation="xla")
-    gradient, args = _gradient_of_loss(config)
-    lowered = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    slots = re.findall(r'_xla_buffer_placement = "(\w+)"', lowered)
-    assert sorted(slots) == ["device", "device", "pinned_host", "pinned_host"]
-
-
 def test_recomputed_blocks_save_memory_also_outside_a_loop():
     def temp_bytes(remat):
         config = _config(fast_layers=(), precision=Precision(), scans_layers=False, remat=remat)
@@ -153,6 +141,7 @@ def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32():
     assert ours.dtype == jnp.bfloat16
     assert_close(ours, theirs, 0.06)
     graph, params = nnx.split(narrow)
+    assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
     gradient = jax.grad(lambda params: next_token_loss(nnx.merge(graph, params), tokens))
     assert dot_operand_types(traced(gradient, params)) == {"bfloat16"}
 

@@ -3,35 +3,16 @@ scalings of positions with transformers (tests/interop); their reach is in tests
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, assert_narrow, draw, randomize
-from flax import nnx
-from small_models import small_attention
+from checks import assert_close, draw
 
-from ttcd_jax import MLPConfig, RopeConfig
-from ttcd_jax.nn.attention import Attention
+from ttcd_jax import RopeConfig
 from ttcd_jax.nn.linear import rms_norm
-from ttcd_jax.nn.mlp import SwiGLU
 from ttcd_jax.nn.rope import YarnConfig, pair_frequencies, rotate
-from ttcd_jax.precision import Precision
 
 T, D = 10, 6
-
-
-@pytest.mark.parametrize(
-    ("cls", "config", "bound"),
-    [(Attention, small_attention(window=3), 0.05), (SwiGLU, MLPConfig(dim=D, hidden_dim=8), 3e-2)],
-)
-def test_bfloat16_multiplies_narrow_operands_and_stays_near_float32(cls, config, bound):
-    def build(precision):
-        return randomize(cls, config.replace(precision=precision))
-
-    assert_narrow(build, lambda m, h: m(h), (2, T, D), bound=bound)
-    params = jax.tree.leaves(nnx.state(build(Precision(compute="bfloat16"))))
-    assert {x.dtype.name for x in params} == {"float32"}
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,10 @@ class Request:
 
 
 class Event(NamedTuple):
-    """The next token of one row.
-
-    `text` is the part of the row's text that became certain with it, often empty; concatenated, a
-    row's texts are its generated text, up to a stop string. The last event of a row has a
-    `finish_reason`: a stop string, a stop token ("eos"), or max_new_tokens ("length").
-    """
+    """The next token of one row. `text` is the part of the row's text that became certain with it,
+    often empty; concatenated, a row's texts are its generated text, up to a stop string. The last
+    event of a row has a `finish_reason`: a stop string, a stop token ("eos"), or max_new_tokens
+    ("length")."""
 
     row: int
     text: str

@@ -29,10 +29,8 @@ _RECORD = "state.json"
 def save_state(
     folder: str | os.PathLike[str], model: InferenceModel, state: InferenceState
 ) -> None:
-    """Writes `state` atomically as `folder`, which must be absent or empty.
-
-    Raises `CheckpointError` when it cannot be written.
-    """
+    """Writes `state` atomically as `folder`, which must be absent or empty. Raises
+    `CheckpointError` when it cannot be written."""
     folder = Path(folder).absolute()
     record = {
         "tokens_read": np.asarray(state.position).tolist(),
@@ -53,11 +51,9 @@ def save_state(
 
 
 def load_state(folder: str | os.PathLike[str], model: InferenceModel) -> InferenceState:
-    """The state that `save_state` wrote, bit for bit, on the mesh in use if there is one.
-
-    Raises `CheckpointError` for a folder that is not a saved state or is damaged, naming the file,
-    and for a state of another model, naming the difference.
-    """
+    """The state that `save_state` wrote, bit for bit, on the mesh in use if there is one. Raises
+    `CheckpointError` for a folder that is not a saved state or is damaged, naming the file, and for
+    a state of another model, naming the difference."""
     folder = Path(folder).absolute()
 
     def refuse(problem: str) -> NoReturn:

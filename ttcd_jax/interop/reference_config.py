@@ -123,7 +123,8 @@ def reference_config(config: TransformerConfig) -> dict[str, Any]:
             names = (theirs for theirs, ours in key.choices.items() if ours == value)
             value = next(names, key.default)
         source[key.name] = list(value) if isinstance(value, tuple) else value
-    return source | dict(reference.fixed) | reference.write(config, config.settings)
+    source |= dict(reference.fixed) | ({"ttt_mode": True} if reference.has_switch else {})
+    return source | reference.write(config, config.settings)
 
 
 REFERENCE = Format(

@@ -26,12 +26,10 @@ def chunk_segments(
 
 
 class MemoryMask(NamedTuple):
-    """Which tokens write to and read from a memory. `None` means "all" (for `resets`, "none").
-
-    A token reads the writes of its own document's tokens in earlier chunks. Only a chunk's last
+    """Which tokens write to and read from a memory. `None` means "all" (for `resets`, "none"). A
+    token reads the writes of its own document's tokens in earlier chunks. Only a chunk's last
     document can reach the next chunk, so there is one state per row, reset where that document is
-    not the one the state belongs to.
-    """
+    not the one the state belongs to."""
 
     # a token, not padding, of the chunk's last document
     writes: Bool[Array, "#B C L"] | None

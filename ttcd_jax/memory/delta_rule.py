@@ -107,11 +107,16 @@ class DeltaMemory(AssociativeMemory[DeltaWrites, State, Solved, Transition]):
         previous_segment: Int[Array, " B"] | None = None,
     ) -> Solved:
         wide = jnp.promote_types(self.state_dtype, jnp.float32)
-        k, v, beta, log_decay = writes
-        log_decay = _forgetting(log_decay, segments, previous_segment, wide)
-        arrange = functools.partial(_to_head_chunks, chunk_size=min(self.chunk_size, length))
+        log_decay = _forgetting(writes.log_decay, segments, previous_segment, wide)
+        writes = writes._replace(log_decay=log_decay)
+        size = min(self.chunk_size, length)
+
+        def arrange(x: jax.Array) -> jax.Array:  # [B, T, N, ...] -> [C, B, N, L, ...]
+            return jnp.moveaxis(to_chunks(x, size), (1, 3), (0, 2))
+
+        # Padding has beta = 0 and g = 0: it writes and forgets nothing.
         solve = jax.checkpoint(functools.partial(_solve, wide=wide))
-        return Solved(solve(*jax.tree.map(arrange, (reads, k, v, beta, log_decay))), length)
+        return Solved(solve(*jax.tree.map(arrange, (reads, writes))), length)
 
     def start_of(self, prepared: Solved) -> State:
         chunks = prepared.chunks
@@ -171,22 +176,9 @@ def _forgetting(
     return jnp.where(begins, jnp.asarray(FORGET_ALL, dtype), decay_inside)
 
 
-def _to_head_chunks(x: jax.Array, chunk_size: int) -> jax.Array:
-    """[B, T, N, ...] -> [C, B, N, L, ...]. Padding has beta = 0 and g = 0: it writes and forgets
-    nothing."""
-    return jnp.moveaxis(to_chunks(x, chunk_size), (1, 3), (0, 2))
-
-
-def _solve(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    beta: jax.Array,
-    log_decay: jax.Array | None,
-    *,
-    wide: DTypeLike,
-) -> _Chunk:
+def _solve(q: jax.Array, writes: DeltaWrites, *, wide: DTypeLike) -> _Chunk:
     """All chunks at once, from arrays [C, B, N, L, ...]."""
+    k, v, beta, log_decay = writes
     narrow, scale = v.dtype, q.shape[-1] ** -0.5
     of_writes, of_state = _decays(log_decay, q.shape[-2], wide)
     of_state = jnp.broadcast_to(of_state, beta.shape)[..., None]

@@ -41,14 +41,10 @@ class OpenChunk[Writes, State]:
         return {"memory": self.memory, "open chunk": self.open}
 
 
-def start_pieces[W, S](
-    memory: ChunkedMemory[W, S], batch_size: int, chunk_size: int, writes: W
-) -> OpenChunk[W, S]:
-    """The state before rows begin; `writes`: shapes of the operands of writes, [B, C, L, ...]."""
-    return OpenChunk(
-        memory.start(batch_size),
-        jax.tree.map(lambda x: jnp.zeros((batch_size, chunk_size, *x.shape[3:]), x.dtype), writes),
-    )
+def start_pieces[W, S](memory: ChunkedMemory[W, S], batch_size: int, writes: W) -> OpenChunk[W, S]:
+    """The state before rows begin; `writes`: shapes of the operands of a chunk's, [B, L, ...]."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), writes)
+    return OpenChunk(memory.start(batch_size), zeros)
 
 
 def over_piece[W, S](
@@ -58,11 +54,8 @@ def over_piece[W, S](
     writes: W,
     piece: Piece,
 ) -> tuple[Float[Array, "B T ..."], OpenChunk[W, S]]:
-    """(y, the state after the piece).
-
-    `writes`, arrays [B, T, ...], may hold more positions than `reads`: the first few overwrite the
-    provisional entries of the tokens just before the piece.
-    """
+    """(y, the state after the piece). `writes`, arrays [B, T, ...], may hold more positions than
+    `reads`: the first few overwrite the provisional entries of the tokens just before the piece."""
     length = reads.shape[1]
     chunk_size = jax.tree.leaves(state.open)[0].shape[1]
     piece.cut.check("chunk_size", chunk_size)

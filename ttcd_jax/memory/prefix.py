@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from ttcd_jax.memory.chunks import MemoryMask, masked
-from ttcd_jax.memory.delta import chunk_delta
+from ttcd_jax.memory.newton_schulz import newton_schulz
 from ttcd_jax.memory.protocol import ROWS, AssociativeMemory, Axes, ChunkedMemory, Chunks
 from ttcd_jax.nn.product import product
 
@@ -53,11 +53,9 @@ class PrefixOptions(NamedTuple):
 
     def at_length(self, length: int, hidden_dim: int, dim: int) -> "PrefixOptions":
         """The options with the form chosen for rows of T = `length`: "auto" takes the one with
-        fewer multiplications, forward and backward.
-
-        Per token, states take 7 F D (written and read, written again in the backward, four
-        gradients), scores 3 T (F + D), and F D for the state after the row.
-        """
+        fewer multiplications, forward and backward. Per token, states take 7 F D (written and read,
+        written again in the backward, four gradients), scores 3 T (F + D), and F D for the state
+        after the row."""
         if self.form != "auto":
             return self
         is_short = length * (hidden_dim + dim) < 2 * hidden_dim * dim
@@ -107,7 +105,7 @@ class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Ele
     def write(self, state: Sum, writes: Writes, mask: Bool[Array, "#B L"] | None = None) -> Sum:
         """a S + delta_w of the chunk."""
         errors = masked(writes.errors, mask)[:, None]
-        delta = _delta(self.options, errors, writes.keys[:, None])[:, 0]
+        delta = chunk_delta(self.options, errors, writes.keys[:, None])[:, 0]
         return decayed(state, writes.log_decay, mask) + delta
 
     def row(
@@ -134,7 +132,7 @@ class PrefixMemory(SumMemory, AssociativeMemory[Writes, Sum, Chunks[Writes], Ele
         left = _left(_of_chunks(log_decay, mask), mask.resets)
         whole = jnp.ones((len(keys), 1), self.options.state_dtype) if left is None else left[:, 0]
         if self.options.orthogonalizes:
-            delta = _delta(self.options, errors, keys)
+            delta = chunk_delta(self.options, errors, keys)
             return whole, (delta if left is None else times(left[:, 1:], delta)).sum(1)
         if left is not None:
             errors = times(left[:, 1:].astype(errors.dtype), errors)
@@ -175,6 +173,7 @@ def _over_blocks[Carry, Operands, Results](
     copy of them. Its results are written in place, over arrays `results` of their shapes. Padding
     chunks are zero: they neither write nor reset."""
     num_chunks = jax.tree.leaves(operands)[0].shape[1]
+    size = min(size, num_chunks)
     pad = -num_chunks % size
 
     def padded(x: jax.Array) -> jax.Array:
@@ -202,9 +201,7 @@ def times(factors: Float[Array, "*#rest Q"], x: Float[Array, "*#rest X D"]) -> j
 
 
 def decayed(
-    state: Float[Array, "B F D"],
-    log_decay: Float[Array, "B L Q"] | None,
-    mask: jax.Array | None,
+    state: Float[Array, "B F D"], log_decay: Float[Array, "B L Q"] | None, mask: jax.Array | None
 ) -> Float[Array, "B F D"]:
     """The rest of the state after a chunk, without its writes."""
     if log_decay is None:
@@ -225,8 +222,9 @@ def _of_chunks(log_decay: jax.Array | None, mask: MemoryMask) -> jax.Array | Non
     return None if log_decay is None else masked(log_decay, mask.writes).sum(2)
 
 
-def _kept(log_decay: jax.Array | None, resets: jax.Array | None) -> jax.Array | None:
+def _kept(block: _Operands) -> jax.Array | None:
     """a [B, C, Q] of every chunk, None where all are 1."""
+    log_decay, resets = block.log_decay, block.resets
     if resets is None:
         return None if log_decay is None else jnp.exp(log_decay)
     if log_decay is None:
@@ -258,10 +256,10 @@ def _decayed_sums(elements: Element, *, reverse: bool = False) -> Element:
 
 
 def _states(
-    delta: jax.Array, kept: jax.Array | None, carry: jax.Array
+    options: PrefixOptions, block: _Operands, carry: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """States before each chunk [B, G, F, D], and the one after the last, from delta_w [B, G,
-    F, D]."""
+    """States before each chunk [B, G, F, D], and the one after the last."""
+    delta, kept = chunk_delta(options, block.errors, block.keys), _kept(block)
     carry = carry[:, None]
     if kept is None:
         after = jax.lax.associative_scan(jnp.add, delta, axis=1) + carry
@@ -271,9 +269,12 @@ def _states(
     return jnp.concatenate([carry, after[:, :-1]], axis=1), after[:, -1]
 
 
-def _delta(options: PrefixOptions, errors: jax.Array, keys: jax.Array) -> jax.Array:
-    is_orthogonal, dtype = options.orthogonalizes, options.state_dtype
-    return chunk_delta(errors, keys, orthogonalizes=is_orthogonal, dtype=dtype)
+def chunk_delta(
+    options: PrefixOptions, errors: Float[Array, "B C L D"], keys: Float[Array, "B C L F"]
+) -> Float[Array, "B C F D"]:
+    """delta_w of every chunk, the sum over its tokens of k^T e: the paper's delta W transposed."""
+    delta = _product(options, "BCLF,BCLD->BCFD", keys, errors)
+    return newton_schulz(delta) if options.orthogonalizes else delta
 
 
 def _product(options: PrefixOptions, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -285,8 +286,7 @@ def _read_block(
     options: PrefixOptions, w_base: jax.Array, carry: jax.Array, block: _Operands
 ) -> tuple[jax.Array, jax.Array]:
     """y [B, G, L, D] of G chunks and the state after them."""
-    kept = _kept(block.log_decay, block.resets)
-    before, after = _states(_delta(options, block.errors, block.keys), kept, carry)
+    before, after = _states(options, block, carry)
     return _read(options, w_base, before, block.z, block.reads), after
 
 
@@ -321,7 +321,7 @@ def _blocked_forward(
         y, carry = _read_block(options, w_base, carry, block)
         return carry, y
 
-    size = min(options.block_chunks, operands.z.shape[1])
+    size = options.block_chunks
     state, y = _over_blocks(body, initial_state, operands, operands.errors, size)
     return (y, state), (operands, w_base, initial_state)
 
@@ -344,14 +344,11 @@ def _blocked_backward(
     """
     operands, w_base, initial_state = saved
     dy, d_state = cotangents
-    size = min(options.block_chunks, operands.z.shape[1])
-
-    log_decay = operands.log_decay
+    log_decay, size = operands.log_decay, options.block_chunks
     features = functools.partial(_feature_cotangent, options, w_base)
     writes = functools.partial(_write_cotangent, options)
-    state, (dz, read) = _over_blocks(
-        features, initial_state, (operands, dy), (operands.z, log_decay), size
-    )
+    results = (operands.z, log_decay)
+    state, (dz, read) = _over_blocks(features, initial_state, (operands, dy), results, size)
     start = (d_state.astype(options.state_dtype), jnp.zeros(w_base.shape, options.state_dtype))
     results = (operands.errors, operands.keys, log_decay)
     (d_initial, d_base), (d_errors, d_keys, written) = _over_blocks(
@@ -378,9 +375,8 @@ def _decay_cotangent(
     def until_reset(x: jax.Array, goes_on: jax.Array) -> jax.Array:
         return _decayed_sums((goes_on, x[:, :, None]), reverse=True)[1][:, :, 0]
 
-    goes_on = jnp.pad(1 - resets.astype(jnp.float32), ((0, 0), (0, 1)), constant_values=1)[
-        ..., None
-    ]
+    goes_on = 1 - resets[..., None].astype(jnp.float32)
+    goes_on = jnp.pad(goes_on, ((0, 0), (0, 1), (0, 0)), constant_values=1)
     found = until_reset(read, goes_on)[:, 1:] - until_reset(written, goes_on[:, 1:])
     return jnp.where(resets[..., None], 0, found)
 
@@ -391,16 +387,12 @@ def _by_group(x: Float[Array, "*rest D"], like: Float[Array, "*any Q"]) -> Float
 
 
 def _feature_cotangent(
-    options: PrefixOptions,
-    w_base: jax.Array,
-    carry: jax.Array,
-    inputs: tuple[_Operands, jax.Array],
+    options: PrefixOptions, w_base: jax.Array, carry: jax.Array, inputs: tuple[_Operands, jax.Array]
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
     """(state after the block, (dz [B, G, L, F] = dy W_base^T + eta dy S^T, the slope along each
     chunk's read, eta dy (z S), by group of columns)), from the block and its dy."""
     block, dy = inputs
-    kept = _kept(block.log_decay, block.resets)
-    before, after = _states(_delta(options, block.errors, block.keys), kept, carry)
+    before, after = _states(options, block, carry)
     if options.folds_state:
         folded = (w_base.astype(options.state_dtype) + options.eta * before).astype(dy.dtype)
         dz = _product(options, "BGLD,BGFD->BGLF", dy, folded)
@@ -415,9 +407,7 @@ def _feature_cotangent(
 
 
 def _write_cotangent(
-    options: PrefixOptions,
-    carry: tuple[jax.Array, jax.Array],
-    inputs: tuple[_Operands, jax.Array],
+    options: PrefixOptions, carry: tuple[jax.Array, jax.Array], inputs: tuple[_Operands, jax.Array]
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]]:
     """((cot(S), sum of dW_base) before the block, (d_errors, d_keys, the slope along each chunk's
     write by group of columns)), from the pair after it, the block and its dy."""
@@ -431,14 +421,14 @@ def _write_cotangent(
         d_base = d_base + _product(options, "BGLF,BGLD->FD", block.z, dy)
     outer = options.eta * outer
     # In reverse order chunk i adds to cot(S_i), which keeps a_i of cot(S_{i+1}).
-    kept = _kept(block.log_decay, block.resets)
+    kept = _kept(block)
     if kept is None:
         d_before = jax.lax.associative_scan(jnp.add, outer, reverse=True, axis=1) + d_after
     else:
         whole, total = _decayed_sums((kept, outer), reverse=True)
         d_before = total + times(whole, d_after)
     d_delta = jnp.concatenate([d_before[:, 1:], d_after], axis=1)
-    delta, pull = jax.vjp(functools.partial(_delta, options), block.errors, block.keys)
+    delta, pull = jax.vjp(functools.partial(chunk_delta, options), block.errors, block.keys)
     d_errors, d_keys = pull(d_delta)
     slope = None
     if block.log_decay is not None:
@@ -482,16 +472,10 @@ def _attention_form(
         is_past = (chunk[:, None] > chunk)[..., None]
         between = jnp.where(is_past, until[:, :, None] - after[:, None], 0)
         weight = jnp.exp(between)[:, :, None, :, None]
-        groups = jnp.split(errors, log_decay.shape[-1], axis=-1)
-        fast = jnp.concatenate(
-            [
-                _product(
-                    options, "BCLJM,BJMD->BCLD", (score * weight[..., q]).astype(z.dtype), group
-                )
-                for q, group in enumerate(groups)
-            ],
-            axis=-1,
-        )
+        scores = [(score * weight[..., q]).astype(z.dtype) for q in range(weight.shape[-1])]
+        groups = zip(scores, jnp.split(errors, len(scores), axis=-1), strict=True)
+        read = functools.partial(_product, options, "BCLJM,BJMD->BCLD")
+        fast = jnp.concatenate([read(*group) for group in groups], axis=-1)
         carried = times(jnp.exp(until), carried)
         kept = times(jnp.exp(after[:, -1:] - after).astype(kept.dtype), kept)
         carry = times(jnp.exp(after[:, -1]), carry)

@@ -34,11 +34,9 @@ class Axes(NamedTuple):
 
 
 class Memory[Writes, State, Prepared](abc.ABC):
-    """A memory along rows, read by an array [B, T, ...] (by chunk: [B, C, L, ...]).
-
-    `Writes`: the operands of its writes, a tuple of arrays with the axes of a read. `State`: the
-    memory between two tokens, arrays with the batch axis first. `Prepared`: the input of `row`.
-    """
+    """A memory along rows, read by an array [B, T, ...] (by chunk: [B, C, L, ...]). `Writes`: the
+    operands of its writes, a tuple of arrays with the axes of a read. `State`: the memory between
+    two tokens, arrays with the batch axis first. `Prepared`: the input of `row`."""
 
     def axes(self) -> Axes:
         """The logical axes of the memory's arrays, its operands and y."""

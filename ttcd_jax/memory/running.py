@@ -10,9 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 from ttcd_kernels.normalize import NORM_EPS
 
 from ttcd_jax.memory.chunks import masked
-from ttcd_jax.memory.delta import chunk_delta
 from ttcd_jax.memory.delta_rule import unit_lower_solve
-from ttcd_jax.memory.prefix import PrefixOptions, Sum, SumMemory, Writes, decayed
+from ttcd_jax.memory.prefix import PrefixOptions, Sum, SumMemory, Writes, chunk_delta, decayed
 from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.nn.linear import length
 from ttcd_jax.nn.product import product
@@ -122,12 +121,7 @@ class RenormalizedMemory(ChunkedMemory[Writes, Group]):
         """The state after the chunk, and after the group if it ends there."""
         group_start, total, count = state
         keys, errors, *_ = writes
-        delta = chunk_delta(
-            masked(errors, mask)[:, None],
-            keys[:, None],
-            orthogonalizes=self.options.orthogonalizes,
-            dtype=self.options.state_dtype,
-        )
+        delta = chunk_delta(self.options, masked(errors, mask)[:, None], keys[:, None])
         total, count = total + delta[:, 0], count + 1
         is_group_end = (count % self.group_chunks == 0)[:, None, None]
         group_end = self._weight((group_start, total, count))

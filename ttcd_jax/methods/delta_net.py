@@ -8,6 +8,7 @@ the paper's hybrid baseline puts after attention.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar, NamedTuple
 
@@ -271,9 +272,11 @@ class HybridBlockConfig(BlockConfig):
     delta: DeltaSublayerConfig
 
 
-def _block(config: ModelConfig, settings: DeltaRuleConfig) -> BlockConfig:
-    mixer = config.part(DeltaNetConfig, head_dim=config.head_size, rule=settings)
-    return BlockConfig(mixer=mixer, mlp=config.mlp())
+def delta_block(
+    mixer: type[DeltaNetConfig], config: ModelConfig, settings: DeltaRuleConfig
+) -> BlockConfig:
+    part = config.part(mixer, head_dim=config.head_size, rule=settings)
+    return BlockConfig(mixer=part, mlp=config.mlp())
 
 
 def _hybrid_block(config: ModelConfig, settings: DeltaRuleConfig) -> BlockConfig:
@@ -306,7 +309,7 @@ METHOD = register(
     Method(
         "deltanet",
         "DeltaNet",
-        _block,
+        functools.partial(delta_block, DeltaNetConfig),
         "all",
         settings=DeltaRuleConfig,
         reference=Reference(("delta_net",), DELTA_KEYS, DELTA_FIXED | _FIXED, _read, _write),

@@ -7,6 +7,7 @@
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -22,9 +23,10 @@ from ttcd_jax.methods.delta_net import (
     DeltaNet,
     DeltaNetConfig,
     DeltaRuleConfig,
+    delta_block,
 )
 from ttcd_jax.methods.registry import Key, Method, ModelConfig, Reference, Source, register
-from ttcd_jax.nn.block import BlockConfig, Names
+from ttcd_jax.nn.block import Names
 from ttcd_jax.nn.linear import linear, normal_param
 from ttcd_jax.nn.row import Hidden
 
@@ -48,11 +50,8 @@ class GatedDeltaNetConfig(DeltaNetConfig):
 
 
 class GatedDeltaNet(DeltaNet, config=GatedDeltaNetConfig):
-    """h [B, T, D] -> [B, T, D]. Parameters of DeltaNet plus two gates.
-
-    Initialized as in Mamba2: exp(decay_log) uniform in (0, 16), softplus(decay_bias) log-uniform in
-    (0.001, 0.1).
-    """
+    """h [B, T, D] -> [B, T, D]. Parameters of DeltaNet plus two gates. Initialized as in Mamba2:
+    exp(decay_log) uniform in (0, 16), softplus(decay_bias) log-uniform in (0.001, 0.1)."""
 
     def __init__(self, config: GatedDeltaNetConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
@@ -83,11 +82,6 @@ class GatedDeltaNet(DeltaNet, config=GatedDeltaNetConfig):
         return -speed * jax.nn.softplus(x + self.decay_bias[...].astype(x.dtype))
 
 
-def _block(config: ModelConfig, settings: DeltaRuleConfig) -> BlockConfig:
-    mixer = config.part(GatedDeltaNetConfig, head_dim=config.head_size, rule=settings)
-    return BlockConfig(mixer=mixer, mlp=config.mlp())
-
-
 def _read(source: Source) -> dict[str, Any]:
     return {"memory.value_expansion": source.positive("expand_v", 2)}
 
@@ -100,7 +94,7 @@ METHOD = register(
     Method(
         "gated_deltanet",
         "Gated DeltaNet",
-        _block,
+        functools.partial(delta_block, GatedDeltaNetConfig),
         "all",
         settings=DeltaRuleConfig,
         reference=Reference(

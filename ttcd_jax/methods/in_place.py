@@ -1,6 +1,7 @@
 """Base of the MLPs that write into their own down projection: settings, rows, pieces."""
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import jax
@@ -171,11 +172,9 @@ class InPlaceState(NamedTuple):
 
 class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
     """(x, t) [B, T, D] -> y [B, T, D], any T: x is read through the memory in the down projection.
-
     A method defines t (`source`) and its writes by four functions that whole rows and pieces share:
     `tokens` (of each token alone), `convolved` (the same inside chunks), `operands` (of reads and
-    writes), `memory`.
-    """
+    writes), `memory`."""
 
     def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
         super().__init__(config.mlp, rngs=rngs)
@@ -210,10 +209,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         distances of every token instead of the statistics."""
         settings, length = self.settings, x.shape[1]
         check_parts(length, settings.chunk_size)
-        tokens = self.tokens(x, t)
-        segments = None
-        if settings.resets_at_document:
-            segments = chunk_segments(segment_ids, settings.chunk_size)
+        tokens, ids = self.tokens(x, t), segment_ids if settings.resets_at_document else None
+        segments = chunk_segments(ids, settings.chunk_size)
         chunks = jax.tree.map(lambda x: to_chunks(x, settings.chunk_size), tokens)
         convolved = self.convolved(chunks, segments)
         reads, writes = self.operands(convolved)
@@ -244,10 +241,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         return MemoryStats(ratio, gate.astype(jnp.float32))
 
     def start(self, batch_size: int, max_length: int | None = None) -> InPlaceState:
-        """The state before rows begin.
-
-        Raises `UserError` for a layer whose output depends on later tokens.
-        """
+        """The state before rows begin. Raises `UserError` for a layer whose output depends on later
+        tokens."""
         self.check_causal()
         size, dtype = self.settings.chunk_size, self.config.precision.compute_dtype
         x = jax.ShapeDtypeStruct((batch_size, size, self.config.dim), dtype)
@@ -255,7 +250,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         def one_chunk(x: jax.Array) -> tuple[Tokens, Tree]:
             tokens = self.tokens(x, x)
             chunks = jax.tree.map(lambda x: x[:, None], tokens)
-            return tokens, self.operands(self.convolved(chunks, None))[1]
+            writes = self.operands(self.convolved(chunks, None))[1]
+            return tokens, jax.tree.map(lambda x: x[:, 0], writes)
 
         tokens, writes = jax.eval_shape(one_chunk, x)
         tail = None
@@ -263,16 +259,14 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             tail = jax.tree.map(
                 lambda x: jnp.zeros((batch_size, self.look_back, *x.shape[2:]), x.dtype), tokens
             )
-        return InPlaceState(start_pieces(self.memory(size), batch_size, size, writes), tail)
+        return InPlaceState(start_pieces(self.memory(size), batch_size, writes), tail)
 
     def extend(
         self, x: Hidden, piece: Piece, state: InPlaceState, student: Hidden | None = None
     ) -> tuple[Hidden, InPlaceState]:
-        """(y, the state after the piece).
-
-        Reads and writes are those of whole rows: the convolutions see the tokens of their chunk
-        before the piece, and a chunk is written when its last token arrives.
-        """
+        """(y, the state after the piece). Reads and writes are those of whole rows: the
+        convolutions see the tokens of their chunk before the piece, and a chunk is written when its
+        last token arrives."""
         if piece.is_plain is True:
             return self.plain(x), state
         length, size = x.shape[1], self.settings.chunk_size
@@ -333,8 +327,8 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
 
     def sum_memory(self, options: PrefixOptions, length: int) -> ChunkedMemory[Writes, Sum]:
         """The memory of a layer with `PrefixSettings`."""
-        w_base, settings = self.w_base(), cast(PrefixSettings, self.settings)
-        if settings.corrects_errors:
+        w_base = self.w_base()
+        if self.settings.corrects_errors:
             return CorrectingMemory(w_base, options)
         return PrefixMemory(w_base, options.at_length(length, *w_base.shape))
 
@@ -342,7 +336,6 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         """The logarithm of the share of the memory's groups of columns that is left after every
         token."""
         settings, dtype = self.settings, self.config.precision.state_dtype
-        assert isinstance(settings, PrefixSettings)
         if not settings.half_lives:
             return None
         rate = jnp.log(2.0) / jnp.asarray(settings.half_lives, dtype)
@@ -357,23 +350,20 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
         """The down projection in the compute dtype."""
         return self.down[...].astype(self.config.precision.compute_dtype)
 
-    def _init_proj(self, settings: PrefixSettings, rngs: nnx.Rngs) -> nnx.Param:
-        """P [D, D], which multiplies errors from the right."""
-        D, dtype = self.config.dim, self.config.precision.param_dtype
-        match settings.proj_init:
-            case "identity":
-                proj = 0.02 * jnp.eye(D, dtype=dtype)
-            case "gaussian_diagonal":
-                proj = jnp.diag(0.02 * jax.random.normal(rngs.params(), (D,), dtype))
-            case "zeros":
-                proj = jnp.zeros((D, D), dtype)
-            case "normal":
-                proj = self.config.init_std * jax.random.normal(rngs.params(), (D, D), dtype)
-        return param(proj, ("embed", "embed_out"))
-
-    def _init_decay(self, settings: PrefixSettings) -> None:
-        """The logarithm of the rate over that of the half-lives, and the weights of its gate."""
-        D, Q, dtype = self.config.dim, len(settings.half_lives), self.config.precision.param_dtype
+    def _init_sum(self, rngs: nnx.Rngs) -> None:
+        """With `PrefixSettings`: P [D, D], which multiplies errors from the right; the logarithm of
+        the rate over that of the half-lives, and the weights of its gate."""
+        settings, D, dtype = self.settings, self.config.dim, self.config.precision.param_dtype
+        normal, std = functools.partial(jax.random.normal, dtype=dtype), self.config.init_std
+        drawn = {
+            "identity": lambda: 0.02 * jnp.eye(D, dtype=dtype),
+            "gaussian_diagonal": lambda: jnp.diag(0.02 * normal(rngs.params(), (D,))),
+            "zeros": lambda: jnp.zeros((D, D), dtype),
+            "normal": lambda: std * normal(rngs.params(), (D, D)),
+        }
+        if settings.has_proj:
+            self.proj = param(drawn[settings.proj_init](), ("embed", "embed_out"))
+        Q = len(settings.half_lives)
         if Q and D % Q:
             raise UserError(f"{Q} half_lives do not divide the {D} columns of the memory")
         if settings.decay != "constant":
@@ -382,17 +372,13 @@ class InPlaceMLP[Tokens: Tree, Convolved: Tree](SwiGLU):
             self.decay_gate = param(jnp.zeros((D, Q), dtype), ("embed", "scales"))
 
     def _init_conv(
-        self,
-        settings: PrefixSettings,
-        init: ConvInit,
-        rngs: nnx.Rngs,
-        axis: Literal["embed", "mlp"],
+        self, init: ConvInit, rngs: nnx.Rngs, axis: Literal["embed", "mlp"]
     ) -> nnx.Param:
         """Taps [R, channels] for the D or F channels; the identity passes the current token
         through, "previous" the one before it."""
         channels = {"embed": self.config.dim, "mlp": self.config.hidden_dim}[axis]
-        taps = identity_taps(settings, channels, dtype := self.config.precision.param_dtype)
-        if init == "previous" and settings.num_taps == 1:
+        taps = identity_taps(self.settings, channels, dtype := self.config.precision.param_dtype)
+        if init == "previous" and self.settings.num_taps == 1:
             raise UserError("a convolution of num_taps=1 has no tap for the token before: use 2")
         if init == "normal":
             taps = self.config.init_std * jax.random.normal(rngs.params(), taps.shape, dtype)

@@ -11,7 +11,7 @@ later chunks read the writes of a chunk; a symmetric activation convolution woul
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 from flax import nnx
@@ -91,16 +91,14 @@ class IPTTTMLP(InPlaceMLP[Stored, Stored], config=IPTTTConfig):
     def __init__(self, config: IPTTTConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
         settings = config.memory
-        if settings.has_proj:
-            self.proj = self._init_proj(settings, rngs)
+        self._init_sum(rngs)
         if settings.has_target_conv:
-            self.target_conv = self._init_conv(settings, settings.conv_init, rngs, "embed")
+            self.target_conv = self._init_conv(settings.conv_init, rngs, "embed")
             self.look_ahead = settings.look_ahead
         if settings.has_activation_conv:
-            self.activation_conv = self._init_conv(settings, settings.conv_init, rngs, "mlp")
+            self.activation_conv = self._init_conv(settings.conv_init, rngs, "mlp")
         if settings.has_target_conv or settings.has_activation_conv:
             self.look_back = settings.num_taps - 1
-        self._init_decay(settings)
 
     def source(self, x: Hidden, row: Row | Piece, student: Hidden | None) -> Hidden:
         """The targets: x itself, or the token embeddings of the row. Raises `ValueError` for a row
@@ -151,10 +149,6 @@ _TARGETS: Mapping[str, str] = {
 _PROJ_INIT = PROJ_INIT | {"diagonal": "gaussian_diagonal"}
 
 
-def _write(config: ModelConfig, settings: TargetMemoryConfig) -> dict[str, Any]:
-    return {"ttt_mode": True}
-
-
 METHOD = register(
     Method(
         "ipttt",
@@ -176,7 +170,6 @@ METHOD = register(
                 Key("ttt_conv_causal", "memory.is_conv_causal", False),
             ),
             ATTENTION_FIXED,
-            write=_write,
             has_switch=True,
         ),
     )

@@ -22,7 +22,6 @@ from ttcd_kernels.normalize import l2_normalize
 
 from ttcd_jax.config import NonNegativeFloat, Positive
 from ttcd_jax.errors import DataError, UserError
-from ttcd_jax.memory.delta import chunk_errors
 from ttcd_jax.memory.prefix import Writes
 from ttcd_jax.memory.protocol import ChunkedMemory
 from ttcd_jax.memory.running import RenormalizedMemory
@@ -48,6 +47,7 @@ from ttcd_jax.nn.attention import DualWindowAttention, DualWindowConfig
 from ttcd_jax.nn.block import Block, BlockConfig, Names
 from ttcd_jax.nn.linear import normal_param
 from ttcd_jax.nn.mlp import MLPConfig
+from ttcd_jax.nn.product import weight_product
 from ttcd_jax.nn.row import Hidden
 
 
@@ -167,16 +167,14 @@ class IPTTCDMLP(InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig):
     def __init__(self, config: IPTTCDConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
         settings, mlp = config.memory, config.mlp
-        if settings.has_proj:
-            self.proj = self._init_proj(settings, rngs)
+        self._init_sum(rngs)
         if settings.has_token_rate:
             dtype = mlp.precision.param_dtype
             self.rate = normal_param(rngs, (mlp.dim,), ("embed",), mlp.init_std, dtype)
         if settings.has_teacher_conv:
-            self.teacher_conv = self._init_conv(settings, settings.teacher_conv_init, rngs, "mlp")
+            self.teacher_conv = self._init_conv(settings.teacher_conv_init, rngs, "mlp")
         if settings.has_student_conv:
-            self.student_conv = self._init_conv(settings, settings.student_conv_init, rngs, "mlp")
-        self._init_decay(settings)
+            self.student_conv = self._init_conv(settings.student_conv_init, rngs, "mlp")
         if settings.has_teacher_conv or settings.has_student_conv:
             self.look_back, self.look_ahead = settings.num_taps - 1, settings.look_ahead
 
@@ -213,15 +211,15 @@ class IPTTCDMLP(InPlaceMLP[Features, ChunkInputs], config=IPTTCDConfig):
         return ChunkInputs(z_out, z_target, keys, difference, tokens.beta, tokens.log_decay)
 
     def operands(self, convolved: ChunkInputs) -> tuple[Float[Array, "B C L F"], Writes]:
+        """The update: to change its rule, change e and k here."""
         settings, dtype = self.settings, convolved.z_out.dtype
-        errors = chunk_errors(
-            convolved.difference,
-            self.down[...].astype(dtype),
-            beta=convolved.beta,
-            proj=self.proj[...].astype(dtype) if settings.has_proj else None,
-            normalizes=settings.normalizes_errors,
-            zero_slope=settings.zero_slope,
-        )
+        errors = weight_product(convolved.difference, self.down[...].astype(dtype))
+        if settings.normalizes_errors:
+            errors = l2_normalize(errors, settings.zero_slope)
+        if convolved.beta is not None:
+            errors = errors * convolved.beta[..., None]
+        if settings.has_proj:
+            errors = weight_product(errors, self.proj[...].astype(dtype))
         rate = convolved.beta if settings.corrects_errors else None
         return convolved.z_out, Writes(convolved.keys, errors, convolved.log_decay, rate)
 
@@ -256,9 +254,8 @@ class IPTTCDBlockConfig(BlockConfig):
 
 
 class IPTTCDBlock(Block):
-    """A block with a memory. The teacher's residual r = h + attention_T continues; with
-    x = norm(r) and t = norm(h + attention_S), same norm, the MLP reads and writes its memory:
-    r + MLP(x, t)."""
+    """A block with a memory. The teacher's residual r = h + attention_T continues; with x = norm(r)
+    and t = norm(h + attention_S), same norm, the MLP reads and writes its memory: r + MLP(x, t)."""
 
     config_class = IPTTCDBlockConfig
     mixer: DualWindowAttention
@@ -302,7 +299,6 @@ def _write(config: ModelConfig, memory: MemoryConfig) -> dict[str, Any]:
             f"{config.student_window} is none of {memory.chunk_size}"
         )
     return {
-        "ttt_mode": True,
         "ttt_output_source": "student" if memory.output == "student" else "teacher",
         "ttt_output_use_teacher_conv": memory.output != "teacher_raw",
         "ttt_weight_renorm": memory.renorm_chunks is not None,

@@ -229,9 +229,8 @@ class LaCT(Mixer, config=LaCTConfig):
         windows, implementation = (attention.window,), attention.attention_implementation
         (seen,) = attend(*qkv, row.segment_ids, windows, implementation)
         reads, writes = jax.tree.map(lambda x: to_chunks(x, memory.chunk_size), operands)
-        segments = None
-        if memory.resets_at_document:
-            segments = chunk_segments(row.segment_ids, memory.chunk_size)
+        ids = row.segment_ids if memory.resets_at_document else None
+        segments = chunk_segments(ids, memory.chunk_size)
         fast, _ = over_rows(self._memory(), reads, writes, segments, length=length)
         return self._joined(x, seen, from_chunks(fast, length)), None
 
@@ -239,13 +238,8 @@ class LaCT(Mixer, config=LaCTConfig):
         config, size = self.config.attention, self.config.memory.chunk_size
         h = jax.ShapeDtypeStruct((batch_size, size, config.dim), config.precision.compute_dtype)
         positions = jax.ShapeDtypeStruct((batch_size, size), jnp.int32)
-
-        def one_chunk(h: jax.Array, positions: jax.Array) -> FastWrites:
-            _, (_, writes) = self._operands(h, positions)
-            return jax.tree.map(lambda x: x[:, None], writes)
-
-        writes = jax.eval_shape(one_chunk, h, positions)
-        chunks = start_pieces(self._memory(), batch_size, size, writes)
+        _, (_, writes) = jax.eval_shape(self._operands, h, positions)
+        chunks = start_pieces(self._memory(), batch_size, writes)
         return LaCTState(start_cache(config, batch_size, max_length), chunks)
 
     def extend(

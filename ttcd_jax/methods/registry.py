@@ -36,12 +36,10 @@ class Settings(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Heads):
-    """The sizes that all layers of a model share, and the settings of its method.
-
-    `window` is the attention window of every layer with attention (the teacher's in layers with a
-    student), None full attention; `student_window` the student's, in tokens. `mlp_dim`: the
-    features of an MLP. `memory`: the settings of the method, None its defaults.
-    """
+    """The sizes that all layers of a model share, and the settings of its method. `window` is the
+    attention window of every layer with attention (the teacher's in layers with a student), None
+    full attention; `student_window` the student's, in tokens. `mlp_dim`: the features of an MLP.
+    `memory`: the settings of the method, None its defaults."""
 
     mlp_dim: Positive
     student_window: Positive = 1024

@@ -1,6 +1,5 @@
 """The stacked transformer: embedding, groups of scanned blocks, final norm, tied or untied head."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from ttcd_kernels.dual_window.cotangents import ATTENTION
 from ttcd_jax.allocation import keep_freed_memory
 from ttcd_jax.axes import param
 from ttcd_jax.memory.distillation import Distillation
-from ttcd_jax.models.config import Remat, TransformerConfig, block_configs
+from ttcd_jax.models.config import TransformerConfig, block_configs
 from ttcd_jax.nn.block import Block, BlockConfig, Configured, MemoryStats, Report
 from ttcd_jax.nn.linear import normal_param, rms_norm
 from ttcd_jax.nn.product import PRODUCT
@@ -95,10 +94,8 @@ def _stacked(run: Run, rngs: nnx.Rngs) -> _Unit:
 
 class Transformer(Configured):
     """tokens [B, T] -> logits [B, T, V]; `forward` returns hidden states and memory statistics.
-
     Raises `UserError` for arrays that are not of these shapes, or not int, and for tokens outside
-    the vocabulary; inside `jit`, where values are not known, such a token's outputs are NaN.
-    """
+    the vocabulary; inside `jit`, where values are not known, such a token's outputs are NaN."""
 
     config_class = TransformerConfig
 
@@ -137,12 +134,10 @@ class Transformer(Configured):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
     ) -> tuple[Hidden, MemoryStats | None]:
-        """(final normed hidden states, statistics [fast layers] in layer order).
-
-        Tokens of different segments do not see each other, in attention, convolutions or memory.
-        Positions (default: 0, 1, ... from the start of each document) matter by their differences
-        inside a document; to the fast weights of LaCT also as they are.
-        """
+        """(final normed hidden states, statistics [fast layers] in layer order). Tokens of
+        different segments do not see each other, in attention, convolutions or memory. Positions
+        (default: 0, 1, ... from the start of each document) matter by their differences inside a
+        document; to the fast weights of LaCT also as they are."""
         h, stats = self._blocks(self._row(tokens, positions, segment_ids), tokens)
         return self.normed(h), stats
 
@@ -215,11 +210,17 @@ class Transformer(Configured):
             h, report = nnx.merge(graph, params).forward(h, row)
             return constrain(h, "batch", "length", None), report
 
-        return _with_remat(forward, self.config.remat or "dots", is_scanned)(h, params)
+        # On a mesh "none" still gathers the parameters again: kept whole, they would undo `fsdp`.
+        if (remat := self.config.remat or "dots") != "none" or is_distributed():
+            # Outside a scan XLA would merge the recomputation with the forward.
+            policy = _POLICIES[remat]
+            forward = jax.checkpoint(forward, policy=policy, prevent_cse=not is_scanned)
+        return forward(h, params)
 
 
 _BOUNDARY = "residual stream"  # the input of a block
 _POLICIES = {
+    "none": never_saves_gathered,
     "block": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENTION),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -229,12 +230,3 @@ _POLICIES = {
         offload_dst="pinned_host",
     ),
 }
-
-
-def _with_remat(forward: Callable, remat: Remat, is_scanned: bool) -> Callable:
-    """`forward` under remat. Outside a scan XLA would merge the recomputation with the forward. On
-    a mesh "none" still gathers the parameters again: kept whole, they would undo `fsdp`."""
-    if remat == "none" and not is_distributed():
-        return forward
-    policy = never_saves_gathered if remat == "none" else _POLICIES[remat]
-    return jax.checkpoint(forward, policy=policy, prevent_cse=not is_scanned)

@@ -118,11 +118,9 @@ type LayerState = tuple[Any, ...] | None  # a NamedTuple of arrays, the batch ax
 
 
 class Sublayer(Configured):
-    """Normed hidden states [B, T, D] -> the addition to the residual stream.
-
-    `student`: the student's normed hidden states, after a layer that returned `Views`.
-    A subclass names its configuration: `class Attention(Mixer, config=AttentionConfig)`.
-    """
+    """Normed hidden states [B, T, D] -> the addition to the residual stream. `student`: the
+    student's normed hidden states, after a layer that returned `Views`. A subclass names its
+    configuration: `class Attention(Mixer, config=AttentionConfig)`."""
 
     def __init_subclass__(cls, config: type[SublayerConfig] | None = None, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -213,11 +211,8 @@ class BlockConfig(Config):
 
 
 class Block(Configured):
-    """h -> h + layer(norm(h)), sub-layer after sub-layer.
-
-    After a sub-layer that returns `Views`, h + teacher continues, and the next sub-layer also gets
-    norm(h + student), same norm.
-    """
+    """h -> h + layer(norm(h)), sub-layer after sub-layer. After a sub-layer that returns `Views`, h
+    + teacher continues, and the next sub-layer also gets norm(h + student), same norm."""
 
     config_class = BlockConfig
     mixer: Mixer

@@ -33,11 +33,8 @@ def linear(
 def rms_norm(
     x: Float[Array, "*batch X"], weight: Float[Array, " X"], eps: float
 ) -> Float[Array, "*batch X"]:
-    """weight * x / sqrt(mean(x^2) + eps) over the last axis.
-
-    Computed in float32 or better whatever the dtype of x (a bfloat16 mean of squares loses two
-    digits), returned in the dtype of x.
-    """
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis. Computed in float32 or better whatever
+    the dtype of x (a bfloat16 mean of squares loses two digits), returned in the dtype of x."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale * weight.astype(wide.dtype)).astype(x.dtype)

@@ -16,12 +16,10 @@ Operands = tuple[jax.Array, jax.Array]
 def product(
     equation: str, a: Float[Array, "..."], b: Float[Array, "..."], dtype: DTypeLike
 ) -> Float[Array, "..."]:
-    """einsum(equation, a, b) accumulated in `dtype`, which is the result's.
-
-    The backward rounds the cotangent to the operands' dtype first: differentiating through
-    `preferred_element_type` would multiply it as it is, a float32 product in a bfloat16 model.
-    Every letter of an operand must be in the other one or in the result.
-    """
+    """einsum(equation, a, b) accumulated in `dtype`, which is the result's. The backward rounds the
+    cotangent to the operands' dtype first: differentiating through `preferred_element_type` would
+    multiply it as it is, a float32 product in a bfloat16 model. Every letter of an operand must be
+    in the other one or in the result."""
     return cast(jax.Array, _product(equation, a, b, dtype))
 
 
@@ -46,12 +44,9 @@ _product.defvjp(lambda equation, a, b, dtype: (_product(equation, a, b, dtype), 
 def weight_product(
     x: Float[Array, "*batch X"], kernel: Float[Array, "X Z"]
 ) -> Float[Array, "*batch Z"]:
-    """x kernel, in their dtype.
-
-    The kernel's gradient sums over all of `batch`. The rule JAX derives puts the cotangent first,
-    which XLA copies transposed on a CPU; the narrower operand first needs no copy (a SwiGLU of 64
-    by 128 takes a third of the time, forward and backward).
-    """
+    """x kernel, in their dtype. The kernel's gradient sums over all of `batch`. The rule JAX
+    derives puts the cotangent first, which XLA copies transposed on a CPU; the narrower operand
+    first needs no copy (a SwiGLU of 64 by 128 takes a third of the time, forward and backward)."""
     return checkpoint_name(_weight_product(x, kernel), PRODUCT)
 
 
@@ -71,11 +66,9 @@ def _weight_product_backward(saved: Operands, d_out: jax.Array) -> Operands:
 
 def _summed_over_batch(a: jax.Array, b: jax.Array) -> jax.Array:
     """a^T b [X, Z] of [*batch, X] and [*batch, Z], accumulated in float32 or wider: on a mesh the
-    partial sums of all devices are added after this.
-
-    The copy a^T that XLA makes on a CPU misses the cache at every element. Two copies, groups of 16
-    columns first and then inside each, take a third of its time.
-    """
+    partial sums of all devices are added after this. The copy a^T that XLA makes on a CPU misses
+    the cache at every element. Two copies, groups of 16 columns first and then inside each, take a
+    third of its time."""
     batch, dtype = tuple(range(a.ndim - 1)), jnp.promote_types(a.dtype, jnp.float32)
     multiply = functools.partial(jax.lax.dot_general, preferred_element_type=dtype)
 

@@ -83,12 +83,9 @@ class Cut:
 
 class Piece(NamedTuple):
     """The next T positions of every row, the first `lengths` of them tokens, the rest padding; a
-    row of a piece is one document.
-
-    A piece fits the chunks of the model's memories in one of two cases: no row has more tokens than
-    its open chunk has room for (T <= L), or every row that has any is at the start of a chunk and T
-    is a multiple of L.
-    """
+    row of a piece is one document. A piece fits the chunks of the model's memories in one of two
+    cases: no row has more tokens than its open chunk has room for (T <= L), or every row that has
+    any is at the start of a chunk and T is a multiple of L."""
 
     start: Int[Array, " B"]  # position in its row of the piece's first token
     lengths: Int[Array, " B"]
