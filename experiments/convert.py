@@ -25,6 +25,7 @@ import functools
 import json
 import math
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,11 @@ if TYPE_CHECKING:
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum(
-    "format", None, ["huggingface", "reference", "run"], "Format of the checkpoint.", required=True
+    "format",
+    None,
+    ["huggingface", "gguf", "reference", "run"],
+    "Format of the checkpoint.",
+    required=True,
 )
 flags.DEFINE_string(
     "tokenizer", None, "import: byte, none or a tokenizer.json; default: the one in PATH, if any."
@@ -67,6 +72,8 @@ def main(argv: list[str]) -> None:
         command, foreign = _export_run, ("tokenizer", "dtype")
         if action == "import":
             raise UserError("--format=run is a format of export: a run directory needs no import")
+    if FLAGS.format == "gguf" and action == "export":
+        raise UserError("--format=gguf is a format of import: export --format=huggingface")
     for name in foreign:
         if FLAGS[name].present:
             raise UserError(f"--{name} is no option of {action} --format={FLAGS.format}")
@@ -75,19 +82,30 @@ def main(argv: list[str]) -> None:
 
 
 def _import(name: str, run_dir: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        _import_into(name, run_dir, stack)
+
+
+def _import_into(name: str, run_dir: Path, stack: contextlib.ExitStack) -> None:
     from ttcd_jax.data.hub import model_folder
     from ttcd_jax.data.tokenizer import special_tokens
-    from ttcd_jax.interop.hugging_face import open_hugging_face
+    from ttcd_jax.interop.hugging_face import open_gguf_file, open_hugging_face
     from ttcd_jax.interop.reference_checkpoint import import_reference
     from ttcd_jax.run.directory import IMPORTED, TOKENIZER, RunDirectory
     from ttcd_jax.train.checkpoint import Checkpoints, StreamedCheckpoints
 
     check_unused(run_dir)
-    is_theirs = FLAGS.format == "huggingface"
-    source = model_folder(name) if is_theirs else Path(name)
+    is_theirs = FLAGS.format != "reference"
+    source = model_folder(name) if FLAGS.format == "huggingface" else Path(name)
     if not source.exists():
         raise DataError(f"no checkpoint file or folder at {source}")
-    params, config, facts = (open_hugging_face if is_theirs else import_reference)(source)
+    if FLAGS.format == "gguf":
+        (params, config, facts), texts = open_gguf_file(source)
+        source = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for file, text in texts.items():
+            (source / file).write_text(text)
+    else:
+        params, config, facts = (open_hugging_face if is_theirs else import_reference)(source)
     special = special_tokens(source) if is_theirs and FLAGS.tokenizer is None else {}
     tokenizer = _tokenizer(source, config.vocab_size, special)
     length = json.loads(facts["config_json"]).get("max_position_embeddings")
@@ -136,6 +154,8 @@ def _tokenizer(source: Path, vocab_size: int, special: dict[str, Any]) -> "Token
 def _print_import(facts: dict[str, Any]) -> None:
     dtypes = sorted(set(facts["dtypes"].values()))
     print(f"{facts['model_type']}: {facts['num_parameters']:,} parameters, {', '.join(dtypes)}")
+    if types := facts.get("dequantized"):
+        print(f"dequantized: {', '.join(f'{n} tensors of {kind}' for kind, n in types.items())}")
     unused = len(facts["dropped"]) + (facts["tied_head"] is not None)
     print(f"{len(facts['dtypes']) - unused} tensors mapped, {len(facts['dropped'])} dropped")
     for name in facts["dropped"]:

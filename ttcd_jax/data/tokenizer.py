@@ -113,7 +113,7 @@ class JsonTokenizer:
         source = read_json(Path(path))
         if not isinstance(source.get("model"), dict):
             raise DataError(f"{path} describes no tokenizer model; give a tokenizer.json")
-        with _library_errors(f"{path} describes no tokenizer"):
+        with library_errors(f"{path} describes no tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(source))
         # A file may carry the truncation and padding of its last use; documents here are whole.
         source |= {"truncation": None, "padding": None}
@@ -159,7 +159,7 @@ class JsonTokenizer:
             if stop - start > _LARGE_PIECES * _PIECE_BYTES:
                 _check_memory(stop - start)
             piece = _decoded(text, start, stop)
-            with _library_errors("the tokenizer cannot encode the text"):
+            with library_errors("the tokenizer cannot encode the text"):
                 encoding = self._tokenizer.encode(piece, add_special_tokens=False)
             yield np.array(encoding.ids, np.int32)
 
@@ -184,7 +184,7 @@ class JsonTokenizer:
             return None
 
         def split(text: str) -> list[str]:
-            with _library_errors("the tokenizer cannot divide text"):
+            with library_errors("the tokenizer cannot divide text"):
                 return [word for word, _ in words.pre_tokenize_str(text)]
 
         sides = ["".join(x) for n in range(3) for x in itertools.product(_KINDS, repeat=n)]
@@ -197,7 +197,7 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         kept = [int(i) for i in ids if i not in (self.bos_id, self.eos_id)]
-        with _library_errors("the tokenizer cannot decode"):
+        with library_errors("the tokenizer cannot decode"):
             return self._tokenizer.decode(kept, skip_special_tokens=True)
 
     def num_bytes(self, ids: ArrayLike) -> np.ndarray:
@@ -233,7 +233,7 @@ def _check_memory(num_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def _library_errors(problem: str) -> Iterator[None]:
+def library_errors(problem: str) -> Iterator[None]:
     """Errors of the library as `DataError`. It raises `Exception` itself; subclasses pass. A panic
     of its code is a `BaseException` that no module exports."""
     try:

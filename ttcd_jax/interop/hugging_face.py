@@ -7,8 +7,9 @@ tensor while they are written into a run directory, in the dtype that they have.
 """
 
 import functools
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,7 @@ from flax.traverse_util import unflatten_dict
 from ttcd_jax.data.tokenizer import TEXT_FILES
 from ttcd_jax.errors import CheckpointError, DataError, UserError
 from ttcd_jax.files import read_json, read_text, sha256
+from ttcd_jax.interop.gguf_files import open_gguf
 from ttcd_jax.interop.reference import Layout, names_on_disk
 from ttcd_jax.interop.weight_files import WeightFiles, open_weights
 from ttcd_jax.methods.registry import Source
@@ -112,20 +114,49 @@ def open_hugging_face(path: Path) -> ImportedModel:
     """
     if not path.is_dir():
         raise DataError(f"{path} is no folder with {CONFIG} and weights")
-    source = read_json(path / CONFIG)
-    weights = open_weights(path)
+    source, weights = read_json(path / CONFIG), open_weights(path)
+    texts = (path / name for name in TEXT_FILES)
+    texts = {file.name: read_text(file) for file in texts if file.is_file()}
+    facts = {"config_json": (path / CONFIG).read_bytes().decode(), "text_files": texts}
+    files = path / CONFIG, *weights.files
+    return imported_model(source, weights, path, files, facts)
+
+
+def open_gguf_file(path: Path) -> tuple[ImportedModel, dict[str, str]]:
+    """The model in a GGUF file, dequantized to float32, and the content of the files that a folder
+    of transformers would have for its texts. Raises as `open_gguf` and `open_hugging_face` do."""
+    if not path.is_file():
+        raise DataError(f"{path} is no GGUF file")
+    found = open_gguf(path)
+    architecture = FAMILIES[found.config["model_type"]].architecture
+    source = {"architectures": [architecture], "torch_dtype": "float32"} | found.config
+    texts = {name: text for name, text in found.texts.items() if name in TEXT_FILES}
+    facts = {"config_json": json.dumps(source, indent=2), "text_files": texts}
+    facts["dequantized"] = found.types
+    return imported_model(source, found.weights, path, [path], facts), found.texts
+
+
+def imported_model(
+    source: Mapping[str, Any],
+    weights: WeightFiles,
+    path: Path,
+    files: Sequence[Path],
+    facts: Mapping[str, Any],
+) -> ImportedModel:
+    """The model of the `config.json` `source` with these weights. `files`, the first of which says
+    what `source` has, are named with their digests in the facts."""
     own = source.get("model")
     counts = source.get("num_hidden_layers"), isinstance(own, dict) and own.get("num_layers")
     for layers in counts:
         if isinstance(layers, int) and layers > len(weights):  # before anything is built per layer
             problem = f"has {layers} layers, {path} {len(weights)} tensors"
-            raise CheckpointError(f"{path / CONFIG} {problem}")
+            raise CheckpointError(f"{files[0]} {problem}")
     kinds = {tensor.dtype for tensor in weights.stored.values()}
     dtype = functools.reduce(jnp.promote_types, kinds)
     try:
         config = model_of(source, _precision(dtype))
     except UserError as error:
-        raise DataError(f"{path / CONFIG}: {error}") from error
+        raise DataError(f"{files[0]}: {error}") from error
     dropped = [name for name in weights if name.endswith(_DROPPED)]
     is_tied = config.has_tied_head and HEAD in weights.stored
     unused = {*dropped, *([HEAD] if is_tied else [])}
@@ -134,18 +165,16 @@ def open_hugging_face(path: Path) -> ImportedModel:
     places = {name: place for name, place in places.items() if place[0] in wanted}
     stored = {name: x for name, x in weights.stored.items() if name not in unused}
     if problem := misfit(_theirs(places, wanted), stored):
-        raise CheckpointError(f"{path} is not the model of its {CONFIG}: {problem}")
+        raise CheckpointError(f"{path} is not the model that it describes: {problem}")
     params: dict[str, Any] = {
         ours: _leaf(weights, name, layout, wanted[ours].shape, dtype)
         for name, (ours, layout) in places.items()
     }
-    texts = (path / name for name in TEXT_FILES)
-    facts = {
+    found = {
         "format": "huggingface",
         "path": str(path.absolute()),
         "files": {
-            file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)}
-            for file in (path / CONFIG, *weights.files)
+            file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files
         },
         "model_type": source["model_type"],
         "num_parameters": sum(math.prod(x.shape) for x in params.values()),
@@ -153,10 +182,8 @@ def open_hugging_face(path: Path) -> ImportedModel:
         "tied_head": _tied_head(weights) if is_tied else None,
         "ignored_keys": sorted(source.keys() - _SILENT),
         "dtypes": {name: weights.stored[name].dtype.name for name in weights},
-        "config_json": (path / CONFIG).read_bytes().decode(),
-        "text_files": {file.name: read_text(file) for file in texts if file.is_file()},
     }
-    return ImportedModel(unflatten_dict(params, sep="/"), config, facts)
+    return ImportedModel(unflatten_dict(params, sep="/"), config, {**facts, **found})
 
 
 def their_name(name: str) -> str:
