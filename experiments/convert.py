@@ -1,7 +1,7 @@
-"""Imports checkpoints of Hugging Face and of the reference implementation, exports to both; copies
-runs, parameters alone.
+"""Imports checkpoints of Hugging Face, GGUF files and checkpoints of the reference implementation,
+exports to the first and the last; copies runs, parameters alone.
 
-    python -m experiments.convert import --format=huggingface|reference PATH RUN_DIR
+    python -m experiments.convert import --format=huggingface|gguf|reference PATH RUN_DIR
                                   [--tokenizer=byte|none|FILE.json]
     python -m experiments.convert export --format=huggingface|reference RUN_DIR PATH
                                   [--step=N] [--dtype=float32|bfloat16|float16]
@@ -13,6 +13,8 @@ run can start from it (RunConfig.start_from). A tokenizer.json in PATH is copied
 --format=huggingface: a model of the families Llama (SmolLM2), Mistral, Qwen2 or Qwen3, or an export
 of ours, with its special tokens, written tensor by tensor in the dtype of its files. PATH may also
 be OWNER/NAME[@REVISION] of the hub, which is read through its cache (HF_ENDPOINT, HF_HUB_OFFLINE).
+With --format=gguf: PATH is a file of llama.cpp of the architectures llama, qwen2 or qwen3, which is
+dequantized to float32; its tokenizer is imported if it is byte-level BPE of these families.
 
 export: writes such a folder from the newest step of a run whose method the reference, or
 transformers with the code that the folder then has, computes. An imported model is exported bit for

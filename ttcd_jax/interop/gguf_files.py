@@ -302,19 +302,19 @@ def _rounded(value: float) -> float:
 def _scaling(
     header: _Header, get: Callable[..., Any], base: float, head_dim: int
 ) -> dict[str, Any] | None:
-    """`rope_scaling`. Files have Llama 3's as divisors of the frequencies [head_dim / 2]: those of
-    the published settings are known, others are refused."""
+    """`rope_scaling`. Files have Llama 3's as divisors of the frequencies [head_dim / 2]: its
+    settings are found by trying lengths that are powers of two, else the file is refused."""
     if _ROPE_FACTORS in header.tensors:
         factors = header.read(_ROPE_FACTORS).ravel()
-        for factor in (8.0, 32.0):
-            settings = Llama3Config(factor=factor, original_length=8192)
+        for length in (2**n for n in range(5, 20)):
+            settings = Llama3Config(factor=float(factors.max()), original_length=length)
             ropes = RopeConfig(base=base), RopeConfig(base=base, llama3=settings)
             plain, scaled = (pair_frequencies(rope, head_dim)[0] for rope in ropes)
             expected = plain / scaled
             if factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-4):
                 return {
                     "rope_type": "llama3",
-                    "factor": factor,
+                    "factor": settings.factor,
                     "original_max_position_embeddings": settings.original_length,
                     "high_freq_factor": settings.fast_turns,
                     "low_freq_factor": settings.slow_turns,
